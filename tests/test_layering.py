@@ -1,4 +1,4 @@
-"""The arrows between folders, as docs/architecture.md has them: what each may import, read from the code and seen at run time."""
+"""The arrows between folders, as docs/architecture.md has them: what each may import, in the code and at run time."""
 
 import ast
 import subprocess
