@@ -12,7 +12,8 @@ QWEN_SPLIT = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 TRAINING_TEXT = (
@@ -76,7 +77,7 @@ def random_tensors(config: dict[str, object], seed: int) -> dict[str, torch.Tens
     def normal(*shape: int, std: float) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * std
 
-    tensors = {"model.embed_tokens.weight": normal(V, D, std=0.5), "model.norm.weight": 1 + normal(D, std=0.1)}
+    tensors = {"model.embed_tokens.weight": normal(V, D, std=0.1), "model.norm.weight": 1 + normal(D, std=0.1)}
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = normal(V, D, std=D**-0.5)
     for layer in range(int(str(config["num_hidden_layers"]))):
@@ -84,10 +85,10 @@ def random_tensors(config: dict[str, object], seed: int) -> dict[str, torch.Tens
         for name, rows in (("q", N * H), ("k", K * H), ("v", K * H)):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, D, std=D**-0.5)
             tensors[f"{prefix}self_attn.{name}_proj.bias"] = normal(rows, std=0.3)
-        tensors[prefix + "self_attn.o_proj.weight"] = normal(D, N * H, std=(N * H) ** -0.5)
+        tensors[prefix + "self_attn.o_proj.weight"] = normal(D, N * H, std=2 * (N * H) ** -0.5)
         tensors[prefix + "mlp.gate_proj.weight"] = normal(I, D, std=D**-0.5)
         tensors[prefix + "mlp.up_proj.weight"] = normal(I, D, std=D**-0.5)
-        tensors[prefix + "mlp.down_proj.weight"] = normal(D, I, std=I**-0.5)
+        tensors[prefix + "mlp.down_proj.weight"] = normal(D, I, std=2 * I**-0.5)
         tensors[prefix + "input_layernorm.weight"] = 1 + normal(D, std=0.1)
         tensors[prefix + "post_attention_layernorm.weight"] = 1 + normal(D, std=0.1)
     return tensors
