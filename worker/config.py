@@ -1,0 +1,125 @@
+"""Settings of a worker: frozen, keyword-only, read once at the edge.
+
+What is learned later (number of blocks, the model's own limits) goes from `WorkerConfig` into `SchedulerConfig` and
+the block manager's configuration when the model is loaded. This file knows no model, socket or environment variable.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class RunnerKind(Enum):
+    """What executes the steps."""
+
+    TORCH = "torch"
+    ORACLE = "oracle"  # no model: hashes of what the block tables hold; for tests of the system
+
+
+class PrefixCacheMode(Enum):
+    """Whether prompts may reuse blocks that others computed."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler. Raises ValueError naming the field that does not fit.
+
+    max_num_seqs: requests running at once, also the number of slots.
+    max_waiting: requests queued besides; more are refused with QUEUE_FULL.
+    max_batch_tokens: token budget of a step; at least max_num_seqs, so that prefill always gets on.
+    max_chunk_tokens: of one request in one step; None: the whole budget.
+    max_model_len: prompt and output together.
+    vocab_size: ids are below this.
+    max_in_flight: plans outstanding at once (what the runner bears).
+    aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_num_seqs: int = 256
+    max_waiting: int = 1024
+    max_batch_tokens: int = 2048
+    max_chunk_tokens: int | None = None
+    max_in_flight: int = 1
+    aging_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "vocab_size", "max_num_seqs", "max_batch_tokens", "max_in_flight"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        _require(self.max_waiting >= 0, f"max_waiting must not be negative, not {self.max_waiting}")
+        _require(self.aging_s >= 0, f"aging_s must not be negative, not {self.aging_s}")
+        _require(
+            self.max_batch_tokens >= self.max_num_seqs,
+            f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs})",
+        )
+        chunk = self.max_chunk_tokens
+        _require(chunk is None or chunk >= 1, f"max_chunk_tokens must be at least 1, not {chunk}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveConfig:
+    """CURVE keys for tcp:// links: files with the worker's own key pair and the gateways' public key."""
+
+    secret_key_file: Path
+    gateway_public_key_file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything that `worker.main.main` needs to start one worker process.
+
+    model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: from ``model``.
+    gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
+    num_blocks None: sized from free memory, ``memory_fraction`` of it. max_model_len None: the model's own.
+    attention_backend None: the best one for the device.
+    check_numerics_limit None: off; else activations beyond it are reported with their layer.
+    audit_every_steps 0: never; 1: every step (debugging).
+    worker_id "": host name and pid. metrics_port None: no endpoint.
+    """
+
+    model: str
+    gateway_endpoints: tuple[str, ...]
+    worker_id: str = ""
+    served_name: str | None = None
+    revision: str | None = None
+    runner: RunnerKind = RunnerKind.TORCH
+    device: str = "cpu"
+    dtype: str | None = None
+    attention_backend: str | None = None
+    check_numerics_limit: float | None = None
+    num_threads: int | None = None
+    # memory
+    memory_fraction: float = 0.9
+    num_blocks: int | None = None
+    block_size: int = 16
+    prefix_cache: PrefixCacheMode = PrefixCacheMode.ON
+    # scheduling
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_waiting: int = 1024
+    max_batch_tokens: int = 2048
+    max_chunk_tokens: int | None = None
+    aging_s: float = 10.0
+    # link
+    heartbeat_interval_s: float = 0.5
+    registration_token: str = ""
+    curve: CurveConfig | None = None
+    # watching
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = 9091
+    audit_every_steps: int = 1000
+    log_format: str = "auto"
+    log_level: str = "info"
+    # the oracle runner's model
+    oracle_vocab_size: int = 1000
+    oracle_step_delay_s: float = 0.0
+    oracle_eos_every: int | None = None
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
