@@ -1,0 +1,83 @@
+"""What a gateway process is told at its start; read once, never changed.
+
+Where the values come from (flags, environment, file) is the command line's business.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gateway.workers.config import WorkerPoolConfig
+
+MIB = 1024 * 1024
+
+
+class Exposure(Enum):
+    """Who may reach the listeners. TLS will be a third member, with its files."""
+
+    LOOPBACK_ONLY = "loopback-only"  # any other address refuses to bind
+    INSECURE = "insecure"  # plain text on any address: an explicit choice
+
+
+class PortSharing(Enum):
+    """Whether other processes of this host may listen on the same port (SO_REUSEPORT)."""
+
+    EXCLUSIVE = "exclusive"
+    SHARED = "shared"
+
+
+class LogFormat(Enum):
+    """AUTO: key=value for people on a terminal, JSON lines elsewhere."""
+
+    AUTO = "auto"
+    CONSOLE = "console"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What callers may ask of one gateway process."""
+
+    max_message_bytes: int = 4 * MIB  # gRPC messages received
+    max_metadata_bytes: int = 16 * 1024
+    max_streams_per_connection: int = 512
+    max_requests: int = 4096  # in flight, all workers together
+    max_prompt_bytes: int = 2 * MIB  # UTF-8 bytes of text, or of a rendered chat, before it is tokenized
+    tokenizer_threads: int = 2
+    max_tokenizing: int = 512  # texts waiting for these threads
+    max_pending_tokens: int = 16_384  # tokens that a slow reader may leave unread before its stream ends
+    write_stall_s: float = 30.0  # how long one message may wait for the reader
+    pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionConfig:
+    """HTTP/2 keepalive: a client that vanished without a word is noticed after time + timeout."""
+
+    keepalive_time_s: float = 20.0
+    keepalive_timeout_s: float = 10.0
+    min_ping_interval_s: float = 10.0  # clients that ping more often are sent away …
+    max_ping_strikes: int = 2  # … after this many such pings
+    handshake_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """One gateway process.
+
+    Addresses are ``host:port``, ``[ipv6]:port`` or ``unix:/path``; port 0 lets the system choose (the log line
+    ``listening`` tells which). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
+    HTTP on ``host:port``.
+    """
+
+    workers: WorkerPoolConfig
+    listen_address: str = "127.0.0.1:50051"
+    admin_address: str | None = None
+    metrics_address: str | None = "127.0.0.1:9090"
+    exposure: Exposure = Exposure.LOOPBACK_ONLY
+    port_sharing: PortSharing = PortSharing.EXCLUSIVE
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
+    drain_grace_s: float = 30.0
+    stop_receipt_timeout_s: float = 2.0  # after a stop string: wait for the worker's figures this long
+    log_format: LogFormat = LogFormat.AUTO
+    log_level: str = "info"  # debug, info, warning, error
