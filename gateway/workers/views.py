@@ -1,7 +1,7 @@
-"""The frozen shapes that cross the pool's border: what a request needs, what an output tells, what a worker looks like."""
+"""The frozen shapes that cross the pool's border: what a request needs, what an output tells, how a worker looks."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from wire.messages import Capacity, Finished, ModelCard, Sampling, TokenLogprobs
 
 
-class LostReason(str, Enum):
+class LostReason(StrEnum):
     """Why a stream lost its worker; the value is an octavo.v1.ErrorReason without its prefix."""
 
     WORKER_LOST = "WORKER_LOST"
