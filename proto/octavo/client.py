@@ -1,0 +1,141 @@
+"""The blocking client: one object per server, safe to share between threads."""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from octavo.client_errors import error_from
+from octavo.client_events import StreamCall, StreamEvents
+from octavo.client_options import open_channel
+from octavo.client_requests import GenerateFields, generate_request
+from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+
+
+class TextStream:
+    """One output as it comes: iterate over it for text, or over `deltas()` for everything.
+
+    `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Leaving the
+    `with` block, or `cancel()`, ends the request on the server.
+    """
+
+    def __init__(self, call: StreamCall) -> None:
+        self._call = call
+        self._events = StreamEvents()
+
+    @property
+    def started(self) -> inference_pb2.Started | None:
+        """The first event."""
+        return self._events.started
+
+    @property
+    def finished(self) -> inference_pb2.Finished | None:
+        """The last event."""
+        return self._events.finished
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids so far, where the request asked for ids."""
+        return self._events.token_ids
+
+    def deltas(self) -> Iterator[inference_pb2.Delta]:
+        """New output, piece by piece. Raises OctavoError."""
+        try:
+            for response in self._call:
+                delta = self._events.take(response)
+                if delta is not None:
+                    yield delta
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+        self._events.end()
+
+    def __iter__(self) -> Iterator[str]:
+        return (delta.text for delta in self.deltas() if delta.text)
+
+    def cancel(self) -> None:
+        """End the request; its blocks are free at the next step. Does nothing after the end."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.cancel()
+
+
+class Client:
+    """Calls one Octavo server.
+
+    target: "host:port", or any gRPC target. credentials: for TLS; None is plain text. timeout_s of a call is its
+    deadline, which the server keeps too; None waits as long as it takes. Every call raises OctavoError.
+    """
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Sequence[tuple[str, str | int]] = (),
+    ) -> None:
+        self.target = target
+        self._channel = open_channel(target, credentials, options)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+
+    def stream(
+        self,
+        request: inference_pb2.GenerateRequest | None = None,
+        *,
+        timeout_s: float | None = None,
+        **fields: Unpack[GenerateFields],
+    ) -> TextStream:
+        """Generate, as it comes: `for text in client.stream(text="Once upon a time", max_tokens=50)`."""
+        return TextStream(self._inference.Generate(request or generate_request(**fields), timeout=timeout_s))
+
+    def complete(
+        self,
+        request: inference_pb2.GenerateRequest | None = None,
+        *,
+        timeout_s: float | None = None,
+        **fields: Unpack[GenerateFields],
+    ) -> inference_pb2.CompleteResponse:
+        """Generate, answered in one message."""
+        wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
+        try:
+            return self._inference.Complete(wrapped, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+
+    def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
+        """What is served, with the limits of requests."""
+        try:
+            return list(self._models.ListModels(model_pb2.ListModelsRequest(), timeout=timeout_s).models)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+
+    def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
+        """The ids of a text."""
+        request = inference_pb2.TokenizeRequest(model=model, text=text)
+        try:
+            return list(self._inference.Tokenize(request, timeout=timeout_s).token_ids)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
+        """The text of ids."""
+        request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        try:
+            return self._inference.Detokenize(request, timeout=timeout_s).text
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
