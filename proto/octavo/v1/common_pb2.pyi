@@ -58,6 +58,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The chat template of the checkpoint refused the messages."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 16
     """A defect of Octavo."""
+    ERROR_REASON_SLOW_CONSUMER: _ErrorReason.ValueType  # 17
+    """The caller did not read its stream: too many tokens, or one message for too long, waited for it."""
+    ERROR_REASON_TOKENIZER: _ErrorReason.ValueType  # 18
+    """The checkpoint's tokenizer is not supported: this model takes and gives token ids only."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -97,6 +101,10 @@ ERROR_REASON_TEMPLATE: ErrorReason.ValueType  # 15
 """The chat template of the checkpoint refused the messages."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 16
 """A defect of Octavo."""
+ERROR_REASON_SLOW_CONSUMER: ErrorReason.ValueType  # 17
+"""The caller did not read its stream: too many tokens, or one message for too long, waited for it."""
+ERROR_REASON_TOKENIZER: ErrorReason.ValueType  # 18
+"""The checkpoint's tokenizer is not supported: this model takes and gives token ids only."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

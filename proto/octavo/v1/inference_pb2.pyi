@@ -107,11 +107,15 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Id chosen by the caller, at most 128 bytes, unique among the requests in flight; unset: one is made."""
+    """Id chosen by the caller: at most 128 visible ASCII characters, unique among the requests in flight; unset: one is
+    made. The initial metadata `x-request-id` tells it.
+    """
     model: _builtins.str
     """Name of the model; unset: the only one that is served (INVALID_ARGUMENT where there are several)."""
     text: _builtins.str
-    """Plain text, tokenized as it is."""
+    """Plain text, tokenized as it is: special tokens in it (such as `<|im_end|>`) are recognised, and what the
+    tokenizer adds at the borders is added. Text of people who may not write special tokens belongs into `chat`.
+    """
     priority: _builtins.int
     """Higher runs first, and preempts last. Default 0; in [-100, 100]."""
     cache_salt: _builtins.str
@@ -122,7 +126,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def chat(self) -> Global___Chat:
-        """Chat messages, rendered by the checkpoint's own template."""
+        """Chat messages, rendered by the checkpoint's own template. Special tokens in strings of messages and tools are
+        plain text: a message cannot end its turn or open another one.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -390,18 +396,26 @@ class StopConditions(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most, at least 1; unset: to the end of the context."""
+    """Tokens to generate at most, at least 1; unset: to the end of the context, which also ends larger values (reason
+    LENGTH).
+    """
     min_tokens: _builtins.int
-    """No end of text and no stop token before this many tokens. Default 0."""
+    """No end of text and no stop token before this many tokens; stop strings are looked for in the text after them.
+    Default 0.
+    """
     ignore_eos: _builtins.bool
     """Go on after the model's end tokens. Default false."""
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ends before the first of these strings, which is not part of the text; at most 64 of at most 256 bytes each."""
+        """Ends before the first of these strings, which is not part of the text; at most 64 of at most 256 bytes each. First
+        is the one that is complete first, reading by characters; of several that end there, the longest.
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ends at the first of these tokens, besides the model's own end tokens; at most 64."""
+        """Ends at the first of these tokens, besides the model's own end tokens; at most 64. The token counts as generated
+        and is among the ids, its text is not part of the text.
+        """
 
     def __init__(
         self,
@@ -546,7 +560,9 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text that follows what was sent before; never part of a character or of a stop string."""
+    """Text that follows what was sent before; never part of a character or of a stop string. How the output is cut into
+    Deltas depends on load: one a token when there is none.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated since the last Delta; text may lag behind them."""

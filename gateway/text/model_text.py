@@ -1,0 +1,126 @@
+"""Text of one tokenizer bundle: encode, render, decode.
+
+Thread-safe; its methods take long for long texts, so callers on an event loop go through `gateway.text.service`.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from gateway.text.byte_table import ByteTable, check_byte_level
+from gateway.text.chat_template import ChatInput, ChatTemplate
+from gateway.text.control_tokens import ControlTokens
+from gateway.text.errors import PromptTooLong, TemplateError, UnsupportedTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoded:
+    """text: what was tokenized. ids_T: int32."""
+
+    text: str
+    ids_T: np.ndarray
+
+
+def _check_size(text: str, max_bytes: int) -> None:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:  # a lone surrogate out of a JSON escape
+        raise TemplateError("the rendered chat is no valid Unicode") from error
+    if num_bytes > max_bytes:
+        raise PromptTooLong(num_bytes=num_bytes, max_bytes=max_bytes)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    # The batch call is the one that releases the interpreter lock; "fast" leaves the offsets out.
+    encoding: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return encoding
+
+
+class ModelText:
+    """One tokenizer with its chat template."""
+
+    def __init__(self, files: Mapping[str, bytes], *, num_ids: int) -> None:
+        """files: a TokenizerBundle's. num_ids: ids that the model may send. Raises UnsupportedTokenizer."""
+        try:
+            self._source = files["tokenizer.json"]
+        except KeyError:
+            raise UnsupportedTokenizer("the checkpoint has no tokenizer.json") from None
+        check_byte_level(self._source)
+        self._tokenizer = self._load()
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.table = ByteTable.build(self._tokenizer.get_vocab(), frozenset(special), num_ids=num_ids)
+        self._control = ControlTokens(special.values())
+        self._template = ChatTemplate.from_files(files)
+        self._plain: Tokenizer | None = None
+        self._plain_lock = threading.Lock()
+
+    def _load(self) -> Tokenizer:
+        try:
+            tokenizer = Tokenizer.from_buffer(self._source)
+        except Exception as error:  # the library raises bare Exception
+            raise UnsupportedTokenizer("tokenizer.json is not readable") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    def _plain_tokenizer(self) -> Tokenizer:
+        """A second instance that takes special tokens for text; made when first needed."""
+        with self._plain_lock:
+            if self._plain is None:
+                self._plain = self._load()
+                self._plain.encode_special_tokens = True
+            return self._plain
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._template is not None
+
+    def encode(self, text: str, *, max_bytes: int) -> Encoded:
+        """Plain text as it is: special tokens in it are recognised, and those that the tokenizer's post-processor
+        adds are added. Raises PromptTooLong."""
+        _check_size(text, max_bytes)
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        return Encoded(text=text, ids_T=np.array(ids, np.int32))
+
+    def encode_chat(self, chat: ChatInput, *, max_bytes: int) -> Encoded:
+        """A rendered chat; control tokens in callers' strings stay text. Raises TemplateError, PromptTooLong."""
+        if self._template is None:
+            raise TemplateError("this model has no chat template: send text or token ids")
+        values = [chat.messages, chat.tools or []]
+        if not self._control.occur_in(values):
+            text = self._template.render(chat)
+            _check_size(text, max_bytes)
+            return Encoded(text=text, ids_T=np.array(_ids(self._tokenizer, text), np.int32))
+        mark = self._control.mark_for(values)
+        messages, tools = self._control.marked(values, mark)
+        rendered = self._template.render(replace(chat, messages=messages, tools=tools or None))
+        return self._encode_marked(rendered, mark, max_bytes)
+
+    def _encode_marked(self, rendered: str, mark: str, max_bytes: int) -> Encoded:
+        pieces = list(self._control.pieces(rendered, mark))
+        text = "".join(part for piece in pieces for part in piece)
+        _check_size(text, max_bytes)
+        plain, ids = self._plain_tokenizer(), list[int]()
+        for piece, control in pieces:
+            if piece:
+                ids += _ids(plain, piece)
+            if control:
+                ids.append(plain.token_to_id(control))
+        return Encoded(text=text, ids_T=np.array(ids, np.int32))
+
+
+    def decode_all(self, token_ids: Iterable[int]) -> str:
+        """Every token, special ones too."""
+        return self._decode(token_ids, self.table.all_bytes)
+
+    def decode_visible(self, token_ids: Iterable[int]) -> str:
+        """Without special tokens."""
+        return self._decode(token_ids, self.table.visible_bytes)
+
+    def _decode(self, token_ids: Iterable[int], bytes_by_id: Sequence[bytes]) -> str:
+        return b"".join([bytes_by_id[token_id] for token_id in token_ids]).decode("utf-8", "replace")
