@@ -7,6 +7,7 @@ Must not know: sockets, requests, schedulers, who owns a block.
 """
 
 from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
+from model.checkpoint import resolve_checkpoint
 from model.config import DTYPES, Qwen2Config, load_config
 from model.errors import CheckpointError, ConfigError
 from model.generate import dense_logits, generate
@@ -35,5 +36,6 @@ __all__ = [
     "load_config",
     "load_model",
     "make_inputs",
+    "resolve_checkpoint",
     "write_kv",
 ]

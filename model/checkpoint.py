@@ -31,8 +31,8 @@ def resolve_checkpoint(name: str, *, revision: str | None = None, on_progress: O
     """The folder of a checkpoint, downloaded if need be.
 
     name: an existing folder with a config.json; an embedded model ("folio-chat"); or a hub id ("Qwen/Qwen2.5-0.5B").
-    revision: branch, tag or commit, for hub ids. on_progress: where it is None, the hub's own bar goes to stderr if that
-    is a terminal. Raises CheckpointError saying what to try instead.
+    revision: branch, tag or commit, for hub ids. on_progress: where it is None, the hub's own bar goes to stderr if
+    that is a terminal. Raises CheckpointError saying what to try instead.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -97,7 +97,7 @@ def download(name: str, *, revision: str | None, on_progress: OnDownload | None)
 
 def progress_bar(on_progress: OnDownload) -> type:
     """A class that the hub takes for a bar and that shows nothing: it hands the bytes of all files on."""
-    from tqdm.auto import tqdm
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class Forwarding(tqdm):
         """Of the bars that the hub makes, only the one for written bytes is handed on."""

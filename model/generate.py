@@ -38,7 +38,7 @@ def dense_logits(model: Qwen2ForCausalLM, ids_T: torch.Tensor) -> torch.Tensor:
     """float32 logits_TV at every position of one sequence."""
     angles = model.rope.angles(torch.arange(len(ids_T), device=ids_T.device))
     hidden_TD = model.embed_tokens(ids_T)
-    for layer in model.layers:
+    for layer in model.decoder_layers:
         q_TNH, k_TKH, v_TKH = layer.self_attn.project(layer.input_layernorm(hidden_TD), angles)
         out_TNH = dense_attention(q_TNH, k_TKH, v_TKH, model.config.scale)
         hidden_TD = hidden_TD + layer.self_attn.o_proj(out_TNH.flatten(1))

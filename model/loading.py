@@ -4,7 +4,6 @@ is not a weight's is named in one error, before any weight is read.
 Must not know: hubs, requests.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
@@ -95,21 +94,15 @@ def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ..
 def read_weights(shards: Shards, model: Qwen2ForCausalLM, on_progress: OnBytes) -> None:
     """Read every tensor into its place, file by file in the order of the bytes."""
     views, done, total = destinations(model), 0, shards.num_bytes
-    order = sorted(
-        shards.file_of, key=lambda name: (shards.file_of[name].path, shards.file_of[name].entries[name].start)
-    )
-    for name in order:
+    order = [(file.path.name, file.entries[name].start, name) for name, file in shards.file_of.items()]
+    for _, _, name in sorted(order):
+        file = shards.file_of[name]
         if name in views:
-            shards.file_of[name].read(name, views[name])
-        done += math.prod(shards.file_of[name].entries[name].shape) * TORCH_DTYPES[entry_dtype(shards, name)].itemsize
+            file.read(name, views[name])
+        done += file.entries[name].end - file.entries[name].start
         on_progress(done, total)
     if HEAD in shards.file_of and HEAD not in views:
         check_tied_head(shards, model)
-
-
-def entry_dtype(shards: Shards, name: str) -> str:
-    """The dtype of a tensor in its file."""
-    return shards.file_of[name].entries[name].dtype
 
 
 def check_tied_head(shards: Shards, model: Qwen2ForCausalLM) -> None:

@@ -60,7 +60,7 @@ def open_all(folder: Path, names: list[str], stack: ExitStack) -> tuple[dict[str
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index. Raises CheckpointError, also for a name that leads out of the folder."""
+    """Tensor name -> file name, from the index. Raises CheckpointError, also for a file name that leads elsewhere."""
     weight_map = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX}: weight_map is not an object with tensors")
@@ -92,10 +92,8 @@ def index_mismatches(weight_map: dict[str, str], files: dict[str, SafetensorsFil
     for shard, file in files.items():
         for name in file.entries:
             if weight_map.get(name) != shard:
-                reason = (
-                    f"is in {copies[name]} shards" if copies[name] > 1 else "the index does not say that it is there"
-                )
-                problems.append(f"{shard}: {name}: {reason}")
+                where = f"; it is in {copies[name]} shards" if copies[name] > 1 else ""
+                problems.append(f"{shard}: {name}: the index does not put it there{where}")
     return problems
 
 
