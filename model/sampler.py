@@ -1,0 +1,174 @@
+"""From a batch of logits to a batch of tokens.
+
+Order of the stages, as vLLM has it: raw log-probabilities, penalties, min-tokens mask, temperature, min-p, top-k,
+top-p, draw. Every row's result is a function of that row alone. A batch that is greedy throughout is one ``max``.
+
+Must not know: requests, blocks, the model, when an output ends.
+
+Legend: S sampled rows of this step · V vocabulary · K candidates · R stable rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.sampling import Feature, SamplingParams, SamplingRows
+from model.sampling_filters import TOP_K_OFF, Filters, largest, masses, thresholds
+from model.sampling_logprobs import Logprobs, RawLogprobs
+from model.sampling_noise import log_exponential, row_keys
+from model.sampling_penalties import Penalties, TokenHistory
+
+_FEW_CANDIDATES = 64
+_MANY_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """tokens_S: int64, on the logits' device; is_finite_S: bool, False where the row had NaN, +inf or nothing
+    finite, and its token (a valid id) means nothing. logprobs: None where no row asked."""
+
+    tokens_S: torch.Tensor
+    is_finite_S: torch.Tensor
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Holds the wishes of R rows and draws their tokens.
+
+    vocab_size: ids that may be sampled; logits past it are ignored. history: the rows' tokens, kept by the caller.
+    """
+
+    def __init__(self, *, vocab_size: int, history: TokenHistory, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._rows = SamplingRows(max_rows=len(history.num_prompt_R), vocab_size=vocab_size)
+        self._history = history
+        self._penalties = Penalties(self._rows, history, self._device)
+        self._all_ids_V = torch.arange(vocab_size, dtype=torch.int32, device=self._device)
+
+    def join(self, row: int, params: SamplingParams, output_ids_T: np.ndarray) -> None:
+        """A row gets new wishes. output_ids_T: tokens that its output already has (after a preemption)."""
+        self._rows.put(row, params)
+        if Feature.PENALTY in params.features:
+            self._penalties.put(row, output_ids_T)
+        else:
+            self._penalties.drop(row)
+
+    def sample(self, logits_SV: torch.Tensor, rows_S: np.ndarray, lengths_S: np.ndarray) -> Sampled:
+        """Draw one token per row.
+
+        logits_SV: float32, at least vocab_size wide; overwritten. rows_S: distinct rows. lengths_S: tokens that each
+        row's history holds, the drawn one not counted.
+        """
+        logits_SV = logits_SV[:, : self.vocab_size]
+        best_S, tokens_S = logits_SV.max(dim=-1)
+        is_finite_S = torch.isfinite(best_S)
+        features_S = self._rows.features_R[rows_S]
+        if not features_S.any():
+            return Sampled(tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=None)
+        if not bool(is_finite_S.all()):
+            logits_SV[~is_finite_S] = 0.0
+        raw = self._raw_logprobs(logits_SV, rows_S, features_S)
+        tokens_S = self._choose(logits_SV, tokens_S, rows_S, lengths_S, features_S)
+        logprobs = None if raw is None else raw.choose(tokens_S)
+        return Sampled(tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=logprobs)
+
+    def _raw_logprobs(self, logits_SV: torch.Tensor, rows_S: np.ndarray, features_S: np.ndarray) -> RawLogprobs | None:
+        index_N = np.flatnonzero(features_S & Feature.LOGPROBS)
+        if not len(index_N):
+            return None
+        return RawLogprobs(logits_SV, index_N, self._rows.num_logprobs_R[rows_S[index_N]])
+
+    def _choose(
+        self,
+        logits_SV: torch.Tensor,
+        greedy_S: torch.Tensor,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        features_S: np.ndarray,
+    ) -> torch.Tensor:
+        """Penalties and mask in place, then the largest logit or a draw for each row."""
+        penal = np.flatnonzero(features_S & Feature.PENALTY)
+        if len(penal):
+            self._penalties.apply(logits_SV, penal, rows_S[penal], lengths_S[penal])
+        output_lens_S = lengths_S - self._history.num_prompt_R[rows_S]
+        is_short_S = (features_S & Feature.MIN_TOKENS > 0) & (output_lens_S < self._rows.min_tokens_R[rows_S])
+        if is_short_S.any():
+            self._mask_stop_ids(logits_SV, np.flatnonzero(is_short_S), rows_S)
+        is_changed = len(penal) > 0 or is_short_S.any()
+        tokens_S = logits_SV.argmax(dim=-1) if is_changed else greedy_S
+        self._draw_random(logits_SV, tokens_S, rows_S, output_lens_S, features_S)
+        if len(penal):
+            self._penalties.count(rows_S[penal], tokens_S[torch.from_numpy(penal).to(self._device)])
+        return tokens_S
+
+    def _mask_stop_ids(self, logits_SV: torch.Tensor, index_N: np.ndarray, rows_S: np.ndarray) -> None:
+        ids_NW = self._rows.stop_ids_RW[rows_S[index_N]]
+        which_M, columns_M = np.nonzero(ids_NW >= 0)
+        place = (torch.from_numpy(index_N[which_M]), torch.from_numpy(ids_NW[which_M, columns_M]))
+        minus_inf = torch.tensor(-torch.inf, device=self._device)
+        logits_SV.index_put_((place[0].to(self._device), place[1].to(self._device)), minus_inf)
+
+    def _draw_random(
+        self,
+        logits_SV: torch.Tensor,
+        tokens_S: torch.Tensor,
+        rows_S: np.ndarray,
+        output_lens_S: np.ndarray,
+        features_S: np.ndarray,
+    ) -> None:
+        """Overwrite the tokens of rows whose temperature is not zero."""
+        for wanted in (Feature.RANDOM, Feature.RANDOM | Feature.FILTER):
+            index_N = np.flatnonzero((features_S & (Feature.RANDOM | Feature.FILTER)) == wanted)
+            if not len(index_N):
+                continue
+            rows_N = rows_S[index_N]
+            index_t = torch.from_numpy(index_N).to(self._device)
+            keys_N2 = self._to_device(row_keys(self._rows.seed_R[rows_N], output_lens_S[index_N]))
+            x_NV = scaled(logits_SV[index_t], self._to_device(self._rows.temperature_R[rows_N]))
+            draw = self._draw_open if wanted == Feature.RANDOM else self._draw_filtered
+            tokens_S[index_t] = draw(x_NV, keys_N2, self._filters(rows_N))
+
+    def _draw_open(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
+        """Rows without top-k and top-p: the whole vocabulary races, less what min-p cuts."""
+        return self._race_above(x_NV, keys_N2, filters.log_min_p_S)
+
+    def _draw_filtered(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
+        """Rows with top-k or top-p: only the candidates race; rows whose cut lies past them race over all."""
+        widest = int(filters.top_k_S.masked_fill(filters.top_k_S == TOP_K_OFF, 0).max())
+        width = min(_FEW_CANDIDATES if widest < _FEW_CANDIDATES else _MANY_CANDIDATES, self.vocab_size)
+        values_NK, ids_NK = largest(x_NV, width)
+        mass_N = masses(x_NV, filters)
+        least_N, is_right_N = thresholds(values_NK, mass_N, filters, vocab_size=self.vocab_size)
+        score_NK = values_NK - log_exponential(keys_N2, ids_NK.to(torch.int32))
+        score_NK = score_NK.masked_fill_(values_NK < least_N.unsqueeze(1), -torch.inf)
+        tokens_N = ids_NK.gather(1, score_NK.argmax(dim=-1, keepdim=True)).squeeze(1)
+        if not bool(is_right_N.all()):
+            far = torch.nonzero(~is_right_N).squeeze(1)
+            x_MV = x_NV[far]
+            sorted_MV = x_MV.sort(dim=-1, descending=True).values
+            least_M, _ = thresholds(sorted_MV, mass_N[far], filters.rows(far), vocab_size=self.vocab_size)
+            tokens_N[far] = self._race_above(x_MV, keys_N2[far], least_M)
+        return tokens_N
+
+    def _race_above(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, least_N: torch.Tensor) -> torch.Tensor:
+        score_NV = x_NV - log_exponential(keys_N2, self._all_ids_V)
+        return score_NV.masked_fill_(x_NV < least_N.unsqueeze(1), -torch.inf).argmax(dim=-1)
+
+    def _filters(self, rows_N: np.ndarray) -> Filters:
+        with np.errstate(divide="ignore"):
+            log_min_p_N = np.log(self._rows.min_p_R[rows_N]).astype(np.float32)
+        return Filters(
+            top_k_S=self._to_device(self._rows.top_k_R[rows_N]),
+            top_p_S=self._to_device(self._rows.top_p_R[rows_N]),
+            log_min_p_S=self._to_device(log_min_p_N),
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def scaled(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
+    """Logits divided by the temperature, each row's maximum moved to 0: no temperature above zero overflows."""
+    return (logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / temperature_N.unsqueeze(1)
