@@ -1,0 +1,93 @@
+"""Waits until a service answers as a whole, and reads from it what its summary tells."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+from octavo.client_aio import AsyncClient
+from octavo.client_errors import OctavoError
+from octavo.v1 import model_pb2
+from prometheus_client.parser import text_string_to_metric_families
+
+from cli.addresses import join_address
+from cli.launch import ProcessPlan, Role
+from cli.settings import ServeSettings
+from cli.summary import ModelSummary, ServiceSummary
+
+POLL_S = 0.1
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+async def wait_until_ready(address: str, plans: Sequence[ProcessPlan]) -> list[model_pb2.ModelInfo]:
+    """The models, as soon as every gateway answers and every worker is registered. Waits without end."""
+    num_workers = sum(each.role is Role.WORKER for each in plans)
+    gateways = [each for each in plans if each.role is Role.GATEWAY]
+    async with AsyncClient(address) as client:
+        while True:
+            models = await _models(client)
+            if sum(each.num_workers for each in models) >= num_workers and await _all_up(gateways):
+                return models
+            await asyncio.sleep(POLL_S)
+
+
+async def scrape(port: int, host: str = "127.0.0.1") -> Samples:
+    """The samples of a /metrics page by name; empty where it does not answer."""
+    return await asyncio.to_thread(read_metrics, f"http://{host}:{port}/metrics")
+
+
+def read_metrics(url: str) -> Samples:
+    """The same, blocking."""
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            text = response.read().decode()
+    except (OSError, urllib.error.URLError):
+        return {}
+    samples: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return samples
+
+
+async def _models(client: AsyncClient) -> list[model_pb2.ModelInfo]:
+    try:
+        return await client.models(timeout_s=2.0)
+    except OctavoError:
+        return []
+
+
+async def _all_up(plans: Sequence[ProcessPlan]) -> bool:
+    pages = await asyncio.gather(*(scrape(each.metrics_port) for each in plans))
+    return all(pages)
+
+
+async def service_summary(
+    settings: ServeSettings,
+    address: str,
+    plans: Sequence[ProcessPlan],
+    models: Sequence[model_pb2.ModelInfo],
+    *,
+    ready_after_s: float,
+) -> ServiceSummary:
+    """What the box shows, from what the service itself says."""
+    host = settings.metrics_host
+    return ServiceSummary(
+        address=address,
+        admin_address=join_address(settings.host, settings.admin_port) if settings.admin_port else None,
+        metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans],
+        models=[_model_summary(each, settings) for each in models],
+        ready_after_s=ready_after_s,
+    )
+
+
+def _model_summary(info: model_pb2.ModelInfo, settings: ServeSettings) -> ModelSummary:
+    return ModelSummary(
+        name=info.name,
+        device=settings.device,
+        dtype=info.dtype,
+        num_workers=info.num_workers,
+        num_blocks=info.kv_capacity_tokens // settings.block_size,
+        block_size=settings.block_size,
+        max_model_len=info.max_model_len,
+    )

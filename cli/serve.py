@@ -1,0 +1,153 @@
+"""`octavo serve`: one host's service, from settings to the last process."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from cli.addresses import join_address
+from cli.children import Child
+from cli.errors import CliError
+from cli.known_models import require_known
+from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
+from cli.ports import free_port, held_port, require_free
+from cli.readiness import service_summary, wait_until_ready
+from cli.run_folder import run_folder
+from cli.service import Notice, Service, Stage, keep
+from cli.settings import ServeSettings
+from cli.startup import StartupView
+from cli.summary import ServiceSummary, boxed, plain
+from cli.supervisor import RestartPolicy
+from cli.worker_config import split_model
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until a signal ends it. Exit code 0, or 1 where the service could not start or go on.
+
+    Raises CliError for what is wrong before anything was started.
+    """
+    if settings.runner == "torch":
+        for model in settings.model:
+            require_known(split_model(model)[1])
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(run_folder(settings.run_dir))
+        ports = _pick_ports(settings)
+        require_free(settings.host, settings.port, "port")
+        port = stack.enter_context(held_port(settings.host, settings.port)) if settings.gateways > 1 else settings.port
+        port = port or free_port(settings.host, set(ports))
+        plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports)
+        return asyncio.run(_serve(settings, plans, run_dir, port))
+
+
+async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, port: int) -> int:
+    started_s = time.monotonic()
+    console = Console(stderr=True)
+    view = StartupView(plans, console=console, raw_lines=_wants_raw_lines(settings, console))
+    notice = _notice(console)
+    service = _make_service(settings, plans, run_dir, view, notice)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _on_signal, service, notice)
+    announcer = asyncio.create_task(_announce(settings, plans, port, started_s, service, view))
+    try:
+        code = await service.run()
+    finally:
+        announcer.cancel()
+        await asyncio.gather(announcer, return_exceptions=True)
+        view.close()
+    if service.failure:
+        notice(f"stopped: {service.failure}")
+    return code
+
+
+def _make_service(
+    settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, view: StartupView, notice: Notice
+) -> Service:
+    kept = []
+    for plan in plans:
+        command = command_line(plan, write_settings(plan, run_dir))
+        kept.append(keep(plan, Child(plan.name, command, environment(), view.on_line), RestartPolicy()))
+    return Service(kept, drain_grace_s=settings.drain_grace_s, notice=notice)
+
+
+async def _announce(
+    settings: ServeSettings,
+    plans: Sequence[ProcessPlan],
+    port: int,
+    started_s: float,
+    service: Service,
+    view: StartupView,
+) -> None:
+    """Print the summary once the service answers; end the service where that takes too long."""
+    address = join_address(_reachable(settings.host), port)
+    try:
+        models = await asyncio.wait_for(wait_until_ready(address, plans), settings.startup_timeout_s)
+    except TimeoutError:
+        service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
+        service.advance(Stage.STOPPING)
+        return
+    service.on_ready()
+    view.on_ready()
+    ready_after_s = time.monotonic() - started_s
+    summary = await service_summary(settings, address, plans, models, ready_after_s=ready_after_s)
+    show_summary(summary)
+
+
+def show_summary(summary: ServiceSummary) -> None:
+    """To stdout: a box on a terminal, plain lines elsewhere."""
+    if sys.stdout.isatty():
+        Console().print(boxed(summary))
+    else:
+        print(plain(summary), flush=True)  # noqa: T201
+
+
+def _pick_ports(settings: ServeSettings) -> list[int]:
+    """A metrics port for each process; raises CliError naming the flag of one that is busy."""
+    taken = {settings.port}
+    ports = []
+    for name, port in metrics_ports(settings):
+        if port:
+            require_free(settings.metrics_host, port, name)
+        ports.append(port or free_port(settings.metrics_host, taken))
+    if settings.admin_port:
+        require_free(settings.host, settings.admin_port, "admin_port")
+    numbers = [*ports, *(each for each in (settings.port, settings.admin_port) if each)]
+    if len(set(numbers)) != len(numbers):
+        raise CliError(
+            "two listeners want one port",
+            f"ports are {sorted(numbers)}",
+            "change --port, --metrics-port or --worker-metrics-port",
+        )
+    return ports
+
+
+def _on_signal(service: Service, notice: Notice) -> None:
+    service.on_signal()
+    if service.stage is Stage.DRAINING:
+        notice("draining: requests in flight finish, new ones are refused; once more stops at once")
+    else:
+        notice("stopping")
+
+
+def _notice(console: Console) -> Notice:
+    def show(text: str) -> None:
+        console.print(f"[cyan]octavo[/]     {text}", soft_wrap=True, highlight=False)
+
+    return show
+
+
+def _wants_raw_lines(settings: ServeSettings, console: Console) -> bool:
+    if settings.log_format == "auto":
+        return not console.is_terminal or os.environ.get("TERM") == "dumb"
+    return settings.log_format == "json"
+
+
+def _reachable(host: str) -> str:
+    """An address to call a listener of this host at."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)

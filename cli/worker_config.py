@@ -1,0 +1,86 @@
+"""From settings to the worker's frozen configuration. Pure, but for `auto`, which looks for a GPU."""
+
+from cli.addresses import default_endpoint
+from cli.errors import usage
+from cli.settings import WorkerSettings
+from worker.config import CurveConfig, PrefixCacheMode, RunnerKind, WorkerConfig
+
+
+def worker_config(settings: WorkerSettings) -> WorkerConfig:
+    """The worker's configuration. Raises CliError where there is not exactly one model."""
+    name, checkpoint = split_model(only_model(settings))
+    return WorkerConfig(
+        model=checkpoint,
+        served_name=name,
+        gateway_endpoints=settings.gateway_endpoint or (default_endpoint(settings.run_dir),),
+        worker_id=settings.worker_id,
+        revision=settings.revision,
+        runner=RunnerKind(settings.runner),
+        device=pick_device(settings.device) if settings.runner == "torch" else "cpu",
+        dtype=None if settings.dtype == "auto" else settings.dtype,
+        attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
+        check_numerics_limit=settings.check_numerics_limit,
+        num_threads=settings.num_threads,
+        memory_fraction=settings.memory_fraction,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        prefix_cache=PrefixCacheMode(settings.prefix_cache),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_chunk_tokens=settings.max_chunk_tokens,
+        aging_s=settings.aging_s,
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+        registration_token=settings.registration_token,
+        curve=_curve(settings),
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.worker_metrics_port,
+        audit_every_steps=settings.audit_every_steps,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+        oracle_vocab_size=settings.oracle_vocab_size,
+        oracle_step_delay_s=settings.oracle_step_delay_s,
+        oracle_eos_every=settings.oracle_eos_every,
+    )
+
+
+def only_model(settings: WorkerSettings) -> str:
+    """The one model of a worker."""
+    if len(settings.model) != 1:
+        raise usage(
+            "a worker serves one model",
+            f"--model was given {len(settings.model)} times: {', '.join(settings.model)}",
+            "start one `octavo worker` per model, or `octavo serve` with all of them",
+        )
+    return settings.model[0]
+
+
+def split_model(text: str) -> tuple[str | None, str]:
+    """NAME=CHECKPOINT into its parts; the name is None where none is given."""
+    name, equals, checkpoint = text.partition("=")
+    if equals and checkpoint and "/" not in name:
+        return name, checkpoint
+    return None, text
+
+
+def pick_device(device: str) -> str:
+    """`auto` is the first GPU, where there is one."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _curve(settings: WorkerSettings) -> CurveConfig | None:
+    secret, public = settings.worker_key_file, settings.gateway_public_key_file
+    if secret is None and public is None:
+        return None
+    if secret is None or public is None:
+        raise usage(
+            "CURVE needs two keys",
+            f"--worker-key-file is {secret}, --gateway-public-key-file is {public}",
+            "give both; `octavo keys new` makes them",
+        )
+    return CurveConfig(secret_key_file=secret, gateway_public_key_file=public)
