@@ -7,7 +7,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from gateway.errors import INTERNAL, ErrorRow, InvalidRequest, RequestError, Retry, row_of
+from gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
 from gateway.rpc.scope import RpcScope
 
 DOMAIN = "octavo"
@@ -90,5 +90,5 @@ def _packed(detail: message.Message) -> any_pb2.Any:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether the error is one of ours, so that a traceback would tell nothing."""
-    return isinstance(error, RequestError) or row_of(error) is not INTERNAL
+    """Whether the status says it all; everything else goes to the log with its traceback."""
+    return row_of(error) is not INTERNAL

@@ -1,0 +1,92 @@
+"""What concerns several fields of a GenerateRequest, or its model."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+
+from gateway.errors import ExceedsCapacity, Violation
+from gateway.validation.fields import first_violations, raise_if_any, violations
+from octavo.v1 import inference_pb2 as pb
+from wire.messages import Capacity, ModelCard
+
+
+def check_generate(request: pb.GenerateRequest) -> None:
+    """Everything that needs no model. Raises InvalidRequest."""
+    raise_if_any(first_violations(chain(violations(request, ""), _across_fields(request, ""))))
+
+
+def check_complete(request: pb.CompleteRequest) -> None:
+    """The same for the unary twin."""
+    across = _across_fields(request.generate, "generate.")
+    raise_if_any(first_violations(chain(violations(request, ""), across)))
+
+
+def check_tokenize(request: pb.TokenizeRequest) -> None:
+    """Everything about a TokenizeRequest. Raises InvalidRequest."""
+    raise_if_any(first_violations(chain(violations(request, ""), chat_violations(request.chat, "chat."))))
+
+
+def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violation]:
+    yield from _stop_violations(request.stop, prefix)
+    yield from _format_violations(request, prefix)
+    yield from chat_violations(request.chat, f"{prefix}chat.")
+
+
+def _stop_violations(stop: pb.StopConditions, prefix: str) -> Iterator[Violation]:
+    if stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
+        yield Violation(
+            field=f"{prefix}stop.min_tokens", description=f"is above max_tokens ({stop.min_tokens} > {stop.max_tokens})"
+        )
+
+
+def _format_violations(request: pb.GenerateRequest, prefix: str) -> Iterator[Violation]:
+    if request.output.format != pb.OUTPUT_FORMAT_TOKEN_IDS:
+        return
+    if request.stop.strings:
+        yield Violation(field=f"{prefix}stop.strings", description="needs text, but output.format is TOKEN_IDS")
+    if request.output.HasField("skip_special_tokens"):
+        yield Violation(
+            field=f"{prefix}output.skip_special_tokens", description="needs text, but output.format is TOKEN_IDS"
+        )
+
+
+def chat_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
+    """Fields of turns that do not belong to their role."""
+    for index, message in enumerate(chat.messages):
+        path = f"{prefix}messages[{index}]"
+        if message.tool_calls and message.role != pb.CHAT_ROLE_ASSISTANT:
+            yield Violation(field=f"{path}.tool_calls", description="belongs to turns of CHAT_ROLE_ASSISTANT")
+        if message.tool_call_id and message.role != pb.CHAT_ROLE_TOOL:
+            yield Violation(field=f"{path}.tool_call_id", description="belongs to turns of CHAT_ROLE_TOOL")
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:
+    """The ids as int32 [T]. Raises InvalidRequest naming the first that the model does not have."""
+    ids_T = np.asarray(ids, np.int64)
+    wrong = np.flatnonzero(ids_T >= vocab_size)[:16]
+    raise_if_any(
+        tuple(
+            Violation(field=f"{path}[{index}]", description=f"{ids_T[index]} is not below vocab_size ({vocab_size})")
+            for index in wrong
+        )
+    )
+    return ids_T.astype(np.int32)
+
+
+def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, capacity: Capacity) -> None:
+    """Raises ExceedsCapacity where prompt and at least one token (or min_tokens) can never fit."""
+    if num_prompt_tokens == 0:
+        raise_if_any((Violation(field="input", description="gives no tokens"),))
+    needed = num_prompt_tokens + max(1, min_tokens)
+    if needed > card.max_model_len:
+        raise ExceedsCapacity(
+            f"{num_prompt_tokens} prompt tokens and at least {max(1, min_tokens)} of output do not fit into the "
+            f"context of {card.max_model_len} tokens"
+        )
+    pool_tokens = capacity.num_blocks * capacity.block_size
+    if needed > pool_tokens:
+        raise ExceedsCapacity(
+            f"{num_prompt_tokens} prompt tokens and at least {max(1, min_tokens)} of output do not fit into the "
+            f"KV pool of {pool_tokens} tokens"
+        )
