@@ -1,64 +1,361 @@
 """The facade that the servicers use: choose a worker, open an output, cancel it.
 
-Owns the sockets, the registry and the live streams; must not know gRPC or text.
+Owns the sockets, the registry and the live outputs, and carries out what the registry decides. All on one event loop,
+no locks. Must not know gRPC or text.
 """
 
+import asyncio
+import secrets
+import time
+from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path  # noqa: F401  (keeps the signature commit importable)
 
 import numpy as np
+import structlog
 
+from gateway.workers import router
 from gateway.workers.config import WorkerPoolConfig
+from gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Peer, Refuse, Watch
+from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from gateway.workers.inbound import Inbound
+from gateway.workers.link import PeerFull, PeerGone, RouterLink
+from gateway.workers.outputs import Output, Outputs
+from gateway.workers.prefixes import Prefixes
+from gateway.workers.queries import Queries
+from gateway.workers.records import WorkerRecord
+from gateway.workers.registry import Registry, RegistryLimits
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import OutputSink, RunRequest, WorkerView
-from wire.messages import AdminReply, ModelCard
+from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.watch import ProcessWatch
+from wire.codec import MessageTooLarge
+from wire.messages import (
+    AdminQuery,
+    AdminReply,
+    Cancel,
+    Drain,
+    Message,
+    ModelCard,
+    NeedTokenizer,
+    Refused,
+    Run,
+    Welcome,
+)
+from wire.run_dir import RunDirError
+
+log = structlog.get_logger(__name__)
 
 OnModel = Callable[[ModelCard, dict[str, bytes]], None]
+
+
+def _ignore_model(card: ModelCard, files: dict[str, bytes]) -> None:
+    """Nobody wants to know."""
 
 
 class WorkerPool:
     """One per gateway process; every method on its event loop."""
 
-    stats: PoolStats
-    gateway_id: str  # new at each start
-
     def __init__(self, config: WorkerPoolConfig, *, on_model: OnModel | None = None) -> None:
         """on_model(card, tokenizer files by name): a model became ready (again); called on the loop."""
+        self.stats = PoolStats()
+        self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what a former life had asked for
+        self._config = config
+        self._on_model = on_model or _ignore_model
+        self._on_change: list[Callable[[], None]] = []
+        limits = RegistryLimits(
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            registration_token=config.registration_token,
+        )
+        self._registry = Registry(limits)
+        self._outputs = Outputs(self.stats)
+        self._prefixes = Prefixes(max_nodes=config.max_prefix_nodes)
+        self._queries = Queries()
+        self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
+        self._link = RouterLink(config, self._take_frame, self.stats)
+        self._watch = ProcessWatch(self._process_ended)
+        self._cancels: defaultdict[int, list[int]] = defaultdict(list)  # by incarnation, not yet sent
+        self._ticker: asyncio.Task[None] | None = None
+        self._turn = 0
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call back (on the loop) whenever the set of ready models or workers changed."""
+        self._on_change.append(callback)
+
+    @property
+    def bound_endpoints(self) -> tuple[str, ...]:
+        """Addresses that workers dial, with the ports that were drawn."""
+        return self._link.bound
 
     async def start(self) -> None:
         """Bind. Raises wire.run_dir.RunDirError, wire.endpoints.EndpointError, wire.keys.KeyFileError, OSError."""
+        self._link.open()
+        self._ticker = asyncio.create_task(self._tick_forever(), name="worker-pool-ticker")
 
     async def close(self) -> None:
         """End every open output (on_lost DRAINING) and close the sockets. Idempotent."""
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        for output in self._outputs:
+            self._outputs.lose(output, LostReason.DRAINING, "the gateway is shutting down")
+        self._queries.close()
+        self._watch.close()
+        self._link.close()
+
+    # ------------------------------------------------------------ what is there
 
     def cards(self) -> dict[str, ModelCard]:
         """Models with at least one ready worker, by name."""
-        raise NotImplementedError
+        return {record.card.name: record.card for record in self._registry if record.state is WorkerState.READY}
 
     def workers(self) -> tuple[WorkerView, ...]:
         """Every registered worker."""
-        raise NotImplementedError
+        now_s = time.monotonic()
+        return tuple(record.view(now_s) for record in self._registry)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that are open."""
+        return len(self._outputs)
 
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
-        """Longest cached prefix, then least load. Raises NoWorker."""
-        raise NotImplementedError
+        """Longest cached prefix, then least load. prompt_ids: int32 [T]. Raises NoWorker."""
+        ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
+        if not ready:
+            raise NoWorker(model)
+        cached = self._prefixes.match(ready, prompt_ids, salt)
+        candidates = [
+            router.Candidate(
+                incarnation=record.incarnation,
+                load=record.num_requests / record.capacity.max_num_seqs,
+                cached_tokens=cached.get(record.incarnation, 0),
+            )
+            for record in ready
+        ]
+        self._turn += 1
+        best, reason = router.choose(candidates, turn=self._turn)
+        self.stats.routed[reason.value] += 1
+        record = self._registry.get(best.incarnation)
+        assert record is not None
+        return record.view(time.monotonic())
+
+    # ------------------------------------------------------------ requests
 
     def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
-        """Send the request; its handle. Raises WorkerBusy, WorkerGone (nothing was sent, sink is not used)."""
-        raise NotImplementedError
+        """Send the request; its handle. Raises WorkerBusy, WorkerGone (nothing was sent, sink is not used), and
+        wire.codec.MessageTooLarge."""
+        record = self._present(worker)
+        if record.in_flight >= record.max_requests:
+            raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
+        output = Output(
+            handle=self._outputs.draw_handle(),
+            incarnation=record.incarnation,
+            request_id=request.request_id,
+            vocab_size=record.card.vocab_size,
+            max_tokens=request.sampling.max_tokens,
+            wants_logprobs=request.sampling.num_logprobs is not None,
+            sink=sink,
+        )
+        self._send_run(record, _run(output.handle, request))
+        self._outputs.add(output)
+        self._registry.opened(record, time.monotonic())
+        return output.handle
 
     def cancel(self, handle: int) -> None:
         """Ask the worker to end an output: no more tokens; on_finished(CANCELLED) or on_lost follows. Unknown and
         ended handles are ignored."""
+        output = self._outputs.get(handle)
+        if output is None or output.is_cancelled:
+            return
+        output.is_cancelled = True
+        self._queue_cancel(output)
 
     def drain(self, worker_id: str, *, grace_s: float) -> None:
-        """Ask a worker to finish and leave. Raises WorkerGone."""
+        """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
+        record = self._registry.find(worker_id)
+        if record is None:
+            raise WorkerGone(worker_id, "not registered")
+        self._send_or_raise(record, Drain(grace_s=grace_s))
+        record.state = WorkerState.DRAINING
+        self._changed()
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
     ) -> list[tuple[str, AdminReply]]:
-        """Ask every worker (of a model) for its blocks; those that answer in time."""
-        raise NotImplementedError
+        """Ask every worker (of a model) for its blocks; those that answer in time, in order of their ids."""
+        asked = {}
+        for record in self._registry:
+            if model is None or record.card.name == model:
+                query_id, future = self._queries.open(record.incarnation)
+                message = AdminQuery(query_id=query_id, audit=audit, flush_prefix_cache=flush)
+                if self._try_send(record, message):
+                    asked[future] = record.worker_id
+        if asked:
+            await asyncio.wait(asked, timeout=timeout_s)
+        answered = [
+            (name, future.result()) for future, name in asked.items() if future.done() and not future.cancelled()
+        ]
+        for future in asked:
+            future.cancel()
+        return sorted(answered, key=lambda row: row[0])
+
+    # ------------------------------------------------------------ events
+
+    def _take_frame(self, peer: Peer, frame: bytes) -> None:
+        """One frame from any peer; whatever it is, the gateway goes on."""
+        try:
+            decisions, ended = self._inbound.take(peer, frame, time.monotonic())
+            for output in ended:
+                self._output_ended(output)
+            self._carry_out(decisions)
+        except Exception:
+            self.stats.protocol_errors["internal"] += 1
+            log.exception("message_failed")
+
+    def _process_ended(self, incarnation: int) -> None:
+        # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away.
+        self._link.drain_all()
+        self._carry_out(self._registry.on_exit(incarnation))
+
+    def _check(self, incarnation: int) -> None:
+        self._watch.check(incarnation)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            try:
+                self._tick()
+            except Exception:
+                log.exception("tick_failed")
+
+    def _tick(self) -> None:
+        self._link.drain_all()
+        self._carry_out(self._registry.on_tick(time.monotonic()))
+        self._flush_cancels()
+        try:
+            self.stats.rebinds += self._link.restore()
+        except (RunDirError, OSError) as error:
+            log.error("ipc_socket_lost", error=str(error))
+
+    # ------------------------------------------------------------ decisions
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Accept():
+                    self._tell(decision.peer, Welcome(gateway_id=self.gateway_id, epoch=decision.epoch))
+                    self.stats.registrations += 1
+                case AskTokenizer():
+                    self._tell(decision.peer, NeedTokenizer(epoch=decision.epoch, digest=decision.digest))
+                case Refuse():
+                    self._refuse(decision)
+                case Watch():
+                    self._start_watch(decision)
+                case Announce():
+                    self._announce(decision)
+                case Lose():
+                    self._lose(decision)
+
+    def _refuse(self, decision: Refuse) -> None:
+        self.stats.refusals[decision.kind] += 1
+        log.warning("worker_refused", kind=decision.kind, reason=decision.reason)
+        self._tell(decision.peer, Refused(epoch=decision.epoch, reason=decision.reason))
+
+    def _start_watch(self, decision: Watch) -> None:
+        record = self._registry.get(decision.incarnation)
+        if record is not None:
+            record.is_watched = self._watch.add(decision.incarnation, decision.pid, decision.pid_namespace)
+
+    def _announce(self, decision: Announce) -> None:
+        record = self._registry.get(decision.incarnation)
+        if record is None:
+            return
+        log.info("worker_ready", worker_id=record.worker_id, model=record.card.name, pid=record.pid)
+        self._on_model(decision.card, self._registry.bundle(decision.card.tokenizer_digest))
+        self._changed()
+
+    def _lose(self, decision: Lose) -> None:
+        log.warning("worker_lost", worker_id=decision.worker_id, reason=decision.reason.value, detail=decision.detail)
+        self.stats.workers_lost[decision.reason.value] += 1
+        self._watch.drop(decision.incarnation)
+        self._prefixes.forget(decision.incarnation)
+        self._cancels.pop(decision.incarnation, None)
+        self._queries.lose(decision.incarnation)
+        for output in self._outputs.of(decision.incarnation):
+            self._outputs.lose(output, decision.reason, f"worker {decision.worker_id}: {decision.detail}")
+        self._changed()
+
+    def _changed(self) -> None:
+        for callback in self._on_change:
+            try:
+                callback()
+            except Exception:
+                log.exception("on_change_failed")
+
+    # ------------------------------------------------------------ sending
+
+    def _present(self, worker: WorkerView) -> WorkerRecord:
+        record = self._registry.find(worker.worker_id)
+        if record is None or record.epoch != worker.epoch:
+            raise WorkerGone(worker.worker_id)
+        return record
+
+    def _send_run(self, record: WorkerRecord, run: Run) -> None:
+        self._send_or_raise(record, run)
+
+    def _send_or_raise(self, record: WorkerRecord, message: Message) -> None:
+        try:
+            self._link.send(record.peer, message)
+        except PeerFull:
+            raise WorkerBusy(record.worker_id, "the queue towards it is full") from None
+        except PeerGone:
+            self._carry_out(self._registry.on_unreachable(record))
+            raise WorkerGone(record.worker_id) from None
+
+    def _try_send(self, record: WorkerRecord, message: Message) -> bool:
+        try:
+            self._send_or_raise(record, message)
+        except (WorkerBusy, WorkerGone):
+            return False
+        return True
+
+    def _tell(self, peer: Peer, message: Message) -> None:
+        """Say something that the peer asks for again if it gets lost."""
+        try:
+            self._link.send(peer, message)
+        except (PeerFull, PeerGone, MessageTooLarge):
+            log.debug("not_told", message=type(message).__name__)
+
+    def _output_ended(self, output: Output) -> None:
+        record = self._registry.get(output.incarnation)
+        if record is not None:
+            record.in_flight -= 1
+            if output.is_faulted:
+                self._queue_cancel(output)
+
+    def _queue_cancel(self, output: Output) -> None:
+        """Cancels of one turn of the loop travel as one message."""
+        if not self._cancels:
+            asyncio.get_running_loop().call_soon(self._flush_cancels)
+        self._cancels[output.incarnation].append(output.handle)
+
+    def _flush_cancels(self) -> None:
+        for incarnation in tuple(self._cancels):
+            record = self._registry.get(incarnation)
+            handles = tuple(self._cancels.get(incarnation, ()))
+            # A full queue keeps them for the next tick; a worker that is gone has nothing to cancel.
+            if record is None or self._try_send(record, Cancel(handles=handles)):
+                self._cancels.pop(incarnation, None)
+
+
+def _run(handle: int, request: RunRequest) -> Run:
+    return Run(
+        handle=handle,
+        request_id=request.request_id,
+        prompt_ids=np.ascontiguousarray(request.prompt_ids, "<i4").tobytes(),
+        sampling=request.sampling,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout_s=request.timeout_s,
+    )
