@@ -66,7 +66,7 @@ class Qwen2ForCausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "Qwen2ForCausalLM":
-        """Weights drawn by a seed, of the size that training starts from; the same seed gives the same fp32 values
+        """Weights drawn by a seed (model/random_weights.py); the same seed gives the same fp32 values
         before they are rounded to the dtype."""
         from model.random_weights import fill_random
 
