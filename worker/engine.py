@@ -1,0 +1,262 @@
+"""The engine loop: messages to the scheduler, plans to the runner, results back, outputs to the gateways.
+
+It decides nothing (the scheduler does) and knows no sockets (`worker.ports`), tensors or text. One thread owns it;
+``num_steps`` and ``stats`` may be read from any thread, ``request_drain`` and ``request_stop`` be called from any.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from blockmgr.manager import BlockManager
+from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Run
+from worker.outputs import StepOutputs
+from worker.plan import StepPlan
+from worker.ports import (
+    Clock,
+    GatewayIndex,
+    GatewayLost,
+    Inbox,
+    InboxMessage,
+    NullObserver,
+    Observer,
+    Outbox,
+    StepReport,
+)
+from worker.request import RequestKey, failure
+from worker.runner import Runner, RunnerError, RunnerOutOfMemory
+from worker.scheduler import Scheduler
+from worker.stats import EngineStats
+from worker.translate import asked_by, kv_events, refused_run, step_output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """epoch: of this life of the process. audit_every_steps: 0 never, 1 always. idle_wait_s: bound of one wait."""
+
+    epoch: str
+    audit_every_steps: int = 1000
+    idle_wait_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    launched_s: float
+
+
+class Engine:
+    """Keeps up to ``runner.max_in_flight`` steps launched."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        inbox: Inbox,
+        outbox: Outbox,
+        clock: Clock,
+        observer: Observer | None = None,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._observer = observer or NullObserver()
+        self._launched: deque[_Launched] = deque()
+        self._seq: dict[GatewayIndex, int] = {}
+        self._drain_until_s: float | None = None
+        self._wanted_grace_s: float | None = None
+        self._is_stopping = False
+        self._num_violations = 0
+        self.num_steps = 0
+        self.stats = EngineStats(num_blocks=blocks.config.num_blocks)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Step until drained or stopped, then say goodbye and close the runner."""
+        try:
+            while not self.is_done:
+                num_steps = self.num_steps
+                self.step()
+                if self.num_steps == num_steps and not self.is_done:
+                    self._inbox.wait(self._config.idle_wait_s)
+            self._outbox.put_all(
+                Leaving(epoch=self._config.epoch, reason="STOPPED" if self._is_stopping else "DRAINED")
+            )
+        finally:
+            self._runner.close()
+
+    def step(self) -> None:
+        """Everything that can be done now; blocks only while the device works."""
+        for gateway, message in self._inbox.drain():
+            self._handle(gateway, message)
+        self._heed_drain()
+        self._launch_ahead()
+        self._send(self._collect() if self._launched else self._scheduler.flush())
+        self._send_kv_events()
+        self._take_stats()
+
+    @property
+    def is_done(self) -> bool:
+        """Stopped, or drained with nothing left."""
+        is_drained = self._scheduler.is_draining and not self._scheduler.has_work and not self._launched
+        return self._is_stopping or is_drained
+
+    def request_drain(self, grace_s: float) -> None:
+        """Take no new requests, finish the others within ``grace_s`` seconds, then end."""
+        self._wanted_grace_s = grace_s
+
+    def request_stop(self) -> None:
+        """End after the present step; what still runs is lost."""
+        self._is_stopping = True
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
+        now_s = self._clock()
+        match message:
+            case Run():
+                self._add(gateway, message, now_s)
+            case Cancel():
+                for handle in message.handles:
+                    self._scheduler.cancel(RequestKey(gateway, handle), now_s=now_s)
+            case AdminQuery():
+                self._outbox.put(gateway, self._answer(message))
+            case Drain():
+                self.request_drain(message.grace_s)
+            case GatewayLost():
+                self._scheduler.drop_gateway(gateway, now_s=now_s)
+                self._seq.pop(gateway, None)
+
+    def _add(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
+        try:
+            asked = asked_by(gateway, run)
+        except ValueError as error:
+            self._send({gateway: refused_run(run, f"prompt_ids: {error}")})
+            return
+        self._scheduler.add(asked, now_s=now_s)
+
+    def _answer(self, query: AdminQuery) -> AdminReply:
+        num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
+        return AdminReply(
+            epoch=self._config.epoch,
+            query_id=query.query_id,
+            num_blocks=self._blocks.config.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            num_cached_blocks=self._blocks.num_cached,
+            num_active_blocks=self._blocks.num_active,
+            num_flushed_blocks=num_flushed,
+            violations=self._audit() if query.audit else (),
+        )
+
+    def _heed_drain(self) -> None:
+        if self._wanted_grace_s is not None:
+            self._scheduler.drain()
+            self._drain_until_s = self._clock() + self._wanted_grace_s
+            self._wanted_grace_s = None
+        if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
+            self._scheduler.end_all(failure("DRAINING", "the worker shut down before the end"), now_s=self._clock())
+
+    # ------------------------------------------------------------ steps
+
+    def _launch_ahead(self) -> None:
+        while len(self._launched) < self._runner.max_in_flight:
+            plan = self._scheduler.plan(now_s=self._clock())
+            if plan is None:
+                return
+            self._launched.append(_Launched(plan, self._clock()))
+            try:
+                self._runner.launch(plan)
+            except RunnerError as error:
+                self._fail_launch(error)
+                return
+
+    def _collect(self) -> StepOutputs:
+        launched = self._launched.popleft()
+        try:
+            result = self._runner.collect()
+        except RunnerError as error:
+            outputs = self._failed(launched.plan, error)
+            self._report(launched, self._clock(), type(error).__name__)
+            return outputs
+        landed_s = self._clock()
+        outputs = self._scheduler.apply(result, now_s=landed_s)
+        self._report(launched, landed_s)
+        return outputs
+
+    def _fail_launch(self, error: RunnerError) -> None:
+        """The newest plan did not start: what was launched before it is collected first, for it is good."""
+        refused = self._launched.pop()
+        while self._launched:
+            self._send(self._collect())
+        self._send(self._failed(refused.plan, error))
+        self._report(refused, self._clock(), type(error).__name__)
+
+    def _failed(self, plan: StepPlan, error: RunnerError) -> StepOutputs:
+        if isinstance(error, RunnerOutOfMemory):
+            return self._scheduler.fail_out_of_memory(plan.step, str(error), now_s=self._clock())
+        return self._scheduler.fail(plan.step, str(error), now_s=self._clock())
+
+    def _report(self, launched: _Launched, landed_s: float, failed: str = "") -> None:
+        self.num_steps += 1
+        plan = launched.plan
+        every = self._config.audit_every_steps
+        if every and self.num_steps % every == 0:
+            self._audit()
+        self._observer.on_step(
+            StepReport(
+                step=plan.step,
+                num_prefill_tokens=plan.num_tokens - len(plan.decode_slots_S),
+                num_decode_tokens=len(plan.decode_slots_S),
+                num_sampled=len(plan.sampled_slots),
+                step_s=landed_s - launched.launched_s,
+                host_s=self._clock() - landed_s,
+                failed=failed,
+            )
+        )
+
+    # ------------------------------------------------------------ outputs
+
+    def _send(self, outputs: StepOutputs) -> None:
+        for gateway, output in outputs.items():
+            seq = self._seq[gateway] = self._seq.get(gateway, 0) + 1
+            message = step_output(output, epoch=self._config.epoch, seq=seq, step=self.num_steps)
+            self._outbox.put(gateway, message)
+            for finished in output.finished:
+                self._observer.on_finished(finished)
+
+    def _send_kv_events(self) -> None:
+        if events := self._blocks.take_events():
+            self._outbox.put_all(kv_events(events, epoch=self._config.epoch))
+
+    def _audit(self) -> tuple[str, ...]:
+        violations = self._blocks.audit().violations
+        self._num_violations = len(violations)
+        return violations
+
+    def _take_stats(self) -> None:
+        counters = self._scheduler.counters
+        self.stats = EngineStats(
+            num_steps=self.num_steps,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_in_flight=self._scheduler.num_in_flight,
+            is_draining=self._scheduler.is_draining,
+            num_blocks=self._blocks.config.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            num_cached_blocks=self._blocks.num_cached,
+            num_active_blocks=self._blocks.num_active,
+            num_violations=self._num_violations,
+            num_queried_tokens=self._blocks.num_queried_tokens,
+            num_hit_tokens=self._blocks.num_hit_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_prefill_tokens=counters.num_prefill_tokens,
+            num_decode_tokens=counters.num_decode_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+        )

@@ -1,0 +1,219 @@
+"""A runner without a model: its KV store holds token ids, and the next token is a hash of all that it reads back.
+
+A leaked, doubly used or stale block, a wrong resume or a table that missed an update changes the bytes of some output
+(`worker.oracle_model.oracle_tokens` is the expectation). A launched step is executed only when it is collected, so
+that with ``max_in_flight=2`` the writes of a step really happen after the next one was planned. Knows no block
+manager and no scheduler: only plans.
+
+Shapes: P blocks · B block size · M table width · T tokens · U updates
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wire.messages import Sampling
+from worker.oracle_model import MASK_64, POSITION_FACTOR, TOKEN_FACTOR, OracleModel, choose_token
+from worker.plan import Chunk, Join, SlotLogprobs, StepPlan, StepResult
+from worker.runner import RunnerError
+
+EMPTY = -1  # never written, or poisoned after it was freed
+NOT_A_NUMBER = -2  # written by a row whose activations were NaN: whoever reads it is NaN too
+
+
+class OracleViolation(AssertionError):
+    """A plan asked for what no correct scheduler asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleFaults:
+    """What goes wrong, on purpose.
+
+    crash_token_id: the process ends (status 139) when a request with it joins.
+    nan_token_id: a request with it in its prompt turns NaN at output index ``nan_output_index``.
+    launch_errors, collect_errors: by step.
+    """
+
+    crash_token_id: int | None = None
+    nan_token_id: int | None = None
+    nan_output_index: int = 0
+    launch_errors: Mapping[int, RunnerError] = field(default_factory=dict)
+    collect_errors: Mapping[int, RunnerError] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the runner knows of the request in a slot."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    has_nan_token: bool
+    is_suspect: bool = False  # a step failed: its tokens are no longer what the plans assume
+
+    def is_nan_at(self, output_index: int, faults: OracleFaults) -> bool:
+        return self.has_nan_token and output_index >= faults.nan_output_index
+
+
+class OracleRunner:
+    """Implements `worker.runner.Runner`. ``kv_tokens_PB`` and ``kv_positions_PB`` (int32) are the fake KV store."""
+
+    def __init__(
+        self,
+        model: OracleModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_slots: int,
+        max_blocks_per_slot: int,
+        max_in_flight: int = 1,
+        step_delay_s: float = 0.0,
+        faults: OracleFaults | None = None,
+    ) -> None:
+        self.max_in_flight = max_in_flight
+        self.kv_tokens_PB = np.full((num_blocks, block_size), EMPTY, np.int32)
+        self.kv_positions_PB = np.full((num_blocks, block_size), EMPTY, np.int32)
+        self._model = model
+        self._block_size = block_size
+        self._table_SM = np.full((max_slots, max_blocks_per_slot), -1, np.int32)
+        self._rows: dict[int, _Row] = {}
+        self._launched: deque[StepPlan] = deque()
+        self._step_delay_s = step_delay_s
+        self._faults = faults or OracleFaults()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Take the plan; it is executed by ``collect``."""
+        if len(self._launched) >= self.max_in_flight:
+            raise OracleViolation(f"step {plan.step} is one more in flight than {self.max_in_flight}")
+        if error := self._faults.launch_errors.get(plan.step):
+            raise error
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        """Execute the oldest launched plan."""
+        if not self._launched:
+            raise LookupError("no step is in flight")
+        plan = self._launched.popleft()
+        if self._step_delay_s:
+            time.sleep(self._step_delay_s)
+        self._apply_differences(plan)
+        if error := self._faults.collect_errors.get(plan.step):
+            self._suspect_rows_of(plan)
+            raise error
+        for slot, position in zip(plan.decode_slots_S.tolist(), plan.decode_positions_S.tolist(), strict=True):
+            self._write_decode(slot, position)
+        for chunk in plan.prefill:
+            self._write_chunk(chunk)
+        return self._sample(plan)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def poison(self, block_ids: np.ndarray) -> None:
+        """Forget what these blocks hold: for tests that know which blocks are free."""
+        self.kv_tokens_PB[block_ids] = EMPTY
+
+    # ------------------------------------------------------------ differences
+
+    def _apply_differences(self, plan: StepPlan) -> None:
+        for join in plan.joins:
+            self._rows[join.slot] = self._new_row(join)
+            self._table_SM[join.slot] = -1
+        for slot, column, block in plan.block_updates_U3.tolist():
+            self._table_SM[slot, column] = block
+        for source, target in plan.block_copies_C2.tolist():
+            self.kv_tokens_PB[target] = self.kv_tokens_PB[source]
+            self.kv_positions_PB[target] = self.kv_positions_PB[source]
+
+    def _new_row(self, join: Join) -> _Row:
+        token_ids = join.token_ids_T.tolist()
+        if self._faults.crash_token_id is not None and self._faults.crash_token_id in token_ids:
+            os._exit(139)
+        has_nan_token = self._faults.nan_token_id in token_ids[: join.num_prompt_tokens]
+        return _Row(token_ids, join.num_prompt_tokens, join.sampling, has_nan_token)
+
+    def _suspect_rows_of(self, plan: StepPlan) -> None:
+        for slot in {*plan.decode_slots_S.tolist(), *(int(chunk.slot) for chunk in plan.prefill)}:
+            self._rows[slot].is_suspect = True
+
+    # ------------------------------------------------------------ writes
+
+    def _write_decode(self, slot: int, position: int) -> None:
+        row = self._rows[slot]
+        if row.is_suspect:
+            return
+        if position != len(row.token_ids) - 1:
+            raise OracleViolation(f"slot {slot} decodes at {position}, its last token is at {len(row.token_ids) - 1}")
+        self._write(slot, np.arange(position, position + 1), np.asarray(row.token_ids[-1:], np.int32))
+
+    def _write_chunk(self, chunk: Chunk) -> None:
+        row = self._rows[chunk.slot]
+        if row.is_suspect:
+            return
+        end = chunk.start + chunk.num_tokens
+        if end > len(row.token_ids) or chunk.is_last != (end == len(row.token_ids)) or chunk.num_tokens < 1:
+            raise OracleViolation(f"{chunk} of a request with {len(row.token_ids)} tokens")
+        self._write(chunk.slot, np.arange(chunk.start, end), np.asarray(row.token_ids[chunk.start : end], np.int32))
+
+    def _write(self, slot: int, positions_T: np.ndarray, tokens_T: np.ndarray) -> None:
+        blocks_T = self._table_SM[slot, positions_T // self._block_size]
+        if (blocks_T < 0).any():
+            raise OracleViolation(f"slot {slot} writes {positions_T.tolist()} without a block")
+        offsets_T = positions_T % self._block_size
+        row = self._rows[slot]
+        is_nan = row.is_nan_at(int(positions_T[-1]) + 1 - row.num_prompt_tokens, self._faults)
+        self.kv_tokens_PB[blocks_T, offsets_T] = NOT_A_NUMBER if is_nan else tokens_T
+        self.kv_positions_PB[blocks_T, offsets_T] = positions_T
+
+    # ------------------------------------------------------------ reads
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        slots = plan.sampled_slots
+        tokens_S = np.zeros(len(slots), np.int32)
+        is_finite_S = np.ones(len(slots), np.bool_)
+        logprobs = {}
+        for index, slot in enumerate(slots.tolist()):
+            row = self._rows[slot]
+            state = None if row.is_suspect else self._read_state(slot, len(row.token_ids))
+            if state is None:
+                is_finite_S[index] = False
+                continue
+            output_index = len(row.token_ids) - row.num_prompt_tokens
+            tokens_S[index] = choose_token(self._model, state, row.sampling, output_index)
+            row.token_ids.append(int(tokens_S[index]))
+            if row.sampling.num_logprobs is not None:
+                logprobs[index] = self._fake_logprobs(row)
+        return StepResult(step=plan.step, tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=logprobs)
+
+    def _read_state(self, slot: int, num_tokens: int) -> int | None:
+        """The sum over everything the table leads to; None where a NaN is among it."""
+        blocks = self._table_SM[slot, : -(-num_tokens // self._block_size)]
+        if (blocks < 0).any():
+            raise OracleViolation(f"slot {slot} reads {num_tokens} tokens through {blocks.tolist()}")
+        tokens_T = self.kv_tokens_PB[blocks].reshape(-1)[:num_tokens]
+        positions_T = self.kv_positions_PB[blocks].reshape(-1)[:num_tokens]
+        if (tokens_T == NOT_A_NUMBER).any():
+            return None
+        return int(_mix_tokens(tokens_T, positions_T).sum(dtype=np.uint64)) & MASK_64
+
+    def _fake_logprobs(self, row: _Row) -> SlotLogprobs:
+        """Plausible and reproducible: the chosen token first, its neighbours behind it, each half as likely."""
+        scale, num_top = float(np.log(2.0)), row.sampling.num_logprobs or 0
+        return SlotLogprobs(
+            logprob=-scale,
+            top_ids=tuple((row.token_ids[-1] + index) % self._model.vocab_size for index in range(num_top)),
+            top_logprobs=tuple(-scale * (index + 1) for index in range(num_top)),
+        )
+
+
+def _mix_tokens(tokens_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
+    """`worker.oracle_model.mix_token` on arrays: uint64 wraps around by itself."""
+    values = tokens_T.astype(np.int64).view(np.uint64) * np.uint64(TOKEN_FACTOR)
+    values = values + positions_T.astype(np.int64).view(np.uint64) * np.uint64(POSITION_FACTOR)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,212 @@
+"""What goes into the next step: decodes first, then prefill chunks until the token budget is spent.
+
+There is no prefill phase and no decode phase: a step is some tokens of some requests. Blocks are taken here, all or
+nothing, and when there are none, requests give way (`worker.preemption`). Nobody gives way while a step is in
+flight: its blocks would not be free before that step ends, and one victim after the other would fall for nothing.
+The planner then asks for a pause (`Pause`): no new step until those in flight have ended.
+"""
+
+from enum import Enum
+
+import numpy as np
+
+from blockmgr.errors import OutOfBlocks
+from wire.messages import WireFinishReason
+from worker.config import SchedulerConfig
+from worker.plan import Chunk, Join, StepPlan
+from worker.preemption import displaceable_by, least_important
+from worker.request import Ending, Request, failure
+from worker.roster import Roster
+
+
+class Pipeline(Enum):
+    """Whether steps are launched whose results are not known yet."""
+
+    EMPTY = "empty"
+    BUSY = "busy"
+
+
+class Pause(Exception):
+    """No step can be planned well before those in flight have ended."""
+
+
+class Planner:
+    """Turns the roster into plans."""
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, *, num_blocks: int, block_size: int) -> None:
+        self._config = config
+        self._roster = roster
+        self._rows = roster.rows
+        self._blocks = roster.blocks
+        self._block_size = block_size
+        self._headroom_cap = max(1, num_blocks // 50)
+        self._refused: tuple[int, int] = (-1, 0)  # the head that did not fit, and the blocks available then
+
+    def plan(self, step: int, pipeline: Pipeline, now_s: float) -> StepPlan | None:
+        """The next step, or None where there is nothing to do. Raises Pause."""
+        self._make_way(pipeline, now_s)
+        num_preempted = self._roster.counters.num_preemptions
+        decode_slots_S = self._schedule_decodes(pipeline, now_s)
+        budget = self._config.max_batch_tokens - len(decode_slots_S)
+        chunks = self._continue_prefills(budget, now_s)
+        joins: list[Join] = []
+        if self._roster.counters.num_preemptions == num_preempted:
+            budget -= sum(chunk.num_tokens for chunk in chunks)
+            joins = self._admit_waiting(budget, chunks, pipeline, now_s)
+        if not len(decode_slots_S) and not chunks:
+            return None
+        return self._seal(step, decode_slots_S, tuple(chunks), tuple(joins))
+
+    def _seal(self, step: int, slots_S: np.ndarray, chunks: tuple[Chunk, ...], joins: tuple[Join, ...]) -> StepPlan:
+        positions_S = self._rows.num_scheduled_S[slots_S]
+        self._rows.num_scheduled_S[slots_S] = positions_S + 1
+        self._roster.counters.num_decode_tokens += len(slots_S)
+        updates_U3, copies_C2 = self._blocks.take_updates()
+        return StepPlan(
+            step=step,
+            joins=joins,
+            block_updates_U3=updates_U3,
+            block_copies_C2=copies_C2,
+            prefill=chunks,
+            decode_slots_S=slots_S,
+            decode_positions_S=positions_S,
+        )
+
+    # ------------------------------------------------------------ decodes
+
+    def _schedule_decodes(self, pipeline: Pipeline, now_s: float) -> np.ndarray:
+        slots_S = self._rows.decodable()
+        short_S = self._grow(slots_S)
+        if not len(short_S):
+            return slots_S
+        if pipeline is Pipeline.BUSY:
+            raise Pause
+        while len(short_S):
+            self._give_up_one(now_s)
+            short_S = self._grow(short_S[self._rows.is_decoding_S[short_S]])
+        return self._rows.decodable()
+
+    def _grow(self, slots_S: np.ndarray) -> np.ndarray:
+        if not len(slots_S):
+            return slots_S
+        return self._blocks.grow_many(slots_S, self._rows.num_scheduled_S[slots_S] + 1)
+
+    def _give_up_one(self, now_s: float) -> None:
+        running = self._roster.running
+        if len(running) > 1:
+            self._roster.preempt(least_important(running), now_s)
+        else:  # alone, and the pool is all its own: this is as long as it can get
+            self._roster.end(running[0], Ending(WireFinishReason.LENGTH), now_s)
+
+    # ------------------------------------------------------------ prefill
+
+    def _continue_prefills(self, budget: int, now_s: float) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for request in sorted(self._roster.prefilling, key=lambda request: request.rank):
+            if not budget:
+                break
+            chunks.append(self._next_chunk(request, budget, now_s))
+            budget -= chunks[-1].num_tokens
+        return chunks
+
+    def _next_chunk(self, request: Request, budget: int, now_s: float) -> Chunk:
+        slot = request.slot
+        assert slot is not None
+        start, num_known = int(self._rows.num_scheduled_S[slot]), int(self._rows.num_known_S[slot])
+        num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens or budget)
+        self._rows.num_scheduled_S[slot] += num_tokens
+        self._note_scheduled(request, num_tokens, now_s)
+        is_last = start + num_tokens == num_known
+        if is_last:
+            self._roster.begin_decoding(request)
+        return Chunk(slot=slot, start=start, num_tokens=num_tokens, is_last=is_last)
+
+    def _note_scheduled(self, request: Request, num_tokens: int, now_s: float) -> None:
+        request.num_computed_tokens += num_tokens
+        self._roster.counters.num_prefill_tokens += num_tokens
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now_s
+            self._roster.counters.num_prompt_tokens += request.num_prompt_tokens
+            self._roster.outputs.put_started(request.asked.key)
+
+    # ------------------------------------------------------------ admission
+
+    def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: Pipeline, now_s: float) -> list[Join]:
+        joins: list[Join] = []
+        while budget and (request := self._admit_head(pipeline, now_s)):
+            assert request.slot is not None
+            joins.append(
+                Join(
+                    slot=request.slot,
+                    request_id=request.asked.request_id,
+                    token_ids_T=request.token_ids_T,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    sampling=request.asked.sampling,
+                )
+            )
+            chunks.append(self._next_chunk(request, budget, now_s))
+            budget -= chunks[-1].num_tokens
+        return joins
+
+    def _admit_head(self, pipeline: Pipeline, now_s: float) -> Request | None:
+        """Strictly the head of the queue, or nobody: whoever jumped it could keep a long prompt waiting for ever."""
+        head = self._roster.waiting.head(now_s)
+        if head is None or not self._may_fit(head):
+            return None
+        try:
+            self._roster.admit(head, now_s)
+        except OutOfBlocks:
+            self._refused = (head.order, self._num_available)
+            if not self._roster.num_running and pipeline is Pipeline.EMPTY:
+                self._roster.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
+            return None
+        return head
+
+    def _may_fit(self, head: Request) -> bool:
+        num_running = self._roster.num_running
+        if num_running >= self._config.max_num_seqs:
+            return False
+        if not num_running:
+            return True
+        available = self._num_available
+        if self._refused[0] == head.order and available <= self._refused[1]:
+            return False
+        if self._fits(head, available - min(num_running, self._headroom_cap)):
+            return True
+        self._refused = (head.order, available)
+        return False
+
+    def _fits(self, head: Request, num_blocks: int) -> bool:
+        num_wanted = -(-len(head.token_ids_T) // self._block_size)
+        if num_wanted <= num_blocks:
+            return True
+        num_hit = self._blocks.match(head.token_ids_T, salt=head.asked.cache_salt) // self._block_size
+        return num_wanted - num_hit <= num_blocks
+
+    @property
+    def _num_available(self) -> int:
+        return self._blocks.num_free + self._blocks.num_cached
+
+    # ------------------------------------------------------------ priorities
+
+    def _make_way(self, pipeline: Pipeline, now_s: float) -> None:
+        """Preempt requests of lower priority until the head of the queue fits, if that can make it fit."""
+        head = self._roster.waiting.head(now_s)
+        if head is None or head.asked.priority <= self._roster.lowest_running_priority or self._has_room(head):
+            return
+        victims = displaceable_by(head, self._roster.running)
+        if not victims or not self._would_fit_without(head, victims):
+            return
+        if pipeline is Pipeline.BUSY:
+            raise Pause
+        for victim in victims:
+            self._roster.preempt(victim, now_s)
+            if self._has_room(head):
+                return
+
+    def _has_room(self, head: Request) -> bool:
+        return self._roster.num_running < self._config.max_num_seqs and self._fits(head, self._num_available)
+
+    def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
+        num_held = sum(-(-int(self._rows.num_scheduled_S[victim.slot]) // self._block_size) for victim in victims)
+        return self._fits(head, self._num_available + num_held)

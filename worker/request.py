@@ -1,0 +1,130 @@
+"""One output on its way through the worker: what was asked, and what has become of it.
+
+    WAITING ──admitted──► PREFILLING ──last chunk planned──► DECODING ──► FINISHED
+       ▲                      │                                  │
+       └──────────────────────┴────────── preempted ─────────────┘
+
+Per-step numbers of running requests are not here but in `worker.rows`, where numpy reaches them. Knows no blocks.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from wire.messages import Finished, Sampling, WireFinishReason
+from worker.plan import Slot
+from worker.ports import GatewayIndex
+
+
+class RequestKey(NamedTuple):
+    """Who wants this output: the handle is the gateway's own name for it."""
+
+    gateway: GatewayIndex
+    handle: int
+
+
+class Phase(Enum):
+    """Where a request is; exactly one at a time."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AddRequest:
+    """Asks the scheduler for one output. prompt_ids_T: int32. timeout_s: from now on; None: no deadline."""
+
+    key: RequestKey
+    request_id: str
+    prompt_ids_T: np.ndarray
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """An accepted request. ``order`` counts acceptances, so it is also a unique name within this worker.
+
+    token_ids_T: int32, prompt and what was generated before the last preemption (while it runs: see the rows).
+    waited_s: spent waiting in all, without the current spell, which began at ``waiting_since_s``.
+    is_aged: it waited so long that it goes first and nobody younger displaces it.
+    Times are the engine's monotonic seconds; None: not yet.
+    """
+
+    asked: AddRequest
+    order: int
+    arrival_s: float
+    deadline_s: float | None
+    max_total_tokens: int
+    token_ids_T: np.ndarray
+    phase: Phase = Phase.WAITING
+    slot: Slot | None = None
+    waiting_since_s: float = 0.0
+    waited_s: float = 0.0
+    is_aged: bool = False
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    block_owner: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_owner = str(self.order)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.asked.prompt_ids_T)
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Smaller is more important: the aged first, then by priority, then who came first."""
+        return (not self.is_aged, 0 if self.is_aged else -self.asked.priority, self.order)
+
+    @property
+    def is_running(self) -> bool:
+        """It holds a slot and blocks."""
+        return self.phase in (Phase.PREFILLING, Phase.DECODING)
+
+
+class Ending(NamedTuple):
+    """Why an output ends. error: name of an octavo.v1.ErrorReason without its prefix, where reason is ERROR."""
+
+    reason: WireFinishReason
+    stop_token_id: int | None = None
+    error: str = ""
+    detail: str = ""
+
+
+def failure(error: str, detail: str) -> Ending:
+    """An ending by error."""
+    return Ending(WireFinishReason.ERROR, error=error, detail=detail)
+
+
+def finished_message(request: Request, ending: Ending, now_s: float) -> Finished:
+    """The end of an output with its statistics."""
+    scheduled_s = request.first_scheduled_s
+    first_s, last_s = request.first_token_s, request.last_token_s
+    return Finished(
+        handle=request.asked.key.handle,
+        reason=ending.reason,
+        stop_token_id=ending.stop_token_id,
+        error=ending.error,
+        detail=ending.detail,
+        prompt_tokens=request.num_prompt_tokens,
+        completion_tokens=len(request.token_ids_T) - request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
+        computed_tokens=request.num_computed_tokens,
+        preemptions=request.num_preemptions,
+        queue_s=(now_s if scheduled_s is None else scheduled_s) - request.arrival_s,
+        prefill_s=0.0 if scheduled_s is None else (now_s if first_s is None else first_s) - scheduled_s,
+        decode_s=0.0 if first_s is None or last_s is None else last_s - first_s,
+    )

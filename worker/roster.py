@@ -1,0 +1,167 @@
+"""Every unfinished request, in exactly one place: waiting, or running in a slot with blocks.
+
+All moves between these places happen here, so that request, row, block table and queue never disagree. Decides
+nothing: who moves and why is the planner's and the scheduler's business.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from blockmgr.manager import BlockManager
+from wire.messages import WireFinishReason
+from worker.outputs import OutputBuffer
+from worker.plan import Slot
+from worker.ports import GatewayIndex
+from worker.request import Ending, Phase, Request, RequestKey, finished_message
+from worker.rows import Rows
+from worker.stats import SchedulerCounters
+from worker.stops import stop_ids
+from worker.waiting import WaitingQueue
+
+
+class Roster:
+    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute."""
+
+    def __init__(
+        self, *, rows: Rows, blocks: BlockManager, waiting: WaitingQueue, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.rows = rows
+        self.blocks = blocks
+        self.waiting = waiting
+        self.outputs = OutputBuffer()
+        self.counters = SchedulerCounters()
+        self.prefilling: list[Request] = []
+        self._eos_token_ids = eos_token_ids
+        self._by_key: dict[RequestKey, Request] = {}
+        self._by_slot: dict[int, Request] = {}
+        self._running_priorities: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._by_key.values()))
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._by_key
+
+    def find(self, key: RequestKey) -> Request | None:
+        """The unfinished request of this key."""
+        return self._by_key.get(key)
+
+    @property
+    def running(self) -> list[Request]:
+        """Those that hold slots."""
+        return list(self._by_slot.values())
+
+    @property
+    def num_running(self) -> int:
+        """How many hold slots."""
+        return len(self._by_slot)
+
+    @property
+    def lowest_running_priority(self) -> float:
+        """Of those that hold slots; infinite for nobody."""
+        return min(self._running_priorities, default=math.inf)
+
+    def in_slot(self, slot: int) -> Request:
+        """Who holds this slot. Raises KeyError."""
+        return self._by_slot[slot]
+
+    # ------------------------------------------------------------ moves
+
+    def accept(self, request: Request, now_s: float) -> None:
+        """A new request waits."""
+        self._by_key[request.asked.key] = request
+        self.waiting.push(request, now_s)
+        self.counters.num_accepted += 1
+
+    def admit(self, request: Request, now_s: float) -> None:
+        """From the queue into a slot, with blocks for all tokens known. Raises OutOfBlocks or OutOfSlots; then
+        nothing has changed."""
+        token_ids_T = request.token_ids_T
+        admission = self.blocks.admit(
+            request.block_owner, token_ids_T, salt=request.asked.cache_salt, reserve_tokens=len(token_ids_T)
+        )
+        self.waiting.remove(request, now_s)
+        request.slot, request.phase = Slot(admission.slot), Phase.PREFILLING
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = admission.num_cached_tokens
+            self.counters.num_cached_tokens += admission.num_cached_tokens
+        self._by_slot[admission.slot] = request
+        self._running_priorities[request.asked.priority] += 1
+        self.prefilling.append(request)
+        ids = stop_ids(request.asked.sampling, self._eos_token_ids)
+        self.rows.join(request.slot, request, num_cached_tokens=admission.num_cached_tokens, stop_ids=ids)
+
+    def begin_decoding(self, request: Request) -> None:
+        """Its last known token is scheduled: from now on one token a step."""
+        assert request.slot is not None
+        request.phase = Phase.DECODING
+        self.prefilling.remove(request)
+        self.rows.is_decoding_S[request.slot] = True
+
+    def preempt(self, request: Request, now_s: float) -> None:
+        """Back into the queue; what it has generated is kept as tokens, its blocks are anybody's."""
+        self._leave_slot(request)
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self.waiting.push(request, now_s)
+
+    def end(self, request: Request, ending: Ending, now_s: float) -> None:
+        """The one end of a request, wherever it is."""
+        if request.is_running:
+            self._leave_slot(request)
+        else:
+            self.waiting.remove(request, now_s)
+        self._forget(request)
+        finished = finished_message(request, ending, now_s)
+        self.counters.count(finished)
+        self.outputs.put_finished(request.asked.key.gateway, finished)
+
+    def end_tainted(self, request: Request, ending: Ending, now_s: float) -> None:
+        """An end after which nobody may reuse what the request computed."""
+        if request.slot is not None:
+            self.blocks.taint(request.slot)
+        self.end(request, ending, now_s)
+
+    def drop_gateway(self, gateway: GatewayIndex, now_s: float) -> None:
+        """Cancel everything of a gateway that is not there to hear of it."""
+        for key in [key for key in self._by_key if key.gateway == gateway]:
+            self.end(self._by_key[key], Ending(WireFinishReason.CANCELLED), now_s)
+        self.outputs.forget(gateway)
+
+    def commit(self, request: Request) -> None:
+        """Offer the verified full blocks of a running request to later prompts."""
+        assert request.slot is not None
+        num_computed = int(self.rows.num_computed_S[request.slot])
+        self.blocks.commit(request.slot, self.rows.known_tokens(request.slot), num_computed)
+
+    # ------------------------------------------------------------ inside
+
+    def _leave_slot(self, request: Request) -> None:
+        slot = request.slot
+        assert slot is not None
+        self.commit(request)
+        request.token_ids_T = self.rows.known_tokens(slot).copy()
+        last_token_s = float(self.rows.last_token_s_S[slot])
+        request.last_token_s = None if np.isnan(last_token_s) else last_token_s
+        if request.phase is Phase.PREFILLING:
+            self.prefilling.remove(request)
+        self.rows.leave(slot)
+        self.blocks.release(slot, request.block_owner)
+        del self._by_slot[slot]
+        self._drop_priority(request.asked.priority)
+        request.slot = None
+
+    def _drop_priority(self, priority: int) -> None:
+        self._running_priorities[priority] -= 1
+        if not self._running_priorities[priority]:
+            del self._running_priorities[priority]
+
+    def _forget(self, request: Request) -> None:
+        request.phase = Phase.FINISHED
+        del self._by_key[request.asked.key]

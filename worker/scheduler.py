@@ -1,0 +1,268 @@
+"""The scheduler: requests, cancels and results in; plans and outputs out.
+
+Pure: it never waits, reads no clock (``now_s`` is passed), and knows no sockets, tensors or text. Up to
+``max_in_flight`` plans may be outstanding, so step N + 1 can be planned before the tokens of step N are known:
+
+    plan N ── plan N+1 ── apply N ── plan N+2 ── apply N+1 …
+
+A request that turns out to be finished at N has its token of N + 1 dropped. Results must come in the order of the
+plans.
+"""
+
+import heapq
+from collections import deque
+
+import numpy as np
+
+from blockmgr.manager import BlockManager
+from wire.messages import TokenLogprobs, WireFinishReason
+from worker.admission import max_total_tokens, refusal
+from worker.config import SchedulerConfig
+from worker.flights import Flight
+from worker.outputs import StepOutputs
+from worker.plan import StepPlan, StepResult
+from worker.planner import Pause, Pipeline, Planner
+from worker.ports import GatewayIndex
+from worker.request import AddRequest, Ending, Request, RequestKey, failure, finished_message
+from worker.roster import Roster
+from worker.rows import Rows
+from worker.stats import SchedulerCounters
+from worker.stops import find_ends
+from worker.waiting import WaitingQueue
+
+
+class Scheduler:
+    """Decides what each step computes. It is the only user of its block manager."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self._config = config
+        self._blocks = blocks
+        pool = blocks.config
+        self._pool_tokens = pool.block_size * min(pool.num_blocks, pool.max_blocks_per_slot)
+        longest = min(config.max_model_len, self._pool_tokens + 1)
+        self._rows = Rows(num_slots=pool.max_slots, max_total_tokens=longest)
+        waiting = WaitingQueue(aging_s=config.aging_s)
+        self._roster = Roster(rows=self._rows, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids)
+        self._planner = Planner(config, self._roster, num_blocks=pool.num_blocks, block_size=pool.block_size)
+        self._flights: deque[Flight] = deque()
+        self._deadlines: list[tuple[float, int, RequestKey]] = []
+        self._num_accepted = 0
+        self._step = 0
+        self._is_draining = False
+
+    # ------------------------------------------------------------ what can be seen
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return self._roster.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones among them."""
+        return len(self._roster.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results have not been applied."""
+        return len(self._flights)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request or step is unfinished."""
+        return bool(len(self._roster) or self._flights)
+
+    @property
+    def is_draining(self) -> bool:
+        """New requests are refused."""
+        return self._is_draining
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """What has been counted so far."""
+        return self._roster.counters
+
+    @property
+    def roster(self) -> Roster:
+        """Who is where; for tests and the engine's look, not for changing."""
+        return self._roster
+
+    # ------------------------------------------------------------ events
+
+    def add(self, asked: AddRequest, *, now_s: float) -> None:
+        """A new request waits, or its refusal is in the next outputs. A key that is in use is counted and ignored."""
+        if asked.key in self._roster:
+            self.counters.num_duplicates += 1
+            return
+        request = self._new_request(asked, now_s)
+        if ending := self._refusal(asked):
+            self.counters.num_refused += 1
+            self._roster.outputs.put_finished(asked.key.gateway, finished_message(request, ending, now_s))
+            return
+        self._num_accepted += 1
+        self._roster.accept(request, now_s)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.order, asked.key))
+
+    def cancel(self, key: RequestKey, *, now_s: float) -> None:
+        """End a request wherever it is; its blocks are free once no step in flight can touch them. Unknown and
+        finished keys are ignored."""
+        if request := self._roster.find(key):
+            self._roster.end(request, Ending(WireFinishReason.CANCELLED), now_s)
+
+    def drop_gateway(self, gateway: GatewayIndex, *, now_s: float) -> None:
+        """Cancel all requests of a gateway that is gone; nobody is told."""
+        self._roster.drop_gateway(gateway, now_s)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on. Idempotent."""
+        self._is_draining = True
+
+    def end_all(self, ending: Ending, *, now_s: float) -> None:
+        """End every request, for example at the end of a drain's grace."""
+        for request in self._roster:
+            self._roster.end(request, ending, now_s)
+
+    # ------------------------------------------------------------ decisions
+
+    def plan(self, *, now_s: float) -> StepPlan | None:
+        """The next step; None where there is nothing to do now, or results must be applied first. Requests whose
+        deadline has passed end here, before anything is scheduled for them."""
+        self._expire(now_s)
+        if len(self._flights) >= self._config.max_in_flight:
+            return None
+        pipeline = Pipeline.BUSY if self._flights else Pipeline.EMPTY
+        try:
+            plan = self._planner.plan(self._step + 1, pipeline, now_s)
+        except Pause:
+            return None
+        if plan is not None:
+            self._step = plan.step
+            self._flights.append(Flight.of(plan, self._rows))
+            self._blocks.begin_step(plan.step)
+        return plan
+
+    def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
+        """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
+        flight = self._land(result.step)
+        num_sampled, rows = flight.num_sampled, self._rows
+        is_live_N = flight.is_live_A(rows)[:num_sampled]
+        is_good_N = is_live_N & result.is_finite_S
+        if not is_good_N.all():
+            self._end_non_finite(flight.slots_A[:num_sampled][is_live_N & ~result.is_finite_S], now_s)
+            self.counters.num_dropped_tokens += int((~is_live_N).sum())
+        slots_N = flight.slots_A[:num_sampled][is_good_N]
+        tokens_N = np.asarray(result.tokens_S, np.int32)[is_good_N]
+        rows.append(slots_N, tokens_N, flight.num_computed_A[:num_sampled][is_good_N], now_s)
+        self.counters.num_generated_tokens += len(slots_N)
+        self._roster.outputs.put_tokens(rows.gateway_S[slots_N], rows.handle_S[slots_N], tokens_N)
+        self._put_logprobs(flight, result, is_good_N)
+        self._note_prefilled(flight, is_good_N, now_s)
+        self._end_finished(slots_N, tokens_N, now_s)
+        return self._roster.outputs.take()
+
+    def flush(self) -> StepOutputs:
+        """News that came without a result: refusals, cancels, deadlines, starts."""
+        return self._roster.outputs.take()
+
+    # ------------------------------------------------------------ failed steps
+
+    def fail(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
+        """The oldest plan failed: every request in it ends with ENGINE_ERROR, and nobody reuses its blocks."""
+        for request in self._live_requests(self._land(step)):
+            self._roster.end_tainted(request, failure("ENGINE_ERROR", detail), now_s)
+        return self._roster.outputs.take()
+
+    def fail_out_of_memory(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
+        """The oldest plan did not fit into the device's memory: its largest prefill (without one: its longest
+        request) ends with OUT_OF_MEMORY, the others are computed again."""
+        flight = self._land(step)
+        num_tokens = {chunk.slot: chunk.num_tokens for chunk in flight.plan.prefill}
+        requests = self._live_requests(flight)
+        if not requests:
+            return self._roster.outputs.take()
+
+        def size(request: Request) -> tuple[int, int]:
+            assert request.slot is not None
+            return num_tokens.get(request.slot, 0), int(self._rows.num_known_S[request.slot])
+
+        culprit = max(requests, key=size)
+        for request in requests:
+            if request is not culprit:
+                self._roster.preempt(request, now_s)
+        self._roster.end_tainted(culprit, failure("OUT_OF_MEMORY", detail), now_s)
+        return self._roster.outputs.take()
+
+    # ------------------------------------------------------------ inside
+
+    def _new_request(self, asked: AddRequest, now_s: float) -> Request:
+        return Request(
+            asked=asked,
+            order=self._num_accepted,
+            arrival_s=now_s,
+            deadline_s=None if asked.timeout_s is None else now_s + asked.timeout_s,
+            max_total_tokens=max_total_tokens(asked, self._config, pool_tokens=self._pool_tokens),
+            token_ids_T=asked.prompt_ids_T,
+        )
+
+    def _refusal(self, asked: AddRequest) -> Ending | None:
+        if self._is_draining:
+            return failure("DRAINING", "the worker takes no new requests")
+        if asked.timeout_s is not None and asked.timeout_s <= 0:
+            return Ending(WireFinishReason.DEADLINE)
+        if ending := refusal(asked, self._config, pool_tokens=self._pool_tokens):
+            return ending
+        if self.num_waiting >= self._config.max_waiting + self._num_idle_slots:
+            return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting")
+        return None
+
+    @property
+    def _num_idle_slots(self) -> int:
+        return self._config.max_num_seqs - self.num_running
+
+    def _expire(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, order, key = heapq.heappop(self._deadlines)
+            request = self._roster.find(key)
+            if request is not None and request.order == order:
+                self._roster.end(request, Ending(WireFinishReason.DEADLINE), now_s)
+
+    def _land(self, step: int) -> Flight:
+        if not self._flights or self._flights[0].plan.step != step:
+            raise ValueError(f"step {step} ended, in flight are {[flight.plan.step for flight in self._flights]}")
+        self._blocks.end_step(step)
+        return self._flights.popleft()
+
+    def _live_requests(self, flight: Flight) -> list[Request]:
+        return [self._roster.in_slot(slot) for slot in flight.slots_A[flight.is_live_A(self._rows)].tolist()]
+
+    def _end_non_finite(self, slots_N: np.ndarray, now_s: float) -> None:
+        for slot in slots_N.tolist():
+            position = int(self._rows.num_known_S[slot])
+            ending = failure("NUMERICAL", f"the model gave no finite logits for position {position}")
+            self._roster.end_tainted(self._roster.in_slot(slot), ending, now_s)
+
+    def _put_logprobs(self, flight: Flight, result: StepResult, is_good_N: np.ndarray) -> None:
+        for index, logprobs in result.logprobs.items():
+            if is_good_N[index]:
+                request = self._roster.in_slot(int(flight.slots_A[index]))
+                told = TokenLogprobs(logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
+                self._roster.outputs.put_logprobs(request.asked.key, told)
+
+    def _note_prefilled(self, flight: Flight, is_good_N: np.ndarray, now_s: float) -> None:
+        """Rows that ended their prefill in this step, which come after the decodes: others may reuse their blocks."""
+        for index in range(len(flight.plan.decode_slots_S), flight.num_sampled):
+            if is_good_N[index]:
+                request = self._roster.in_slot(int(flight.slots_A[index]))
+                request.first_token_s = now_s if request.first_token_s is None else request.first_token_s
+                self._roster.commit(request)
+
+    def _end_finished(self, slots_N: np.ndarray, tokens_N: np.ndarray, now_s: float) -> None:
+        is_stop_N, is_end_N = find_ends(self._rows, slots_N, tokens_N)
+        for index in np.flatnonzero(is_end_N).tolist():
+            request = self._roster.in_slot(int(slots_N[index]))
+            if is_stop_N[index]:
+                ending = Ending(WireFinishReason.STOP, stop_token_id=int(tokens_N[index]))
+            else:
+                ending = Ending(WireFinishReason.LENGTH)
+            self._roster.end(request, ending, now_s)

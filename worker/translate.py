@@ -1,0 +1,65 @@
+"""Between the wire's messages and the scheduler's and block manager's own values. Pure; knows no sockets."""
+
+import numpy as np
+
+from blockmgr.events import BlockEvent, EventKind
+from wire.messages import Finished, KvEvent, KvEventKind, KvEvents, Run, StepOutput, WireFinishReason
+from worker.outputs import GatewayOutput
+from worker.ports import GatewayIndex
+from worker.request import AddRequest, RequestKey
+
+_KINDS = {
+    EventKind.STORED: KvEventKind.STORED,
+    EventKind.REMOVED: KvEventKind.REMOVED,
+    EventKind.CLEARED: KvEventKind.CLEARED,
+}
+
+
+def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
+    """What a Run asks for. Raises ValueError where its token ids are no int32."""
+    return AddRequest(
+        key=RequestKey(gateway, run.handle),
+        request_id=run.request_id,
+        prompt_ids_T=np.frombuffer(run.prompt_ids, np.dtype("<i4")),
+        sampling=run.sampling,
+        priority=run.priority,
+        cache_salt=run.cache_salt,
+        timeout_s=run.timeout_s,
+    )
+
+
+def refused_run(run: Run, detail: str) -> GatewayOutput:
+    """The answer to a Run that cannot even be read."""
+    finished = Finished(handle=run.handle, reason=WireFinishReason.ERROR, error="INVALID_FIELD", detail=detail)
+    return GatewayOutput(finished=(finished,))
+
+
+def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> StepOutput:
+    """One gateway's news as it travels."""
+    return StepOutput(
+        epoch=epoch,
+        seq=seq,
+        step=step,
+        handles=output.handles_N.astype("<i8", copy=False).tobytes(),
+        tokens=output.tokens_N.astype("<i4", copy=False).tobytes(),
+        logprobs=output.logprobs,
+        started=output.started,
+        finished=output.finished,
+    )
+
+
+def kv_events(events: list[BlockEvent], *, epoch: str) -> KvEvents:
+    """Changes of the prefix cache as they travel."""
+    return KvEvents(
+        epoch=epoch,
+        events=tuple(
+            KvEvent(
+                kind=_KINDS[event.kind],
+                block_hash=event.block_hash,
+                parent_hash=event.parent_hash,
+                token_ids=event.token_ids,
+                salt=event.salt,
+            )
+            for event in events
+        ),
+    )
