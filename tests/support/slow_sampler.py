@@ -58,7 +58,8 @@ def survivors(x_V: np.ndarray, params: SamplingParams) -> list[int]:
     if 0 < params.top_k < len(kept):
         kept = [i for i in kept if x_V[i] >= x_V[kept[params.top_k - 1]]]
     if params.top_p < 1:
-        total, before, nucleus = sum(weights[i] for i in kept), 0.0, []
+        nucleus: list[int] = []
+        total, before = sum(weights[i] for i in kept), 0.0
         for i in kept:
             if nucleus and before >= params.top_p * total:
                 break
