@@ -125,7 +125,7 @@ class _RouterSocket:
         self._is_scheduled = False
         self._inode: int | None = None
         self._listen()
-        self.bound = socket.last_endpoint.decode()
+        self.bound = str(socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self.drain)
 
@@ -157,9 +157,7 @@ class _RouterSocket:
         path = self._endpoint.path
         if path is None or self._inode_now() == self._inode:
             return 0
-        ensure_run_dir(path.parent)
-        with suppress(zmq.ZMQError):
-            self._socket.unbind(self._endpoint.address)
+        # A second listener on the same socket; unbinding the first would cut the connections that stand.
         self._listen()
         return 1
 
