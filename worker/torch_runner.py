@@ -1,0 +1,175 @@
+"""The runner that executes plans with the model.
+
+    launch(plan):   joins, table updates, block copies  ->  one forward pass  ->  logits of the sampled rows  ->  tokens
+    collect():      the result of the oldest launched plan, or the error that it ended with
+
+A launched step's tokens are in the rows as soon as ``launch`` returns, so that the next plan's decodes find them,
+collected or not. Must not know: the block manager, the scheduler, sockets, text.
+
+Legend: S sampled rows.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.attention import get_backend
+from model.kv_pool import KvPool
+from model.numerics import NumericFinding, NumericsWatch
+from model.qwen2 import Qwen2ForCausalLM
+from model.sampler import Sampled
+from model.sampling_logprobs import Logprobs
+from worker.plan import SlotLogprobs, StepPlan, StepResult
+from worker.runner import RunnerError, RunnerOutOfMemory
+from worker.runner_batch import Batch, build_batch
+from worker.runner_rows import RunnerRows
+
+OnNumerics = Callable[[int, NumericFinding], None]
+"""Called with (step, first bad activation of it)."""
+
+_ALLOCATION_FAILURES = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRunnerConfig:
+    """num_blocks, block_size: of the KV pool. max_slots: rows. vocab_size: ids that may be sampled (the tokenizer's).
+
+    eos_token_ids: masked while fewer than min_tokens are out. backend: of attention. numerics_limit: None does not
+    watch activations (watching is slow).
+    """
+
+    num_blocks: int
+    block_size: int
+    max_slots: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    backend: str = "sdpa"
+    max_in_flight: int = 1
+    numerics_limit: float | None = None
+
+
+class TorchRunner:
+    """Implements `worker.runner.Runner`."""
+
+    def __init__(
+        self, model: Qwen2ForCausalLM, config: TorchRunnerConfig, *, on_numerics: OnNumerics | None = None
+    ) -> None:
+        self.max_in_flight = config.max_in_flight
+        self.config = config
+        self._model = model
+        self._backend = get_backend(config.backend)
+        self.kv = KvPool(model.config, config.num_blocks, config.block_size, model.dtype, model.device)
+        self._rows = RunnerRows(
+            max_slots=config.max_slots,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            device=model.device,
+        )
+        self._landed: deque[StepResult | RunnerError] = deque()
+        self._on_numerics = on_numerics
+        self._watch: NumericsWatch | None = None
+        if config.numerics_limit is not None:
+            self._watch = NumericsWatch(model, limit=config.numerics_limit)
+            self._watch.attach()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Execute a step. What goes wrong in it is raised by the `collect` that belongs to it: its joins, updates and
+        copies have happened by then. Raises RunnerError where more steps are in flight than `max_in_flight`."""
+        if len(self._landed) >= self.max_in_flight:
+            raise RunnerError(f"step {plan.step} would be one more in flight than {self.max_in_flight}")
+        self._landed.append(self._outcome(plan))
+
+    def collect(self) -> StepResult:
+        """The oldest launched step. Raises RunnerError, RunnerOutOfMemory, LookupError."""
+        if not self._landed:
+            raise LookupError("no step is in flight")
+        outcome = self._landed.popleft()
+        if isinstance(outcome, RunnerError):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """Forget the steps in flight and stop watching. Idempotent."""
+        self._landed.clear()
+        if self._watch is not None:
+            self._watch.detach()
+
+    def _outcome(self, plan: StepPlan) -> StepResult | RunnerError:
+        try:
+            with torch.inference_mode():
+                return self._execute(plan)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            return as_runner_error(error)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._rows.apply(plan)
+        self._copy_blocks(plan)
+        if not plan.num_tokens:
+            return empty_result(plan.step)
+        batch = build_batch(plan, self._rows, block_size=self.config.block_size, device=self._model.device)
+        hidden_TD = self._model(batch.ids_T, batch.positions_T, self.kv, batch.inputs, self._backend)
+        self._report_numerics(plan.step)
+        if not len(batch.slots_S):
+            return empty_result(plan.step)
+        hidden_SD = hidden_TD if batch.last_S is None else hidden_TD[batch.last_S]
+        sampled = self._rows.sampler.sample(self._model.logits(hidden_SD), batch.slots_S, batch.lengths_S)
+        return self._result(plan, batch, sampled)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if len(plan.block_copies_C2):
+            pairs_C2 = torch.from_numpy(plan.block_copies_C2.astype(np.int64)).to(self._model.device)
+            self.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
+
+    def _result(self, plan: StepPlan, batch: Batch, sampled: Sampled) -> StepResult:
+        tokens_S = sampled.tokens_S.cpu().numpy().astype(np.int32)
+        self._rows.append(batch.slots_S, batch.lengths_S, tokens_S)
+        return StepResult(
+            step=plan.step,
+            tokens_S=tokens_S,
+            is_finite_S=sampled.is_finite_S.cpu().numpy(),
+            logprobs={} if sampled.logprobs is None else slot_logprobs(sampled.logprobs),
+        )
+
+    def _report_numerics(self, step: int) -> None:
+        if self._watch is None or self._watch.first is None:
+            return
+        if self._on_numerics is not None:
+            self._on_numerics(step, self._watch.first)
+        self._watch.reset()
+
+
+def empty_result(step: int) -> StepResult:
+    """Of a step that samples nothing."""
+    return StepResult(step=step, tokens_S=np.empty(0, np.int32), is_finite_S=np.empty(0, np.bool_))
+
+
+def as_runner_error(error: Exception) -> RunnerError:
+    """RunnerOutOfMemory where an allocator says so, in whichever words."""
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_memory = is_memory or any(words in str(error) for words in _ALLOCATION_FAILURES)
+    kind = RunnerOutOfMemory if is_memory else RunnerError
+    wrapped = kind(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def slot_logprobs(logprobs: Logprobs) -> dict[int, SlotLogprobs]:
+    """By position in the batch, each with as many alternatives as its row asked for."""
+    rows = zip(
+        logprobs.index_N.tolist(),
+        logprobs.count_N.tolist(),
+        logprobs.chosen_N.tolist(),
+        logprobs.top_ids_NK.tolist(),
+        logprobs.top_NK.tolist(),
+        strict=True,
+    )
+    return {
+        index: SlotLogprobs(logprob=chosen, top_ids=tuple(ids[:count]), top_logprobs=tuple(top[:count]))
+        for index, count, chosen, ids, top in rows
+    }
