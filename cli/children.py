@@ -4,6 +4,7 @@ Decides nothing: `cli.supervisor` does.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ class Child:
         try:
             return await self._process.wait()
         finally:
-            self.kill()
+            self._kill_group()
             # What the process wrote last says why it died; a grandchild that keeps the pipe open must not hold us.
             await asyncio.wait([pump], timeout=1.0)
             pump.cancel()
@@ -59,13 +60,14 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to its whole group."""
-        if self._process is None:
-            return
-        try:
+        """SIGKILL to its whole group. Nothing where it has ended."""
+        if self.is_running:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nobody is left in the group
 
     async def _pump(self, stream: asyncio.StreamReader) -> None:
         while True:

@@ -7,6 +7,7 @@ flags, environment and file, and no secret stands in a command line.
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -78,18 +79,17 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
     return (*gateways, *workers)
 
 
-def write_settings(plan: ProcessPlan, run_dir: Path) -> Path:
-    """The process's settings as a file that only we can read."""
-    path = run_dir / f"{plan.name}.toml"
+def write_settings(values: Mapping[str, Any], path: Path) -> Path:
+    """Settings as a file that only we can read; None is left out."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.writelines(f"{key} = {_toml(value)}\n" for key, value in plan.settings.items() if value is not None)
+        file.writelines(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None)
     return path
 
 
-def command_line(plan: ProcessPlan, settings_file: Path) -> list[str]:
-    """How to start it: this Python, without the working directory on its path."""
-    return [sys.executable, "-P", "-m", "cli.main", plan.role.value, "--config", str(settings_file)]
+def command_line(command: str, settings_file: Path) -> list[str]:
+    """How to start `octavo COMMAND`: this Python, without the working directory on its path."""
+    return [sys.executable, "-P", "-m", "cli.main", command, "--config", str(settings_file)]
 
 
 def environment() -> dict[str, str]:

@@ -18,8 +18,8 @@ def run_folder(given: Path | None) -> Iterator[Path]:
     Raises CliError where the folder given cannot be trusted.
     """
     if given is None:
-        with tempfile.TemporaryDirectory(prefix="octavo-", ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="octavo-", ignore_cleanup_errors=True) as made:
+            yield Path(made)
         return
     existed = given.exists()
     try:

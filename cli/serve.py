@@ -14,7 +14,6 @@ from rich.console import Console
 from cli.addresses import join_address
 from cli.children import Child
 from cli.errors import CliError
-from cli.known_models import require_known
 from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
 from cli.ports import free_port, held_port, require_free
 from cli.readiness import service_summary, wait_until_ready
@@ -24,7 +23,6 @@ from cli.settings import ServeSettings
 from cli.startup import StartupView
 from cli.summary import ServiceSummary, boxed, plain
 from cli.supervisor import RestartPolicy
-from cli.worker_config import split_model
 
 
 def serve(settings: ServeSettings) -> int:
@@ -32,9 +30,6 @@ def serve(settings: ServeSettings) -> int:
 
     Raises CliError for what is wrong before anything was started.
     """
-    if settings.runner == "torch":
-        for model in settings.model:
-            require_known(split_model(model)[1])
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
         ports = _pick_ports(settings)
@@ -71,7 +66,7 @@ def _make_service(
 ) -> Service:
     kept = []
     for plan in plans:
-        command = command_line(plan, write_settings(plan, run_dir))
+        command = command_line(plan.role.value, write_settings(plan.settings, run_dir / f"{plan.name}.toml"))
         kept.append(keep(plan, Child(plan.name, command, environment(), view.on_line), RestartPolicy()))
     return Service(kept, drain_grace_s=settings.drain_grace_s, notice=notice)
 

@@ -6,8 +6,9 @@ The shell around `cli.supervisor`: it starts, signals and waits, and reads the c
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -53,21 +54,24 @@ class Service:
         """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""
         keepers = {asyncio.create_task(self._keep(each), name=each.plan.name): each.plan.role for each in self._kept}
         try:
-            while keepers and self.stage is Stage.RUNNING:
-                woken = asyncio.create_task(self._woken.wait())
-                done, _ = await asyncio.wait([*keepers, woken], return_when=asyncio.FIRST_COMPLETED)
-                woken.cancel()
-                for task in done - {woken}:
+            while self.stage is Stage.RUNNING and set(keepers.values()) == {Role.GATEWAY, Role.WORKER}:
+                for task in await self._next_ended(keepers):
                     task.result()
                     keepers.pop(task)
-                if set(keepers.values()) != {Role.GATEWAY, Role.WORKER}:
-                    self.advance(Stage.DRAINING)
+            self.advance(Stage.DRAINING)
             await self._end()
         finally:
             for each in self._kept:
                 each.child.kill()
             await asyncio.gather(*keepers, return_exceptions=True)
         return 1 if self.failure else 0
+
+    async def _next_ended(self, keepers: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """Keepers that gave up or saw their process leave; empty where the stage changed."""
+        woken = asyncio.create_task(self._woken.wait(), name="woken")
+        done, _ = await asyncio.wait([*keepers, woken], return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+        return {task for task in keepers if task in done}
 
     def on_signal(self) -> None:
         """Ctrl-C or SIGTERM: one stage further."""
@@ -125,10 +129,8 @@ class Service:
 
     async def _sleep(self, delay_s: float) -> None:
         """Until the time is over or the stage changes."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), delay_s)
-        except TimeoutError:
-            pass
 
 
 def keep(plan: ProcessPlan, child: Child, policy: RestartPolicy) -> Kept:

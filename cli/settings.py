@@ -118,6 +118,10 @@ class ClientSettings(AddressSettings):
     stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")
 
 
+class AllSettings(ClientSettings, WorkerSettings, GatewaySettings, ServeSettings):
+    """Every setting, for `octavo config show`."""
+
+
 COMMANDS: dict[str, type[Settings]] = {
     "serve": ServeSettings,
     "gateway": GatewaySettings,
@@ -126,5 +130,5 @@ COMMANDS: dict[str, type[Settings]] = {
 }
 """The groups by the command that uses them; `client` is chat, generate and tour."""
 
-ALL_KEYS = frozenset(name for group in COMMANDS.values() for name in group.model_fields)
+ALL_KEYS = frozenset(AllSettings.model_fields)
 """Every key that the configuration file may have."""

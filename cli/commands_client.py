@@ -1,0 +1,75 @@
+"""The commands that call a service: chat, generate, models, tour."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from cli.options import with_settings
+from cli.resolve import Resolved
+from cli.settings import ALL_KEYS, ClientSettings, ServeSettings
+
+PANEL = "Call a service"
+
+
+class InputKind(StrEnum):
+    """What the prompt of `octavo generate` is."""
+
+    TEXT = "text"
+    CHAT = "chat"
+    IDS = "ids"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("chat", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
+    app.command("generate", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
+    app.command("models", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
+    app.command("tour", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
+
+
+def chat(
+    resolved: Resolved[ClientSettings],
+    system: Annotated[str, typer.Option("--system", help="System message before the conversation.")] = "",
+    receipt: Annotated[bool, typer.Option("--receipt", help="Print a line of figures after each answer.")] = False,
+) -> int:
+    """Talk to a model; /reset forgets, /exit ends, Ctrl-C stops an answer."""
+    from cli.chat import chat as run
+
+    return run(resolved.settings, system=system, shows_receipts=receipt)
+
+
+def generate(
+    resolved: Resolved[ClientSettings],
+    prompt: Annotated[list[str] | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
+    as_: Annotated[
+        InputKind, typer.Option("--as", help="text as it is, chat for one user message, ids for token ids 1,2,3.")
+    ] = InputKind.TEXT,
+    chat: Annotated[bool, typer.Option("--chat", help="The same as --as chat.")] = False,
+    system: Annotated[str, typer.Option("--system", help="System message before a chat prompt.")] = "",
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Print token ids; nothing is detokenized.")] = False,
+    receipt: Annotated[bool, typer.Option("--receipt", help="Print where the time went, to stderr.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, ids, usage, receipt.")] = False,
+) -> int:
+    """Generate once, streaming to stdout."""
+    from cli.generate import generate as run
+    from cli.generate import prompt_fields, read_prompt
+
+    kind = InputKind.CHAT if chat else as_
+    fields = prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
+    output = "token_ids" if token_ids else "text_and_token_ids" if json else "text"
+    return run(resolved.settings, fields, output=output, wants_receipt=receipt, wants_json=json)
+
+
+def models(resolved: Resolved[ClientSettings]) -> int:
+    """List the models that a service has, with their limits."""
+    from cli.models import show_models
+
+    return show_models(resolved.settings)
+
+
+def tour(resolved: Resolved[ServeSettings]) -> int:
+    """Start a service, ask three questions, show receipts and metrics, stop it. Takes the options of serve."""
+    from cli.tour import tour as run
+
+    return run(resolved.settings)

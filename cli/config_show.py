@@ -1,0 +1,67 @@
+"""`octavo config show`: every setting, its value, and where that came from."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from cli.options import shown
+from cli.resolve import Origin, Resolved, S, Source
+from cli.setting import flag_of, help_of, variable_of
+from cli.settings import COMMANDS
+
+SECRETS = frozenset({"registration_token"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """One setting as it stands."""
+
+    key: str
+    value: str
+    source: str
+    where: str
+    flag: str
+    variable: str
+    commands: tuple[str, ...]
+
+
+def setting_rows(resolved: Resolved[S]) -> list[SettingRow]:
+    """Every setting of the group that is not for tests only, by name."""
+    group = type(resolved.settings)
+    visible = [name for name, field in group.model_fields.items() if help_of(field).visibility == "shown"]
+    return [_row(name, getattr(resolved.settings, name), resolved.origins) for name in sorted(visible)]
+
+
+def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
+    """Print the table, or JSON for programs."""
+    rows = setting_rows(resolved)
+    if as_json:
+        content = {row.key: {"value": row.value, "source": row.source, "where": row.where} for row in rows}
+        print(json.dumps(content, indent=2))  # noqa: T201
+        return 0
+    table = Table("key", "value", "from", "flag", "variable", "used by")
+    for row in rows:
+        style = "dim" if row.source == Source.DEFAULT.value else "bold"
+        origin = f"{row.source} {row.where}".strip()
+        table.add_row(row.key, row.value, origin, row.flag, row.variable, ", ".join(row.commands), style=style)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"file: {resolved.file or 'none'}; a flag wins over the environment, that over the file, that over the default"
+    )
+    return 0
+
+
+def _row(name: str, value: object, origins: Mapping[str, Origin]) -> SettingRow:
+    return SettingRow(
+        key=name,
+        value="(hidden)" if name in SECRETS and value else shown(value),
+        source=origins[name].source.value,
+        where=origins[name].where,
+        flag=flag_of(name),
+        variable=variable_of(name),
+        commands=tuple(command for command, group in COMMANDS.items() if name in group.model_fields),
+    )

@@ -1,0 +1,26 @@
+"""`octavo models`: what a service serves."""
+
+from octavo.client import Client
+from rich.console import Console
+from rich.table import Table
+
+from cli.addresses import join_address
+from cli.settings import ClientSettings
+
+
+def show_models(settings: ClientSettings) -> int:
+    """Print a table, one row per model."""
+    table = Table("model", "architecture", "dtype", "max tokens", "workers", "KV tokens", "fingerprint")
+    with Client(join_address(settings.host, settings.port)) as client:
+        for model in client.models():
+            table.add_row(
+                model.name,
+                model.architecture,
+                model.dtype,
+                f"{model.max_model_len:,}",
+                str(model.num_workers),
+                f"{model.kv_capacity_tokens:,}",
+                model.fingerprint[:16],
+            )
+    Console().print(table)
+    return 0

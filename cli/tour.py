@@ -1,0 +1,102 @@
+"""`octavo tour`: a whole service seen at work by one command: started, asked three questions, measured, stopped."""
+
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from octavo.client import Client
+from octavo.client_errors import OctavoError
+from rich.console import Console
+
+from cli.errors import CliError
+from cli.launch import command_line, environment, write_settings
+from cli.metrics_table import metrics_table
+from cli.ports import free_port
+from cli.readiness import read_metrics
+from cli.receipt import receipt_table
+from cli.settings import ServeSettings
+
+QUESTIONS = (
+    "Hello! How are you today?",
+    "What do you like to do at the weekend?",
+    "Tell me a short story about a fox.",
+)
+MAX_TOKENS = 96
+NUM_BLOCKS = 1024  # enough for three questions; the default would take most of the memory
+STOP_TIMEOUT_S = 60.0
+READY_POLL_S = 0.1
+HOST = "127.0.0.1"
+
+
+def tour(settings: ServeSettings) -> int:
+    """Run the tour on free ports; 0 where every step worked. Raises CliError where the service does not start."""
+    console = Console()
+    taken: set[int] = set()
+    port, gateway_metrics, worker_metrics = (free_port(HOST, taken) for _ in range(3))
+    changes = {"port": port, "metrics_port": gateway_metrics, "worker_metrics_port": worker_metrics}
+    with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}") as client:
+        _wait_until_ready(process, client, settings.startup_timeout_s)
+        for question in QUESTIONS:
+            _ask(client, question, console)
+        pages = [read_metrics(f"http://{HOST}:{each}/metrics") for each in (gateway_metrics, worker_metrics)]
+        console.print(metrics_table(pages))
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(STOP_TIMEOUT_S)
+    console.print(f"[dim]the service has drained and stopped with exit code {code}[/]")
+    return 0 if code == 0 else 1
+
+
+def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSettings:
+    """The settings given, on our ports, with a small pool and a quiet log unless others were asked for."""
+    pool = {} if settings.num_blocks else {"num_blocks": NUM_BLOCKS}
+    quiet = {"log_level": "warning"} if settings.log_level == "info" else {}
+    return settings.model_copy(update={"host": HOST, "metrics_host": HOST, "admin_port": None} | pool | quiet | changes)
+
+
+@contextmanager
+def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
+    """`octavo serve` in a process of its own; nothing of it is left at the end."""
+    with tempfile.TemporaryDirectory(prefix="octavo-tour-") as folder:
+        file = write_settings(settings.model_dump(), Path(folder) / "serve.toml")
+        process = subprocess.Popen(command_line("serve", file), env=environment(), start_new_session=True)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], client: Client, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise CliError(
+                "the service did not start", f"exit code {process.returncode}", "its own lines above say why"
+            )
+        try:
+            if client.models(timeout_s=2.0):
+                return
+        except OctavoError:
+            pass  # not yet
+        time.sleep(READY_POLL_S)
+    raise CliError("the service is not ready", f"after {timeout_s:g} s", "give a longer --startup-timeout-s")
+
+
+def _ask(client: Client, question: str, console: Console) -> None:
+    """Print the question, the answer as it comes, and the receipt."""
+    console.rule(f"[bold cyan]{question}", align="left")
+    stream = client.stream(messages=[("user", question)], max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=120.0)
+    for text in stream:
+        console.out(text, end="", highlight=False)
+    console.print()
+    if stream.finished is not None:
+        console.print(receipt_table(stream.finished))

@@ -1,0 +1,51 @@
+"""`octavo verify`: a checkpoint here against transformers, as a table."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from model.checkpoint import resolve_checkpoint
+from model.verify import VerifyReport, verify_checkpoint
+from model.verify_checks import VerifyRow
+
+
+def verify(
+    name: str,
+    *,
+    revision: str | None,
+    dtype: str | None,
+    backends: Sequence[str],
+    num_prompts: int,
+    max_new_tokens: int,
+) -> int:
+    """Compare and print; the exit code is 0 where every row is within its limit, else 1."""
+    console = Console()
+    folder = resolve_checkpoint(name, revision=revision)
+    chosen = {"backends": tuple(backends)} if backends else {}
+    with console.status(f"comparing {folder} with transformers"):
+        report = verify_checkpoint(
+            folder, dtype=dtype, num_prompts=num_prompts, max_new_tokens=max_new_tokens, **chosen
+        )
+    console.print(report_table(report))
+    failed = sum(not row.is_ok for row in report.rows)
+    if failed:
+        console.print(f"[bold red]{failed} of {len(report.rows)} comparisons are beyond their limit[/]")
+    else:
+        console.print(f"[bold green]all {len(report.rows)} comparisons are within their limits[/]")
+    return 1 if failed else 0
+
+
+def report_table(report: VerifyReport) -> Table:
+    """One row per comparison."""
+    table = Table("check", "backend", "fed", "max abs error", "relative error", "limit", "equal", "")
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: VerifyRow) -> tuple[str, ...]:
+    equal = "" if row.num_compared is None else f"{row.num_equal}/{row.num_compared}"
+    verdict = "[green]ok[/]" if row.is_ok else "[bold red]beyond[/]"
+    errors = (f"{row.max_abs_error:.2e}", f"{row.relative_error:.2e}", f"{row.limit:.0e}")
+    return (row.check, row.backend, row.mode, *errors, equal, verdict)
