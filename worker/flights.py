@@ -16,7 +16,7 @@ from worker.rows import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flight:
-    """One step in flight. num_computed_A: int32, computed tokens of each row once the step is done."""
+    """One step in flight. slots_A: intp. num_computed_A: int32, computed tokens of each row once the step is done."""
 
     plan: StepPlan
     num_sampled: int
@@ -29,7 +29,7 @@ class Flight:
         """Remember who holds which slot right after planning."""
         sampled = plan.sampled_slots
         others = [chunk.slot for chunk in plan.prefill if not chunk.is_last]
-        slots_A = np.concatenate([sampled, np.asarray(others, np.int32)])
+        slots_A = (np.concatenate([sampled, np.asarray(others, np.int32)]) if others else sampled).astype(np.intp)
         return cls(
             plan=plan,
             num_sampled=len(sampled),

@@ -68,7 +68,7 @@ class Planner:
             block_updates_U3=updates_U3,
             block_copies_C2=copies_C2,
             prefill=chunks,
-            decode_slots_S=slots_S,
+            decode_slots_S=slots_S.astype(np.int32),
             decode_positions_S=positions_S,
         )
 

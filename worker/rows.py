@@ -6,6 +6,8 @@
 With a step in flight ``num_scheduled`` may reach ``num_known``: the token at that position is still being sampled.
 *Verified* means that a token was sampled after it and its logits were finite. Knows no blocks, no clock, no queue.
 
+Slots that index these arrays are intp: numpy converts any other type in each access, which costs more than the access.
+
 Shapes: S slots · L tokens of the longest request · K stop tokens of one request · N rows of this call
 """
 
@@ -21,7 +23,7 @@ class Rows:
     """Numbers of each slot. All are int32 unless told otherwise.
 
     token_ids_SL: prompt and output. limit_S: where the output ends at the latest, in tokens of prompt and output.
-    first_stop_S: the first position where a stop token counts. stops_SK: padded with NO_TOKEN.
+    first_stop_S: the first position where a stop token counts. stops_KS: padded with NO_TOKEN.
     generation_S: int64, how many requests have held the slot; tells late results from those of its present holder.
     handle_S: int64. last_token_s_S: float64.
     """
@@ -33,7 +35,7 @@ class Rows:
         self.num_computed_S = np.zeros(num_slots, np.int32)
         self.limit_S = np.zeros(num_slots, np.int32)
         self.first_stop_S = np.zeros(num_slots, np.int32)
-        self.stops_SK = np.full((num_slots, 1), NO_TOKEN, np.int32)
+        self.stops_KS = np.full((1, num_slots), NO_TOKEN, np.int32)
         self.is_decoding_S = np.zeros(num_slots, np.bool_)
         self.generation_S = np.zeros(num_slots, np.int64)
         self.gateway_S = np.zeros(num_slots, np.int32)
@@ -63,8 +65,9 @@ class Rows:
         return self.token_ids_SL[slot, : self.num_known_S[slot]]
 
     def decodable(self) -> np.ndarray:
-        """int32: slots whose next token can be scheduled, and will not surely be one too many."""
-        return np.flatnonzero(self.is_decoding_S & (self.num_scheduled_S + 1 < self.limit_S)).astype(np.int32)
+        """intp: slots whose next token can be scheduled, and will not surely be one too many."""
+        can_decode_S = self.is_decoding_S & (self.num_scheduled_S + 1 < self.limit_S)
+        return can_decode_S.nonzero()[0]
 
     def append(self, slots_N: np.ndarray, tokens_N: np.ndarray, num_computed_N: np.ndarray, now_s: float) -> None:
         """One sampled token for each of these rows, which verifies what was computed before it."""
@@ -75,9 +78,9 @@ class Rows:
         self.last_token_s_S[slots_N] = now_s
 
     def _set_stops(self, slot: Slot, stop_ids: tuple[int, ...]) -> None:
-        width = self.stops_SK.shape[1]
+        width = len(self.stops_KS)
         if len(stop_ids) > width:
             missing = max(len(stop_ids), 2 * width) - width
-            self.stops_SK = np.pad(self.stops_SK, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        self.stops_SK[slot] = NO_TOKEN
-        self.stops_SK[slot, : len(stop_ids)] = stop_ids
+            self.stops_KS = np.pad(self.stops_KS, ((0, missing), (0, 0)), constant_values=NO_TOKEN)
+        self.stops_KS[:, slot] = NO_TOKEN
+        self.stops_KS[: len(stop_ids), slot] = stop_ids

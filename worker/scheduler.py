@@ -144,16 +144,12 @@ class Scheduler:
 
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
-        flight = self._land(result.step)
-        num_sampled, rows = flight.num_sampled, self._rows
-        is_live_N = flight.is_live_A(rows)[:num_sampled]
-        is_good_N = is_live_N & result.is_finite_S
+        flight, rows = self._land(result.step), self._rows
+        slots_N, num_computed_N = flight.slots_A[: flight.num_sampled], flight.num_computed_A[: flight.num_sampled]
+        tokens_N, is_good_N = result.tokens_S, self._judge_rows(flight, result, now_s)
         if not is_good_N.all():
-            self._end_non_finite(flight.slots_A[:num_sampled][is_live_N & ~result.is_finite_S], now_s)
-            self.counters.num_dropped_tokens += int((~is_live_N).sum())
-        slots_N = flight.slots_A[:num_sampled][is_good_N]
-        tokens_N = np.asarray(result.tokens_S, np.int32)[is_good_N]
-        rows.append(slots_N, tokens_N, flight.num_computed_A[:num_sampled][is_good_N], now_s)
+            slots_N, num_computed_N, tokens_N = slots_N[is_good_N], num_computed_N[is_good_N], tokens_N[is_good_N]
+        rows.append(slots_N, tokens_N, num_computed_N, now_s)
         self.counters.num_generated_tokens += len(slots_N)
         self._roster.outputs.put_tokens(rows.gateway_S[slots_N], rows.handle_S[slots_N], tokens_N)
         self._put_logprobs(flight, result, is_good_N)
@@ -236,6 +232,16 @@ class Scheduler:
     def _live_requests(self, flight: Flight) -> list[Request]:
         return [self._roster.in_slot(slot) for slot in flight.slots_A[flight.is_live_A(self._rows)].tolist()]
 
+    def _judge_rows(self, flight: Flight, result: StepResult, now_s: float) -> np.ndarray:
+        """bool [N]: the rows whose token counts. Rows of requests that have ended meanwhile are dropped; requests
+        whose logits are not finite end here."""
+        is_live_N = flight.is_live_A(self._rows)[: flight.num_sampled]
+        is_good_N: np.ndarray = is_live_N & result.is_finite_S
+        if not is_good_N.all():
+            self.counters.num_dropped_tokens += int((~is_live_N).sum())
+            self._end_non_finite(flight.slots_A[: flight.num_sampled][is_live_N & ~result.is_finite_S], now_s)
+        return is_good_N
+
     def _end_non_finite(self, slots_N: np.ndarray, now_s: float) -> None:
         for slot in slots_N.tolist():
             position = int(self._rows.num_known_S[slot])
@@ -259,7 +265,7 @@ class Scheduler:
 
     def _end_finished(self, slots_N: np.ndarray, tokens_N: np.ndarray, now_s: float) -> None:
         is_stop_N, is_end_N = find_ends(self._rows, slots_N, tokens_N)
-        for index in np.flatnonzero(is_end_N).tolist():
+        for index in is_end_N.nonzero()[0].tolist():
             request = self._roster.in_slot(int(slots_N[index]))
             if is_stop_N[index]:
                 ending = Ending(WireFinishReason.STOP, stop_token_id=int(tokens_N[index]))

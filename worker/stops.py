@@ -27,7 +27,7 @@ def stop_ids(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> tuple[int, .
 def find_ends(rows: Rows, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full)."""
     num_known_N = rows.num_known_S[slots_N]
-    is_stop_N = (rows.stops_SK[slots_N] == tokens_N[:, None]).any(axis=1)
+    is_stop_N = (rows.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
     is_stop_N &= num_known_N > rows.first_stop_S[slots_N]
     return is_stop_N, is_stop_N | (num_known_N >= rows.limit_S[slots_N])
 
