@@ -35,6 +35,10 @@ class InvalidRequest(RequestError):
         self.violations = violations
 
 
+class MalformedMessage(RequestError):
+    """The request's bytes are no message of its type."""
+
+
 class ExceedsCapacity(RequestError):
     """The request can never fit, even alone."""
 
@@ -111,6 +115,8 @@ _C = grpc.StatusCode
 INTERNAL = ErrorRow(code=_C.INTERNAL, reason="INTERNAL")
 ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     InvalidRequest: ErrorRow(code=_C.INVALID_ARGUMENT, reason="INVALID_FIELD"),
+    # gRPC's own code for unparseable requests (its C core and other languages' servers answer so themselves).
+    MalformedMessage: ErrorRow(code=_C.INTERNAL, reason="INVALID_FIELD"),
     PromptTooLong: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
     ExceedsCapacity: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
     TemplateError: ErrorRow(code=_C.INVALID_ARGUMENT, reason="TEMPLATE"),
@@ -143,6 +149,8 @@ _BY_REASON: dict[str, type[RequestError]] = {
         WorkerLost,
         WorkerStalled,
         Draining,
+        DeadlinePassed,
+        RequestAborted,
         NumericalFault,
         EngineFailed,
         DeviceOutOfMemory,

@@ -1,0 +1,98 @@
+"""Pieces and ends of outputs as messages of octavo.v1."""
+
+import time
+from collections.abc import Sequence
+
+from gateway.live import LiveRequest
+from gateway.output import Piece
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+from wire.messages import Finished, TokenLogprobs, WireFinishReason
+
+BytesById = Sequence[bytes]
+_NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
+
+
+def started_event(live: LiveRequest) -> pb.GenerateResponse:
+    """The first event."""
+    started = pb.Started(request_id=live.request_id, model=live.card.name, prompt_tokens=live.num_prompt_tokens)
+    return pb.GenerateResponse(started=started)
+
+
+def delta_event(piece: Piece, bytes_by_id: BytesById | None) -> pb.GenerateResponse:
+    """bytes_by_id: for the texts of log-probabilities; None where the caller wants no text."""
+    response = pb.GenerateResponse()
+    delta = response.delta
+    delta.text = piece.text
+    if piece.token_ids:
+        delta.token_ids.extend(piece.token_ids)
+    if piece.logprobs:
+        delta.logprobs.extend([position_logprobs(*position, bytes_by_id) for position in piece.logprobs])
+    return response
+
+
+def position_logprobs(token_id: int, position: TokenLogprobs, bytes_by_id: BytesById | None) -> pb.TokenLogprobs:
+    """One position: the chosen token and the most probable ones."""
+    top = zip(position.top_ids, position.top_logprobs, strict=True)
+    return pb.TokenLogprobs(
+        chosen=_token_logprob(token_id, position.logprob, bytes_by_id),
+        top=[_token_logprob(top_id, logprob, bytes_by_id) for top_id, logprob in top],
+    )
+
+
+def _token_logprob(token_id: int, logprob: float, bytes_by_id: BytesById | None) -> pb.TokenLogprob:
+    text = bytes_by_id[token_id].decode("utf-8", "replace") if bytes_by_id is not None and token_id < len(bytes_by_id) else ""
+    return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=text)
+
+
+def finished_event(live: LiveRequest) -> pb.Finished:
+    """The end of a complete output, with what is known of it."""
+    figures = live.stream.finished or _NO_FIGURES
+    return pb.Finished(
+        reason=_reason(live, figures),
+        stop=_stop(live, figures),
+        usage=usage_of(live),
+        receipt=receipt_of(live),
+    )
+
+
+def _reason(live: LiveRequest, figures: Finished) -> "pb.FinishReason.ValueType":
+    if live.stream.assembler.match is not None or figures.reason is WireFinishReason.STOP:
+        return pb.FINISH_REASON_STOP
+    return pb.FINISH_REASON_LENGTH
+
+
+def _stop(live: LiveRequest, figures: Finished) -> pb.StopMatch | None:
+    match = live.stream.assembler.match
+    if match is not None:
+        return pb.StopMatch(text=match)
+    return None if figures.stop_token_id is None else pb.StopMatch(token_id=figures.stop_token_id)
+
+
+def usage_of(live: LiveRequest) -> common_pb2.Usage:
+    """completion_tokens is what the output has: a worker may have been some tokens ahead of a stop string."""
+    figures = live.stream.finished or _NO_FIGURES
+    return common_pb2.Usage(
+        prompt_tokens=live.num_prompt_tokens,
+        completion_tokens=live.stream.assembler.num_tokens,
+        cached_tokens=figures.cached_tokens,
+    )
+
+
+def receipt_of(live: LiveRequest) -> common_pb2.Receipt:
+    """Where the time went; the worker's part is 0 where its figures did not come."""
+    figures = live.stream.finished or _NO_FIGURES
+    first_s = live.stream.first_token_s
+    return common_pb2.Receipt(
+        worker_id=live.worker.worker_id,
+        model_fingerprint=live.card.fingerprint,
+        gateway_s=live.sent_s - live.arrived_s,
+        queue_s=figures.queue_s,
+        prefill_s=figures.prefill_s,
+        decode_s=figures.decode_s,
+        time_to_first_token_s=first_s - live.arrived_s if first_s else 0.0,
+        total_s=time.monotonic() - live.arrived_s,
+        computed_tokens=figures.computed_tokens,
+        preemptions=figures.preemptions,
+        seed=live.sampling.seed,
+    )

@@ -1,0 +1,80 @@
+"""The requests that are in flight: each with its stream, its worker's handle and the task that answers it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gateway.errors import RequestError, SlowConsumer
+from gateway.stream import OutputStream
+from gateway.workers.views import WorkerView
+from wire.messages import ModelCard, Sampling
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveRequest:
+    """One request that a worker has. Times are monotonic seconds.
+
+    sent_s: when it was sent to the worker. task: the one that answers the RPC.
+    """
+
+    request_id: str
+    card: ModelCard
+    worker: WorkerView
+    handle: int
+    stream: OutputStream
+    sampling: Sampling
+    num_prompt_tokens: int
+    arrived_s: float
+    sent_s: float
+    task: "asyncio.Task[object]"
+    last_message_s: float = field(default=0.0)
+
+    def fail(self, error: RequestError) -> None:
+        """End it from here. Where its task is stuck in a write, the task is cancelled and finds the error there."""
+        self.stream.fail(error)
+        if self.stream.write_since_s and self.stream.error is error:
+            self.task.cancel()
+
+
+class LiveRequests:
+    """By request id. Owns nothing but the index."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, LiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(tuple(self._by_id.values()))
+
+    def add(self, live: LiveRequest) -> None:
+        """Ids are unique: admission has seen to that."""
+        self._by_id[live.request_id] = live
+
+    def remove(self, request_id: str) -> None:
+        """Idempotent."""
+        self._by_id.pop(request_id, None)
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        """None where it is not in flight."""
+        return self._by_id.get(request_id)
+
+    def fail_all(self, error: RequestError) -> int:
+        """End every request; how many."""
+        for live in self:
+            live.fail(error)
+        return len(self._by_id)
+
+    def fail_stalled_writes(self, *, max_wait_s: float) -> int:
+        """End streams whose reader has not taken a message for so long; how many."""
+        limit_s = time.monotonic() - max_wait_s
+        stalled = [live for live in self if 0.0 < live.stream.write_since_s < limit_s]
+        for live in stalled:
+            live.fail(SlowConsumer(f"a message waited for more than {max_wait_s:g} s to be read"))
+        return len(stalled)
+
+    def num_scheduled(self) -> int:
+        """Requests that a worker has begun."""
+        return sum(1 for live in self._by_id.values() if live.stream.scheduled_s or live.stream.first_token_s)

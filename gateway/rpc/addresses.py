@@ -1,0 +1,40 @@
+"""Addresses to listen at, and who can reach them."""
+
+import ipaddress
+
+from gateway.config import Exposure
+
+
+class AddressError(ValueError):
+    """An address that is malformed, or exposed without being meant to be."""
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """("127.0.0.1", 9090) of "127.0.0.1:9090"; brackets of IPv6 removed. Raises AddressError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise AddressError(f"{address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can reach it: loopback, or a Unix socket."""
+    if address.startswith("unix:"):
+        return True
+    host, _ = split_host_port(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may mean anything
+
+
+def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
+    """Raises AddressError where plain text would leave this host without having been asked for. setting: name of the
+    address's setting, for the message."""
+    if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
+        raise AddressError(
+            f"{setting} {address} can be reached from other hosts, and there is no TLS: "
+            "use a loopback address or a unix: socket, or allow it with --insecure-bind"
+        )

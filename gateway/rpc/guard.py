@@ -1,0 +1,155 @@
+"""The outermost layer of every RPC: whatever a handler raises, the caller gets exactly one status, never UNKNOWN.
+
+An interceptor, so that handlers of libraries (health, reflection) are inside too. Also the one place where an RPC's end
+is counted and logged.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from gateway.errors import InternalDefect, MalformedMessage
+from gateway.meters import GatewayMeters
+from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.rpc.status import is_expected, status_of
+
+_log = structlog.get_logger("gateway.request")
+_QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
+Context = grpc.aio.ServicerContext
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed: raising in a deserializer would end in UNKNOWN."""
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """One per gateway."""
+
+    def __init__(self, meters: GatewayMeters, *, pushback_ms: int) -> None:
+        self._meters = meters
+        self._pushback_ms = pushback_ms
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wrap the handler; an unknown method is answered by the library (UNIMPLEMENTED)."""
+        handler = await continuation(handler_call_details)
+        return handler and self._guarded(handler, str(handler_call_details.method))
+
+    def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
+        serializer = handler.response_serializer
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                self._coroutine(handler.unary_unary, method), _tolerant(handler.request_deserializer), serializer
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                self._streaming(handler.unary_stream, method), _tolerant(handler.request_deserializer), serializer
+            )
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                self._streaming(handler.stream_stream, method), handler.request_deserializer, serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            self._coroutine(handler.stream_unary, method), handler.request_deserializer, serializer
+        )
+
+    def _streaming(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behaviour):
+            return self._generator(behaviour, method)
+        return self._coroutine(behaviour, method)
+
+    def _coroutine(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> Any:
+            scope = RpcScope(method=method)
+            current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
+            try:
+                _check_parsed(request)
+                response = await behaviour(request, context)
+            except BaseException as error:
+                await self._end(error, scope, context)
+                raise
+            self._record(scope, "OK", "")
+            return response
+
+        return guarded
+
+    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+            scope = RpcScope(method=method)
+            current_rpc.set(scope)
+            try:
+                _check_parsed(request)
+                async for response in behaviour(request, context):
+                    yield response
+            except BaseException as error:
+                await self._end(error, scope, context)
+                raise
+            self._record(scope, "OK", "")
+
+        return guarded
+
+    async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
+        """Answer an exception; returns where it has to go on (the library made, or will make, the status)."""
+        if isinstance(error, grpc.aio.AbortError):
+            self._record(scope, "ABORTED_BY_LIBRARY", "")
+        elif _is_over(context):
+            self._record(scope, "CANCELLED", "CLIENT")
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            # Somebody cancelled the task of an RPC that is alive: without a status its caller would wait for ever.
+            await self._abort(InternalDefect("the handler was cancelled"), scope, context)
+        elif isinstance(error, Exception):
+            await self._abort(error, scope, context)
+
+    async def _abort(self, error: Exception, scope: RpcScope, context: Context) -> None:
+        status = status_of(error, scope, pushback_ms=self._pushback_ms)
+        if not is_expected(error):
+            _log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+        self._record(scope, status.code.name, status.reason)
+        await context.abort(status.code, status.message, status.trailers)
+
+    def _record(self, scope: RpcScope, code: str, reason: str) -> None:
+        """Count it, and one line in the log. Handlers of libraries are only counted."""
+        self._meters.rpcs[(scope.method, code, reason)] += 1
+        if scope.method.startswith(_QUIET_PREFIXES):
+            return
+        extra = {"reason": reason} if reason else {}
+        _log.info(
+            "end",
+            request_id=scope.request_id,
+            method=scope.method.rpartition("/")[2],
+            code=code,
+            **extra,
+            seconds=round(time.monotonic() - scope.started_s, 4),
+            **scope.log_fields,
+        )
+
+
+def _is_over(context: Context) -> bool:
+    """Whether nobody waits for this RPC any more: cancelled, past its deadline, disconnected."""
+    return bool(context.cancelled() or context.done())
+
+
+def _check_parsed(request: Any) -> None:
+    if isinstance(request, _Malformed):
+        raise MalformedMessage("the request is no valid message of its type")
+
+
+def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception:  # whatever the parser raises, it is the caller's bytes
+            return _Malformed()
+
+    return parse

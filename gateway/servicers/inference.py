@@ -1,0 +1,174 @@
+"""InferenceService: Generate and its unary twin, Tokenize, Detokenize."""
+
+import asyncio
+import time
+
+import grpc
+
+from gateway.desk import Desk
+from gateway.errors import RequestError
+from gateway.events import delta_event, finished_event, position_logprobs, started_event
+from gateway.live import LiveRequest
+from gateway.meters import ModelMeters
+from gateway.output import Piece
+from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.rpc.status import REQUEST_ID_TRAILER
+from gateway.text.errors import PromptTooLong
+from gateway.validation.chat import chat_input
+from gateway.validation.fields import check
+from gateway.validation.generate import check_complete, check_generate, check_ids, check_tokenize
+from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import inference_pb2_grpc
+
+Context = grpc.aio.ServicerContext
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Stream one output: Started, Deltas, Finished."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        check_generate(request)
+        live = await self._desk.open(request, scope, prefix="", timeout_s=context.time_remaining())
+        try:
+            # Only now: a refusal stays a trailers-only response, which the client's library may retry.
+            await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
+            await _write(live, context, started_event(live))
+            await self._pump(live, scope, context)
+            await _write(live, context, pb.GenerateResponse(finished=finished_event(live)))
+            self._count_finished(live)
+        except asyncio.CancelledError:
+            raise _error_behind(live) from None
+        finally:
+            self._close(live, scope)
+
+    async def _pump(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        """The hot path: one turn a message, however many tokens came while the last one was written."""
+        stream, meters = live.stream, self._desk.meters.of_model(live.card.name)
+        table = self._logprob_table(live)
+        while (piece := await stream.next()) is not None:
+            stream.write_since_s = now_s = time.monotonic()
+            await context.write(delta_event(piece, table))
+            stream.write_since_s = 0.0
+            scope.tokens_delivered += piece.num_tokens
+            _count_piece(meters, live, piece, now_s)
+
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
+        """The same in one message."""
+        scope = current_rpc.get()
+        scope.request_id = request.generate.request_id
+        check_complete(request)
+        live = await self._desk.open(
+            request.generate, scope, prefix="generate.", timeout_s=context.time_remaining()
+        )
+        try:
+            response = await self._collect(live)
+            await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
+            scope.tokens_delivered = live.stream.assembler.num_tokens
+            self._count_finished(live)
+            return response
+        except asyncio.CancelledError:
+            raise _error_behind(live) from None
+        finally:
+            self._close(live, scope)
+
+    async def _collect(self, live: LiveRequest) -> pb.CompleteResponse:
+        meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
+        response, texts = pb.CompleteResponse(request_id=live.request_id, model=live.card.name), list[str]()
+        while (piece := await live.stream.next()) is not None:
+            texts.append(piece.text)
+            response.token_ids.extend(piece.token_ids)
+            response.logprobs.extend([position_logprobs(*position, table) for position in piece.logprobs])
+            _count_piece(meters, live, piece, time.monotonic())
+        response.text = "".join(texts)
+        response.finished.CopyFrom(finished_event(live))
+        return response
+
+    def _logprob_table(self, live: LiveRequest) -> tuple[bytes, ...] | None:
+        if live.sampling.num_logprobs is None or not live.stream.assembler.gives_text:
+            return None
+        return self._desk.models.text_of(live.card).table.all_bytes
+
+    def _count_finished(self, live: LiveRequest) -> None:
+        meters = self._desk.meters.of_model(live.card.name)
+        reason = finished_event(live).reason
+        meters.finished["stop" if reason == pb.FINISH_REASON_STOP else "length"] += 1
+        meters.end_to_end.observe(time.monotonic() - live.arrived_s)
+        meters.request_prompt_tokens.observe(live.num_prompt_tokens)
+        meters.request_generation_tokens.observe(live.stream.assembler.num_tokens)
+
+    def _close(self, live: LiveRequest, scope: RpcScope) -> None:
+        first_s = live.stream.first_token_s
+        scope.log_fields = {
+            "model": live.card.name,
+            "worker": live.worker.worker_id,
+            "prompt_tokens": live.num_prompt_tokens,
+            "completion_tokens": live.stream.assembler.num_tokens,
+            "first_token_s": round(first_s - live.arrived_s, 4) if first_s else None,
+        }
+        self._desk.close(live)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Text or chat to ids, as Generate would."""
+        check_tokenize(request)
+        self._desk.check_open()
+        desk = self._desk
+        text = desk.models.text_of(desk.models.resolve(request.model, desk.pool.cards()))
+        max_bytes = desk.limits.max_prompt_bytes
+        if request.WhichOneof("input") == "text":
+            encoded = await desk.text.run(lambda: text.encode(request.text, max_bytes=max_bytes))
+        else:
+            encoded = await desk.text.run(lambda: text.encode_chat(chat_input(request.chat), max_bytes=max_bytes))
+        return pb.TokenizeResponse(token_ids=encoded.ids_T.tolist(), text=encoded.text)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Ids to text."""
+        check(request)
+        self._desk.check_open()
+        desk = self._desk
+        card = desk.models.resolve(request.model, desk.pool.cards())
+        ids = check_ids(request.token_ids, card.vocab_size, "token_ids").tolist()
+        text = desk.models.text_of(card)
+        table = text.table.visible_bytes if request.skip_special_tokens else text.table.all_bytes
+        num_bytes = sum(len(table[token_id]) for token_id in ids)
+        if num_bytes > desk.limits.max_prompt_bytes:
+            raise PromptTooLong(num_bytes=num_bytes, max_bytes=desk.limits.max_prompt_bytes)
+        decode = text.decode_visible if request.skip_special_tokens else text.decode_all
+        return pb.DetokenizeResponse(text=await desk.text.run(lambda: decode(ids)))
+
+
+def _count_piece(meters: ModelMeters, live: LiveRequest, piece: Piece, now_s: float) -> None:
+    meters.messages += 1
+    num_tokens = piece.num_tokens
+    meters.generation_tokens += num_tokens
+    if live.last_message_s:
+        if num_tokens:
+            meters.inter_token.observe((now_s - live.last_message_s) / num_tokens, num_tokens)
+    else:
+        meters.time_to_first_token.observe(now_s - live.arrived_s)
+    live.last_message_s = now_s
+
+
+async def _write(live: LiveRequest, context: Context, response: pb.GenerateResponse) -> None:
+    """Outside the hot path: with the mark that lets a stuck write be found."""
+    live.stream.write_since_s = time.monotonic()
+    await context.write(response)
+    live.stream.write_since_s = 0.0
+
+
+def _error_behind(live: LiveRequest) -> BaseException:
+    """Why the task was cancelled: an error that we put into the stream, or the caller is gone."""
+    error: RequestError | None = live.stream.error
+    task = asyncio.current_task()
+    if error is None:
+        return asyncio.CancelledError()
+    if task is not None:
+        task.uncancel()
+    return error
+
+

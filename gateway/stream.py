@@ -1,0 +1,149 @@
+"""One output between the pool and the RPC that waits for it.
+
+The pool calls in (tokens, end), the RPC's own task takes pieces out as fast as its caller reads: one token a piece when
+idle, several when writing is slow or tokens come in bursts. Knows no gRPC; must not block.
+
+    RUNNING --stop string--> MATCHED --worker's end, or no news for a while--> ENDED
+    RUNNING --worker's end--> ENDED
+    RUNNING --lost, failed, aborted--> FAILED
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from gateway.errors import InternalDefect, RequestError, SlowConsumer, from_reason
+from gateway.output import OutputAssembler, Piece
+from wire.messages import Finished, TokenLogprobs, WireFinishReason
+
+
+class StreamState(Enum):
+    """Where an output stands."""
+
+    RUNNING = "running"
+    MATCHED = "matched"  # a stop string ended it; the worker's figures are on their way
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+class OutputStream:
+    """An OutputSink (see gateway.workers.views). Times are monotonic seconds, 0.0 for "not yet"."""
+
+    __slots__ = (
+        "_loop",
+        "_max_pending",
+        "_on_match",
+        "_waiter",
+        "assembler",
+        "error",
+        "finished",
+        "first_token_s",
+        "scheduled_s",
+        "state",
+        "write_since_s",
+    )
+
+    def __init__(
+        self, assembler: OutputAssembler, *, max_pending_tokens: int, on_match: Callable[["OutputStream"], None]
+    ) -> None:
+        """on_match: a stop string ended the output; called soon after, on the loop, once."""
+        self.assembler = assembler
+        self.state = StreamState.RUNNING
+        self.error: RequestError | None = None
+        self.finished: Finished | None = None  # the worker's figures, where they came
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+        self.write_since_s = 0.0  # while a message waits for the reader
+        self._max_pending = max_pending_tokens
+        self._on_match = on_match
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    # ------------------------------------------------------------ the pool's side
+
+    def on_started(self) -> None:
+        """The worker scheduled the request for the first time."""
+        self.scheduled_s = time.monotonic()
+
+    def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """New tokens."""
+        if self.state is not StreamState.RUNNING:
+            return
+        if not self.first_token_s:
+            self.first_token_s = time.monotonic()
+        assembler = self.assembler
+        assembler.feed(token_ids, logprobs)
+        if assembler.match is not None:
+            self.state = StreamState.MATCHED
+            self._loop.call_soon(self._on_match, self)  # soon: the pool is in the middle of a message
+        elif assembler.num_pending > self._max_pending:
+            self.fail(SlowConsumer(f"{assembler.num_pending} tokens wait to be read"))
+        self._wake()
+
+    def on_finished(self, finished: Finished) -> None:
+        """The worker ended the output."""
+        if self.state is StreamState.MATCHED:
+            self.finished = finished
+            self.state = StreamState.ENDED
+        elif self.state is StreamState.RUNNING:
+            self.finished = finished
+            self.assembler.finish(finished.stop_token_id)
+            self.error = _error_of(finished)
+            self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
+        self._wake()
+
+    def on_lost(self, reason: str, detail: str) -> None:
+        """The worker is gone."""
+        if self.state is StreamState.MATCHED:
+            self.state = StreamState.ENDED  # the output is complete, only the figures are lost
+        elif self.state is StreamState.RUNNING:
+            self.error, self.state = from_reason(str(reason), detail), StreamState.FAILED
+        self._wake()
+
+    # ------------------------------------------------------------ the gateway's side
+
+    def fail(self, error: RequestError) -> None:
+        """End the output from here (abort, drain, slow reader). A first end counts."""
+        if self.state in (StreamState.RUNNING, StreamState.MATCHED):
+            self.error, self.state = error, StreamState.FAILED
+            self._wake()
+
+    def stop_waiting_for_figures(self) -> None:
+        """After a stop string: the worker did not answer in time."""
+        if self.state is StreamState.MATCHED:
+            self.state = StreamState.ENDED
+            self._wake()
+
+    async def next(self) -> Piece | None:
+        """The next piece, as soon as there is one; None after the last. Raises the RequestError that ended the output,
+        after what came before it. For one caller at a time."""
+        while True:
+            piece = self.assembler.take()
+            if piece is not None:
+                return piece
+            if self.state is StreamState.ENDED:
+                return None
+            if self.state is StreamState.FAILED:
+                raise self.error or InternalDefect("a stream failed without an error")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+def _error_of(finished: Finished) -> RequestError | None:
+    """None for an output that is complete."""
+    if finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH):
+        return None
+    reason = {
+        WireFinishReason.DEADLINE: "DEADLINE",
+        WireFinishReason.CANCELLED: "ABORTED",
+    }.get(finished.reason, finished.error)
+    return from_reason(reason, finished.detail)
