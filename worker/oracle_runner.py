@@ -53,7 +53,7 @@ class _Row:
     num_prompt_tokens: int
     sampling: Sampling
     has_nan_token: bool
-    is_suspect: bool = False  # a step failed: its tokens are no longer what the plans assume
+    is_suspect: bool = False  # a step failed or gave NaN: its tokens are no longer what the plans assume
 
     def is_nan_at(self, output_index: int, faults: OracleFaults) -> bool:
         return self.has_nan_token and output_index >= faults.nan_output_index
@@ -180,7 +180,7 @@ class OracleRunner:
             row = self._rows[slot]
             state = None if row.is_suspect else self._read_state(slot, len(row.token_ids))
             if state is None:
-                is_finite_S[index] = False
+                is_finite_S[index], row.is_suspect = False, True
                 continue
             output_index = len(row.token_ids) - row.num_prompt_tokens
             tokens_S[index] = choose_token(self._model, state, row.sampling, output_index)
