@@ -106,6 +106,8 @@ class TorchRunner:
                 return self._execute(plan)
         except (RuntimeError, IndexError, MemoryError) as error:
             return as_runner_error(error)
+        finally:
+            self._report_numerics(plan.step)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._rows.apply(plan)
@@ -114,7 +116,6 @@ class TorchRunner:
             return empty_result(plan.step)
         batch = build_batch(plan, self._rows, block_size=self.config.block_size, device=self._model.device)
         hidden_TD = self._model(batch.ids_T, batch.positions_T, self.kv, batch.inputs, self._backend)
-        self._report_numerics(plan.step)
         if not len(batch.slots_S):
             return empty_result(plan.step)
         hidden_SD = hidden_TD if batch.last_S is None else hidden_TD[batch.last_S]

@@ -1,0 +1,117 @@
+"""Scheduler, block manager and torch runner together: a pool too small, prefixes shared, plans made ahead."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from model.sampling import SamplingParams
+from tests.support import slow_sampler
+from tests.support.scheduling import World, WorldConfig
+from worker.oracle_model import OracleModel
+from worker.torch_runner import TorchRunner, TorchRunnerConfig
+
+VOCAB = 120
+CONFIG = Qwen2Config(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.2, "seed": 5},
+    {"temperature": 0.0, "frequency_penalty": 0.7},
+    {"temperature": 0.9, "seed": 6, "top_k": 12, "top_p": 0.9},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on matrices of this size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    model = Qwen2ForCausalLM.random(CONFIG, seed=4)
+    for parameter in model.parameters():
+        parameter.data *= 8
+    return model
+
+
+def world(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int, max_in_flight: int) -> World:
+    config = WorldConfig(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_seqs=4,
+        max_batch_tokens=16,
+        max_model_len=48,
+        max_in_flight=max_in_flight,
+        model=OracleModel(vocab_size=VOCAB, eos_token_ids=()),
+    )
+    runner_config = TorchRunnerConfig(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_slots=4,
+        max_model_len=48,
+        vocab_size=VOCAB,
+        max_in_flight=max_in_flight,
+    )
+    monkeypatch.setattr(WorldConfig, "runner", lambda self: TorchRunner(model, runner_config))
+    return World(config)
+
+
+def expected(model: Qwen2ForCausalLM, ids: list[int], count: int, wishes: dict[str, Any]) -> list[int]:
+    output: list[int] = []
+    for _ in range(count):
+        logits_V = dense_logits(model, torch.tensor(ids + output))[-1, :VOCAB]
+        output.append(slow_sampler.sample(logits_V.numpy(), ids, output, SamplingParams(**wishes)))
+    return output
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts with shared beginnings, and what must come out."""
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def work(model: Qwen2ForCausalLM) -> Work:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB, 12).tolist()
+    prompts = [shared[: rng.integers(4, 13)] + rng.integers(0, VOCAB, rng.integers(1, 8)).tolist() for _ in range(9)]
+    wishes = [WISHES[handle % len(WISHES)] for handle in range(len(prompts))]
+    outputs = [expected(model, ids, int(rng.integers(6, 16)), wish) for ids, wish in zip(prompts, wishes, strict=True)]
+    return Work(prompts, outputs)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_blocks", [11, 64])
+def test_outputs_are_those_of_the_oracle_whatever_the_pool_and_the_pipeline(
+    model: Qwen2ForCausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
+) -> None:
+    here = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
+    keys = [
+        here.add(handle, prompt, max_tokens=len(output), **WISHES[handle % len(WISHES)])
+        for handle, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True))
+    ]
+    here.run()
+    assert [here.streams[which].tokens for which in keys] == work.outputs
+    here.check_quiet()
+    assert (here.scheduler.counters.num_preemptions > 0) == (num_blocks == 11)
+    assert here.blocks.num_hit_tokens > 0
