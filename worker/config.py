@@ -78,7 +78,10 @@ class WorkerConfig:
     attention_backend None: the best one for the device.
     check_numerics_limit None: off; else activations beyond it are reported with their layer.
     audit_every_steps 0: never; 1: every step (debugging).
-    worker_id "": host name and pid. metrics_port None: no endpoint.
+    worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
+    drain_grace_s: what a first SIGTERM or SIGINT leaves to the requests that run; the second ends at once.
+    stall_exit_s: without a step for so long while there is work, the process ends itself; longer than the gateways'
+        stall timeout, so that they tell their callers first.
     """
 
     model: str
@@ -106,6 +109,8 @@ class WorkerConfig:
     aging_s: float = 10.0
     # link
     heartbeat_interval_s: float = 0.5
+    drain_grace_s: float = 30.0
+    stall_exit_s: float = 60.0
     registration_token: str = ""
     curve: CurveConfig | None = None
     # watching

@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from wire.curve import secure_client
+from wire.endpoints import Transport, parse_endpoint
 from wire.keys import KeyPair
 from wire.options import new_dealer
 
@@ -46,10 +47,12 @@ class BacklogFull(Exception):
     """The gateway takes nothing any more; give it up."""
 
 
-def new_gateway_dealer(context: "zmq.Context[zmq.Socket[bytes]]", curve: CurveKeys | None) -> "zmq.Socket[bytes]":
-    """A DEALER, secured where there are keys."""
+def new_gateway_dealer(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, curve: CurveKeys | None
+) -> "zmq.Socket[bytes]":
+    """A DEALER for one address; CURVE is for tcp, the run directory's permissions are for ipc."""
     socket = new_dealer(context)
-    if curve is not None:
+    if curve is not None and parse_endpoint(address).transport is Transport.TCP:
         secure_client(socket, curve.own, curve.gateway_public)
     return socket
 
@@ -61,7 +64,7 @@ class GatewaySocket:
         self.address = address
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
-        self.socket = new_gateway_dealer(context, curve)
+        self.socket = new_gateway_dealer(context, address, curve)
         self.monitor = self.socket.get_monitor_socket(sum(_EVENTS))
         self.socket.connect(address)
 

@@ -57,7 +57,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        sockets = [new_gateway_dealer(context, self._curve) for _ in self._endpoints]
+        sockets = [new_gateway_dealer(context, address, self._curve) for address in self._endpoints]
         try:
             for socket, address in zip(sockets, self._endpoints, strict=True):
                 socket.connect(address)

@@ -25,6 +25,11 @@ log = structlog.get_logger(__name__)
 
 MAX_DRAIN = 1_000  # messages per gateway and call: the engine must get to its step
 
+
+def _ignore(reason: str) -> None:
+    """Nobody wants to know."""
+
+
 Received = list[tuple[GatewayIndex, InboxMessage]]
 
 
@@ -63,11 +68,11 @@ class WorkerLink:
     ) -> None:
         """Dials at once; registers from the first ``drain`` or ``wait`` on."""
         self.stats = LinkStats()
-        self.refusal: str | None = None  # why a gateway sent this worker away for good
+        self.on_refused: Callable[[str], None] = _ignore  # told why a gateway sent this worker away for good
         self._register = register
         self._files = tokenizer_files
         self._clock = clock
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateways = [
             _Gateway(GatewayIndex(index), GatewaySocket(self._context, address, curve))
             for index, address in enumerate(endpoints)
@@ -198,10 +203,10 @@ class WorkerLink:
 
     def _refuse(self, gateway: _Gateway, message: Refused, received: Received) -> None:
         log.error("gateway_refused_worker", gateway=gateway.socket.address, reason=message.reason)
-        self.refusal = message.reason
         if gateway.registration.on_disconnected():
             self._note_lost(gateway, "refused")
             received.append((gateway.index, GatewayLost()))
+        self.on_refused(message.reason)
 
     def _send_bundle(self, gateway: _Gateway, digest: str) -> None:
         bundle = TokenizerBundle(epoch=self._register.epoch, digest=digest, files=self._files)

@@ -1,0 +1,117 @@
+"""From a worker's settings to a loaded model with a warm runner and a KV pool that fits.
+
+Knows torch and the model, and nothing of sockets or requests.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+
+from model.checkpoint import resolve_checkpoint
+from model.config import DTYPES
+from model.loading import load_model
+from model.numerics import NumericFinding
+from model.qwen2 import Qwen2ForCausalLM
+from worker.config import WorkerConfig
+from worker.loaded import Loaded, scheduler_config, served_name
+from worker.memory import PoolSize, size_pool
+from worker.model_card import Described, describe
+from worker.progress import OnProgress
+from worker.runner_memory import memory_needs
+from worker.runner_warmup import warm_up
+from worker.torch_runner import TorchRunner, TorchRunnerConfig
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_BACKEND = "sdpa"
+
+
+def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
+    """Resolve (download), load, size the pool, warm up. Raises model.CheckpointError, worker.memory.DoesNotFit,
+    worker.model_card.CardError, ValueError."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = _resolve(config, on_progress)
+    described = describe(folder)
+    scheduler = scheduler_config(config, described, max_in_flight=1)
+    model = _load_weights(config, folder, on_progress)
+    pool = _pool_size(config, model, max_model_len=scheduler.max_model_len)
+    log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
+    runner = _make_runner(config, model, described, pool, max_model_len=scheduler.max_model_len)
+    warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
+    return Loaded(
+        runner=runner,
+        card=described.card(
+            name=config.served_name or served_name(config.model),
+            fingerprint=model.fingerprint.hex(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=scheduler.max_model_len,
+        ),
+        tokenizer_files=described.files,
+        fingerprint=model.fingerprint,
+        num_blocks=pool.num_blocks,
+        block_size=config.block_size,
+        scheduler=scheduler,
+        device=str(model.device),
+    )
+
+
+def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
+    on_progress("resolving_checkpoint", None, None)
+    return resolve_checkpoint(
+        config.model,
+        revision=config.revision,
+        on_progress=lambda done, total: on_progress("downloading", done, total),
+    )
+
+
+def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> Qwen2ForCausalLM:
+    dtype = None if config.dtype is None else _dtype(config.dtype)
+    model = load_model(folder, dtype=dtype, device=config.device, on_progress=_staged("loading_weights", on_progress))
+    on_progress("packing_weights", None, None)
+    model.pack_weights()
+    return model
+
+
+def _pool_size(config: WorkerConfig, model: Qwen2ForCausalLM, *, max_model_len: int) -> PoolSize:
+    needs = memory_needs(
+        model,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        memory_fraction=config.memory_fraction,
+    )
+    return size_pool(needs, num_blocks=config.num_blocks)
+
+
+def _make_runner(
+    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, pool: PoolSize, *, max_model_len: int
+) -> TorchRunner:
+    runner_config = TorchRunnerConfig(
+        num_blocks=pool.num_blocks,
+        block_size=config.block_size,
+        max_slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=described.vocab_size,
+        eos_token_ids=described.eos_token_ids,
+        backend=config.attention_backend or DEFAULT_BACKEND,
+        numerics_limit=config.check_numerics_limit,
+    )
+    return TorchRunner(model, runner_config, on_numerics=_log_finding)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _staged(stage: str, on_progress: OnProgress) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(stage, done, total)
+
+
+def _log_finding(step: int, finding: NumericFinding) -> None:
+    log.error("numerics", step=step, finding=str(finding))
