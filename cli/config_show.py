@@ -9,7 +9,7 @@ from rich.table import Table
 
 from cli.options import shown
 from cli.resolve import Origin, Resolved, S, Source
-from cli.setting import flag_of, help_of, variable_of
+from cli.setting import help_of
 from cli.settings import COMMANDS
 
 SECRETS = frozenset({"registration_token"})
@@ -23,8 +23,6 @@ class SettingRow:
     value: str
     source: str
     where: str
-    flag: str
-    variable: str
     commands: tuple[str, ...]
 
 
@@ -42,15 +40,15 @@ def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
         content = {row.key: {"value": row.value, "source": row.source, "where": row.where} for row in rows}
         print(json.dumps(content, indent=2))  # noqa: T201
         return 0
-    table = Table("key", "value", "from", "flag", "variable", "used by")
+    table = Table("key", "value", "from", "used by")
     for row in rows:
         style = "dim" if row.source == Source.DEFAULT.value else "bold"
-        origin = f"{row.source} {row.where}".strip()
-        table.add_row(row.key, row.value, origin, row.flag, row.variable, ", ".join(row.commands), style=style)
+        table.add_row(row.key, row.value, f"{row.source} {row.where}".strip(), ", ".join(row.commands), style=style)
     console = Console()
     console.print(table)
     console.print(
-        f"file: {resolved.file or 'none'}; a flag wins over the environment, that over the file, that over the default"
+        f"file: {resolved.file or 'none'}. Strongest first: flag (--max-num-seqs), environment (OCTAVO_MAX_NUM_SEQS), "
+        "file (max_num_seqs), default."
     )
     return 0
 
@@ -61,7 +59,5 @@ def _row(name: str, value: object, origins: Mapping[str, Origin]) -> SettingRow:
         value="(hidden)" if name in SECRETS and value else shown(value),
         source=origins[name].source.value,
         where=origins[name].where,
-        flag=flag_of(name),
-        variable=variable_of(name),
         commands=tuple(command for command, group in COMMANDS.items() if name in group.model_fields),
     )

@@ -6,7 +6,7 @@ Knows no command; must not print (that is `cli.main`'s).
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CliError(Exception):
     """Three lines for a person. `exit_code` 2 means that the command line or a setting is wrong, 1 anything else."""
 

@@ -10,13 +10,18 @@ from cli.errors import CliError, usage
 from cli.suggest import nearest
 
 REPORT = "run it again with --debug for the traceback"
-_ADVICE = {
-    "CheckpointError": "check the folder, or download the checkpoint again",
-    "ConfigError": "only Qwen2.5 dense checkpoints are supported; see docs/architecture.md",
-    "RunDirError": "mend the folder, or give another with --run-dir",
-    "EndpointError": "see --worker-endpoint and --gateway-endpoint in --help",
-    "KeyFileError": "`octavo keys new` makes key files",
+_KNOWN = {
+    "CheckpointError": ("the checkpoint cannot be used", "check --model, or download the checkpoint again"),
+    "ConfigError": (
+        "the checkpoint is not supported",
+        "Qwen2.5 dense checkpoints are; see docs/architecture.md",
+    ),
+    "RunDirError": ("the run directory cannot be used", "mend the folder, or give another with --run-dir"),
+    "EndpointError": ("bad endpoint", "see --worker-endpoint and --gateway-endpoint in --help"),
+    "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),
+    "ValueError": ("bad value", "see --help"),
 }
+"""Name of an exception -> what happened, what to change."""
 
 
 def explain(error: BaseException) -> CliError:
@@ -32,8 +37,13 @@ def explain(error: BaseException) -> CliError:
         return CliError(
             "a port is busy", str(error), "choose another with --port, --metrics-port or --worker-metrics-port"
         )
-    if name in _ADVICE:
-        return CliError(f"{name.removesuffix('Error').lower()} error", str(error), _ADVICE[name])
+    if all(hasattr(error, part) for part in ("what", "numbers", "change")):  # they already come in three parts
+        return CliError(error.what, error.numbers, error.change)  # type: ignore[attr-defined]
+    if name in _KNOWN:
+        what, change = _KNOWN[name]
+        return CliError(what, str(error), change)
+    if isinstance(error, OSError) and error.strerror:
+        return CliError(error.strerror.lower(), str(error.filename or error), REPORT)
     if isinstance(error, ModuleNotFoundError):
         return CliError("a package is missing", str(error), "`octavo doctor` lists what is installed")
     return CliError(name, str(error) or "no details", REPORT)

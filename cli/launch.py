@@ -110,28 +110,39 @@ def _shared(settings: ServeSettings, group: type[Settings]) -> dict[str, Any]:
 def _gateway_settings(
     settings: ServeSettings, run_dir: Path, port: int, metrics_port: int, endpoint: str, *, admin: int | None
 ) -> dict[str, Any]:
-    return _shared(settings, GatewaySettings) | {
-        "run_dir": str(run_dir),
-        "port": port,
-        "admin_port": admin,
-        "metrics_port": metrics_port,
-        "worker_endpoint": [endpoint],
-        "port_sharing": "shared" if settings.gateways > 1 else "exclusive",
-        "log_format": "json",
-    }
+    return (
+        _shared(settings, GatewaySettings)
+        | {
+            "run_dir": str(run_dir),
+            "port": port,
+            "admin_port": admin,
+            "metrics_port": metrics_port,
+            "worker_endpoint": [endpoint],
+            "port_sharing": "shared" if settings.gateways > 1 else "exclusive",
+        }
+        | _logs(settings)
+    )
 
 
 def _worker_settings(
     settings: ServeSettings, run_dir: Path, name: str, model: str, metrics_port: int, endpoints: list[str]
 ) -> dict[str, Any]:
-    return _shared(settings, WorkerSettings) | {
-        "run_dir": str(run_dir),
-        "model": [model],
-        "worker_id": name,
-        "worker_metrics_port": metrics_port,
-        "gateway_endpoint": endpoints,
-        "log_format": "json",
-    }
+    return (
+        _shared(settings, WorkerSettings)
+        | {
+            "run_dir": str(run_dir),
+            "model": [model],
+            "worker_id": name,
+            "worker_metrics_port": metrics_port,
+            "gateway_endpoint": endpoints,
+        }
+        | _logs(settings)
+    )
+
+
+def _logs(settings: ServeSettings) -> dict[str, Any]:
+    """The supervisor reads how far the start is from their lines, and shows people what --log-level lets through."""
+    return {"log_format": "json", "log_level": "debug" if settings.log_level == "debug" else "info"}
 
 
 def _toml(value: object) -> str:

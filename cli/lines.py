@@ -19,10 +19,9 @@ class LogLine:
     time: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_notable(self) -> bool:
-        """Whether it shows while bars do: warnings, errors, and what is no log line at all."""
-        return _SEVERITY.get(self.level, 50) >= _SEVERITY["warning"]
+    def is_at_least(self, level: str) -> bool:
+        """Whether it is as severe as that; what is no log line at all always is."""
+        return _SEVERITY.get(self.level, 50) >= _SEVERITY[level]
 
 
 def parse_line(raw: str) -> LogLine:

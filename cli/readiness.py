@@ -4,6 +4,7 @@ import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from typing import Any
 
 from octavo.client_aio import AsyncClient
 from octavo.client_errors import OctavoError
@@ -62,32 +63,39 @@ async def _all_up(plans: Sequence[ProcessPlan]) -> bool:
     return all(pages)
 
 
-async def service_summary(
+def service_summary(
     settings: ServeSettings,
     address: str,
     plans: Sequence[ProcessPlan],
-    models: Sequence[model_pb2.ModelInfo],
+    models: Sequence[ModelSummary],
     *,
     ready_after_s: float,
 ) -> ServiceSummary:
-    """What the box shows, from what the service itself says."""
+    """What the box shows."""
     host = settings.metrics_host
     return ServiceSummary(
         address=address,
         admin_address=join_address(settings.host, settings.admin_port) if settings.admin_port else None,
         metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans],
-        models=[_model_summary(each, settings) for each in models],
+        models=models,
         ready_after_s=ready_after_s,
     )
 
 
-def _model_summary(info: model_pb2.ModelInfo, settings: ServeSettings) -> ModelSummary:
+def model_summaries(served: Sequence[model_pb2.ModelInfo], loaded: Sequence[dict[str, Any]]) -> list[ModelSummary]:
+    """Each served model, with what its workers said when they had loaded it."""
+    return [_model_summary(info, [each for each in loaded if each.get("model") == info.name]) for info in served]
+
+
+def _model_summary(info: model_pb2.ModelInfo, loaded: Sequence[dict[str, Any]]) -> ModelSummary:
+    first = loaded[0] if loaded else {}
+    block_size = int(first.get("block_size", 1))
     return ModelSummary(
         name=info.name,
-        device=settings.device,
+        device=str(first.get("device", "unknown device")),
         dtype=info.dtype,
         num_workers=info.num_workers,
-        num_blocks=info.kv_capacity_tokens // settings.block_size,
-        block_size=settings.block_size,
+        num_blocks=info.kv_capacity_tokens // block_size,
+        block_size=block_size,
         max_model_len=info.max_model_len,
     )

@@ -14,7 +14,7 @@ def receipt_rows(finished: inference_pb2.Finished) -> list[tuple[str, str]]:
         ("finished", reason + _stop(finished.stop)),
         (
             "tokens",
-            f"{usage.prompt_tokens} prompt ({usage.cached_tokens} cached) + {usage.completion_tokens} generated",
+            f"{prompt} + {usage.completion_tokens} generated",
         ),
         ("first token", _ms(receipt.time_to_first_token_s)),
         ("per token", f"{_ms(per_token_s)} ({1 / per_token_s:,.0f} tokens/s)" if per_token_s else "–"),

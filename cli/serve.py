@@ -1,7 +1,6 @@
 """`octavo serve`: one host's service, from settings to the last process."""
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -16,11 +15,11 @@ from cli.children import Child
 from cli.errors import CliError
 from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
 from cli.ports import free_port, held_port, require_free
-from cli.readiness import service_summary, wait_until_ready
+from cli.readiness import model_summaries, service_summary, wait_until_ready
 from cli.run_folder import run_folder
 from cli.service import Notice, Service, Stage, keep
 from cli.settings import ServeSettings
-from cli.startup import StartupView
+from cli.startup import LineStyle, StartupView
 from cli.summary import ServiceSummary, boxed, plain
 from cli.supervisor import RestartPolicy
 
@@ -43,7 +42,7 @@ def serve(settings: ServeSettings) -> int:
 async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, port: int) -> int:
     started_s = time.monotonic()
     console = Console(stderr=True)
-    view = StartupView(plans, console=console, raw_lines=_wants_raw_lines(settings, console))
+    view = StartupView(plans, console=console, level=settings.log_level, style=_line_style(settings, console))
     notice = _notice(console)
     service = _make_service(settings, plans, run_dir, view, notice)
     loop = asyncio.get_running_loop()
@@ -82,7 +81,7 @@ async def _announce(
     """Print the summary once the service answers; end the service where that takes too long."""
     address = join_address(_reachable(settings.host), port)
     try:
-        models = await asyncio.wait_for(wait_until_ready(address, plans), settings.startup_timeout_s)
+        served = await asyncio.wait_for(wait_until_ready(address, plans), settings.startup_timeout_s)
     except TimeoutError:
         service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
         service.advance(Stage.STOPPING)
@@ -90,8 +89,8 @@ async def _announce(
     service.on_ready()
     view.on_ready()
     ready_after_s = time.monotonic() - started_s
-    summary = await service_summary(settings, address, plans, models, ready_after_s=ready_after_s)
-    show_summary(summary)
+    models = model_summaries(served, list(view.loaded.values()))
+    show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
 
 
 def show_summary(summary: ServiceSummary) -> None:
@@ -137,10 +136,10 @@ def _notice(console: Console) -> Notice:
     return show
 
 
-def _wants_raw_lines(settings: ServeSettings, console: Console) -> bool:
+def _line_style(settings: ServeSettings, console: Console) -> LineStyle:
     if settings.log_format == "auto":
-        return not console.is_terminal or os.environ.get("TERM") == "dumb"
-    return settings.log_format == "json"
+        return LineStyle.PEOPLE if console.is_terminal else LineStyle.PROGRAMS
+    return LineStyle.PROGRAMS if settings.log_format == "json" else LineStyle.PEOPLE
 
 
 def _reachable(host: str) -> str:

@@ -24,6 +24,7 @@ class ProcessSettings(Settings):
     registration_token: str = setting(
         "", "Word that workers must give to gateways; set it through the environment", panel="Workers"
     )
+    drain_grace_s: float = setting(30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe log lines", panel="Process")
     log_format: Literal["auto", "console", "json"] = setting(
         "auto", "Log lines for people (console) or programs (json); auto looks at the terminal", panel="Process"
@@ -58,6 +59,9 @@ class WorkerWatchSettings(MetricsHostSettings):
         le=65535,
     )
     heartbeat_interval_s: float = setting(0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0)
+    stall_exit_s: float = setting(
+        60.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
+    )
     audit_every_steps: int = setting(
         1000, "Engine steps between two recounts of all KV blocks; 0: never", panel="Watching", ge=0
     )

@@ -51,11 +51,10 @@ class LimitSettings(Settings):
 
 
 class SupervisionSettings(Settings):
-    """When a gateway gives a worker up, and how it ends."""
+    """When a gateway gives a worker up."""
 
     heartbeat_timeout_s: float = setting(5.0, "Seconds of silence after which a worker is lost", panel="Faults", gt=0)
     stall_timeout_s: float = setting(30.0, "Seconds without a step, with work, that end a worker", panel="Faults", gt=0)
-    drain_grace_s: float = setting(30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0)
 
 
 class WorkerDoorSettings(Settings):

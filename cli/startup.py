@@ -5,6 +5,8 @@ Fed with the lines that the processes write; must not know how they are started.
 
 import sys
 from collections.abc import Sequence
+from enum import Enum
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -13,16 +15,26 @@ from cli.launch import ProcessPlan
 from cli.lines import LogLine, parse_line, render_line
 
 
+class LineStyle(Enum):
+    """Whom log lines are for."""
+
+    PEOPLE = "people"
+    PROGRAMS = "programs"
+
+
 class StartupView:
     """Shows where each process stands until the service is ready; after that its lines as they come.
 
-    Log lines and bars go to stderr. With raw_lines (log format json, or no terminal) lines pass through unchanged.
+    Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. raw_lines (log format
+    json, or no terminal): lines pass through unchanged. loaded: what each worker said of its model, by worker.
     """
 
-    def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, raw_lines: bool) -> None:
+    def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, level: str, style: LineStyle) -> None:
+        self.loaded: dict[str, dict[str, Any]] = {}
         self._console = console
-        self._raw_lines = raw_lines
-        self._bars = None if raw_lines else _progress(console)
+        self._level = level
+        self._style = style
+        self._bars = _progress(console) if console.is_terminal and style is LineStyle.PEOPLE else None
         self._tasks: dict[str, TaskID] = {}
         if self._bars is not None:
             self._tasks = {each.name: self._bars.add_task(each.label, total=None, stage="starting") for each in plans}
@@ -30,14 +42,19 @@ class StartupView:
 
     def on_line(self, name: str, raw: str) -> None:
         """A process wrote a line."""
-        if self._raw_lines:
-            sys.stderr.write(raw + "\n")
-            sys.stderr.flush()
-            return
         line = parse_line(raw)
+        if line.event == "loaded":
+            self.loaded[name] = line.fields
         if self._bars is not None:
             self._advance(name, line)
-        if self._bars is None or line.is_notable:
+        if line.is_at_least("warning" if self._bars is not None else self._level):
+            self._show(name, raw, line)
+
+    def _show(self, name: str, raw: str, line: LogLine) -> None:
+        if self._style is LineStyle.PROGRAMS:
+            sys.stderr.write(raw + "\n")
+            sys.stderr.flush()
+        else:
             self._console.print(render_line(name, line), soft_wrap=True)
 
     def on_ready(self) -> None:
@@ -51,7 +68,7 @@ class StartupView:
             self._bars = None
 
     def _advance(self, name: str, line: LogLine) -> None:
-        if self._bars is None or not line.level:
+        if self._bars is None or not line.level or name not in self._tasks:
             return
         done, total = line.fields.get("done"), line.fields.get("total")
         self._bars.update(

@@ -32,6 +32,8 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         max_chunk_tokens=settings.max_chunk_tokens,
         aging_s=settings.aging_s,
         heartbeat_interval_s=settings.heartbeat_interval_s,
+        drain_grace_s=settings.drain_grace_s,
+        stall_exit_s=settings.stall_exit_s,
         registration_token=settings.registration_token,
         curve=_curve(settings),
         metrics_host=settings.metrics_host,

@@ -1,0 +1,75 @@
+# Octavo. Everything runs in .venv, which `make` creates with any Python 3.11 or later.
+#
+#   make demo     a service on the embedded model: three questions, receipts, metrics, stopped again
+#   make serve    the service, until Ctrl-C
+#   make test     the whole CPU suite
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := blockmgr bench cli examples gateway model proto tests wire worker
+PROTOS := $(wildcard proto/octavo/v1/*.proto)
+
+.PHONY: help demo serve test test-gpu lint format proto install dev clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+demo: install ## start a service on the embedded model, ask three questions, show receipts and metrics, stop it
+	@$(BIN)/octavo tour
+
+serve: install ## serve the embedded model until Ctrl-C
+	@$(BIN)/octavo serve
+
+test: dev ## the whole CPU suite
+	@$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: dev ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu
+
+lint: dev ## style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(wildcard $(SOURCES))
+
+format: dev ## rewrite the code in the one style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: dev ## generate the stubs from the .proto files
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --mypy_out=proto $(PROTOS)
+
+install: $(VENV)/.installed ## the environment to run Octavo
+
+dev: $(VENV)/.installed-dev ## the environment to work on Octavo
+
+clean: ## remove the environment
+	rm -rf $(VENV)
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@touch $@
+
+# Without a GPU, torch comes first and by its exact version: a plain range would bring gigabytes of CUDA libraries.
+$(VENV)/.torch: $(VENV)/.created
+	@if ! command -v nvidia-smi >/dev/null 2>&1; then \
+		$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) (no GPU here)"; $(PIP) install --progress-bar on "$(TORCH)"; }; fi
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	@echo "installing octavo and what it needs"
+	@$(PIP) install --progress-bar on -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	@echo "installing what tests and linters need"
+	@$(PIP) install --progress-bar on -e ".[dev]"
+	@touch $@
