@@ -192,9 +192,8 @@ class BlockManager:
 
     def slots_sharing(self, slot: int) -> np.ndarray:
         """int32: other slots whose rows hold a block of this one's."""
-        shares_S: np.ndarray = np.isin(self._tables.table_SM, self._tables.row(slot)).any(axis=1)
-        shares_S[slot] = False
-        return np.flatnonzero(shares_S).astype(np.int32)
+        slots = np.flatnonzero(np.isin(self._tables.table_SM, self._tables.row(slot)).any(axis=1))
+        return slots[slots != slot].astype(np.int32)
 
     def flush_prefix_cache(self) -> int:
         """Forget every cached block that nobody uses; how many."""
