@@ -60,6 +60,10 @@ class Admission:
         """Whether the request is in flight."""
         return request_id in self._worker_of
 
+    def request_ids(self) -> tuple[str, ...]:
+        """Of all requests in flight."""
+        return tuple(self._worker_of)
+
     def counts(self) -> AdmissionCounts:
         """Now."""
         return AdmissionCounts(num_entered=len(self._worker_of), num_placed=self._placed.total())

@@ -7,12 +7,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+from octavo.v1 import inference_pb2 as pb
 
 from gateway.admission import Admission
 from gateway.config import RequestLimits
-from gateway.errors import DeadlinePassed, Draining, InvalidRequest, Violation
+from gateway.errors import DeadlinePassed, Draining, InvalidRequest, RequestError, Violation
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
@@ -28,10 +30,23 @@ from gateway.validation.generate import check_capacity, check_ids
 from gateway.workers.errors import WorkerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.views import RunRequest, WorkerView
-from octavo.v1 import inference_pb2 as pb
 from wire.messages import ModelCard
 
 _MAX_CHOICES = 3  # a worker may leave between the choice and the send
+
+
+@dataclass(slots=True, eq=False)
+class _Preparing:
+    """A request between its admission and its worker. error: why its task was cancelled, where we did it."""
+
+    task: "asyncio.Task[object]"
+    error: RequestError | None = None
+
+
+def _current_task() -> "asyncio.Task[object]":
+    task = asyncio.current_task()
+    assert task is not None, "requests are opened by tasks"
+    return task
 
 
 class Desk:
@@ -55,6 +70,7 @@ class Desk:
         self.admission = Admission(max_requests=limits.max_requests)
         self.live = LiveRequests()
         self.is_draining = False
+        self._preparing: dict[str, _Preparing] = {}
         self._receipt_timeout_s = receipt_timeout_s
 
     def check_open(self) -> None:
@@ -62,9 +78,9 @@ class Desk:
         if self.is_draining:
             raise Draining("this gateway is shutting down")
 
-    async def open(self, request: pb.GenerateRequest, scope: RpcScope, *, prefix: str, timeout_s: float | None) -> (
-        LiveRequest
-    ):
+    async def open(
+        self, request: pb.GenerateRequest, scope: RpcScope, *, prefix: str, timeout_s: float | None
+    ) -> LiveRequest:
         """Start a validated request. prefix: its path in the message. timeout_s: what remains of the caller's time.
 
         The caller of this has to `close` what it gets. Raises RequestError, TextError, PoolError; then nothing is held.
@@ -76,11 +92,17 @@ class Desk:
         scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         self.admission.enter(scope.request_id)
+        preparing = self._preparing[scope.request_id] = _Preparing(_current_task())
         try:
             return await self._open_admitted(request, card, scope, prefix, deadline_s)
-        except BaseException:
+        except BaseException as error:
             self.admission.leave(scope.request_id)
+            if isinstance(error, asyncio.CancelledError) and preparing.error is not None:
+                preparing.task.uncancel()
+                raise preparing.error from None
             raise
+        finally:
+            del self._preparing[scope.request_id]
 
     async def _open_admitted(
         self, request: pb.GenerateRequest, card: ModelCard, scope: RpcScope, prefix: str, deadline_s: float | None
@@ -165,8 +187,6 @@ class Desk:
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - now_s),
         )
         handle = self.pool.open(worker, run, stream)
-        task = asyncio.current_task()
-        assert task is not None
         live = LiveRequest(
             request_id=scope.request_id,
             card=worker.card,
@@ -177,7 +197,7 @@ class Desk:
             num_prompt_tokens=len(prompt_ids),
             arrived_s=scope.started_s,
             sent_s=now_s,
-            task=task,
+            task=_current_task(),
         )
         self.live.add(live)
         scope.worker_id = worker.worker_id
@@ -187,7 +207,7 @@ class Desk:
         return live
 
     def _matched(self, scope: RpcScope) -> Callable[[OutputStream], None]:
-        """What happens when a stop string ends the output: the worker is told, and asked for its figures for a while."""
+        """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""
 
         def cancel(stream: OutputStream) -> None:
             live = self.live.get(scope.request_id)
@@ -196,6 +216,20 @@ class Desk:
                 asyncio.get_running_loop().call_later(self._receipt_timeout_s, stream.stop_waiting_for_figures)
 
         return cancel
+
+    def fail(self, request_id: str, error: RequestError) -> bool:
+        """End a request from here, whatever it is doing; False where it is not in flight."""
+        live, preparing = self.live.get(request_id), self._preparing.get(request_id)
+        if live is not None:
+            live.fail(error)
+        elif preparing is not None:
+            preparing.error = error
+            preparing.task.cancel()
+        return live is not None or preparing is not None
+
+    def fail_all(self, error: RequestError) -> int:
+        """End every request; how many."""
+        return sum(self.fail(request_id, error) for request_id in self.admission.request_ids())
 
     def close(self, live: LiveRequest) -> None:
         """The RPC is over, however: free the worker at once where it still runs, forget the request. Idempotent."""
@@ -214,5 +248,3 @@ def _bytes_by_id(output: pb.OutputOptions, text: ModelText) -> tuple[bytes, ...]
 def _check_deadline(deadline_s: float | None) -> None:
     if deadline_s is not None and deadline_s <= time.monotonic():
         raise DeadlinePassed("the deadline passed before the request was sent to a worker")
-
-

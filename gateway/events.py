@@ -3,10 +3,11 @@
 import time
 from collections.abc import Sequence
 
-from gateway.live import LiveRequest
-from gateway.output import Piece
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
+
+from gateway.live import LiveRequest
+from gateway.output import Piece
 from wire.messages import Finished, TokenLogprobs, WireFinishReason
 
 BytesById = Sequence[bytes]
@@ -41,7 +42,11 @@ def position_logprobs(token_id: int, position: TokenLogprobs, bytes_by_id: Bytes
 
 
 def _token_logprob(token_id: int, logprob: float, bytes_by_id: BytesById | None) -> pb.TokenLogprob:
-    text = bytes_by_id[token_id].decode("utf-8", "replace") if bytes_by_id is not None and token_id < len(bytes_by_id) else ""
+    text = (
+        bytes_by_id[token_id].decode("utf-8", "replace")
+        if bytes_by_id is not None and token_id < len(bytes_by_id)
+        else ""
+    )
     return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=text)
 
 

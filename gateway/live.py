@@ -61,12 +61,6 @@ class LiveRequests:
         """None where it is not in flight."""
         return self._by_id.get(request_id)
 
-    def fail_all(self, error: RequestError) -> int:
-        """End every request; how many."""
-        for live in self:
-            live.fail(error)
-        return len(self._by_id)
-
     def fail_stalled_writes(self, *, max_wait_s: float) -> int:
         """End streams whose reader has not taken a message for so long; how many."""
         limit_s = time.monotonic() - max_wait_s

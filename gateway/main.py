@@ -1,9 +1,77 @@
-"""Entry point of a gateway process."""
+"""Entry point of a gateway process. Imports no torch."""
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable
+
+import structlog
 
 from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
+from gateway.logs import configure_logs
+
+_log = structlog.get_logger(__name__)
 
 
 def main(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT (drain first; the second signal stops at once). Exit code: 0 stopped as asked,
-    1 could not start. Imports no torch."""
-    raise NotImplementedError
+    """Serve until SIGTERM, SIGINT or AdminService.Drain (drain first; a second signal stops at once). Exit code: 0
+    stopped as asked, 1 could not start."""
+    writer = configure_logs(config.log_format, config.log_level)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config))
+    finally:
+        writer.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, asyncio's own elsewhere."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(config: GatewayConfig) -> int:
+    gateway = Gateway(config)
+    stop_now = asyncio.Event()
+    _install_signals(gateway, stop_now)
+    try:
+        await gateway.start()
+    except (OSError, ValueError) as error:  # addresses, ports, run directory, keys: each names its setting
+        _log.error("cannot start", error=str(error))
+        return 1
+    gc.collect()
+    gc.freeze()  # what lives for ever need not be walked again and again
+    try:
+        await _first_of(gateway.drained, stop_now)
+    finally:
+        await gateway.stop()
+    _log.info("stopped")
+    return 0
+
+
+def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            stop_now.set()
+        asked = True
+        gateway.begin_drain()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,7 +1,7 @@
 """One output: tokens in, pieces for the caller out.
 
-Pure: no clock, no loop, no RPC. Where there are no stop strings the tokens are detokenized only when a piece is taken, so
-that a burst costs one pass; with stop strings every token is looked at as it comes, so that the end is noticed even
+Pure: no clock, no loop, no RPC. Where there are no stop strings the tokens are detokenized only when a piece is taken,
+so that a burst costs one pass; with stop strings every token is looked at as it comes, so that the end is noticed even
 while the caller does not read.
 """
 

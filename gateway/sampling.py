@@ -4,6 +4,7 @@ import secrets
 from typing import Any
 
 from octavo.v1 import inference_pb2 as pb
+
 from wire.messages import ModelCard, Sampling
 
 # What an unset field means where generation_config.json says nothing.

@@ -36,9 +36,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         """Wrap the handler; an unknown method is answered by the library (UNIMPLEMENTED)."""
         handler = await continuation(handler_call_details)
         return handler and self._guarded(handler, str(handler_call_details.method))

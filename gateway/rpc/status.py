@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2, message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
 from gateway.rpc.scope import RpcScope

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 import grpc
+from octavo.v1 import admin_pb2 as pb
+from octavo.v1 import admin_pb2_grpc
 
 from gateway.desk import Desk
 from gateway.errors import RequestAborted
 from gateway.rpc.scope import current_rpc
 from gateway.validation.fields import check
 from gateway.workers.views import WorkerView
-from octavo.v1 import admin_pb2 as pb
-from octavo.v1 import admin_pb2_grpc
 
 Context = grpc.aio.ServicerContext
 QUERY_TIMEOUT_S = 2.0  # as the contract says
@@ -27,11 +27,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """End a request that is in flight."""
         check(request)
         current_rpc.get().request_id = request.request_id
-        live = self._desk.live.get(request.request_id)
-        if live is None:
-            return pb.AbortResponse(found=False)
-        live.fail(RequestAborted("the request was ended by an operator"))
-        return pb.AbortResponse(found=True)
+        error = RequestAborted("the request was ended by an operator")
+        return pb.AbortResponse(found=self._desk.fail(request.request_id, error))
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         """What the last heartbeats said."""

@@ -4,6 +4,8 @@ import asyncio
 import time
 
 import grpc
+from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import inference_pb2_grpc
 
 from gateway.desk import Desk
 from gateway.errors import RequestError
@@ -17,8 +19,6 @@ from gateway.text.errors import PromptTooLong
 from gateway.validation.chat import chat_input
 from gateway.validation.fields import check
 from gateway.validation.generate import check_complete, check_generate, check_ids, check_tokenize
-from octavo.v1 import inference_pb2 as pb
-from octavo.v1 import inference_pb2_grpc
 
 Context = grpc.aio.ServicerContext
 
@@ -63,9 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = current_rpc.get()
         scope.request_id = request.generate.request_id
         check_complete(request)
-        live = await self._desk.open(
-            request.generate, scope, prefix="generate.", timeout_s=context.time_remaining()
-        )
+        live = await self._desk.open(request.generate, scope, prefix="generate.", timeout_s=context.time_remaining())
         try:
             response = await self._collect(live)
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
@@ -170,5 +168,3 @@ def _error_behind(live: LiveRequest) -> BaseException:
     if task is not None:
         task.uncancel()
     return error
-
-

@@ -1,6 +1,8 @@
 """ModelService: what is served, and what requests may ask for (the capability handshake)."""
 
 import grpc
+from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import model_pb2, model_pb2_grpc
 
 from gateway.desk import Desk
 from gateway.sampling import default_sampling
@@ -9,8 +11,6 @@ from gateway.validation.paths import supported_paths
 from gateway.validation.table import MAX_LOGPROBS, MAX_STOP_STRINGS
 from gateway.version import VERSION
 from gateway.workers.views import WorkerState, WorkerView
-from octavo.v1 import inference_pb2 as pb
-from octavo.v1 import model_pb2, model_pb2_grpc
 from wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext

@@ -51,9 +51,10 @@ class ModelText:
         check_byte_level(self._source)
         self._tokenizer = self._load()
         added = self._tokenizer.get_added_tokens_decoder()
-        special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self.table = ByteTable.build(self._tokenizer.get_vocab(), frozenset(special), num_ids=num_ids)
-        self._control = ControlTokens(special.values())
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        special_ids = frozenset(self._special_ids.values())
+        self.table = ByteTable.build(self._tokenizer.get_vocab(), special_ids, num_ids=num_ids)
+        self._control = ControlTokens(self._special_ids)
         self._template = ChatTemplate.from_files(files)
         self._plain: Tokenizer | None = None
         self._plain_lock = threading.Lock()
@@ -110,9 +111,8 @@ class ModelText:
             if piece:
                 ids += _ids(plain, piece)
             if control:
-                ids.append(plain.token_to_id(control))
+                ids.append(self._special_ids[control])
         return Encoded(text=text, ids_T=np.array(ids, np.int32))
-
 
     def decode_all(self, token_ids: Iterable[int]) -> str:
         """Every token, special ones too."""

@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-from gateway.text.chat_template import ChatInput
 from octavo.v1 import inference_pb2 as pb
+
+from gateway.text.chat_template import ChatInput
 
 _ROLES = {
     pb.CHAT_ROLE_SYSTEM: "system",

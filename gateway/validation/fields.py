@@ -31,7 +31,7 @@ def first_violations(found: Iterator[Violation]) -> tuple[Violation, ...]:
 def violations(message: Message, prefix: str) -> Iterator[Violation]:
     """What is wrong in this message and those inside, in the order of the fields."""
     rules = TABLE[message.DESCRIPTOR.full_name]
-    for unknown in UnknownFieldSet(message):
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
     for name in rules.required_oneofs:
         if message.WhichOneof(name) is None:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
+from octavo.v1 import inference_pb2 as pb
 
 from gateway.errors import ExceedsCapacity, Violation
 from gateway.validation.fields import first_violations, raise_if_any, violations
-from octavo.v1 import inference_pb2 as pb
 from wire.messages import Capacity, ModelCard
 
 

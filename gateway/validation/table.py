@@ -3,8 +3,9 @@ has no row here, so that a new field cannot be forgotten."""
 
 from dataclasses import dataclass, field
 
-from gateway.validation.rules import Above, Count, InRange, OneOf, Rule, Utf8Bytes, Visible, anything, json_object
 from octavo.v1 import inference_pb2
+
+from gateway.validation.rules import Above, Count, InRange, OneOf, Rule, Utf8Bytes, Visible, anything, json_object
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 256
