@@ -28,7 +28,7 @@ FIGURES = (
 MEANS = (
     ("time to first token, mean", "octavo_time_to_first_token_seconds"),
     ("inter-token latency, mean", "octavo_inter_token_latency_seconds"),
-    ("engine step, mean", "octavo_step_duration_seconds"),
+    ("engine step, mean", "octavo_step_time_seconds"),
 )
 
 

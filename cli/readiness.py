@@ -17,6 +17,9 @@ from cli.settings import ServeSettings
 from cli.summary import ModelSummary, ServiceSummary
 
 POLL_S = 0.1
+IMPATIENT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))
+"""Options of a client that waits for a server to start."""
+
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -24,7 +27,7 @@ async def wait_until_ready(address: str, plans: Sequence[ProcessPlan]) -> list[m
     """The models, as soon as every gateway answers and every worker is registered. Waits without end."""
     num_workers = sum(each.role is Role.WORKER for each in plans)
     gateways = [each for each in plans if each.role is Role.GATEWAY]
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, options=IMPATIENT) as client:
         while True:
             models = await _models(client)
             if sum(each.num_workers for each in models) >= num_workers and await _all_up(gateways):

@@ -43,7 +43,7 @@ async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir:
     started_s = time.monotonic()
     console = Console(stderr=True)
     view = StartupView(plans, console=console, level=settings.log_level, style=_line_style(settings, console))
-    notice = _notice(console)
+    notice = view.notice
     service = _make_service(settings, plans, run_dir, view, notice)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -127,13 +127,6 @@ def _on_signal(service: Service, notice: Notice) -> None:
         notice("draining: requests in flight finish, new ones are refused; once more stops at once")
     else:
         notice("stopping")
-
-
-def _notice(console: Console) -> Notice:
-    def show(text: str) -> None:
-        console.print(f"[cyan]octavo[/]     {text}", soft_wrap=True, highlight=False)
-
-    return show
 
 
 def _line_style(settings: ServeSettings, console: Console) -> LineStyle:

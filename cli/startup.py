@@ -3,6 +3,7 @@
 Fed with the lines that the processes write; must not know how they are started.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from cli.launch import ProcessPlan
 from cli.lines import LogLine, parse_line, render_line
+
+SUPERVISOR = "supervisor"
 
 
 class LineStyle(Enum):
@@ -49,6 +52,11 @@ class StartupView:
             self._advance(name, line)
         if line.is_at_least("warning" if self._bars is not None else self._level):
             self._show(name, raw, line)
+
+    def notice(self, text: str) -> None:
+        """A line of the supervisor itself."""
+        raw = json.dumps({"event": text, "level": "info", "process": SUPERVISOR})
+        self._show(SUPERVISOR, raw, LogLine(event=text, level="info"))
 
     def _show(self, name: str, raw: str, line: LogLine) -> None:
         if self._style is LineStyle.PROGRAMS:

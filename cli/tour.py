@@ -16,7 +16,7 @@ from cli.errors import CliError
 from cli.launch import command_line, environment, write_settings
 from cli.metrics_table import metrics_table
 from cli.ports import free_port
-from cli.readiness import read_metrics
+from cli.readiness import IMPATIENT, read_metrics
 from cli.receipt import receipt_table
 from cli.settings import ServeSettings
 
@@ -38,7 +38,7 @@ def tour(settings: ServeSettings) -> int:
     taken: set[int] = set()
     port, gateway_metrics, worker_metrics = (free_port(HOST, taken) for _ in range(3))
     changes = {"port": port, "metrics_port": gateway_metrics, "worker_metrics_port": worker_metrics}
-    with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}") as client:
+    with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}", options=IMPATIENT) as client:
         _wait_until_ready(process, client, settings.startup_timeout_s)
         for question in QUESTIONS:
             _ask(client, question, console)

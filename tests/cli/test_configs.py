@@ -70,7 +70,8 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         prefix_cache=PrefixCacheMode.OFF, max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12,
         aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"), worker_id="w",
         curve=CurveConfig(secret_key_file=Path("w.key"), gateway_public_key_file=Path("g.pub")),
-        registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5, metrics_port=15, metrics_host="::1",
+        registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5,
+        metrics_port=15, metrics_host="::1",
         audit_every_steps=16, log_format="json", log_level="error", runner=RunnerKind.TORCH, oracle_vocab_size=17,
         oracle_step_delay_s=18.5, oracle_eos_every=19,
     )  # fmt: skip
