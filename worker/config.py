@@ -110,7 +110,7 @@ class WorkerConfig:
     # link
     heartbeat_interval_s: float = 0.5
     drain_grace_s: float = 30.0
-    stall_exit_s: float = 60.0
+    stall_exit_s: float = 40.0
     registration_token: str = ""
     curve: CurveConfig | None = None
     # watching

@@ -54,27 +54,35 @@ class Inbound:
     def _take_step(self, peer: Peer, message: StepOutput, now_s: float) -> Outcome:
         record = self._registry.sender(peer, message.epoch)
         if record is None:
-            return self._stale(peer, message.epoch), []
+            self._stats.stale_messages += 1
+            return [], []
         gap = self._registry.on_sequence(record, message.seq)
         if gap:
             self._stats.sequence_gaps += 1
-            return [*gap, *self._registry.on_stale(peer, message.epoch)], []
+            return gap, []
         record.take_step(now_s)
         return [], self._outputs.take(record.incarnation, message)
 
     def _take_rare(self, peer: Peer, message: ToGateway, now_s: float) -> list[Decision]:
         match message:
             case Heartbeat():
-                if self._registry.on_heartbeat(message, now_s) is None:
-                    return self._stale(peer, message.epoch)
-                return []
+                return self._take_heartbeat(message, now_s)
             case Register():
                 return self._take_register(peer, message, now_s)
             case TokenizerBundle():
                 return self._take_bundle(peer, message)
         assert not isinstance(message, StepOutput)
         record = self._registry.sender(peer, message.epoch)
-        return self._stale(peer, message.epoch) if record is None else self._take_known(record, message)
+        if record is None:
+            self._stats.stale_messages += 1
+            return []
+        return self._take_known(record, message)
+
+    def _take_heartbeat(self, message: Heartbeat, now_s: float) -> list[Decision]:
+        if self._registry.on_heartbeat(message, now_s) is not None:
+            return []
+        self._stats.stale_messages += 1
+        return self._registry.on_stale_heartbeat(message.epoch)
 
     def _take_known(self, record: WorkerRecord, message: KvEvents | AdminReply | Leaving) -> list[Decision]:
         match message:
@@ -101,7 +109,3 @@ class Inbound:
         except BundleError:
             self._stats.protocol_errors["bundle"] += 1
             return []
-
-    def _stale(self, peer: Peer, epoch: str) -> list[Decision]:
-        self._stats.stale_messages += 1
-        return self._registry.on_stale(peer, epoch)

@@ -276,7 +276,8 @@ class WorkerPool:
         self._changed()
 
     def _lose(self, decision: Lose) -> None:
-        log.warning("worker_lost", worker_id=decision.worker_id, reason=decision.reason.value, detail=decision.detail)
+        tell = log.info if decision.reason is LostReason.DRAINING else log.warning
+        tell("worker_lost", worker_id=decision.worker_id, reason=decision.reason.value, detail=decision.detail)
         self.stats.workers_lost[decision.reason.value] += 1
         self._watch.drop(decision.incarnation)
         self._prefixes.forget(decision.incarnation)

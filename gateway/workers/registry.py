@@ -9,7 +9,6 @@ import hmac
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Peer, Refuse, Watch
 from gateway.workers.records import WorkerRecord
@@ -17,9 +16,8 @@ from gateway.workers.views import LostReason, WorkerState
 from wire.bundle import BundleError, check_bundle
 from wire.messages import Heartbeat, ModelCard, Register, TokenizerBundle
 
-KeyT = TypeVar("KeyT")
-
-MAX_REMEMBERED = 4096  # epochs given up, and peers told so
+GIVEN_UP = "this epoch was given up; start anew"
+MAX_REMEMBERED = 4096  # epochs given up
 MAX_WORKERS = 1024
 MAX_BUNDLES = 16
 MAX_NAME_LEN = 256
@@ -43,8 +41,7 @@ class Registry:
         self._by_id: dict[str, WorkerRecord] = {}
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._by_peer: dict[Peer, WorkerRecord] = {}
-        self._given_up: OrderedDict[str, None] = OrderedDict()
-        self._told: OrderedDict[tuple[Peer, str], None] = OrderedDict()
+        self._given_up: OrderedDict[str, Peer | None] = OrderedDict()  # whom to tell if it speaks again
         self._bundles: dict[str, dict[str, bytes]] = {}
         self._next_incarnation = 1
         self._last_tick_s: float | None = None
@@ -106,12 +103,12 @@ class Registry:
             record.take_heartbeat(beat, now_s)
         return record
 
-    def on_stale(self, peer: Peer, epoch: str) -> list[Decision]:
-        """A message that ``sender`` did not attribute; who speaks under a given-up epoch is told so, once."""
-        if epoch not in self._given_up or (peer, epoch) in self._told:
+    def on_stale_heartbeat(self, epoch: str) -> list[Decision]:
+        """A worker that was given up lives (again), and does not know: tell it, on the connection that it reads."""
+        peer = self._given_up.get(epoch)
+        if peer is None:
             return []
-        _remember(self._told, (peer, epoch))
-        return [Refuse(peer=peer, epoch=epoch, kind="given_up", reason="this epoch was given up; start anew")]
+        return [Refuse(peer=peer, epoch=epoch, kind="given_up", reason=GIVEN_UP)]
 
     def on_sequence(self, record: WorkerRecord, seq: int) -> list[Decision]:
         """Check a StepOutput's number. A gap: some message is lost, nobody knows which tokens."""
@@ -148,7 +145,9 @@ class Registry:
 
     def give_up(self, record: WorkerRecord, reason: LostReason, detail: str) -> list[Decision]:
         """Forget an incarnation for good; its epoch is never accepted again."""
-        _remember(self._given_up, record.epoch)
+        self._given_up[record.epoch] = None if reason is LostReason.DRAINING else record.peer
+        while len(self._given_up) > MAX_REMEMBERED:
+            self._given_up.popitem(last=False)
         return [self._remove(record, reason, detail)]
 
     def opened(self, record: WorkerRecord, now_s: float) -> None:
@@ -163,7 +162,7 @@ class Registry:
         if not hmac.compare_digest(register.token.encode(), self._limits.registration_token.encode()):
             return "token", "the registration token is wrong"
         if register.epoch in self._given_up:
-            return "given_up", "this epoch was given up; start anew"
+            return "given_up", GIVEN_UP
         problem = _problem(register)
         if problem is not None:
             return "invalid", problem
@@ -263,9 +262,3 @@ def _problem(register: Register) -> str | None:
 def _differences(card: ModelCard, other: ModelCard) -> list[str]:
     names = card.__struct_fields__
     return [name for name in names if getattr(card, name) != getattr(other, name)]
-
-
-def _remember(table: OrderedDict[KeyT, None], key: KeyT) -> None:
-    table[key] = None
-    while len(table) > MAX_REMEMBERED:
-        table.popitem(last=False)
