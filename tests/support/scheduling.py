@@ -185,7 +185,13 @@ class World:
             result = self.runner.collect()
         except RunnerError as error:
             return self._fail(plan, error)
-        return self.take(self.scheduler.apply(result, now_s=self.now_s))
+        outputs = self.take(self.scheduler.apply(result, now_s=self.now_s))
+        self._poison_free_blocks()
+        return outputs
+
+    def _poison_free_blocks(self) -> None:
+        """Whoever still reads a block that is nobody's gets other tokens from now on."""
+        self.runner.poison(self.blocks._pool.blank_blocks())
 
     def step_seen(self) -> Seen | None:
         """Plan, launch and collect one step; what it was."""

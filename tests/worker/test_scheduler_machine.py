@@ -1,0 +1,179 @@
+"""Any order of events: scheduler, block manager and oracle together against the slow twin, which knows no blocks.
+
+Checked after every rule: the audit of the blocks, each request in exactly one place, limits of running and waiting;
+in every plan (World.check_plan): the budget, and that no block is written that a step in flight still uses; at the
+end: every output is what the twin says, every block is free or cached.
+"""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from blockmgr.ids import PrefixCache
+from tests.support.scheduling import World, WorldConfig
+from worker.oracle_model import OracleModel
+from worker.request import Phase
+
+MAX_ADDED = 12
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests over two gateways, from an alphabet so small that prefixes are shared all the time."""
+
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        block_size=st.sampled_from([1, 2, 3]),
+        max_num_seqs=st.integers(1, 4),
+        spare_budget=st.integers(0, 6),
+        max_chunk_tokens=st.sampled_from([None, 1, 3]),
+        max_in_flight=st.sampled_from([1, 2]),
+        aging_s=st.sampled_from([2.0, 10.0, 1000.0]),
+        cache=st.sampled_from([PrefixCache.ON, PrefixCache.ON, PrefixCache.OFF]),
+        eos_every=st.sampled_from([None, 6]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        max_chunk_tokens: int | None,
+        max_in_flight: int,
+        aging_s: float,
+        cache: PrefixCache,
+        eos_every: int | None,
+    ) -> None:
+        self.world = World(
+            WorldConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_num_seqs + spare_budget,
+                max_chunk_tokens=max_chunk_tokens,
+                max_model_len=24,
+                max_waiting=6,
+                max_in_flight=max_in_flight,
+                aging_s=aging_s,
+                prefix_cache=cache,
+                model=OracleModel(vocab_size=6, eos_token_ids=(2,), eos_every=eos_every),
+            )
+        )
+
+    # ------------------------------------------------------------ events
+
+    @precondition(lambda self: len(self.world.asked) < MAX_ADDED)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.sampled_from([0, 0, 3]),
+        stops=st.sampled_from([(), (), (3,), (4, 5)]),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        salt=st.sampled_from(["", "", "other"]),
+        gateway=st.sampled_from([0, 0, 1]),
+        timeout_s=st.sampled_from([None, None, None, 3.0, 9.0]),
+        seed=st.integers(0, 1),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        stops: tuple[int, ...],
+        priority: int,
+        salt: str,
+        gateway: int,
+        timeout_s: float | None,
+        seed: int,
+    ) -> None:
+        self.world.add(
+            len(self.world.asked),
+            prompt,
+            gateway=gateway,
+            priority=priority,
+            salt=salt,
+            timeout_s=timeout_s,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stops,
+            seed=seed,
+        )
+
+    @rule(index=st.integers(0, MAX_ADDED - 1))
+    def cancel(self, index: int) -> None:
+        keys = list(self.world.asked)
+        if index < len(keys):
+            self.world.cancel(keys[index].handle, keys[index].gateway)
+
+    @rule()
+    def launch(self) -> None:
+        self.world.launch()
+
+    @precondition(lambda self: self.world.plans)
+    @rule()
+    def collect(self) -> None:
+        self.world.collect()
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(index=st.integers(0, 3))
+    def preempt(self, index: int) -> None:
+        """At any moment, also with steps in flight: nothing but time may be lost."""
+        running = self.world.scheduler.roster.running
+        if index < len(running):
+            self.world.scheduler.roster.preempt(running[index], self.world.now_s)
+
+    @rule()
+    def flush_cache(self) -> None:
+        self.world.blocks.flush_prefix_cache()
+
+    # ------------------------------------------------------------ invariants
+
+    @invariant()
+    def blocks_balance(self) -> None:
+        if hasattr(self, "world"):
+            assert self.world.blocks.audit().violations == ()
+
+    @invariant()
+    def everyone_is_in_one_place(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        scheduler = self.world.scheduler
+        requests = list(scheduler.roster)
+        running = [request for request in requests if request.is_running]
+        waiting = [request for request in requests if request.phase is Phase.WAITING]
+        assert len(running) + len(waiting) == len(requests)
+        assert (len(running), len(waiting)) == (scheduler.num_running, scheduler.num_waiting)
+        assert {id(request) for request in running} == {id(request) for request in scheduler.roster.running}
+        assert all(request.slot is None for request in waiting)
+        assert len(running) <= self.world.config.max_num_seqs
+        prefilling = [request for request in running if request.phase is Phase.PREFILLING]
+        assert {id(request) for request in prefilling} == {id(request) for request in scheduler.roster.prefilling}
+
+    @invariant()
+    def rows_agree_with_requests(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        rows = self.world.scheduler.roster.rows
+        for request in self.world.scheduler.roster.running:
+            assert request.slot is not None
+            slot = int(request.slot)
+            assert rows.num_computed_S[slot] <= rows.num_scheduled_S[slot] < rows.limit_S[slot]
+            assert rows.num_known_S[slot] <= rows.limit_S[slot]
+            assert rows.num_scheduled_S[slot] <= self.world.blocks.capacity(slot)
+            known = rows.known_tokens(slot)[: request.num_prompt_tokens]
+            assert np.array_equal(known, request.asked.prompt_ids_T)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.run()
+        self.world.check_complete()
+        self.world.check_quiet()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+TestAnyOrderOfEvents = SchedulerMachine.TestCase
