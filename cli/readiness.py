@@ -1,11 +1,14 @@
 """Waits until a service answers as a whole, and reads from it what its summary tells."""
 
 import asyncio
+import contextlib
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.client_aio import AsyncClient
 from octavo.client_errors import OctavoError
 from octavo.v1 import model_pb2
@@ -27,11 +30,25 @@ async def wait_until_ready(address: str, plans: Sequence[ProcessPlan]) -> list[m
     """The models, as soon as every gateway answers and every worker is registered. Waits without end."""
     num_workers = sum(each.role is Role.WORKER for each in plans)
     gateways = [each for each in plans if each.role is Role.GATEWAY]
+    await _wait_until_serving(address)
     async with AsyncClient(address, options=IMPATIENT) as client:
         while True:
             models = await _models(client)
             if sum(each.num_workers for each in models) >= num_workers and await _all_up(gateways):
                 return models
+            await asyncio.sleep(5 * POLL_S)  # each of these calls is a line in the gateway's log
+
+
+async def _wait_until_serving(address: str) -> None:
+    """Until the health service says that requests are taken."""
+    request = health_pb2.HealthCheckRequest(service="octavo.v1.InferenceService")
+    async with grpc.aio.insecure_channel(address, options=list(IMPATIENT)) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                answer = await stub.Check(request, timeout=2.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
             await asyncio.sleep(POLL_S)
 
 

@@ -10,6 +10,9 @@ from cli.errors import CliError
 from cli.setting import flag_of
 from wire.run_dir import RunDirError, ensure_run_dir
 
+READY_FILE = "ready"
+"""In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
+
 
 @contextmanager
 def run_folder(given: Path | None) -> Iterator[Path]:
@@ -28,8 +31,10 @@ def run_folder(given: Path | None) -> Iterator[Path]:
         raise CliError(
             "the run directory cannot be used", str(error), f"mend it, or give another with {flag_of('run_dir')}"
         ) from None
+    (folder / READY_FILE).unlink(missing_ok=True)  # of a supervisor that was killed
     try:
         yield folder
     finally:
+        (folder / READY_FILE).unlink(missing_ok=True)
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from cli.errors import CliError
 from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
 from cli.ports import free_port, held_port, require_free
 from cli.readiness import model_summaries, service_summary, wait_until_ready
-from cli.run_folder import run_folder
+from cli.run_folder import READY_FILE, run_folder
 from cli.service import Notice, Service, Stage, keep
 from cli.settings import ServeSettings
 from cli.startup import LineStyle, StartupView
@@ -48,7 +48,8 @@ async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, service, notice)
-    announcer = asyncio.create_task(_announce(settings, plans, port, started_s, service, view))
+    announcer = asyncio.create_task(_announce(settings, plans, run_dir, port, started_s, service, view))
+    announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
     try:
         code = await service.run()
     finally:
@@ -56,7 +57,7 @@ async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir:
         await asyncio.gather(announcer, return_exceptions=True)
         view.close()
     if service.failure:
-        notice(f"stopped: {service.failure}")
+        raise CliError("the service could not go on", service.failure, "the lines above say why")
     return code
 
 
@@ -73,6 +74,7 @@ def _make_service(
 async def _announce(
     settings: ServeSettings,
     plans: Sequence[ProcessPlan],
+    run_dir: Path,
     port: int,
     started_s: float,
     service: Service,
@@ -91,6 +93,13 @@ async def _announce(
     ready_after_s = time.monotonic() - started_s
     models = model_summaries(served, list(view.loaded.values()))
     show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
+    (run_dir / READY_FILE).write_text(address + "\n")
+
+
+def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
+    """A summary that could not be made is told; the service goes on."""
+    if not announcer.cancelled() and (error := announcer.exception()) is not None:
+        notice(f"no summary: {type(error).__name__}: {error}")
 
 
 def show_summary(summary: ServiceSummary) -> None:

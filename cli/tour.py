@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.client import Client
-from octavo.client_errors import OctavoError
 from rich.console import Console
 
 from cli.errors import CliError
 from cli.launch import command_line, environment, write_settings
 from cli.metrics_table import metrics_table
 from cli.ports import free_port
-from cli.readiness import IMPATIENT, read_metrics
+from cli.readiness import read_metrics
 from cli.receipt import receipt_table
+from cli.run_folder import READY_FILE
 from cli.settings import ServeSettings
 
 QUESTIONS = (
@@ -28,7 +28,7 @@ QUESTIONS = (
 MAX_TOKENS = 96
 NUM_BLOCKS = 1024  # enough for three questions; the default would take most of the memory
 STOP_TIMEOUT_S = 60.0
-READY_POLL_S = 0.1
+READY_POLL_S = 0.05
 HOST = "127.0.0.1"
 
 
@@ -38,8 +38,7 @@ def tour(settings: ServeSettings) -> int:
     taken: set[int] = set()
     port, gateway_metrics, worker_metrics = (free_port(HOST, taken) for _ in range(3))
     changes = {"port": port, "metrics_port": gateway_metrics, "worker_metrics_port": worker_metrics}
-    with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}", options=IMPATIENT) as client:
-        _wait_until_ready(process, client, settings.startup_timeout_s)
+    with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}") as client:
         for question in QUESTIONS:
             _ask(client, question, console)
         pages = [read_metrics(f"http://{HOST}:{each}/metrics") for each in (gateway_metrics, worker_metrics)]
@@ -59,36 +58,37 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
 
 @contextmanager
 def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
-    """`octavo serve` in a process of its own; nothing of it is left at the end."""
-    with tempfile.TemporaryDirectory(prefix="octavo-tour-") as folder:
-        file = write_settings(settings.model_dump(), Path(folder) / "serve.toml")
+    """`octavo serve` in a process of its own, ready; nothing of it is left at the end."""
+    with tempfile.TemporaryDirectory(prefix="octavo-tour-") as made:
+        run_dir = Path(made) / "run"
+        file = write_settings(settings.model_dump() | {"run_dir": run_dir}, Path(made) / "serve.toml")
         process = subprocess.Popen(command_line("serve", file), env=environment(), start_new_session=True)
         try:
+            _wait_until_ready(process, run_dir / READY_FILE, settings.startup_timeout_s)
             yield process
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(STOP_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            _stop(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], client: Client, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            raise CliError(
-                "the service did not start", f"exit code {process.returncode}", "its own lines above say why"
-            )
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
         try:
-            if client.models(timeout_s=2.0):
-                return
-        except OctavoError:
-            pass  # not yet
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], ready_file: Path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not ready_file.exists():
+        if process.poll() is not None:
+            numbers = f"`octavo serve` ended with exit code {process.returncode}"
+            raise CliError("the service did not start", numbers, "its own lines above say why")
+        if time.monotonic() > deadline_s:
+            raise CliError("the service is not ready", f"after {timeout_s:g} s", "give a longer --startup-timeout-s")
         time.sleep(READY_POLL_S)
-    raise CliError("the service is not ready", f"after {timeout_s:g} s", "give a longer --startup-timeout-s")
 
 
 def _ask(client: Client, question: str, console: Console) -> None:
