@@ -97,23 +97,27 @@ class Guard(grpc.aio.ServerInterceptor):
         return guarded
 
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
-        """Answer an exception; returns where it has to go on (the library made, or will make, the status)."""
+        """Answer an exception. Raises AbortError where a status was sent; returns where nobody waits for one."""
         if isinstance(error, grpc.aio.AbortError):
             self._record(scope, "ABORTED_BY_LIBRARY", "")
-        elif _is_over(context):
-            self._record(scope, "CANCELLED", "CLIENT")
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
-            # Somebody cancelled the task of an RPC that is alive: without a status its caller would wait for ever.
+            # Nearly always the caller went away. Where somebody else cancelled the task, the RPC is alive, and without
+            # a status its caller would wait for ever (grpc#29248): the attempt to abort tells the two apart.
             await self._abort(InternalDefect("the handler was cancelled"), scope, context)
         elif isinstance(error, Exception):
             await self._abort(error, scope, context)
 
     async def _abort(self, error: Exception, scope: RpcScope, context: Context) -> None:
         status = status_of(error, scope, pushback_ms=self._pushback_ms)
-        if not is_expected(error):
-            _log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
-        self._record(scope, status.code.name, status.reason)
-        await context.abort(status.code, status.message, status.trailers)
+        try:
+            await context.abort(status.code, status.message, status.trailers)
+        except grpc.aio.AbortError:
+            if not is_expected(error):
+                _log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+            self._record(scope, status.code.name, status.reason)
+            raise
+        except Exception:  # the library's way to say that the RPC is over
+            self._record(scope, "CANCELLED", "CLIENT")
 
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
         """Count it, and one line in the log. Handlers of libraries are only counted."""
@@ -130,11 +134,6 @@ class Guard(grpc.aio.ServerInterceptor):
             seconds=round(time.monotonic() - scope.started_s, 4),
             **scope.log_fields,
         )
-
-
-def _is_over(context: Context) -> bool:
-    """Whether nobody waits for this RPC any more: cancelled, past its deadline, disconnected."""
-    return bool(context.cancelled() or context.done())
 
 
 def _check_parsed(request: Any) -> None:

@@ -1,6 +1,7 @@
 """What a failed call said, as one value."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -22,7 +23,7 @@ class Refusal:
 
 def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
     """Everything that a caller can read."""
-    trailers = {key: value for key, value in (error.trailing_metadata() or ())}
+    trailers = dict(error.trailing_metadata() or ())
     rich = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
     bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
     for detail in rich.details:
@@ -40,3 +41,16 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
         message=error.details() or "",
         info=(info.reason, info.domain),
     )
+
+
+async def refused(call: Any) -> Refusal:
+    """Await a call, or read a stream to its end; it has to fail."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return refusal_of(error)
+    raise AssertionError("the call did not fail")
