@@ -57,10 +57,11 @@ def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
 def load_keys(path: Path) -> KeyPair:
     """The pair of a ``.key`` file. Raises KeyFileError, also where others may read the file."""
     fields = _read(path)
-    info = path.stat()
-    if stat.S_IMODE(info.st_mode) & 0o077:
-        raise KeyFileError(f"{path} has mode {stat.S_IMODE(info.st_mode):04o}: others may read it; chmod 600 {path}")
-    return KeyPair(public=_key(fields, "public", path), secret=_key(fields, "secret", path))
+    keys = KeyPair(public=_key(fields, "public", path), secret=_key(fields, "secret", path))
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise KeyFileError(f"{path} has mode {mode:04o}: others may read it; chmod 600 {path}")
+    return keys
 
 
 def load_public_key(path: Path) -> bytes:
