@@ -34,6 +34,11 @@ class BlockEvent:
     tier: Tier = Tier.DEVICE
 
 
+def stored_event(*, digest: bytes, parent: bytes, token_bytes: bytes, salt: str) -> BlockEvent:
+    """STORED for one block."""
+    return BlockEvent(kind=EventKind.STORED, block_hash=digest, parent_hash=parent, token_ids=token_bytes, salt=salt)
+
+
 class EventLog:
     """Events since the last `take`, in order.
 
@@ -47,14 +52,21 @@ class EventLog:
         self._events: list[BlockEvent] = []
         self._has_overflowed = False
 
-    def append(self, event: BlockEvent) -> None:
-        """Note a change."""
-        if self._has_overflowed:
-            return
-        self._events.append(event)
-        if len(self._events) > self._max_events:
-            self._events.clear()
-            self._has_overflowed = True
+    def stored(self, *, digest: bytes, parent: bytes, token_bytes: bytes, salt: str) -> None:
+        """A block entered the index."""
+        if not self._has_overflowed:
+            self._append(stored_event(digest=digest, parent=parent, token_bytes=token_bytes, salt=salt))
+
+    def removed(self, digest: bytes) -> None:
+        """A block left the index."""
+        if not self._has_overflowed:
+            self._append(BlockEvent(kind=EventKind.REMOVED, block_hash=digest))
+
+    def cleared(self) -> None:
+        """Every block left the index."""
+        self._events.clear()
+        self._has_overflowed = False
+        self._append(BlockEvent(kind=EventKind.CLEARED))
 
     def take(self) -> list[BlockEvent]:
         """Events since the last call."""
@@ -63,3 +75,9 @@ class EventLog:
             return [BlockEvent(kind=EventKind.CLEARED), *self._snapshot()]
         events, self._events = self._events, []
         return events
+
+    def _append(self, event: BlockEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > self._max_events:
+            self._events.clear()
+            self._has_overflowed = True

@@ -106,6 +106,8 @@ class BlockPool:
 
     def blank_out(self, blocks: np.ndarray) -> None:
         """These blocks have left the prefix index: those that were cached are blank now."""
+        if not len(blocks):
+            return
         was_cached = blocks[self.lru.contains(blocks)]
         self.lru.discard(was_cached)
         self._push_blank(was_cached)

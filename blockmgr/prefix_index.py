@@ -10,7 +10,7 @@ equal parents proves the whole prefix without comparing it again, whatever the h
 import numpy as np
 
 from blockmgr.chain import Chain
-from blockmgr.events import BlockEvent, EventKind, EventLog
+from blockmgr.events import BlockEvent, EventLog, stored_event
 from blockmgr.hashing import HashBlock, RootHasher, hash_block
 
 _ROOT_ENTRY = 0  # parent of every first block
@@ -96,7 +96,7 @@ class PrefixIndex:
                 self._insert(block, digest, chain, token_bytes)
                 twin = block
             chain.append(digest, int(self.entry_P[twin]))
-        return np.array(replaced, np.int32)
+        return np.array(replaced, np.int32) if replaced else _NO_BLOCKS
 
     def remove(self, blocks: np.ndarray) -> None:
         """Take blocks out of the index; those that are not in it are left alone."""
@@ -106,7 +106,7 @@ class PrefixIndex:
                 continue
             del self.block_of[digest]
             self.digest_of[block] = None
-            self.events.append(BlockEvent(kind=EventKind.REMOVED, block_hash=digest))
+            self.events.removed(digest)
         self.entry_P[blocks] = _NO_ENTRY
 
     def clear(self) -> None:
@@ -114,7 +114,7 @@ class PrefixIndex:
         self.block_of.clear()
         self.digest_of = [None] * len(self.digest_of)
         self.entry_P.fill(_NO_ENTRY)
-        self.events.append(BlockEvent(kind=EventKind.CLEARED))
+        self.events.cleared()
 
     def snapshot(self) -> list[BlockEvent]:
         """STORED for everything in the index, parents before children."""
@@ -155,25 +155,26 @@ class PrefixIndex:
     def _make_way(self, digest: bytes, block: int) -> list[int]:
         """Empty the places that an insertion needs; other blocks that lost theirs."""
         other = self.block_of.get(digest)
-        doomed = [block] if other is None else [block, other]
-        self.remove(np.array(doomed, np.int32))
-        return doomed[1:]
+        if self.digest_of[block] is not None:
+            self.remove(np.array([block], np.int32))
+        if other is None or other == block:
+            return []
+        self.remove(np.array([other], np.int32))
+        return [other]
 
     def _insert(self, block: int, digest: bytes, chain: Chain, token_bytes: bytes) -> None:
+        parent = chain.digests[-1] if chain.digests else b""
         self._last_entry += 1
         self.entry_P[block] = self._last_entry
         self.parent_entry_P[block] = chain.entries[-1] if chain.entries else _ROOT_ENTRY
         self._tokens_PB[block] = np.frombuffer(token_bytes, np.int32)
         self.block_of[digest] = block
         self.digest_of[block] = digest
-        self._parent_of[block] = chain.digests[-1] if chain.digests else b""
+        self._parent_of[block] = parent
         self._salt_of[block] = chain.salt
-        self.events.append(self._stored_event(block))
+        self.events.stored(digest=digest, parent=parent, token_bytes=token_bytes, salt=chain.salt)
 
     def _stored_event(self, block: int) -> BlockEvent:
         salt, token_bytes = self.content(block)
         digest = self.digest_of[block] or b""
-        parent = self._parent_of[block]
-        return BlockEvent(
-            kind=EventKind.STORED, block_hash=digest, parent_hash=parent, token_ids=token_bytes, salt=salt
-        )
+        return stored_event(digest=digest, parent=self._parent_of[block], token_bytes=token_bytes, salt=salt)

@@ -10,7 +10,7 @@ from blockmgr.hashing import HashBlock, hash_block
 MakeManager = Callable[..., BlockManager]
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_manager() -> MakeManager:
     """Blocks of 4 tokens, 8 of them, 4 slots of 6 blocks, unless told otherwise."""
 

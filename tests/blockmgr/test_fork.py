@@ -99,7 +99,10 @@ def test_no_block_for_a_copy_changes_nothing(make_manager: MakeManager) -> None:
     before = full_state(manager)
     with pytest.raises(OutOfBlocks, match="1 blocks wanted, 0 free"):
         manager.prepare_write(child, 10)
-    assert manager.prepare_write_many(np.array([parent, child], np.int32), np.array([10, 10])).tolist() == [parent, child]
+    assert manager.prepare_write_many(np.array([parent, child], np.int32), np.array([10, 10])).tolist() == [
+        parent,
+        child,
+    ]
     assert full_state(manager) == before
 
 

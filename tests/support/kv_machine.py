@@ -101,7 +101,8 @@ class KvMachine(RuleBasedStateMachine):
             return
         self.num_admitted += 1
         cached = admission.num_cached_tokens
-        assert cached == hit and cached % BLOCK_SIZE == 0 and cached < len(tokens), "I9"
+        assert cached == hit
+        assert cached in range(0, len(tokens), BLOCK_SIZE), "I9"
         self._check_hit_is_longest(salt, tokens, cached)
         num_blocks = max(cached // BLOCK_SIZE, -(-(reserve or 0) // BLOCK_SIZE))
         self.requests[name] = Request(int(admission.slot), salt, tokens, cached, num_blocks)
@@ -241,7 +242,7 @@ class KvMachine(RuleBasedStateMachine):
         audit, manager = self.manager.audit(), self.manager
         assert audit.violations == ()
         assert (audit.num_free, audit.num_cached) == (manager.num_free, manager.num_cached)
-        assert audit.num_active == manager.num_active and audit.num_leaked == 0
+        assert (audit.num_active, audit.num_leaked) == (manager.num_active, 0)
         assert manager.num_free + manager.num_cached + manager.num_active == manager.config.num_blocks
         rows = [block for request in self.requests.values() for block in self._row(request)]
         rows += manager._growth.copies.sources
