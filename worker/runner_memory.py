@@ -7,6 +7,7 @@ import torch
 
 from model.config import Qwen2Config
 from model.kv_pool import kv_block_bytes
+from model.linear import Linear
 from model.qwen2 import Qwen2ForCausalLM
 from worker.memory import MemoryNeeds, available_host_bytes
 
@@ -43,9 +44,10 @@ def available_bytes(device: torch.device) -> int:
 
 
 def weights_bytes(model: Qwen2ForCausalLM) -> int:
-    """Parameters and buffers; shared tensors once."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    """Parameters (shared ones once), buffers and packed copies."""
+    tensors = (*model.parameters(), *model.buffers())
+    packed_bytes = sum(module.packed_bytes for module in model.modules() if isinstance(module, Linear))
+    return packed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def activation_bytes(config: Qwen2Config, *, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
