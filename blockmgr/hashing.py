@@ -37,3 +37,19 @@ class RootHasher:
         """The root digest of all chains with this salt."""
         data = self._prefix + salt.encode("utf-8", "surrogatepass")
         return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key, person=_ROOT_PERSON).digest()
+
+
+class DigestMemo:
+    """The digests of the prompt that was looked up last: a scheduler asks again each step until there is room for it,
+    and once more to admit it."""
+
+    def __init__(self) -> None:
+        self._salt = ""
+        self._data = b""
+        self._digests: list[bytes] = []
+
+    def of(self, salt: str, data: bytes) -> list[bytes]:
+        """Digests found so far, head first: the caller appends what it computes beyond them."""
+        if salt != self._salt or data != self._data:
+            self._salt, self._data, self._digests = salt, data, []
+        return self._digests

@@ -220,6 +220,13 @@ class BlockManager:
         self._growth.drop_sources(self._growth.copies.pop_taken())
         return self._tables.updates.take(), self._growth.copies.take()
 
+    def repeat_updates(self) -> None:
+        """Log every live row anew: the plan that carried the last updates never reached the runner."""
+        for slot in np.flatnonzero(self._tables.is_live_S).tolist():
+            blocks = self._tables.row(slot)
+            self._tables.updates.drop_slot(slot)
+            self._tables.updates.append(slot, np.arange(len(blocks)), blocks)
+
     def take_events(self) -> list[BlockEvent]:
         """Changes of the prefix index since the last call."""
         return self._index.events.take()

@@ -11,7 +11,7 @@ import numpy as np
 
 from blockmgr.chain import Chain
 from blockmgr.events import BlockEvent, EventLog, stored_event
-from blockmgr.hashing import HashBlock, RootHasher, hash_block
+from blockmgr.hashing import DigestMemo, HashBlock, RootHasher, hash_block
 
 _ROOT_ENTRY = 0  # parent of every first block
 _NO_ENTRY = -1  # the block is not in the index
@@ -39,6 +39,7 @@ class PrefixIndex:
         self._salt_of: list[str] = [""] * num_blocks
         self._block_size = block_size
         self._last_entry = _ROOT_ENTRY
+        self._memo = DigestMemo()
 
     def __len__(self) -> int:
         return len(self.block_of)
@@ -61,18 +62,19 @@ class PrefixIndex:
         token_ids_T: int32. Returns the blocks, int32, head first, and the chain that describes them.
         """
         chain = Chain(salt=salt, root=self.roots.root(salt))
-        num_full = (len(token_ids_T) - 1) // self._block_size
+        num_full = max(0, len(token_ids_T) - 1) // self._block_size
         data, width = token_ids_T[: num_full * self._block_size].tobytes(), 4 * self._block_size
-        parent, blocks = chain.root, []
-        for start in range(0, len(data), width):
-            parent = self.hash_block(parent, data[start : start + width])
+        known, parent, blocks = self._memo.of(salt, data), chain.root, []
+        for i in range(num_full):
+            if i == len(known):
+                known.append(self.hash_block(parent, data[i * width : (i + 1) * width]))
+            parent = known[i]
             block = self.block_of.get(parent)
             if block is None:
                 break
             blocks.append(block)
-            chain.digests.append(parent)
         hits = self._proven(np.array(blocks, np.int32), token_ids_T, salt)
-        chain.truncate(len(hits))
+        chain.digests = known[: len(hits)]
         chain.entries = self.entry_P[hits].tolist()
         return hits, chain
 

@@ -202,6 +202,15 @@ def test_a_row_released_before_anybody_saw_it_is_not_reported(make_manager: Make
     assert manager.take_updates()[0].tolist() == [[slot, 0, manager.table_SM[slot, 0]]]
 
 
+def test_rows_are_reported_again_when_a_plan_was_lost(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    manager.admit("a", TEN, reserve_tokens=5)
+    manager.take_updates()
+    manager.admit("b", TEN, reserve_tokens=1)
+    manager.repeat_updates()
+    assert manager.take_updates()[0].tolist() == [[0, 0, 0], [0, 1, 1], [1, 0, 2]]
+
+
 def test_the_second_of_two_equal_blocks_stays_private(make_manager: MakeManager) -> None:
     manager = make_manager()
     first = manager.admit("a", TEN, reserve_tokens=10).slot

@@ -100,3 +100,19 @@ def test_events_that_nobody_takes_become_one_snapshot(make_manager: MakeManager)
     assert [event.kind for event in events] == [EventKind.CLEARED, EventKind.STORED, EventKind.STORED]
     assert events[1:] == manager.snapshot_events()
     assert manager.take_events() == []
+
+
+def test_a_prompt_that_is_asked_for_again_is_not_hashed_again(make_manager: MakeManager) -> None:
+    hashed = []
+
+    def counting(parent: bytes, token_bytes: bytes) -> bytes:
+        hashed.append(token_bytes)
+        return hash_block(parent, token_bytes)
+
+    manager = make_manager(hash_function=counting)
+    slot = store(manager, "a", TEN)
+    hashed.clear()
+    assert (manager.match(TEN), manager.match(TEN), manager.admit("b", TEN).num_cached_tokens) == (8, 8, 8)
+    assert len(hashed) == 1  # the first block's digest was known from the miss at admission
+    manager.release(slot, "a")
+    assert (manager.match(TEN, salt="S"), manager.match(TEN[1:]), manager.match(TEN)) == (0, 0, 8)
