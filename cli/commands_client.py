@@ -1,4 +1,4 @@
-"""The commands that call a service: chat, generate, models, tour."""
+"""The commands that call a service: chat, generate, models, health, tour."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
     app.command("generate", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
     app.command("models", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
+    app.command("health", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(health))
     app.command("tour", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
 
 
@@ -66,6 +67,18 @@ def models(resolved: Resolved[ClientSettings]) -> int:
     from cli.models import show_models
 
     return show_models(resolved.settings)
+
+
+def health(
+    resolved: Resolved[ClientSettings],
+    live: Annotated[
+        bool, typer.Option("--live", help="Only whether the gateway runs, with or without a worker.")
+    ] = False,
+) -> int:
+    """Exit with 0 where a service takes requests, else 1; for probes of containers."""
+    from cli.health import health as run
+
+    return run(resolved.settings, service="" if live else "octavo.v1.InferenceService")
 
 
 def tour(resolved: Resolved[ServeSettings]) -> int:
