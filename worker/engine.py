@@ -25,6 +25,7 @@ from worker.ports import (
 from worker.request import RequestKey, failure
 from worker.runner import Runner, RunnerError, RunnerOutOfMemory
 from worker.scheduler import Scheduler
+from worker.snapshot import snapshot
 from worker.stats import EngineStats
 from worker.translate import asked_by, kv_events, refused_run, step_output
 
@@ -97,6 +98,8 @@ class Engine:
         for gateway, message in self._inbox.drain():
             self._handle(gateway, message)
         self._heed_drain()
+        if self._scheduler.has_work and not self.stats.has_work:
+            self._take_stats()  # should this very step hang, whoever watches must know that there was work
         self._launch_ahead()
         self._send(self._collect() if self._launched else self._scheduler.flush())
         self._send_kv_events()
@@ -241,22 +244,6 @@ class Engine:
         return violations
 
     def _take_stats(self) -> None:
-        counters = self._scheduler.counters
-        self.stats = EngineStats(
-            num_steps=self.num_steps,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_in_flight=self._scheduler.num_in_flight,
-            is_draining=self._scheduler.is_draining,
-            num_blocks=self._blocks.config.num_blocks,
-            num_free_blocks=self._blocks.num_free,
-            num_cached_blocks=self._blocks.num_cached,
-            num_active_blocks=self._blocks.num_active,
-            num_violations=self._num_violations,
-            num_queried_tokens=self._blocks.num_queried_tokens,
-            num_hit_tokens=self._blocks.num_hit_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_prefill_tokens=counters.num_prefill_tokens,
-            num_decode_tokens=counters.num_decode_tokens,
-            num_generated_tokens=counters.num_generated_tokens,
+        self.stats = snapshot(
+            self._scheduler, self._blocks, num_steps=self.num_steps, num_violations=self._num_violations
         )

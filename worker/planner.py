@@ -3,48 +3,34 @@
 There is no prefill phase and no decode phase: a step is some tokens of some requests. Blocks are taken here, all or
 nothing, and when there are none, requests give way (`worker.preemption`). Nobody gives way while a step is in
 flight: its blocks would not be free before that step ends, and one victim after the other would fall for nothing.
-The planner then asks for a pause (`Pause`): no new step until those in flight have ended.
+The planner then asks for a pause: no new step until those in flight have ended.
 """
-
-from enum import Enum
 
 import numpy as np
 
-from blockmgr.errors import OutOfBlocks
 from wire.messages import WireFinishReason
 from worker.config import SchedulerConfig
+from worker.entrance import Entrance
+from worker.pipeline import Pause, Pipeline
 from worker.plan import Chunk, Join, StepPlan
-from worker.preemption import displaceable_by, least_important
-from worker.request import Ending, Request, failure
+from worker.preemption import least_important
+from worker.request import Ending, Request
 from worker.roster import Roster
-
-
-class Pipeline(Enum):
-    """Whether steps are launched whose results are not known yet."""
-
-    EMPTY = "empty"
-    BUSY = "busy"
-
-
-class Pause(Exception):
-    """No step can be planned well before those in flight have ended."""
 
 
 class Planner:
     """Turns the roster into plans."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
         self._config = config
         self._roster = roster
         self._rows = roster.rows
         self._blocks = roster.blocks
-        self._block_size = block_size
-        self._headroom_cap = max(1, num_blocks // 50)
-        self._refused: tuple[int, int] = (-1, 0)  # the head that did not fit, and the blocks available then
+        self._entrance = Entrance(config, roster)
 
     def plan(self, step: int, pipeline: Pipeline, now_s: float) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Raises Pause."""
-        self._make_way(pipeline, now_s)
+        self._entrance.make_way(pipeline, now_s)
         num_preempted = self._roster.counters.num_preemptions
         decode_slots_S = self._schedule_decodes(pipeline, now_s)
         budget = self._config.max_batch_tokens - len(decode_slots_S)
@@ -110,8 +96,7 @@ class Planner:
         return chunks
 
     def _next_chunk(self, request: Request, budget: int, now_s: float) -> Chunk:
-        slot = request.slot
-        assert slot is not None
+        slot = request.held_slot
         start, num_known = int(self._rows.num_scheduled_S[slot]), int(self._rows.num_known_S[slot])
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens or budget)
         self._rows.num_scheduled_S[slot] += num_tokens
@@ -133,11 +118,10 @@ class Planner:
 
     def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: Pipeline, now_s: float) -> list[Join]:
         joins: list[Join] = []
-        while budget and (request := self._admit_head(pipeline, now_s)):
-            assert request.slot is not None
+        while budget and (request := self._entrance.admit_head(pipeline, now_s)):
             joins.append(
                 Join(
-                    slot=request.slot,
+                    slot=request.held_slot,
                     request_id=request.asked.request_id,
                     token_ids_T=request.token_ids_T,
                     num_prompt_tokens=request.num_prompt_tokens,
@@ -147,66 +131,3 @@ class Planner:
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens
         return joins
-
-    def _admit_head(self, pipeline: Pipeline, now_s: float) -> Request | None:
-        """Strictly the head of the queue, or nobody: whoever jumped it could keep a long prompt waiting for ever."""
-        head = self._roster.waiting.head(now_s)
-        if head is None or not self._may_fit(head):
-            return None
-        try:
-            self._roster.admit(head, now_s)
-        except OutOfBlocks:
-            self._refused = (head.order, self._num_available)
-            if not self._roster.num_running and pipeline is Pipeline.EMPTY:
-                self._roster.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
-            return None
-        return head
-
-    def _may_fit(self, head: Request) -> bool:
-        num_running = self._roster.num_running
-        if num_running >= self._config.max_num_seqs:
-            return False
-        if not num_running:
-            return True
-        available = self._num_available
-        if self._refused[0] == head.order and available <= self._refused[1]:
-            return False
-        if self._fits(head, available - min(num_running, self._headroom_cap)):
-            return True
-        self._refused = (head.order, available)
-        return False
-
-    def _fits(self, head: Request, num_blocks: int) -> bool:
-        num_wanted = -(-len(head.token_ids_T) // self._block_size)
-        if num_wanted <= num_blocks:
-            return True
-        num_hit = self._blocks.match(head.token_ids_T, salt=head.asked.cache_salt) // self._block_size
-        return num_wanted - num_hit <= num_blocks
-
-    @property
-    def _num_available(self) -> int:
-        return self._blocks.num_free + self._blocks.num_cached
-
-    # ------------------------------------------------------------ priorities
-
-    def _make_way(self, pipeline: Pipeline, now_s: float) -> None:
-        """Preempt requests of lower priority until the head of the queue fits, if that can make it fit."""
-        head = self._roster.waiting.head(now_s)
-        if head is None or head.asked.priority <= self._roster.lowest_running_priority or self._has_room(head):
-            return
-        victims = displaceable_by(head, self._roster.running)
-        if not victims or not self._would_fit_without(head, victims):
-            return
-        if pipeline is Pipeline.BUSY:
-            raise Pause
-        for victim in victims:
-            self._roster.preempt(victim, now_s)
-            if self._has_room(head):
-                return
-
-    def _has_room(self, head: Request) -> bool:
-        return self._roster.num_running < self._config.max_num_seqs and self._fits(head, self._num_available)
-
-    def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
-        num_held = sum(-(-int(self._rows.num_scheduled_S[victim.slot]) // self._block_size) for victim in victims)
-        return self._fits(head, self._num_available + num_held)

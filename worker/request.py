@@ -90,6 +90,12 @@ class Request:
         return (not self.is_aged, 0 if self.is_aged else -self.asked.priority, self.order)
 
     @property
+    def held_slot(self) -> Slot:
+        """The slot of a running request."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
     def is_running(self) -> bool:
         """It holds a slot and blocks."""
         return self.phase in (Phase.PREFILLING, Phase.DECODING)

@@ -87,22 +87,22 @@ class Roster:
             request.block_owner, token_ids_T, salt=request.asked.cache_salt, reserve_tokens=len(token_ids_T)
         )
         self.waiting.remove(request, now_s)
-        request.slot, request.phase = Slot(admission.slot), Phase.PREFILLING
+        slot = request.slot = Slot(admission.slot)
+        request.phase = Phase.PREFILLING
         if request.num_preemptions == 0:
             request.num_cached_tokens = admission.num_cached_tokens
             self.counters.num_cached_tokens += admission.num_cached_tokens
-        self._by_slot[admission.slot] = request
+        self._by_slot[slot] = request
         self._running_priorities[request.asked.priority] += 1
         self.prefilling.append(request)
         ids = stop_ids(request.asked.sampling, self._eos_token_ids)
-        self.rows.join(request.slot, request, num_cached_tokens=admission.num_cached_tokens, stop_ids=ids)
+        self.rows.join(slot, request, num_cached_tokens=admission.num_cached_tokens, stop_ids=ids)
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is scheduled: from now on one token a step."""
-        assert request.slot is not None
         request.phase = Phase.DECODING
         self.prefilling.remove(request)
-        self.rows.is_decoding_S[request.slot] = True
+        self.rows.is_decoding_S[request.held_slot] = True
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Back into the queue; what it has generated is kept as tokens, its blocks are anybody's."""
@@ -136,15 +136,13 @@ class Roster:
 
     def commit(self, request: Request) -> None:
         """Offer the verified full blocks of a running request to later prompts."""
-        assert request.slot is not None
-        num_computed = int(self.rows.num_computed_S[request.slot])
-        self.blocks.commit(request.slot, self.rows.known_tokens(request.slot), num_computed)
+        slot = request.held_slot
+        self.blocks.commit(slot, self.rows.known_tokens(slot), int(self.rows.num_computed_S[slot]))
 
     # ------------------------------------------------------------ inside
 
     def _leave_slot(self, request: Request) -> None:
-        slot = request.slot
-        assert slot is not None
+        slot = request.held_slot
         self.commit(request)
         request.token_ids_T = self.rows.known_tokens(slot).copy()
         last_token_s = float(self.rows.last_token_s_S[slot])

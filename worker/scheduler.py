@@ -12,22 +12,21 @@ plans.
 import heapq
 from collections import deque
 
-import numpy as np
-
 from blockmgr.manager import BlockManager
-from wire.messages import TokenLogprobs, WireFinishReason
+from wire.messages import WireFinishReason
 from worker.admission import max_total_tokens, refusal
 from worker.config import SchedulerConfig
 from worker.flights import Flight
+from worker.landing import Landing
 from worker.outputs import StepOutputs
+from worker.pipeline import Pause, Pipeline
 from worker.plan import StepPlan, StepResult
-from worker.planner import Pause, Pipeline, Planner
+from worker.planner import Planner
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, Ending, Request, RequestKey, failure, finished_message
 from worker.roster import Roster
 from worker.rows import Rows
 from worker.stats import SchedulerCounters
-from worker.stops import find_ends
 from worker.waiting import WaitingQueue
 
 
@@ -43,7 +42,8 @@ class Scheduler:
         self._rows = Rows(num_slots=pool.max_slots, max_total_tokens=longest)
         waiting = WaitingQueue(aging_s=config.aging_s)
         self._roster = Roster(rows=self._rows, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids)
-        self._planner = Planner(config, self._roster, num_blocks=pool.num_blocks, block_size=pool.block_size)
+        self._planner = Planner(config, self._roster)
+        self._landing = Landing(self._roster)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._num_accepted = 0
@@ -144,17 +144,7 @@ class Scheduler:
 
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
-        flight, rows = self._land(result.step), self._rows
-        slots_N, num_computed_N = flight.slots_A[: flight.num_sampled], flight.num_computed_A[: flight.num_sampled]
-        tokens_N, is_good_N = result.tokens_S, self._judge_rows(flight, result, now_s)
-        if not is_good_N.all():
-            slots_N, num_computed_N, tokens_N = slots_N[is_good_N], num_computed_N[is_good_N], tokens_N[is_good_N]
-        rows.append(slots_N, tokens_N, num_computed_N, now_s)
-        self.counters.num_generated_tokens += len(slots_N)
-        self._roster.outputs.put_tokens(rows.gateway_S[slots_N], rows.handle_S[slots_N], tokens_N)
-        self._put_logprobs(flight, result, is_good_N)
-        self._note_prefilled(flight, is_good_N, now_s)
-        self._end_finished(slots_N, tokens_N, now_s)
+        self._landing.succeed(self._land(result.step), result, now_s)
         return self._roster.outputs.take()
 
     def flush(self) -> StepOutputs:
@@ -165,28 +155,13 @@ class Scheduler:
 
     def fail(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
         """The oldest plan failed: every request in it ends with ENGINE_ERROR, and nobody reuses its blocks."""
-        for request in self._live_requests(self._land(step)):
-            self._roster.end_tainted(request, failure("ENGINE_ERROR", detail), now_s)
+        self._landing.fail(self._land(step), detail, now_s)
         return self._roster.outputs.take()
 
     def fail_out_of_memory(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
         """The oldest plan did not fit into the device's memory: its largest prefill (without one: its longest
         request) ends with OUT_OF_MEMORY, the others are computed again."""
-        flight = self._land(step)
-        num_tokens = {chunk.slot: chunk.num_tokens for chunk in flight.plan.prefill}
-        requests = self._live_requests(flight)
-        if not requests:
-            return self._roster.outputs.take()
-
-        def size(request: Request) -> tuple[int, int]:
-            assert request.slot is not None
-            return num_tokens.get(request.slot, 0), int(self._rows.num_known_S[request.slot])
-
-        culprit = max(requests, key=size)
-        for request in requests:
-            if request is not culprit:
-                self._roster.preempt(request, now_s)
-        self._roster.end_tainted(culprit, failure("OUT_OF_MEMORY", detail), now_s)
+        self._landing.run_out_of_memory(self._land(step), detail, now_s)
         return self._roster.outputs.take()
 
     # ------------------------------------------------------------ inside
@@ -228,47 +203,3 @@ class Scheduler:
             raise ValueError(f"step {step} ended, in flight are {[flight.plan.step for flight in self._flights]}")
         self._blocks.end_step(step)
         return self._flights.popleft()
-
-    def _live_requests(self, flight: Flight) -> list[Request]:
-        return [self._roster.in_slot(slot) for slot in flight.slots_A[flight.is_live_A(self._rows)].tolist()]
-
-    def _judge_rows(self, flight: Flight, result: StepResult, now_s: float) -> np.ndarray:
-        """bool [N]: the rows whose token counts. Rows of requests that have ended meanwhile are dropped; requests
-        whose logits are not finite end here."""
-        is_live_N = flight.is_live_A(self._rows)[: flight.num_sampled]
-        is_good_N: np.ndarray = is_live_N & result.is_finite_S
-        if not is_good_N.all():
-            self.counters.num_dropped_tokens += int((~is_live_N).sum())
-            self._end_non_finite(flight.slots_A[: flight.num_sampled][is_live_N & ~result.is_finite_S], now_s)
-        return is_good_N
-
-    def _end_non_finite(self, slots_N: np.ndarray, now_s: float) -> None:
-        for slot in slots_N.tolist():
-            position = int(self._rows.num_known_S[slot])
-            ending = failure("NUMERICAL", f"the model gave no finite logits for position {position}")
-            self._roster.end_tainted(self._roster.in_slot(slot), ending, now_s)
-
-    def _put_logprobs(self, flight: Flight, result: StepResult, is_good_N: np.ndarray) -> None:
-        for index, logprobs in result.logprobs.items():
-            if is_good_N[index]:
-                request = self._roster.in_slot(int(flight.slots_A[index]))
-                told = TokenLogprobs(logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
-                self._roster.outputs.put_logprobs(request.asked.key, told)
-
-    def _note_prefilled(self, flight: Flight, is_good_N: np.ndarray, now_s: float) -> None:
-        """Rows that ended their prefill in this step, which come after the decodes: others may reuse their blocks."""
-        for index in range(len(flight.plan.decode_slots_S), flight.num_sampled):
-            if is_good_N[index]:
-                request = self._roster.in_slot(int(flight.slots_A[index]))
-                request.first_token_s = now_s if request.first_token_s is None else request.first_token_s
-                self._roster.commit(request)
-
-    def _end_finished(self, slots_N: np.ndarray, tokens_N: np.ndarray, now_s: float) -> None:
-        is_stop_N, is_end_N = find_ends(self._rows, slots_N, tokens_N)
-        for index in is_end_N.nonzero()[0].tolist():
-            request = self._roster.in_slot(int(slots_N[index]))
-            if is_stop_N[index]:
-                ending = Ending(WireFinishReason.STOP, stop_token_id=int(tokens_N[index]))
-            else:
-                ending = Ending(WireFinishReason.LENGTH)
-            self._roster.end(request, ending, now_s)

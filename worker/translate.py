@@ -8,11 +8,7 @@ from worker.outputs import GatewayOutput
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, RequestKey
 
-_KINDS = {
-    EventKind.STORED: KvEventKind.STORED,
-    EventKind.REMOVED: KvEventKind.REMOVED,
-    EventKind.CLEARED: KvEventKind.CLEARED,
-}
+_RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
 
 
 def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
@@ -54,7 +50,7 @@ def kv_events(events: list[BlockEvent], *, epoch: str) -> KvEvents:
         epoch=epoch,
         events=tuple(
             KvEvent(
-                kind=_KINDS[event.kind],
+                kind=KvEventKind.STORED if event.kind is EventKind.STORED else _RARE_KINDS[event.kind],
                 block_hash=event.block_hash,
                 parent_hash=event.parent_hash,
                 token_ids=event.token_ids,

@@ -8,6 +8,7 @@ import numpy as np
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
+from tests.support.plan_checks import BlocksInFlight, Seen, seen
 from wire.messages import Finished, Sampling, TokenLogprobs, WireFinishReason
 from worker.config import SchedulerConfig
 from worker.oracle_model import OracleModel, oracle_tokens
@@ -83,24 +84,6 @@ class WorldConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A plan as a person would tell it, by handle: chunks (handle, start, num_tokens), decodes (handle, position).
-    ``samples``: those whose chunk is the last one."""
-
-    joins: tuple[int, ...] = ()
-    prefill: tuple[tuple[int, int, int], ...] = ()
-    samples: tuple[int, ...] = ()
-    decode: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Touched:
-    """Blocks that a step in flight reads or writes, with who does."""
-
-    owners_by_block: dict[int, set[int]]
-
-
 @dataclass(slots=True)
 class Stream:
     """What one output has given so far."""
@@ -121,7 +104,7 @@ class World:
         self.runner = config.runner()
         self.now_s = 0.0
         self.plans: list[StepPlan] = []  # launched, not collected
-        self.touched: dict[int, Touched] = {}  # by step in flight
+        self.in_flight = BlocksInFlight()
         self.trace: list[Seen] = []
         self.asked: dict[RequestKey, AddRequest] = {}
         self.streams: dict[RequestKey, Stream] = {}
@@ -165,13 +148,13 @@ class World:
         plan = self.scheduler.plan(now_s=self.now_s)
         if plan is None:
             return None
-        self.check_plan(plan)
+        self._check(plan)
         try:
             self.runner.launch(plan)
         except RunnerError as error:
             while self.plans:
                 self.collect()
-            self.touched.pop(plan.step)
+            self.in_flight.forget(plan.step)
             self._fail(plan, error)
             return plan
         self.plans.append(plan)
@@ -180,7 +163,7 @@ class World:
     def collect(self) -> StepOutputs:
         """The result of the oldest step."""
         plan = self.plans.pop(0)
-        self.touched.pop(plan.step)
+        self.in_flight.forget(plan.step)
         try:
             result = self.runner.collect()
         except RunnerError as error:
@@ -191,7 +174,8 @@ class World:
 
     def _poison_free_blocks(self) -> None:
         """Whoever still reads a block that is nobody's gets other tokens from now on."""
-        self.runner.poison(self.blocks._pool.blank_blocks())
+        if isinstance(self.runner, OracleRunner):
+            self.runner.poison(self.blocks._pool.blank_blocks())
 
     def step_seen(self) -> Seen | None:
         """Plan, launch and collect one step; what it was."""
@@ -271,51 +255,15 @@ class World:
 
     def seen(self, plan: StepPlan | None) -> Seen | None:
         """The plan by handles; to be asked right after planning."""
-        if plan is None:
-            return None
-        handles = {slot: request.asked.key.handle for slot, request in self._by_slot().items()}
-        return Seen(
-            joins=tuple(handles[join.slot] for join in plan.joins),
-            prefill=tuple((handles[chunk.slot], chunk.start, chunk.num_tokens) for chunk in plan.prefill),
-            samples=tuple(handles[chunk.slot] for chunk in plan.prefill if chunk.is_last),
-            decode=tuple(
-                (handles[slot], position)
-                for slot, position in zip(plan.decode_slots_S.tolist(), plan.decode_positions_S.tolist(), strict=True)
-            ),
-        )
+        return None if plan is None else seen(plan, self._by_slot())
 
-    def check_plan(self, plan: StepPlan) -> None:
-        """The budget holds, everybody in the plan runs and is in it once, and nobody writes to a block that another
-        one's step in flight still uses."""
-        rows = [*plan.decode_slots_S.tolist(), *(int(chunk.slot) for chunk in plan.prefill)]
-        assert 0 < plan.num_tokens <= self.config.max_batch_tokens
-        assert len(set(rows)) == len(rows) <= self.config.max_num_seqs
-        by_slot, touched = self._by_slot(), Touched({})
-        for slot, start, end in self._ranges(plan):
-            owner, size = by_slot[slot].order, self.config.block_size
-            for column in range(-(-end // size)):
-                block = int(self.blocks.table_SM[slot, column])
-                assert block >= 0
-                if (column + 1) * size > start:
-                    self._check_writable(block, owner)
-                touched.owners_by_block.setdefault(block, set()).add(owner)
-        self.touched[plan.step] = touched
-        seen = self.seen(plan)
-        assert seen is not None
-        self.trace.append(seen)
-
-    def _check_writable(self, block: int, owner: int) -> None:
-        for step, touched in self.touched.items():
-            others = touched.owners_by_block.get(block, set()) - {owner}
-            assert not others, f"block {block} is written for {owner}, step {step} in flight uses it for {others}"
-
-    def _ranges(self, plan: StepPlan) -> list[tuple[int, int, int]]:
-        positions = zip(plan.decode_slots_S.tolist(), plan.decode_positions_S.tolist(), strict=True)
-        decodes = [(slot, position, position + 1) for slot, position in positions]
-        return decodes + [(int(chunk.slot), chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.prefill]
+    def _check(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.config.max_batch_tokens
+        self.in_flight.check(plan, self.blocks, self._by_slot())
+        self.trace.append(seen(plan, self._by_slot()))
 
     def _by_slot(self) -> dict[int, Request]:
-        return {int(request.slot): request for request in self.scheduler.roster.running if request.slot is not None}
+        return {int(request.held_slot): request for request in self.scheduler.roster.running}
 
     def check_complete(self) -> None:
         """Every accepted output that was not cut short is what the twin says; the others are a beginning of it."""

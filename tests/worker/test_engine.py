@@ -22,6 +22,7 @@ from wire.messages import (
 from worker.engine import Engine, EngineConfig
 from worker.oracle_model import OracleModel, oracle_tokens
 from worker.oracle_runner import OracleFaults
+from worker.plan import StepPlan
 from worker.ports import GatewayIndex, GatewayLost, InboxMessage, OutboxMessage, StepReport
 from worker.runner import RunnerError
 from worker.scheduler import Scheduler
@@ -95,12 +96,13 @@ class Rig:
         self.now_s = 0.0
         self.blocks = BlockManager(config.blocks())
         self.scheduler = Scheduler(config.scheduler(), self.blocks)
+        self.runner = config.runner()
         self.inbox, self.outbox, self.watcher = ListInbox(), ListOutbox(), Watcher()
         self.engine = Engine(
             config=EngineConfig(epoch="e1", audit_every_steps=audit_every_steps, idle_wait_s=0.25),
             scheduler=self.scheduler,
             blocks=self.blocks,
-            runner=config.runner(),
+            runner=self.runner,
             inbox=self.inbox,
             outbox=self.outbox,
             clock=self.tick,
@@ -152,6 +154,21 @@ def test_two_steps_are_in_flight_while_there_is_work() -> None:
     rig.engine.step()
     assert rig.engine.stats.num_in_flight == 1  # two launched, the older one collected
     assert rig.engine.num_steps == 1
+
+
+def test_watchers_see_that_there_is_work_before_the_first_step_can_hang() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    seen: list[bool] = []
+    launch = rig.runner.launch
+
+    def watched_launch(plan: StepPlan) -> None:
+        seen.append(rig.engine.stats.has_work)
+        launch(plan)
+
+    rig.runner.launch = watched_launch  # type: ignore[method-assign]
+    rig.inbox.put(run_message(1, [3, 4], max_tokens=1))
+    rig.engine.step()
+    assert seen == [True]
 
 
 def test_a_prompt_that_is_no_int32_is_refused() -> None:

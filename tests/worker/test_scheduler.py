@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support.scheduling import Seen, World, WorldConfig, key
+from tests.support.plan_checks import Seen
+from tests.support.scheduling import World, WorldConfig, key
 from wire.messages import Finished, WireFinishReason
 from worker.config import SchedulerConfig
 from worker.oracle_model import OracleModel
@@ -198,7 +199,7 @@ def test_alone_at_the_ceiling_of_the_pool_an_output_ends_by_length(max_in_flight
 )
 def test_what_makes_no_sense_is_refused_by_name(prompt: list[int], sampling: dict[str, int], error: str) -> None:
     world = World(WorldConfig())
-    world.add(1, prompt, **sampling)
+    world.add(1, prompt, **sampling)  # type: ignore[arg-type]
     world.take(world.scheduler.flush())
     finished = world.streams[key(1)].finished
     assert finished == Finished(

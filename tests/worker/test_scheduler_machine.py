@@ -159,8 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         rows = self.world.scheduler.roster.rows
         for request in self.world.scheduler.roster.running:
-            assert request.slot is not None
-            slot = int(request.slot)
+            slot = request.held_slot
             assert rows.num_computed_S[slot] <= rows.num_scheduled_S[slot] < rows.limit_S[slot]
             assert rows.num_known_S[slot] <= rows.limit_S[slot]
             assert rows.num_scheduled_S[slot] <= self.world.blocks.capacity(slot)

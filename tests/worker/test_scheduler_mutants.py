@@ -16,8 +16,9 @@ from worker import scheduler as scheduler_module
 from worker.flights import Flight
 from worker.oracle_model import OracleModel
 from worker.oracle_runner import OracleFaults
+from worker.pipeline import Pipeline
 from worker.plan import StepPlan, StepResult
-from worker.planner import Pipeline, Planner
+from worker.planner import Planner
 from worker.ports import GatewayIndex
 from worker.request import Ending, Request
 from worker.roster import Roster
