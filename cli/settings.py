@@ -60,7 +60,7 @@ class WorkerWatchSettings(MetricsHostSettings):
     )
     heartbeat_interval_s: float = setting(0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0)
     stall_exit_s: float = setting(
-        60.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
+        40.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
     )
     audit_every_steps: int = setting(
         1000, "Engine steps between two recounts of all KV blocks; 0: never", panel="Watching", ge=0
