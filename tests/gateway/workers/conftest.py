@@ -1,0 +1,51 @@
+"""A pool on a real ipc socket, and scripted workers that dial it."""
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from gateway.workers import WorkerPool
+from tests.support.workers import FakeWorker, pool_config
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[WorkerPool]:
+    """Started, with one ipc endpoint."""
+    opened = WorkerPool(pool_config(tmp_path))
+    await opened.start()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def dial(pool: WorkerPool) -> Iterator[Callable[..., FakeWorker]]:
+    """Makes workers that are connected to the pool, and closes them."""
+    workers: list[FakeWorker] = []
+
+    def connect(worker_id: str = "w0", **changes: object) -> FakeWorker:
+        workers.append(FakeWorker(pool.bound_endpoints[0], worker_id, **changes))
+        return workers[-1]
+
+    yield connect
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing, to be killed."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+async def pools() -> AsyncIterator[AsyncExitStack]:
+    """For what a test opens itself: push the way to close it."""
+    async with AsyncExitStack() as stack:
+        yield stack
