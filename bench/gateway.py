@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 MAX_TOKENS = 1_000_000
@@ -37,7 +38,7 @@ def cpu_s() -> float:
 
 async def emit_steps(pool: Any, load: Load, token_ids: list[int], report: dict[str, Any]) -> None:
     """The stand-in worker: waits for all streams, then makes steps on time; late steps are made at once."""
-    while len(pool.runs) < load.num_streams:
+    while len(pool.runs) < load.num_streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     sinks = [run.sink for run in pool.runs]
     begin_s, begin_cpu_s = time.monotonic(), cpu_s()
@@ -92,7 +93,7 @@ def serve(address: str, load: Load, loop_kind: str, pipe: Any) -> None:
         token_ids = [token_id for token_id, row in enumerate(table) if row.isascii() and row]
         await emit_steps(pool, load, token_ids, report)
         meters = gateway.meters.of_model("tiny")
-        while len(gateway.desk.live):
+        while len(gateway.desk.live):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         report |= {"messages": meters.messages, "tokens": meters.generation_tokens}
         pipe.send(report)
@@ -123,7 +124,7 @@ async def read_streams(address: str, load: Load) -> dict[str, Any]:
     begin_cpu_s, begin_s = cpu_s(), time.monotonic()
     arrivals = await asyncio.gather(*(one(index) for index in range(load.num_streams)))
     share = (cpu_s() - begin_cpu_s) / (time.monotonic() - begin_s)
-    gaps = sorted(b - a for times in arrivals for a, b in zip(times[1:], times[2:-1], strict=False))
+    gaps = sorted(b - a for times in arrivals for a, b in pairwise(times[1:-1]))  # Deltas only
     for channel in channels:
         await channel.close()
     return {

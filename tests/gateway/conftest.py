@@ -11,6 +11,7 @@ import grpc
 import pytest
 import structlog
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+from tokenizers import Tokenizer
 
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
@@ -43,6 +44,12 @@ def qwen_files(shared: Path) -> dict[str, bytes]:
 def qwen_text(qwen_files: dict[str, bytes]) -> ModelText:
     """The text side of the real Qwen2.5."""
     return ModelText(qwen_files, num_ids=151_665)
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer(qwen_files: dict[str, bytes]) -> Tokenizer:
+    """The library's own object, to compare with."""
+    return Tokenizer.from_buffer(qwen_files["tokenizer.json"])
 
 
 @dataclass(eq=False)
