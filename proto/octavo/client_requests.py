@@ -102,8 +102,9 @@ def _set_stop(stop: inference_pb2.StopConditions, given: dict) -> None:
     for name in ("max_tokens", "min_tokens", "ignore_eos"):
         if name in given:
             setattr(stop, name, given.pop(name))
-    stop.strings.extend(given.pop("stop", ()))
-    stop.token_ids.extend(given.pop("stop_token_ids", ()))
+    for name, repeated in (("stop", stop.strings), ("stop_token_ids", stop.token_ids)):
+        if name in given:
+            repeated.extend(given.pop(name))
 
 
 def _set_output(output: inference_pb2.OutputOptions, given: dict) -> None:
