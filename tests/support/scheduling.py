@@ -269,6 +269,7 @@ class World:
         """Every accepted output that was not cut short is what the twin says; the others are a beginning of it."""
         for which, stream in self.streams.items():
             assert stream.finished is not None, f"{which} never ended"
+            assert stream.finished.error != "INTERNAL", stream.finished
             expected = self.expected(which) if stream.finished.error != "INVALID_FIELD" else []
             whole = stream.finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH)
             assert stream.tokens == (expected if whole else expected[: len(stream.tokens)]), which

@@ -13,9 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from blockmgr.ids import PrefixCache
 from tests.support.scheduling import World, WorldConfig
 from worker.oracle_model import OracleModel
+from worker.oracle_runner import OracleFaults
+from worker.ports import GatewayIndex
 from worker.request import Phase
+from worker.runner import RunnerError, RunnerOutOfMemory
 
 MAX_ADDED = 12
+NAN_TOKEN = 6  # no prompt of other requests has it
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -31,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         aging_s=st.sampled_from([2.0, 10.0, 1000.0]),
         cache=st.sampled_from([PrefixCache.ON, PrefixCache.ON, PrefixCache.OFF]),
         eos_every=st.sampled_from([None, 6]),
+        nan_output_index=st.integers(0, 3),
     )
     def start(
         self,
@@ -43,7 +48,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         aging_s: float,
         cache: PrefixCache,
         eos_every: int | None,
+        nan_output_index: int,
     ) -> None:
+        self.num_added = 0
+        self.errors: tuple[dict[int, RunnerError], dict[int, RunnerError]] = ({}, {})
         self.world = World(
             WorldConfig(
                 num_blocks=num_blocks,
@@ -56,13 +64,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_in_flight=max_in_flight,
                 aging_s=aging_s,
                 prefix_cache=cache,
-                model=OracleModel(vocab_size=6, eos_token_ids=(2,), eos_every=eos_every),
+                model=OracleModel(vocab_size=7, eos_token_ids=(2,), eos_every=eos_every),
+                faults=OracleFaults(
+                    nan_token_id=NAN_TOKEN,
+                    nan_output_index=nan_output_index,
+                    launch_errors=self.errors[0],
+                    collect_errors=self.errors[1],
+                ),
             )
         )
 
     # ------------------------------------------------------------ events
 
-    @precondition(lambda self: len(self.world.asked) < MAX_ADDED)
+    @precondition(lambda self: self.num_added < MAX_ADDED)
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
         max_tokens=st.integers(1, 12),
@@ -86,8 +100,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s: float | None,
         seed: int,
     ) -> None:
+        self.num_added += 1
         self.world.add(
-            len(self.world.asked),
+            self.num_added,
             prompt,
             gateway=gateway,
             priority=priority,
@@ -125,6 +140,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.world.scheduler.roster.running
         if index < len(running):
             self.world.scheduler.roster.preempt(running[index], self.world.now_s)
+
+    @precondition(lambda self: self.num_added < MAX_ADDED)
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def add_one_that_turns_nan(self, prompt: list[int]) -> None:
+        self.num_added += 1
+        self.world.add(self.num_added, [*prompt, NAN_TOKEN], max_tokens=8)
+
+    @rule(error=st.sampled_from([RunnerError("broken"), RunnerOutOfMemory("short")]), where=st.sampled_from([0, 1]))
+    def break_the_next_step(self, error: RunnerError, where: int) -> None:
+        num_planned = len(self.world.trace)
+        self.errors[where][num_planned + 1] = error
+
+    @rule()
+    def gateway_lost(self) -> None:
+        gateway = GatewayIndex(1)
+        self.world.scheduler.drop_gateway(gateway, now_s=self.world.now_s)
+        for which in [which for which in self.world.asked if which.gateway == gateway]:
+            del self.world.asked[which], self.world.streams[which]
 
     @rule()
     def flush_cache(self) -> None:
@@ -172,6 +205,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.run()
         self.world.check_complete()
         self.world.check_quiet()
+        for which, stream in self.world.streams.items():
+            if stream.finished and stream.finished.error == "NUMERICAL":
+                assert NAN_TOKEN in self.world.asked[which].prompt_ids_T
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
