@@ -32,7 +32,8 @@ from gateway.ticker import measure_loop_lag, refresh, report
 from gateway.workers.pool import WorkerPool
 
 _log = structlog.get_logger(__name__)
-_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", "grpc.health.v1.Health")
+_HEALTH = "grpc.health.v1.Health"
+_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _HEALTH)
 _END_S = 2.0  # for streams that were ended to write their status
 _POLL_S = 0.02
 
@@ -120,7 +121,7 @@ class Gateway:
         server = new_server(self.config, self._guard)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.begin_drain), server)
         self.readiness.attach(server)
-        reflection.enable_server_reflection(("octavo.v1.AdminService", reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
         self.admin_address = bind(server, self.config, address, setting="--admin-address")
         return server
 

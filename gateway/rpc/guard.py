@@ -97,7 +97,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return guarded
 
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
-        """Answer an exception. Raises AbortError where a status was sent; returns where nobody waits for one."""
+        """Answer an exception. Raises AbortError where a status was sent, CancelledError where nobody waits for one."""
         if isinstance(error, grpc.aio.AbortError):
             self._record(scope, "ABORTED_BY_LIBRARY", "")
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -118,6 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):
             raise
         except Exception:  # the library's way to say that the RPC is over
             self._record(scope, "CANCELLED", "CLIENT")
+            raise asyncio.CancelledError from None
 
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
         """Count it, and one line in the log. Handlers of libraries are only counted."""

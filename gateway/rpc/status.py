@@ -19,7 +19,7 @@ DETAILS_TRAILER = "grpc-status-details-bin"
 
 _MAX_MESSAGE = 400  # characters: trailers have to fit into 8 KiB of headers
 _MAX_VIOLATIONS = 16
-_PATH = re.compile(r"(?:ipc://|tcp://)\S+|(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
+_PATH = re.compile(r"(?:ipc|tcp)://[^\s,;)]+|(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

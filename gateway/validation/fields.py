@@ -39,12 +39,14 @@ def violations(message: Message, prefix: str) -> Iterator[Violation]:
     for name in rules.required:
         if not _is_set(message, name):
             yield Violation(field=prefix + name, description="must be set")
+    miscounted = set[str]()
     for name, count in rules.counts.items():
         if (wrong := count(getattr(message, name))) is not None:
+            miscounted.add(name)
             yield Violation(field=prefix + name, description=wrong)
-            return  # elements of a list that is too long are not looked at
     for field, value in message.ListFields():
-        yield from _field_violations(field, value, prefix + field.name)
+        if field.name not in miscounted:  # elements of a list that is too long are not looked at
+            yield from _field_violations(field, value, prefix + field.name)
 
 
 def _is_set(message: Message, name: str) -> bool:
