@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 LINE_LIMIT_BYTES = 2**20
+EXIT_POLL_S = 0.02
 OnLine = Callable[[str, str], None]
 
 
@@ -47,7 +48,7 @@ class Child:
         assert self._process.stdout is not None
         pump = asyncio.create_task(self._pump(self._process.stdout))
         try:
-            return await self._process.wait()
+            return await self._exit_code(self._process)
         finally:
             self._kill_group()
             # What the process wrote last says why it died; a grandchild that keeps the pipe open must not hold us.
@@ -68,6 +69,13 @@ class Child:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    @staticmethod
+    async def _exit_code(process: asyncio.subprocess.Process) -> int:
+        """asyncio's own wait() goes on while anybody, such as a grandchild, holds the pipe open."""
+        while process.returncode is None:  # noqa: ASYNC110  (there is no event for it)
+            await asyncio.sleep(EXIT_POLL_S)
+        return process.returncode
 
     async def _pump(self, stream: asyncio.StreamReader) -> None:
         while True:
