@@ -4,7 +4,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 
 from model.kernels.decode_attention import (
     DecodeArgs,
@@ -13,6 +12,8 @@ from model.kernels.decode_attention import (
     partial_buffers,
 )
 from model.kernels.decode_work import DecodeWork, capacity, plan_work, plan_work_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,0 +1,106 @@
+"""One token for each of B rows, from the last token's embedding to the next token, all of it on the device.
+
+Nothing here waits for the device, allocates, or depends on the rows' contents, so a CUDA graph of `run` can be replayed
+step after step: the kernels read lengths, tables and tokens from the row state and move it on.
+
+Legend: B sequences of the batch · R rows · N query heads · H head dim · D model dim · V rows of the embedding.
+"""
+
+import torch
+
+from model.gpu.layers import LayerBuffers, run_layers
+from model.gpu.state import RowState
+from model.gpu.weights import GpuWeights, LayerWeights
+from model.kernels.decode_attention import DecodeArgs, decode_attention, partial_buffers
+from model.kernels.decode_work import DecodeWork, plan_work
+from model.kernels.rows import embed, rms_norm
+from model.kernels.sample import SampleParts, sample_and_advance
+from model.kv_pool import KvPool
+
+
+class DecodeStep:
+    """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
+
+    vocab_size: ids from there on are never sampled. The pool's last block is scratch.
+    """
+
+    def __init__(self, weights: GpuWeights, state: RowState, kv: KvPool, *, max_batch: int, vocab_size: int) -> None:
+        config, device = weights.config, weights.embed_VD.device
+        self.weights, self.state, self.kv = weights, state, kv
+        self.buffers = LayerBuffers(weights, max_batch)
+        self.rows_B = torch.full((max_batch,), state.scratch_row, dtype=torch.int32, device=device)
+        self.token_B = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self.is_finite_B = torch.zeros(max_batch, dtype=torch.int8, device=device)
+        self.hidden_BD = torch.empty(max_batch, config.hidden_size, dtype=weights.dtype, device=device)
+        self.logits_BV = torch.empty(max_batch, config.vocab_size, dtype=weights.dtype, device=device)
+        self._no_ids_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
+        self._index_B = torch.arange(max_batch, dtype=torch.int32, device=device)
+        self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device)
+        self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device)
+        self._parts = SampleParts(max_batch, vocab_size, device)
+
+    def run(self, batch_size: int) -> None:
+        """A whole step for rows_B[:batch_size]; padding is the scratch row."""
+        rows_B = self.rows_B[:batch_size]
+        embed(self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, self._x(batch_size))
+        args = self.plan(rows_B)
+
+        def attend(
+            index: int, layer: LayerWeights, qkv_BC: torch.Tensor, x_BD: torch.Tensor, out_BNH: torch.Tensor
+        ) -> None:
+            self.attend(index, layer, qkv_BC, x_BD, out_BNH, args)
+
+        x_BD = run_layers(self.weights, self.buffers, batch_size, attend)
+        self.sample(x_BD, self._index_B[:batch_size], rows_B)
+
+    def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
+        """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""
+        config = self.weights.config
+        plan_work(rows_B, self.state.position_R, self._work)
+        return DecodeArgs(
+            rows_B=rows_B,
+            position_R=self.state.position_R,
+            table_RM=self.state.table_RM,
+            cos_LH=self.weights.cos_LH,
+            sin_LH=self.weights.sin_LH,
+            work=self._work,
+            partial_out=self._partials[0],
+            partial_ml=self._partials[1],
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.scale,
+            eps=config.rms_norm_eps,
+        )
+
+    def attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        qkv_BC: torch.Tensor,
+        x_BD: torch.Tensor,
+        out_BNH: torch.Tensor,
+        args: DecodeArgs,
+    ) -> None:
+        """Attention of one layer for the planned rows."""
+        pools = self.kv.k_pools[index], self.kv.v_pools[index]
+        decode_attention(qkv_BC, x_BD, layer.qkv_bias_C, *pools, out_BNH, args)
+
+    def sample(self, x_TD: torch.Tensor, index_B: torch.Tensor, rows_B: torch.Tensor) -> None:
+        """Final norm and head of x_TD[index_B], then a token for each of rows_B, which move on."""
+        B, state = len(rows_B), self.state
+        self.compute_logits(x_TD, index_B)
+        sample_and_advance(
+            self.logits_BV[:B], rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
+            state.position_R, self.token_B[:B], self.is_finite_B[:B], self._parts,
+        )  # fmt: skip
+
+    def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+        """Final norm and head of x_TD[index_B] (int32): logits in `logits_BV`, and returned."""
+        B = len(index_B)
+        hidden_BD, logits_BV = self.hidden_BD[:B], self.logits_BV[:B]
+        rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
+        return torch.mm(hidden_BD, self.weights.head_VD.T, out=logits_BV)
+
+    def _x(self, num_tokens: int) -> torch.Tensor:
+        return self.buffers.x_TD[:num_tokens]
