@@ -31,12 +31,17 @@ from worker.waiting import WaitingQueue
 
 
 class Scheduler:
-    """Decides what each step computes. It is the only user of its block manager."""
+    """Decides what each step computes. It is the only user of its block manager.
+
+    Raises ValueError where the block manager has fewer slots than ``max_num_seqs``.
+    """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self._config = config
         self._blocks = blocks
         pool = blocks.config
+        if pool.max_slots < config.max_num_seqs:
+            raise ValueError(f"max_num_seqs ({config.max_num_seqs}) is more than the {pool.max_slots} slots")
         self._pool_tokens = pool.block_size * min(pool.num_blocks, pool.max_blocks_per_slot)
         longest = min(config.max_model_len, self._pool_tokens + 1)
         self._rows = Rows(num_slots=pool.max_slots, max_total_tokens=longest)

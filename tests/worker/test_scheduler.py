@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from blockmgr.manager import BlockManager
 from tests.support.plan_checks import Seen
 from tests.support.scheduling import World, WorldConfig, key
 from wire.messages import Finished, WireFinishReason
@@ -10,6 +11,7 @@ from worker.config import SchedulerConfig
 from worker.oracle_model import OracleModel
 from worker.plan import StepResult
 from worker.request import Ending, Phase
+from worker.scheduler import Scheduler
 
 
 def test_decode_goes_first_and_prefill_takes_what_is_left() -> None:
@@ -411,3 +413,9 @@ def test_a_configuration_that_cannot_work_is_refused_by_field(field: str, value:
     settings = {"max_model_len": 8, "vocab_size": 8, "max_num_seqs": 4, "max_batch_tokens": 8}
     with pytest.raises(ValueError, match=field):
         SchedulerConfig(**{**settings, field: value})  # type: ignore[arg-type]
+
+
+def test_more_running_requests_than_slots_is_refused_at_the_start() -> None:
+    blocks = BlockManager(WorldConfig(max_num_seqs=2).blocks())
+    with pytest.raises(ValueError, match=r"max_num_seqs \(3\) is more than the 2 slots"):
+        Scheduler(WorldConfig(max_num_seqs=3).scheduler(), blocks)

@@ -41,13 +41,13 @@ def _bound(world: World) -> int:
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says(max_in_flight: int) -> None:
     num_preemptions = 0
-    for seed in range(400):
+    for seed in range(250):
         world = _random_world(seed, max_in_flight)
         world.run(max_steps=_bound(world))
         world.check_complete()
         world.check_quiet()
         num_preemptions += world.scheduler.counters.num_preemptions
-    assert num_preemptions > 200
+    assert num_preemptions > 120
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
