@@ -5,6 +5,7 @@ The fields are those of WorkerConfig; the runner is the oracle.
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from worker.config import CurveConfig, RunnerKind, WorkerConfig
@@ -19,7 +20,7 @@ def config_of(fields: dict[str, Any]) -> WorkerConfig:
         gateway_endpoints=tuple(fields.pop("gateway_endpoints")),
         runner=RunnerKind.ORACLE,
         metrics_port=fields.pop("metrics_port", None),
-        curve=CurveConfig(**curve) if curve else None,
+        curve=CurveConfig(**{name: Path(path) for name, path in curve.items()}) if curve else None,
         **fields,
     )
 
