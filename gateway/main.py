@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from gateway import grpc_logging  # noqa: F401  (before grpc)
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.logs import configure_logs

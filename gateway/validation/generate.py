@@ -76,17 +76,14 @@ def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:
 
 def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, capacity: Capacity) -> None:
     """Raises ExceedsCapacity where prompt and at least one token (or min_tokens) can never fit."""
-    if num_prompt_tokens == 0:
-        raise_if_any((Violation(field="input", description="gives no tokens"),))
-    needed = num_prompt_tokens + max(1, min_tokens)
-    if needed > card.max_model_len:
-        raise ExceedsCapacity(
-            f"{num_prompt_tokens} prompt tokens and at least {max(1, min_tokens)} of output do not fit into the "
-            f"context of {card.max_model_len} tokens"
-        )
+    output = max(1, min_tokens)
+    if num_prompt_tokens + output > card.max_model_len:
+        raise _does_not_fit(num_prompt_tokens, output, f"the context of {card.max_model_len} tokens")
     pool_tokens = capacity.num_blocks * capacity.block_size
-    if needed > pool_tokens:
-        raise ExceedsCapacity(
-            f"{num_prompt_tokens} prompt tokens and at least {max(1, min_tokens)} of output do not fit into the "
-            f"KV pool of {pool_tokens} tokens"
-        )
+    # The last token of an output needs no place in the pool; one free place is asked for all the same.
+    if num_prompt_tokens + max(1, output - 1) > pool_tokens:
+        raise _does_not_fit(num_prompt_tokens, output, f"the KV pool of {pool_tokens} tokens")
+
+
+def _does_not_fit(num_prompt_tokens: int, output: int, limit: str) -> ExceedsCapacity:
+    return ExceedsCapacity(f"{num_prompt_tokens} prompt tokens and at least {output} of output do not fit into {limit}")

@@ -359,6 +359,8 @@ async def test_what_can_never_fit_is_refused_at_once(serve: Any) -> None:
         (worker_view(), 200, 57, False),
         (worker_view(capacity=small), 31, 0, True),
         (worker_view(capacity=small), 32, 0, False),  # nor in a pool of 2 blocks of 16
+        (worker_view(capacity=small), 20, 13, True),  # the last token needs no place in the pool
+        (worker_view(capacity=small), 20, 14, False),
     ]
     for view, num_tokens, min_tokens, fits in cases:
         pool = speaking([5])
