@@ -27,6 +27,7 @@ QUESTIONS = (
 )
 MAX_TOKENS = 96
 NUM_BLOCKS = 1024  # enough for three questions; the default would take most of the memory
+NUM_THREADS = 1  # on a busy machine, two threads that wait for each other made a step of this model ten times longer
 STOP_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
 HOST = "127.0.0.1"
@@ -51,9 +52,12 @@ def tour(settings: ServeSettings) -> int:
 
 def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSettings:
     """The settings given, on our ports, with a small pool and a quiet log unless others were asked for."""
-    pool = {} if settings.num_blocks else {"num_blocks": NUM_BLOCKS}
+    small = {} if settings.num_blocks else {"num_blocks": NUM_BLOCKS}
+    small |= {} if settings.num_threads else {"num_threads": NUM_THREADS}
     quiet = {"log_level": "warning"} if settings.log_level == "info" else {}
-    return settings.model_copy(update={"host": HOST, "metrics_host": HOST, "admin_port": None} | pool | quiet | changes)
+    return settings.model_copy(
+        update={"host": HOST, "metrics_host": HOST, "admin_port": None} | small | quiet | changes
+    )
 
 
 @contextmanager
