@@ -20,4 +20,4 @@ class WorkerPoolConfig:
     stall_timeout_s: float = 30.0  # no step while it has work
     tick_s: float = 0.25  # how often silence and stalls are looked for
     max_prefix_nodes: int = 262_144  # blocks that the router remembers per model
-    drain_budget: int = 256  # messages taken from one socket before the loop gets its turn
+    drain_budget: int = 64  # messages taken from one socket before the loop gets its turn

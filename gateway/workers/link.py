@@ -71,6 +71,8 @@ class RouterLink:
     def send(self, peer: Peer, message: Message) -> None:
         """Raises PeerFull, PeerGone, wire.codec.MessageTooLarge."""
         frame = encode(message)
+        if not self._sockets:
+            raise PeerGone  # closed
         self._sockets[peer.socket].send(peer.routing_id, frame)
         self._stats.sent_messages += 1
         self._stats.sent_bytes += len(frame)

@@ -7,7 +7,6 @@ no locks. Must not know gRPC or text.
 import asyncio
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -15,10 +14,11 @@ import structlog
 
 from gateway.workers import router
 from gateway.workers.config import WorkerPoolConfig
-from gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Peer, Refuse, Watch
+from gateway.workers.decisions import Peer
 from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from gateway.workers.executor import Executor, OnModel
 from gateway.workers.inbound import Inbound
-from gateway.workers.link import PeerFull, PeerGone, RouterLink
+from gateway.workers.link import RouterLink
 from gateway.workers.outputs import Output, Outputs
 from gateway.workers.prefixes import Prefixes
 from gateway.workers.queries import Queries
@@ -26,29 +26,10 @@ from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry, RegistryLimits
 from gateway.workers.stats import PoolStats
 from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
-from gateway.workers.watch import ProcessWatch
-from wire.codec import MessageTooLarge
-from wire.messages import (
-    AdminQuery,
-    AdminReply,
-    Cancel,
-    Drain,
-    Message,
-    ModelCard,
-    NeedTokenizer,
-    Refused,
-    Run,
-    Welcome,
-)
+from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Run
 from wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
-
-OnModel = Callable[[ModelCard, dict[str, bytes]], None]
-
-
-def _ignore_model(card: ModelCard, files: dict[str, bytes]) -> None:
-    """Nobody wants to know."""
 
 
 class WorkerPool:
@@ -59,8 +40,6 @@ class WorkerPool:
         self.stats = PoolStats()
         self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what a former life had asked for
         self._config = config
-        self._on_model = on_model or _ignore_model
-        self._on_change: list[Callable[[], None]] = []
         limits = RegistryLimits(
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
@@ -72,14 +51,24 @@ class WorkerPool:
         self._queries = Queries()
         self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
         self._link = RouterLink(config, self._take_frame, self.stats)
-        self._watch = ProcessWatch(self._process_ended)
-        self._cancels: defaultdict[int, list[int]] = defaultdict(list)  # by incarnation, not yet sent
+        self._executor = Executor(
+            gateway_id=self.gateway_id,
+            registry=self._registry,
+            link=self._link,
+            outputs=self._outputs,
+            prefixes=self._prefixes,
+            queries=self._queries,
+            stats=self.stats,
+            on_exit=self._process_ended,
+            on_model=on_model,
+        )
+        self._post = self._executor.post
         self._ticker: asyncio.Task[None] | None = None
         self._turn = 0
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call back (on the loop) whenever the set of ready models or workers changed."""
-        self._on_change.append(callback)
+        self._executor.on_change.append(callback)
 
     @property
     def bound_endpoints(self) -> tuple[str, ...]:
@@ -97,10 +86,9 @@ class WorkerPool:
         if ticker is not None:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
-        for output in self._outputs:
-            self._outputs.lose(output, LostReason.DRAINING, "the gateway is shutting down")
-        self._queries.close()
-        self._watch.close()
+        for record in self._registry:
+            ended = self._registry.give_up(record, LostReason.DRAINING, "the gateway is shutting down")
+            self._executor.carry_out(ended)
         self._link.close()
 
     # ------------------------------------------------------------ what is there
@@ -157,7 +145,7 @@ class WorkerPool:
             wants_logprobs=request.sampling.num_logprobs is not None,
             sink=sink,
         )
-        self._send_run(record, _run(output.handle, request))
+        self._post.send(record, _run(output.handle, request))
         self._outputs.add(output)
         self._registry.opened(record, time.monotonic())
         return output.handle
@@ -169,16 +157,16 @@ class WorkerPool:
         if output is None or output.is_cancelled:
             return
         output.is_cancelled = True
-        self._queue_cancel(output)
+        self._post.cancel(output.incarnation, handle)
 
     def drain(self, worker_id: str, *, grace_s: float) -> None:
         """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
         record = self._registry.find(worker_id)
         if record is None:
             raise WorkerGone(worker_id, "not registered")
-        self._send_or_raise(record, Drain(grace_s=grace_s))
+        self._post.send(record, Drain(grace_s=grace_s))
         record.state = WorkerState.DRAINING
-        self._changed()
+        self._executor.changed()
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
@@ -189,7 +177,7 @@ class WorkerPool:
             if model is None or record.card.name == model:
                 query_id, future = self._queries.open(record.incarnation)
                 message = AdminQuery(query_id=query_id, audit=audit, flush_prefix_cache=flush)
-                if self._try_send(record, message):
+                if self._post.try_send(record, message):
                     asked[future] = record.worker_id
         if asked:
             await asyncio.wait(asked, timeout=timeout_s)
@@ -208,7 +196,7 @@ class WorkerPool:
             decisions, ended = self._inbound.take(peer, frame, time.monotonic())
             for output in ended:
                 self._output_ended(output)
-            self._carry_out(decisions)
+            self._executor.carry_out(decisions)
         except Exception:
             self.stats.protocol_errors["internal"] += 1
             log.exception("message_failed")
@@ -216,10 +204,23 @@ class WorkerPool:
     def _process_ended(self, incarnation: int) -> None:
         # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away.
         self._link.drain_all()
-        self._carry_out(self._registry.on_exit(incarnation))
+        self._executor.carry_out(self._registry.on_exit(incarnation))
 
     def _check(self, incarnation: int) -> None:
-        self._watch.check(incarnation)
+        self._executor.watch.check(incarnation)
+
+    def _output_ended(self, output: Output) -> None:
+        record = self._registry.get(output.incarnation)
+        if record is not None:
+            record.in_flight -= 1
+            if output.is_faulted:
+                self._post.cancel(output.incarnation, output.handle)
+
+    def _present(self, worker: WorkerView) -> WorkerRecord:
+        record = self._registry.find(worker.worker_id)
+        if record is None or record.epoch != worker.epoch:
+            raise WorkerGone(worker.worker_id)
+        return record
 
     async def _tick_forever(self) -> None:
         while True:
@@ -231,123 +232,12 @@ class WorkerPool:
 
     def _tick(self) -> None:
         self._link.drain_all()
-        self._carry_out(self._registry.on_tick(time.monotonic()))
-        self._flush_cancels()
+        self._executor.carry_out(self._registry.on_tick(time.monotonic()))
+        self._post.flush_cancels()
         try:
             self.stats.rebinds += self._link.restore()
         except (RunDirError, OSError) as error:
             log.error("ipc_socket_lost", error=str(error))
-
-    # ------------------------------------------------------------ decisions
-
-    def _carry_out(self, decisions: list[Decision]) -> None:
-        for decision in decisions:
-            match decision:
-                case Accept():
-                    self._tell(decision.peer, Welcome(gateway_id=self.gateway_id, epoch=decision.epoch))
-                    self.stats.registrations += 1
-                case AskTokenizer():
-                    self._tell(decision.peer, NeedTokenizer(epoch=decision.epoch, digest=decision.digest))
-                case Refuse():
-                    self._refuse(decision)
-                case Watch():
-                    self._start_watch(decision)
-                case Announce():
-                    self._announce(decision)
-                case Lose():
-                    self._lose(decision)
-
-    def _refuse(self, decision: Refuse) -> None:
-        self.stats.refusals[decision.kind] += 1
-        log.warning("worker_refused", kind=decision.kind, reason=decision.reason)
-        self._tell(decision.peer, Refused(epoch=decision.epoch, reason=decision.reason))
-
-    def _start_watch(self, decision: Watch) -> None:
-        record = self._registry.get(decision.incarnation)
-        if record is not None:
-            record.is_watched = self._watch.add(decision.incarnation, decision.pid, decision.pid_namespace)
-
-    def _announce(self, decision: Announce) -> None:
-        record = self._registry.get(decision.incarnation)
-        if record is None:
-            return
-        log.info("worker_ready", worker_id=record.worker_id, model=record.card.name, pid=record.pid)
-        self._on_model(decision.card, self._registry.bundle(decision.card.tokenizer_digest))
-        self._changed()
-
-    def _lose(self, decision: Lose) -> None:
-        tell = log.info if decision.reason is LostReason.DRAINING else log.warning
-        tell("worker_lost", worker_id=decision.worker_id, reason=decision.reason.value, detail=decision.detail)
-        self.stats.workers_lost[decision.reason.value] += 1
-        self._watch.drop(decision.incarnation)
-        self._prefixes.forget(decision.incarnation)
-        self._cancels.pop(decision.incarnation, None)
-        self._queries.lose(decision.incarnation)
-        for output in self._outputs.of(decision.incarnation):
-            self._outputs.lose(output, decision.reason, f"worker {decision.worker_id}: {decision.detail}")
-        self._changed()
-
-    def _changed(self) -> None:
-        for callback in self._on_change:
-            try:
-                callback()
-            except Exception:
-                log.exception("on_change_failed")
-
-    # ------------------------------------------------------------ sending
-
-    def _present(self, worker: WorkerView) -> WorkerRecord:
-        record = self._registry.find(worker.worker_id)
-        if record is None or record.epoch != worker.epoch:
-            raise WorkerGone(worker.worker_id)
-        return record
-
-    def _send_run(self, record: WorkerRecord, run: Run) -> None:
-        self._send_or_raise(record, run)
-
-    def _send_or_raise(self, record: WorkerRecord, message: Message) -> None:
-        try:
-            self._link.send(record.peer, message)
-        except PeerFull:
-            raise WorkerBusy(record.worker_id, "the queue towards it is full") from None
-        except PeerGone:
-            self._carry_out(self._registry.on_unreachable(record))
-            raise WorkerGone(record.worker_id) from None
-
-    def _try_send(self, record: WorkerRecord, message: Message) -> bool:
-        try:
-            self._send_or_raise(record, message)
-        except (WorkerBusy, WorkerGone):
-            return False
-        return True
-
-    def _tell(self, peer: Peer, message: Message) -> None:
-        """Say something that the peer asks for again if it gets lost."""
-        try:
-            self._link.send(peer, message)
-        except (PeerFull, PeerGone, MessageTooLarge):
-            log.debug("not_told", message=type(message).__name__)
-
-    def _output_ended(self, output: Output) -> None:
-        record = self._registry.get(output.incarnation)
-        if record is not None:
-            record.in_flight -= 1
-            if output.is_faulted:
-                self._queue_cancel(output)
-
-    def _queue_cancel(self, output: Output) -> None:
-        """Cancels of one turn of the loop travel as one message."""
-        if not self._cancels:
-            asyncio.get_running_loop().call_soon(self._flush_cancels)
-        self._cancels[output.incarnation].append(output.handle)
-
-    def _flush_cancels(self) -> None:
-        for incarnation in tuple(self._cancels):
-            record = self._registry.get(incarnation)
-            handles = tuple(self._cancels.get(incarnation, ()))
-            # A full queue keeps them for the next tick; a worker that is gone has nothing to cancel.
-            if record is None or self._try_send(record, Cancel(handles=handles)):
-                self._cancels.pop(incarnation, None)
 
 
 def _run(handle: int, request: RunRequest) -> Run:

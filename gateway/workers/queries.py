@@ -36,8 +36,3 @@ class Queries:
         for asked, future in tuple(self._open.values()):
             if asked == incarnation:
                 future.cancel()
-
-    def close(self) -> None:
-        """Cancel all."""
-        for _, future in tuple(self._open.values()):
-            future.cancel()

@@ -202,6 +202,20 @@ async def test_closing_the_pool_ends_every_stream(pool: WorkerPool, dial: Dial) 
     assert sink.calls == [("lost", "DRAINING")]
 
 
+async def test_a_closed_pool_takes_nothing(pool: WorkerPool, dial: Dial) -> None:
+    worker = dial()
+    await worker.join(pool)
+    view = pool.choose("tiny", PROMPT, "")
+    handle, _ = open_one(pool)
+    pool.cancel(handle)
+    await pool.close()
+    with pytest.raises(WorkerGone):
+        pool.open(view, request(), RecordingSink())
+    with pytest.raises(NoWorker):
+        pool.choose("tiny", PROMPT, "")
+    assert await pool.query(audit=True, flush=False, timeout_s=1.0) == []
+
+
 async def test_a_worker_that_leaves_takes_its_streams_along(pool: WorkerPool, dial: Dial) -> None:
     worker = dial()
     await worker.join(pool)
@@ -233,6 +247,7 @@ async def test_a_restarted_worker_is_taken_at_once(pool: WorkerPool, dial: Dial,
     _, sink = open_one(pool)
     twin = dial()
     sleeper.kill()
+    sleeper.wait()  # the pool has no turn of the loop between the end of the process and the registration
     await twin.send(twin.register)
     assert await twin.expect(Welcome) == Welcome(gateway_id=pool.gateway_id, epoch=twin.epoch)
     assert sink.calls == [("lost", "WORKER_LOST")]
