@@ -26,7 +26,7 @@ from gateway.text.model_text import ModelText
 from gateway.text.service import TextService
 from gateway.text.stop_matcher import StopStrings
 from gateway.validation.chat import chat_input
-from gateway.validation.generate import check_capacity, check_ids
+from gateway.validation.generate import check_capacity, check_context, check_ids
 from gateway.workers.errors import WorkerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.views import RunRequest, WorkerView
@@ -133,7 +133,9 @@ class Desk:
         """int32 [T]."""
         kind = request.WhichOneof("input")
         if kind == "token_ids":
-            return check_ids(request.token_ids.ids, card.vocab_size, f"{prefix}token_ids.ids")
+            ids = request.token_ids.ids
+            check_context(len(ids), 1, card)  # before looking at millions of them
+            return check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids")
         text, max_bytes = self.models.text_of(card), self.limits.max_prompt_bytes
         if kind == "text":
             encoded = await self.text.run(lambda: text.encode(request.text, max_bytes=max_bytes))

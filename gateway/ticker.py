@@ -58,5 +58,14 @@ async def report(desk: Desk) -> None:
                 generation_tokens_per_s=round((generation - last_generation) / (now_s - last_s), 1),
                 running=desk.live.num_scheduled(),
                 waiting=len(desk.live) - desk.live.num_scheduled(),
+                kv_usage=_kv_usage(desk),
             )
         last_s, last_prompt, last_generation = now_s, prompt, generation
+
+
+def _kv_usage(desk: Desk) -> float:
+    """Share of the workers' KV blocks that requests hold, by their last heartbeats."""
+    workers = desk.pool.workers()
+    total = sum(worker.capacity.num_blocks for worker in workers)
+    idle = sum(worker.num_free_blocks + worker.num_cached_blocks for worker in workers)
+    return round(1 - idle / total, 3) if total else 0.0

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import grpc
+from google.protobuf.message import Message
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
@@ -15,12 +17,12 @@ from gateway.meters import ModelMeters
 from gateway.output import Piece
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
-from gateway.text.errors import PromptTooLong
 from gateway.validation.chat import chat_input
 from gateway.validation.fields import check
 from gateway.validation.generate import check_complete, check_generate, check_ids, check_tokenize
 
 Context = grpc.aio.ServicerContext
+_LARGE_BYTES = 32 * 1024
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -33,7 +35,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Stream one output: Started, Deltas, Finished."""
         scope = current_rpc.get()
         scope.request_id = request.request_id
-        check_generate(request)
+        await self._check(lambda: check_generate(request), request)
         live = await self._desk.open(request, scope, prefix="", timeout_s=context.time_remaining())
         try:
             # Only now: a refusal stays a trailers-only response, which the client's library may retry.
@@ -62,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The same in one message."""
         scope = current_rpc.get()
         scope.request_id = request.generate.request_id
-        check_complete(request)
+        await self._check(lambda: check_complete(request), request)
         live = await self._desk.open(request.generate, scope, prefix="generate.", timeout_s=context.time_remaining())
         try:
             response = await self._collect(live)
@@ -113,31 +115,42 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text or chat to ids, as Generate would."""
-        check_tokenize(request)
+        await self._check(lambda: check_tokenize(request), request)
         self._desk.check_open()
         desk = self._desk
         text = desk.models.text_of(desk.models.resolve(request.model, desk.pool.cards()))
         max_bytes = desk.limits.max_prompt_bytes
-        if request.WhichOneof("input") == "text":
-            encoded = await desk.text.run(lambda: text.encode(request.text, max_bytes=max_bytes))
-        else:
-            encoded = await desk.text.run(lambda: text.encode_chat(chat_input(request.chat), max_bytes=max_bytes))
-        return pb.TokenizeResponse(token_ids=encoded.ids_T.tolist(), text=encoded.text)
+
+        def tokenize() -> pb.TokenizeResponse:
+            if request.WhichOneof("input") == "text":
+                encoded = text.encode(request.text, max_bytes=max_bytes)
+            else:
+                encoded = text.encode_chat(chat_input(request.chat), max_bytes=max_bytes)
+            return pb.TokenizeResponse(token_ids=encoded.ids_T.tolist(), text=encoded.text)
+
+        return await desk.text.run(tokenize)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Ids to text."""
-        check(request)
         self._desk.check_open()
         desk = self._desk
         card = desk.models.resolve(request.model, desk.pool.cards())
-        ids = check_ids(request.token_ids, card.vocab_size, "token_ids").tolist()
-        text = desk.models.text_of(card)
-        table = text.table.visible_bytes if request.skip_special_tokens else text.table.all_bytes
-        num_bytes = sum(len(table[token_id]) for token_id in ids)
-        if num_bytes > desk.limits.max_prompt_bytes:
-            raise PromptTooLong(num_bytes=num_bytes, max_bytes=desk.limits.max_prompt_bytes)
-        decode = text.decode_visible if request.skip_special_tokens else text.decode_all
-        return pb.DetokenizeResponse(text=await desk.text.run(lambda: decode(ids)))
+        text, max_bytes = desk.models.text_of(card), desk.limits.max_prompt_bytes
+
+        def detokenize() -> pb.DetokenizeResponse:
+            check(request)
+            ids = check_ids(request.token_ids, card.vocab_size, "token_ids").tolist()
+            decode = text.decode_visible if request.skip_special_tokens else text.decode_all
+            return pb.DetokenizeResponse(text=decode(ids, max_bytes=max_bytes))
+
+        return await desk.text.run(detokenize)
+
+    async def _check(self, check_it: Callable[[], None], request: Message) -> None:
+        """Large requests are checked off the event loop."""
+        if request.ByteSize() > _LARGE_BYTES:
+            await self._desk.text.run(check_it)
+        else:
+            check_it()
 
 
 def _count_piece(meters: ModelMeters, live: LiveRequest, piece: Piece, now_s: float) -> None:

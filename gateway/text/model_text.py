@@ -4,7 +4,7 @@ Thread-safe; its methods take long for long texts, so callers on an event loop g
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,8 @@ from gateway.text.byte_table import ByteTable, check_byte_level
 from gateway.text.chat_template import ChatInput, ChatTemplate
 from gateway.text.control_tokens import ControlTokens
 from gateway.text.errors import PromptTooLong, TemplateError, UnsupportedTokenizer
+
+MAX_DECODED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,13 +116,18 @@ class ModelText:
                 ids.append(self._special_ids[control])
         return Encoded(text=text, ids_T=np.array(ids, np.int32))
 
-    def decode_all(self, token_ids: Iterable[int]) -> str:
-        """Every token, special ones too."""
-        return self._decode(token_ids, self.table.all_bytes)
+    def decode_all(self, token_ids: Sequence[int], *, max_bytes: int = MAX_DECODED_BYTES) -> str:
+        """Every token, special ones too. Raises PromptTooLong."""
+        return _decode(token_ids, self.table.all_bytes, max_bytes)
 
-    def decode_visible(self, token_ids: Iterable[int]) -> str:
-        """Without special tokens."""
-        return self._decode(token_ids, self.table.visible_bytes)
+    def decode_visible(self, token_ids: Sequence[int], *, max_bytes: int = MAX_DECODED_BYTES) -> str:
+        """Without special tokens. Raises PromptTooLong."""
+        return _decode(token_ids, self.table.visible_bytes, max_bytes)
 
-    def _decode(self, token_ids: Iterable[int], bytes_by_id: Sequence[bytes]) -> str:
-        return b"".join([bytes_by_id[token_id] for token_id in token_ids]).decode("utf-8", "replace")
+
+def _decode(token_ids: Sequence[int], bytes_by_id: Sequence[bytes], max_bytes: int) -> str:
+    rows = [bytes_by_id[token_id] for token_id in token_ids]
+    num_bytes = sum(map(len, rows))
+    if num_bytes > max_bytes:
+        raise PromptTooLong(num_bytes=num_bytes, max_bytes=max_bytes)
+    return b"".join(rows).decode("utf-8", "replace")

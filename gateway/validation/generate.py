@@ -77,12 +77,17 @@ def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:
 def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, capacity: Capacity) -> None:
     """Raises ExceedsCapacity where prompt and at least one token (or min_tokens) can never fit."""
     output = max(1, min_tokens)
-    if num_prompt_tokens + output > card.max_model_len:
-        raise _does_not_fit(num_prompt_tokens, output, f"the context of {card.max_model_len} tokens")
+    check_context(num_prompt_tokens, output, card)
     pool_tokens = capacity.num_blocks * capacity.block_size
     # The last token of an output needs no place in the pool; one free place is asked for all the same.
     if num_prompt_tokens + max(1, output - 1) > pool_tokens:
         raise _does_not_fit(num_prompt_tokens, output, f"the KV pool of {pool_tokens} tokens")
+
+
+def check_context(num_prompt_tokens: int, num_output_tokens: int, card: ModelCard) -> None:
+    """Raises ExceedsCapacity where both together are longer than the context."""
+    if num_prompt_tokens + num_output_tokens > card.max_model_len:
+        raise _does_not_fit(num_prompt_tokens, num_output_tokens, f"the context of {card.max_model_len} tokens")
 
 
 def _does_not_fit(num_prompt_tokens: int, output: int, limit: str) -> ExceedsCapacity:
