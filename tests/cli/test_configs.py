@@ -61,7 +61,7 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         gateway_public_key_file=Path("g.pub"), registration_token="word", heartbeat_interval_s=14.5,
         drain_grace_s=20.5, stall_exit_s=21.5,
         worker_metrics_port=15, metrics_host="::1", audit_every_steps=16, log_format="json", log_level="error",
-        runner="torch", oracle_vocab_size=17, oracle_step_delay_s=18.5, oracle_eos_every=19,
+        runner="torch", oracle_vocab_size=17, oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
     )  # fmt: skip
     config = worker_config(settings)
     assert config == WorkerConfig(
@@ -73,7 +73,7 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5,
         metrics_port=15, metrics_host="::1",
         audit_every_steps=16, log_format="json", log_level="error", runner=RunnerKind.TORCH, oracle_vocab_size=17,
-        oracle_step_delay_s=18.5, oracle_eos_every=19,
+        oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
     )  # fmt: skip
     # torch is RunnerKind's default: every other field differs from it, so none was forgotten above.
     assert unchanged(config, required={"model", "gateway_endpoints"}) == {"runner"}
