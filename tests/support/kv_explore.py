@@ -13,10 +13,21 @@ from blockmgr import PrefixCache
 from tests.support.kv_machine import KvMachine
 from tests.support.kv_walk import check
 
-PROMPTS = {"x": [0, 0, 0], "y": [0, 0, 1]}
-MAX_LIVE, MAX_TOKENS, MAX_IN_FLIGHT = 2, 5, 2
-_FIELDS = ("hash", "manager", "shadow", "requests", "steps", "mirror_SM", "joined", "router")
-_FIELDS += ("num_admitted", "num_steps", "has_toggled", "has_twins")
+MAX_LIVE, MAX_TOKENS = 2, 4
+ALL_ACTIONS = frozenset({"admit", "fork", "plan", "end_step", "release", "crash"})
+_DEEP = ("hash", "manager", "shadow", "requests", "steps")
+_SHALLOW = ("mirror_SM", "joined", "router")
+_PLAIN = ("num_admitted", "num_steps", "has_toggled", "has_twins")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """How much is tried: blocks of two tokens, prompts that a request may have, steps in flight at once."""
+
+    num_blocks: int
+    prompts: tuple[tuple[int, ...], ...]
+    max_in_flight: int
+    actions: frozenset[str] = ALL_ACTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +39,16 @@ class Exploration:
     depth: int
 
 
-def explore(num_blocks: int, max_states: int) -> Exploration:
+def explore(scope: Scope, max_states: int) -> Exploration:
     """Visit all states; AssertionError where an invariant breaks. OverflowError beyond ``max_states``."""
     first = KvMachine()
-    first.start(num_blocks=num_blocks, max_slots=2, cache=PrefixCache.ON, max_events=1000)
+    first.start(num_blocks=scope.num_blocks, max_slots=2, cache=PrefixCache.ON, max_events=1000)
     seen, queue, num_transitions, depth = {state_of(first)}, deque([(first, 0)]), 0, 0
     while queue:
         machine, distance = queue.popleft()
-        for action, arguments in _actions(machine):
+        for action, arguments in _actions(machine, scope):
             successor = clone(machine)
-            getattr(successor, action)(*arguments) if hasattr(successor, action) else _crash(successor)
+            _crash(successor) if action == "crash" else getattr(successor, action)(*arguments)
             check(successor)
             num_transitions += 1
             state = state_of(successor)
@@ -54,7 +65,11 @@ def explore(num_blocks: int, max_states: int) -> Exploration:
 def clone(machine: KvMachine) -> KvMachine:
     """An independent copy."""
     twin = KvMachine()
-    twin.__dict__.update(copy.deepcopy({name: machine.__dict__[name] for name in _FIELDS}))
+    state = machine.__dict__
+    memo = {id(machine.manager.config): machine.manager.config}
+    twin.__dict__.update(copy.deepcopy({name: state[name] for name in _DEEP}, memo))
+    twin.__dict__.update({name: state[name].copy() for name in _SHALLOW})
+    twin.__dict__.update({name: state[name] for name in _PLAIN})
     twin.manager.table_SM = twin.manager._tables.table_SM
     return twin
 
@@ -69,19 +84,21 @@ def state_of(machine: KvMachine) -> tuple[Any, ...]:
     requests = sorted(machine.requests.values(), key=lambda r: r.slot)
     rows = [(r.slot, tuple(r.tokens), r.num_computed, r.is_tainted, named(machine._row(r))) for r in requests]
     slot_of = {id(request): request.slot for request in requests}
+    fence = manager._pool.fence
+    lru, held = named(manager._pool.lru.to_array().tolist()), named(fence.to_array().tolist())
     steps = tuple(
         (
             named(sorted(s.blocks, key=lambda b: names.get(b, 99))),
-            tuple((slot_of.get(id(r)), n) for _, r, n in s.commits),
+            tuple((slot_of[id(r)], n) for _, r, n in s.commits if id(r) in slot_of),
         )
         for s in machine.steps
     )
-    fence = manager._pool.fence
     begun = [step.number for step in machine.steps]
     holds = tuple(
-        (begun.index(last) if last in begun else -1, named(blocks.tolist())) for last, _, blocks in fence._holds
+        (begun.index(last), named(alive))
+        for last, hold, blocks in fence._holds
+        if (alive := blocks[fence._hold_P[blocks] == hold].tolist())
     )
-    lru, held = named(manager._pool.lru.to_array().tolist()), named(fence.to_array().tolist())
     index = manager._index
     entries = {int(index.entry_P[b]): b for b in index.block_of.values()} | {0: -1}
     links = tuple(
@@ -97,23 +114,23 @@ def state_of(machine: KvMachine) -> tuple[Any, ...]:
     return tuple(rows), steps, holds, lru, held, links, chains, copies, machine.has_twins, frozenset(machine.joined)
 
 
-def _actions(machine: KvMachine) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    if len(machine.requests) < MAX_LIVE:
-        for tokens in PROMPTS.values():
-            yield "admit", (list(tokens), "", None)
-    if machine.requests and len(machine.requests) < MAX_LIVE:
+def _actions(machine: KvMachine, scope: Scope) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    return (action for action in _possible_actions(machine, scope) if action[0] in scope.actions)
+
+
+def _possible_actions(machine: KvMachine, scope: Scope) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    num_live = len(machine.requests)
+    if num_live < MAX_LIVE:
+        yield from (("admit", (list(tokens), "", None)) for tokens in scope.prompts)
+    if num_live == 1:
         yield "fork", (0, 3)
-    can_step = machine.requests and len(machine.steps) < MAX_IN_FLIGHT
-    if can_step and all(len(r.tokens) < MAX_TOKENS for r in machine.requests.values()):
-        everybody = [(i, 2, 0) for i in range(len(machine.requests))]
-        yield "plan", (everybody, "plan")
-        yield "plan", (everybody, "end")
+    may_grow = all(len(r.tokens) < MAX_TOKENS for r in machine.requests.values())
+    if num_live and may_grow and len(machine.steps) < scope.max_in_flight:
+        yield from (("plan", ([(i, 2, 0) for i in range(num_live)], when)) for when in ("plan", "end"))
     if machine.steps:
         yield "end_step", ()
-    for i in range(len(machine.requests)):
-        yield "release", (i, "once")
-    if machine.steps:
         yield "crash", ()
+    yield from (("release", (i, "once")) for i in range(num_live))
 
 
 def _crash(machine: KvMachine) -> None:

@@ -16,6 +16,12 @@ class KvShadow:
         self.block_size = block_size
         self.blocks: list[list[Content]] = [[GARBAGE] * block_size for _ in range(num_blocks)]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "KvShadow":
+        """Contents are immutable: only the lists are copied."""
+        twin = KvShadow(0, self.block_size)
+        twin.blocks = [list(block) for block in self.blocks]
+        return twin
+
     def spoil(self, blocks: list[int]) -> None:
         """Nothing in these blocks may be relied on any more."""
         for block in blocks:
