@@ -201,6 +201,8 @@ def test_a_supervisor_that_is_killed_leaves_no_orphan_and_its_ports_free(tmp_pat
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=5)
+    for orphan in alive:
+        orphan.kill()
     assert alive == []
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
