@@ -102,7 +102,7 @@ class Gateway:
     async def _listen(self) -> None:
         config = self.config
         if config.metrics_address is not None:
-            check_exposure(config.metrics_address, config.exposure, setting="--metrics-address")
+            check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
         server = new_server(config, self._guard)
@@ -111,7 +111,7 @@ class Gateway:
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
         self.readiness.attach(server)
         reflection.enable_server_reflection((*_PUBLIC, reflection.SERVICE_NAME), server)
-        self.listen_address = bind(server, config, config.listen_address, setting="--listen")
+        self.listen_address = bind(server, config, config.listen_address, setting="--port")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         for each in self._servers:
@@ -122,7 +122,7 @@ class Gateway:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.begin_drain), server)
         self.readiness.attach(server)
         reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
-        self.admin_address = bind(server, self.config, address, setting="--admin-address")
+        self.admin_address = bind(server, self.config, address, setting="--admin-port")
         return server
 
     def begin_drain(self, grace_s: float | None = None) -> None:

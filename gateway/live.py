@@ -31,10 +31,15 @@ class LiveRequest:
     last_message_s: float = field(default=0.0)
 
     def fail(self, error: RequestError) -> None:
-        """End it from here. Where its task is stuck in a write, the task is cancelled and finds the error there."""
+        """End it from here. Where its task is in a write, the task is cancelled and finds the error in the stream."""
         self.stream.fail(error)
         if self.stream.write_since_s and self.stream.error is error:
             self.task.cancel()
+
+    def interrupt(self, error: RequestError) -> None:
+        """End it though its output may be complete: nobody reads it."""
+        self.stream.error = self.stream.error or error
+        self.task.cancel()
 
 
 class LiveRequests:
@@ -66,7 +71,7 @@ class LiveRequests:
         limit_s = time.monotonic() - max_wait_s
         stalled = [live for live in self if 0.0 < live.stream.write_since_s < limit_s]
         for live in stalled:
-            live.fail(SlowConsumer(f"a message waited for more than {max_wait_s:g} s to be read"))
+            live.interrupt(SlowConsumer(f"a message waited for more than {max_wait_s:g} s to be read"))
         return len(stalled)
 
     def num_scheduled(self) -> int:

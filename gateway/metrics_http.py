@@ -3,16 +3,19 @@
 from prometheus_client import start_http_server
 from prometheus_client.registry import CollectorRegistry
 
-from gateway.rpc.addresses import split_host_port
+from gateway.rpc.addresses import BindError, split_host_port
 
 
 class MetricsEndpoint:
     """Owns the listening socket and its threads."""
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
-        """Binds at once. address: host:port. Raises OSError."""
+        """Binds at once. address: host:port. Raises AddressError, BindError."""
         host, port = split_host_port(address)
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise BindError("--metrics-port", address) from error
 
     @property
     def port(self) -> int:

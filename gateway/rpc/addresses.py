@@ -9,6 +9,13 @@ class AddressError(ValueError):
     """An address that is malformed, or exposed without being meant to be."""
 
 
+class BindError(OSError):
+    """An address that cannot be listened at. setting: the flags that it comes from."""
+
+    def __init__(self, setting: str, address: str) -> None:
+        super().__init__(f"{setting} {address} cannot be bound: is another process listening there?")
+
+
 def split_host_port(address: str) -> tuple[str, int]:
     """("127.0.0.1", 9090) of "127.0.0.1:9090"; brackets of IPv6 removed. Raises AddressError."""
     host, separator, port = address.rpartition(":")
@@ -31,10 +38,10 @@ def is_local(address: str) -> bool:
 
 
 def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
-    """Raises AddressError where plain text would leave this host without having been asked for. setting: name of the
-    address's setting, for the message."""
+    """Raises AddressError where plain text would leave this host without having been asked for. setting: the flags
+    that the address comes from, for the message."""
     if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
         raise AddressError(
             f"{setting} {address} can be reached from other hosts, and there is no TLS: "
-            "use a loopback address or a unix: socket, or allow it with --insecure-bind"
+            "use a loopback address or a unix: socket, or allow plain text with --exposure insecure"
         )

@@ -3,14 +3,10 @@
 import grpc
 
 from gateway.config import GatewayConfig, PortSharing
-from gateway.rpc.addresses import check_exposure
+from gateway.rpc.addresses import BindError, check_exposure
 from gateway.rpc.guard import Guard
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
-
-
-class BindError(OSError):
-    """An address that cannot be listened at."""
 
 
 def server_options(config: GatewayConfig) -> list[tuple[str, int]]:
@@ -47,10 +43,10 @@ def new_server(config: GatewayConfig, guard: Guard) -> grpc.aio.Server:
 
 def bind(server: grpc.aio.Server, config: GatewayConfig, address: str, *, setting: str) -> str:
     """Listen in plain text (the place where TLS will come in); the address with the port that was bound. setting: the
-    address's name, for messages. Raises AddressError, BindError."""
+    flags that the address comes from, for messages. Raises AddressError, BindError."""
     check_exposure(address, config.exposure, setting=setting)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise BindError(f"{setting} {address} cannot be bound: is another process listening there?") from error
+        raise BindError(setting, address) from error
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

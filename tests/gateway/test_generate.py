@@ -421,6 +421,44 @@ async def test_cancel_reaches_the_worker_at_once(serve: Any) -> None:
         await served.until(lambda: served.gateway.meters.rpcs[key] == 1)
 
 
+async def test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind(serve: Any) -> None:
+    async with serve() as served:
+        began, release = asyncio.Event(), asyncio.Event()
+
+        async def slow(work: Any) -> Any:
+            began.set()
+            await release.wait()
+
+        served.gateway.text.run = slow
+        call = served.inference.Generate(REQUEST)
+        await began.wait()
+        assert served.gateway.desk.admission.holds("r1")
+        call.cancel()
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), limit_s=1.0)
+        assert served.pool.runs == []
+
+
+async def test_a_deadline_that_passes_while_the_prompt_is_tokenized_costs_the_worker_nothing(serve: Any) -> None:
+    async with serve() as served:
+
+        async def slow(work: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return work()
+
+        served.gateway.text.run = slow
+        refusal = await refused(served.inference.Generate(REQUEST, timeout=0.1))
+        assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"))
+        assert served.pool.runs == []
+
+
+async def test_a_refusal_sends_no_initial_metadata_so_that_it_can_be_retried(serve: Any) -> None:
+    async with serve(FakePool(views=[])) as served:
+        call = served.inference.Generate(REQUEST)
+        assert (await refused(call)).reason == "NO_WORKER"
+        assert "x-request-id" not in dict(await call.initial_metadata())
+
+
 async def test_a_closed_connection_cancels_every_stream_on_it(serve: Any) -> None:
     pool = FakePool()
     async with serve(pool) as served:

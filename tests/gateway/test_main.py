@@ -84,9 +84,9 @@ def test_a_signal_ends_an_idle_gateway_cleanly(repository: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("{'listen_address': '0.0.0.0:0'}", "--insecure-bind"),
+        ("{'listen_address': '0.0.0.0:0'}", "--exposure insecure"),
         ("{'listen_address': 'nonsense'}", "host:port"),
-        ("{'listen_address': '127.0.0.1:BUSY'}", "--listen 127.0.0.1:BUSY"),
+        ("{'listen_address': '127.0.0.1:BUSY'}", "--port 127.0.0.1:BUSY"),
     ],
 )
 def test_a_start_that_fails_says_which_setting(repository: Path, tmp_path: Path, arguments: str, words: str) -> None:

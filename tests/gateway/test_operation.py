@@ -1,11 +1,13 @@
 """What operators see: admin service, model service, drain, stop, metrics, exposure."""
 
 import asyncio
+import time
 import urllib.request
 from typing import Any
 
 import grpc
 import pytest
+import structlog
 from octavo.v1 import admin_pb2, common_pb2, model_pb2
 from octavo.v1 import inference_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
@@ -166,22 +168,30 @@ async def test_a_stop_ends_streams_with_a_status(serve: Any) -> None:
 # ---------------------------------------------------------------- readers that do not read
 
 
-async def test_a_reader_that_does_not_read_is_ended_and_its_worker_freed(serve: Any) -> None:
+@pytest.mark.parametrize("is_complete", [False, True])
+async def test_a_reader_that_does_not_read_is_ended_and_its_worker_freed(serve: Any, is_complete: bool) -> None:
     pool = FakePool()
-    async with serve(pool, limits=RequestLimits(max_pending_tokens=10**9, write_stall_s=0.2)) as served:
-        call = served.inference.Generate(
-            pb.GenerateRequest(
-                token_ids=common_pb2.TokenIds(ids=[4]), output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
-            )
-        )
+    request = pb.GenerateRequest(
+        request_id="slow",
+        token_ids=common_pb2.TokenIds(ids=[4]),
+        output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS),
+    )
+    async with serve(pool, limits=RequestLimits(max_pending_tokens=10**9, write_stall_s=1.0)) as served:
+        call = served.inference.Generate(request)
         await anext(aiter(call))
-        await served.until(lambda: pool.runs)
-        for _ in range(600):  # a message of 16,000 ids has 32 kB: in all far above any window
-            if pool.cancelled:
-                break
-            pool.runs[0].tokens([599] * 16_000)
-            await asyncio.sleep(0.005)
-        await served.until(lambda: pool.cancelled == [1])
+        live = served.gateway.desk.live.get("slow")
+
+        def is_stuck() -> bool:
+            return bool(live.stream.write_since_s) and time.monotonic() - live.stream.write_since_s > 0.2
+
+        async with asyncio.timeout(20):
+            while not is_stuck():
+                pool.runs[0].tokens([599] * 16_000)  # 32 kB a message: soon more than any window
+                await asyncio.sleep(0.005)
+        if is_complete:
+            pool.runs[0].finish()
+        await served.until(lambda: not served.gateway.desk.admission.holds("slow"))
+        assert pool.cancelled == ([] if is_complete else [1])
         refusal = await refused(call)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
         assert refusal.tokens_delivered > 0
@@ -250,25 +260,47 @@ def test_addresses_are_parsed_and_judged() -> None:
     public = ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1", "localhost.example.org:1"]
     assert [is_local(address) for address in local + public] == [True] * 5 + [False] * 5
     for address in public:
-        with pytest.raises(AddressError, match=r"--listen .*--insecure-bind"):
-            check_exposure(address, Exposure.LOOPBACK_ONLY, setting="--listen")
-        check_exposure(address, Exposure.INSECURE, setting="--listen")
+        with pytest.raises(AddressError, match=r"--port .*--exposure insecure"):
+            check_exposure(address, Exposure.LOOPBACK_ONLY, setting="--port")
+        check_exposure(address, Exposure.INSECURE, setting="--port")
 
 
 @pytest.mark.parametrize("setting", ["listen_address", "admin_address", "metrics_address"])
 async def test_no_listener_leaves_this_host_unasked(serve: Any, setting: str) -> None:
-    with pytest.raises(AddressError, match="insecure-bind"):
+    with pytest.raises(AddressError, match="--exposure insecure"):
         async with serve(**{setting: "0.0.0.0:0"}):
             pass
 
 
-async def test_a_port_in_use_names_the_setting(serve: Any) -> None:
+@pytest.mark.parametrize("setting", ["listen_address", "admin_address", "metrics_address"])
+async def test_a_port_in_use_names_the_setting(serve: Any, setting: str) -> None:
     import socket
 
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=f"--listen 127.0.0.1:{port}"):
-            async with serve(listen_address=f"127.0.0.1:{port}"):
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be bound"):
+            async with serve(**{setting: f"127.0.0.1:{port}"}):
                 pass
+
+
+# ---------------------------------------------------------------- the log
+
+
+async def test_every_request_leaves_one_line_with_its_id_and_no_prompt(serve: Any) -> None:
+    pool = FakePool(on_run=lambda run: (run.tokens([5]), run.finish()))
+    async with serve(pool) as served:
+        with structlog.testing.capture_logs() as lines:
+            async for _ in served.inference.Generate(pb.GenerateRequest(request_id="r7", text="my secret")):
+                pass
+            await refused(served.inference.Generate(pb.GenerateRequest(request_id="r8")))
+            await served.until(lambda: len(lines) == 2)
+    first, second = lines
+    assert first | {"seconds": 0, "first_token_s": 0} == {
+        "event": "end", "log_level": "info", "request_id": "r7", "method": "Generate", "code": "OK", "seconds": 0,
+        "model": "tiny", "worker": "w0", "prompt_tokens": first["prompt_tokens"], "completion_tokens": 1,
+        "first_token_s": 0,
+    }  # fmt: skip
+    assert (second["request_id"], second["code"], second["reason"]) == ("r8", "INVALID_ARGUMENT", "INVALID_FIELD")
+    assert "secret" not in str(lines)
