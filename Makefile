@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := blockmgr bench cli examples gateway model proto tests wire worker
+TYPED := blockmgr cli gateway model proto/octavo wire worker
 PROTOS := $(wildcard proto/octavo/v1/*.proto)
 
 .PHONY: help demo serve test test-gpu lint format proto install dev clean
@@ -37,7 +37,7 @@ test-gpu: dev ## the tests that need a CUDA device
 lint: dev ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy $(wildcard $(SOURCES))
+	@$(BIN)/mypy $(TYPED)
 
 format: dev ## rewrite the code in the one style
 	@$(BIN)/ruff check --fix .

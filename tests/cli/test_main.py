@@ -28,7 +28,8 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("command", "group"), USERS.items())
 def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: str, group: str) -> None:
-    flags = {flag for parameter in get_command(app).commands[command].params for flag in parameter.opts}
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    flags = {flag for parameter in commands[command].params for flag in parameter.opts}
     settings = COMMANDS[group].model_fields
     own = {
         "chat": {"--system", "--receipt"},

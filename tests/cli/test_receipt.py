@@ -1,6 +1,7 @@
 from octavo.v1 import common_pb2, inference_pb2
 
 from cli.metrics_table import metric_rows
+from cli.readiness import Samples
 from cli.receipt import receipt_line, receipt_rows
 
 FINISHED = inference_pb2.Finished(
@@ -45,7 +46,7 @@ def test_a_single_token_has_no_time_per_token() -> None:
 
 def test_the_metrics_table_sums_over_pages_and_leaves_out_what_is_absent() -> None:
     name = "octavo_time_to_first_token_seconds"
-    pages = [
+    pages: list[Samples] = [
         {"octavo_generation_tokens_total": [({}, 1000.0), ({}, 234.0)]},
         {"octavo_generation_tokens_total": [({}, 1.0)], f"{name}_sum": [({}, 0.5)], f"{name}_count": [({}, 4.0)]},
         {},

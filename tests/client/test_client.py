@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+
 import grpc
 import pytest
 from octavo.client import Client
@@ -8,7 +10,7 @@ from tests.support.scripted_server import Script, finished
 
 
 @pytest.fixture
-def client(target: str):
+def client(target: str) -> Iterator[Client]:
     with Client(target) as client:
         yield client
 
@@ -16,6 +18,7 @@ def client(target: str):
 def test_a_stream_gives_its_text_then_knows_how_it_ended(client: Client) -> None:
     stream = client.stream(text="hi")
     assert "".join(stream) == "Hello, wörld"
+    assert stream.started is not None
     assert (stream.started.request_id, stream.token_ids, stream.finished) == ("r", [0, 1, 2], finished())
 
 

@@ -12,6 +12,7 @@ async def test_a_stream_gives_its_text_then_knows_how_it_ended(target: str) -> N
     async with AsyncClient(target) as client:
         stream = client.stream(text="hi")
         assert "".join([text async for text in stream]) == "Hello, wörld"
+    assert stream.started is not None
     assert (stream.started.request_id, stream.token_ids, stream.finished) == ("r", [0, 1, 2], finished())
 
 
