@@ -3,6 +3,8 @@
 Must not know: how many blocks there will be.
 """
 
+import os
+
 import torch
 
 from model.config import Qwen2Config
@@ -10,6 +12,12 @@ from model.kv_pool import kv_block_bytes
 from model.linear import Linear
 from model.qwen2 import Qwen2ForCausalLM
 from worker.memory import MemoryNeeds, available_host_bytes
+
+
+def prefer_huge_pages() -> None:
+    """Let torch put large CPU tensors into 2 MB pages: reading weights is up to a tenth faster (bench/RESULTS.md). Call
+    it before the first large tensor is made; a value that is set already is kept."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def memory_needs(
