@@ -1,6 +1,6 @@
-"""From a request to a running output: check, resolve, tokenize, admit, choose a worker, send. And back out again.
+"""Opens and closes requests: resolve, admit, prepare, choose a worker, send. And back out again, however it ends.
 
-Knows requests and the pool; must not know how answers travel (`gateway.servicers`).
+Must not know how answers travel (`gateway.servicers`), nor text (`gateway.preparation`).
 """
 
 import asyncio
@@ -9,28 +9,24 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.admission import Admission
 from gateway.config import RequestLimits
-from gateway.errors import DeadlinePassed, Draining, InvalidRequest, RequestError, Violation
+from gateway.errors import DeadlinePassed, Draining, RequestError
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
-from gateway.output import OutputAssembler, OutputFormat
+from gateway.output import OutputAssembler
+from gateway.preparation import Prepared, Preparer
 from gateway.rpc.scope import RpcScope
 from gateway.sampling import complete_sampling
 from gateway.stream import OutputStream
-from gateway.text.model_text import ModelText
 from gateway.text.service import TextService
-from gateway.text.stop_matcher import StopStrings
-from gateway.validation.chat import chat_input
-from gateway.validation.generate import check_capacity, check_context, check_ids
+from gateway.validation.generate import check_capacity
 from gateway.workers.errors import WorkerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.views import RunRequest, WorkerView
-from wire.messages import ModelCard
 
 _MAX_CHOICES = 3  # a worker may leave between the choice and the send
 
@@ -70,6 +66,7 @@ class Desk:
         self.admission = Admission(max_requests=limits.max_requests)
         self.live = LiveRequests()
         self.is_draining = False
+        self._preparer = Preparer(models, text, limits)
         self._preparing: dict[str, _Preparing] = {}
         self._receipt_timeout_s = receipt_timeout_s
 
@@ -87,14 +84,14 @@ class Desk:
         """
         self.check_open()
         deadline_s = None if timeout_s is None else scope.started_s + timeout_s
-        _check_deadline(deadline_s)
         card = self.models.resolve(request.model, self.pool.cards(), path=f"{prefix}model")
         scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         self.admission.enter(scope.request_id)
         preparing = self._preparing[scope.request_id] = _Preparing(_current_task())
         try:
-            return await self._open_admitted(request, card, scope, prefix, deadline_s)
+            prepared = await self._preparer.prepare(request, card, prefix=prefix, deadline_s=deadline_s)
+            return self._send_to_somebody(prepared, scope)
         except BaseException as error:
             self.admission.leave(scope.request_id)
             if isinstance(error, asyncio.CancelledError) and preparing.error is not None:
@@ -104,90 +101,32 @@ class Desk:
         finally:
             del self._preparing[scope.request_id]
 
-    async def _open_admitted(
-        self, request: pb.GenerateRequest, card: ModelCard, scope: RpcScope, prefix: str, deadline_s: float | None
-    ) -> LiveRequest:
-        prompt_ids = await self._prompt_ids(request, card, prefix)
-        stop_ids = check_ids(request.stop.token_ids, card.vocab_size, f"{prefix}stop.token_ids")
-        if len(prompt_ids) == 0:
-            raise InvalidRequest((Violation(field=f"{prefix}input", description="gives no tokens"),))
-        stops = await self._stop_strings(request)
-        output = self._output_format(request, card, frozenset(stop_ids.tolist()), stops)
-        _check_deadline(deadline_s)
-        for attempt in range(_MAX_CHOICES):
-            worker = self.pool.choose(card.name, prompt_ids, request.cache_salt)
-            check_capacity(
-                num_prompt_tokens=len(prompt_ids),
-                min_tokens=request.stop.min_tokens,
-                card=card,
-                capacity=worker.capacity,
-            )
+    # No await from here to `close`: nothing can be lost between the send and the caller's hands.
+
+    def _send_to_somebody(self, prepared: Prepared, scope: RpcScope) -> LiveRequest:
+        for _ in range(_MAX_CHOICES - 1):
             try:
-                return self._send(request, worker, prompt_ids, output, scope, deadline_s)
+                return self._send(prepared, self._choose(prepared), scope)
             except WorkerGone:
-                if attempt == _MAX_CHOICES - 1:
-                    raise
-        raise AssertionError("unreachable")
+                continue
+        return self._send(prepared, self._choose(prepared), scope)
 
-    async def _prompt_ids(self, request: pb.GenerateRequest, card: ModelCard, prefix: str) -> np.ndarray:
-        """int32 [T]."""
-        kind = request.WhichOneof("input")
-        if kind == "token_ids":
-            ids = request.token_ids.ids
-            check_context(len(ids), 1, card)  # before looking at millions of them
-            return check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids")
-        text, max_bytes = self.models.text_of(card), self.limits.max_prompt_bytes
-        if kind == "text":
-            encoded = await self.text.run(lambda: text.encode(request.text, max_bytes=max_bytes))
-        else:
-            encoded = await self.text.run(lambda: text.encode_chat(chat_input(request.chat), max_bytes=max_bytes))
-        return encoded.ids_T
-
-    async def _stop_strings(self, request: pb.GenerateRequest) -> StopStrings | None:
-        strings = list(request.stop.strings)
-        if not strings:
-            return None
-        if sum(map(len, strings)) > 512:  # the largest automaton takes milliseconds to build
-            return await self.text.run(lambda: StopStrings(strings))
-        return StopStrings(strings)
-
-    def _output_format(
-        self, request: pb.GenerateRequest, card: ModelCard, stop_ids: frozenset[int], stops: StopStrings | None
-    ) -> OutputFormat:
-        wants_text = request.output.format != pb.OUTPUT_FORMAT_TOKEN_IDS
-        return OutputFormat(
-            bytes_by_id=_bytes_by_id(request.output, self.models.text_of(card)) if wants_text else None,
-            wants_ids=request.output.format in (pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
-            stop_strings=stops,
-            stop_ids=stop_ids if request.stop.ignore_eos else stop_ids | frozenset(card.eos_token_ids),
-            min_tokens=request.stop.min_tokens,
+    def _choose(self, prepared: Prepared) -> WorkerView:
+        if prepared.deadline_s is not None and prepared.deadline_s <= time.monotonic():
+            raise DeadlinePassed("the deadline passed before the request was sent to a worker")
+        worker = self.pool.choose(prepared.card.name, prepared.prompt_ids_T, prepared.request.cache_salt)
+        check_capacity(
+            num_prompt_tokens=len(prepared.prompt_ids_T),
+            min_tokens=prepared.request.stop.min_tokens,
+            card=worker.card,
+            capacity=worker.capacity,
         )
+        return worker
 
-    def _send(
-        self,
-        request: pb.GenerateRequest,
-        worker: WorkerView,
-        prompt_ids: np.ndarray,
-        output: OutputFormat,
-        scope: RpcScope,
-        deadline_s: float | None,
-    ) -> LiveRequest:
-        """No await in here: nothing can be lost between the send and the caller's `close`."""
+    def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope) -> LiveRequest:
         max_on_worker = worker.capacity.max_num_seqs + worker.capacity.max_waiting
         self.admission.place(scope.request_id, worker.worker_id, max_on_worker=max_on_worker)
-        sampling = complete_sampling(request, worker.card, num_prompt_tokens=len(prompt_ids))
-        stream = OutputStream(
-            OutputAssembler(output), max_pending_tokens=self.limits.max_pending_tokens, on_match=self._matched(scope)
-        )
-        now_s = time.monotonic()
-        run = RunRequest(
-            request_id=scope.request_id,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            timeout_s=None if deadline_s is None else max(0.001, deadline_s - now_s),
-        )
+        run, stream = self._run_request(prepared, worker, scope), self._stream(prepared, scope)
         handle = self.pool.open(worker, run, stream)
         live = LiveRequest(
             request_id=scope.request_id,
@@ -195,18 +134,36 @@ class Desk:
             worker=worker,
             handle=handle,
             stream=stream,
-            sampling=sampling,
-            num_prompt_tokens=len(prompt_ids),
+            sampling=run.sampling,
+            num_prompt_tokens=len(prepared.prompt_ids_T),
             arrived_s=scope.started_s,
-            sent_s=now_s,
+            sent_s=time.monotonic(),
             task=_current_task(),
         )
         self.live.add(live)
         scope.worker_id = worker.worker_id
         meters = self.meters.of_model(worker.card.name)
         meters.started += 1
-        meters.prompt_tokens += len(prompt_ids)
+        meters.prompt_tokens += live.num_prompt_tokens
         return live
+
+    def _run_request(self, prepared: Prepared, worker: WorkerView, scope: RpcScope) -> RunRequest:
+        request, deadline_s = prepared.request, prepared.deadline_s
+        return RunRequest(
+            request_id=scope.request_id,
+            prompt_ids=prepared.prompt_ids_T,
+            sampling=complete_sampling(request, worker.card, num_prompt_tokens=len(prepared.prompt_ids_T)),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),
+        )
+
+    def _stream(self, prepared: Prepared, scope: RpcScope) -> OutputStream:
+        return OutputStream(
+            OutputAssembler(prepared.output),
+            max_pending_tokens=self.limits.max_pending_tokens,
+            on_match=self._matched(scope),
+        )
 
     def _matched(self, scope: RpcScope) -> Callable[[OutputStream], None]:
         """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""
@@ -240,13 +197,3 @@ class Desk:
         live.stream.fail(Draining("closed"))  # a no-op on a stream that has ended
         self.live.remove(live.request_id)
         self.admission.leave(live.request_id)
-
-
-def _bytes_by_id(output: pb.OutputOptions, text: ModelText) -> tuple[bytes, ...]:
-    skips = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-    return text.table.visible_bytes if skips else text.table.all_bytes
-
-
-def _check_deadline(deadline_s: float | None) -> None:
-    if deadline_s is not None and deadline_s <= time.monotonic():
-        raise DeadlinePassed("the deadline passed before the request was sent to a worker")
