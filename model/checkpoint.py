@@ -35,7 +35,7 @@ def resolve_checkpoint(name: str, *, revision: str | None = None, on_progress: O
     that is a terminal. Raises CheckpointError saying what to try instead.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return checked_folder(folder)
     if name in embedded_names():
         return EMBEDDED / name

@@ -1,5 +1,6 @@
 """Fixtures for the tests of the model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,15 @@ import torch
 
 from model import Qwen2Config, Qwen2ForCausalLM
 from tests.support.checkpoints import tiny_config, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small: on a busy machine two threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
