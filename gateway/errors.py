@@ -11,6 +11,7 @@ import grpc
 
 from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, UnsupportedTokenizer
 from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from wire.codec import MessageTooLarge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     MalformedMessage: ErrorRow(code=_C.INTERNAL, reason="INVALID_FIELD"),
     PromptTooLong: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
     ExceedsCapacity: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
+    MessageTooLarge: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),  # of the wire
     TemplateError: ErrorRow(code=_C.INVALID_ARGUMENT, reason="TEMPLATE"),
     ModelNotFound: ErrorRow(code=_C.NOT_FOUND, reason="MODEL_NOT_FOUND"),
     DuplicateRequest: ErrorRow(code=_C.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"),

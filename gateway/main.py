@@ -11,6 +11,8 @@ from gateway import grpc_logging  # noqa: F401  (before grpc)
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.logs import configure_logs
+from wire.keys import KeyFileError
+from wire.run_dir import RunDirError
 
 _log = structlog.get_logger(__name__)
 
@@ -41,7 +43,7 @@ async def _serve(config: GatewayConfig) -> int:
     _install_signals(gateway, stop_now)
     try:
         await gateway.start()
-    except (OSError, ValueError) as error:  # addresses, ports, run directory, keys: each names its setting
+    except (OSError, ValueError, RunDirError, KeyFileError) as error:  # each says what is wrong, and where
         _log.error("cannot start", error=str(error))
         return 1
     gc.collect()

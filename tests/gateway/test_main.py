@@ -99,6 +99,15 @@ def test_a_start_that_fails_says_which_setting(repository: Path, tmp_path: Path,
             assert process.wait(10) == 1
 
 
+def test_a_run_directory_that_others_can_enter_is_refused(repository: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    with gateway(repository, run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
+        assert "chmod 700" in str(lines_until(process, "cannot start")["error"])
+        assert process.wait(10) == 1
+
+
 def test_several_gateways_share_one_port_and_strangers_do_not(repository: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
