@@ -24,7 +24,8 @@ def test_every_class_of_ours_has_a_row() -> None:
 
 
 def test_every_reason_is_one_of_the_contract_and_every_one_is_used() -> None:
-    contract = {name.removeprefix("ERROR_REASON_") for name in common_pb2.ErrorReason.keys()} - {"UNSPECIFIED"}
+    names = common_pb2.ErrorReason.DESCRIPTOR.values_by_name
+    contract = {name.removeprefix("ERROR_REASON_") for name in names} - {"UNSPECIFIED"}
     assert {row.reason for row in ERROR_TABLE.values()} == contract
 
 

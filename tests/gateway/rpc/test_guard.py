@@ -150,7 +150,7 @@ async def test_health_follows_the_workers_and_watchers_are_told(serve: Any) -> N
     from tests.support.fake_pool import worker_view
 
     states = health_pb2.HealthCheckResponse
-    async with serve(FakePool()) as served:
+    async with asyncio.timeout(20), serve(FakePool()) as served:
         stub = health_pb2_grpc.HealthStub(served.channel)
 
         async def check(service: str) -> Any:
