@@ -44,19 +44,30 @@ _STATS_COUNTERS: tuple[tuple[str, str, Callable[[PoolStats], int]], ...] = (
     ("octavo_gateway_sink_errors", "Defects in streams", lambda s: s.sink_errors),
 )
 _WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
-    ("octavo_worker_up", "1 where the worker takes requests", lambda w: float(w.state is WorkerState.READY)),
     ("octavo_worker_heartbeat_age_seconds", "Since its last heartbeat", lambda w: w.heartbeat_age_s),
     ("octavo_worker_in_flight_requests", "Requests of this gateway at the worker", lambda w: w.in_flight),
 )
 
 
+_MAX_KNOWN_WORKERS = 64
+
+
 class GatewayCollector(Collector):
-    """stats: the pool's. workers: the snapshot, replaced by the event loop."""
+    """stats: the pool's. workers: the snapshot that the event loop leaves here by `see`."""
 
     def __init__(self, meters: GatewayMeters, stats: Callable[[], PoolStats | None]) -> None:
         self._meters = meters
         self._stats = stats
         self.workers: tuple[WorkerView, ...] = ()
+        # (worker, model) -> 1.0 or 0.0; those that left are shown as down, the latest of them.
+        self._is_up: dict[tuple[str, str], float] = {}
+
+    def see(self, workers: tuple[WorkerView, ...]) -> None:
+        """The workers now; called by the event loop."""
+        up = {(worker.worker_id, worker.card.name): float(worker.state is WorkerState.READY) for worker in workers}
+        gone = {key: 0.0 for key in self._is_up if key not in up}
+        self._is_up = dict([*gone.items(), *up.items()][-_MAX_KNOWN_WORKERS:])
+        self.workers = workers
 
     def collect(self) -> Iterator[Metric]:
         """Everything, in the thread of the scrape."""
@@ -108,10 +119,14 @@ class GatewayCollector(Collector):
 
     def _of_workers(self) -> Iterator[Metric]:
         workers = self.workers
-        for name, text, value in _WORKER_GAUGES:
+        up = GaugeMetricFamily("octavo_worker_up", "1: takes requests", labels=["worker_id", "model_name"])
+        for key, value in self._is_up.items():
+            up.add_metric(list(key), value)
+        yield up
+        for name, text, read in _WORKER_GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["worker_id", "model_name"])
             for worker in workers:
-                gauge.add_metric([worker.worker_id, worker.card.name], value(worker))
+                gauge.add_metric([worker.worker_id, worker.card.name], read(worker))
             yield gauge
         steps = CounterMetricFamily("octavo_worker_steps", "Engine steps", labels=["worker_id", "model_name"])
         info = GaugeMetricFamily(

@@ -40,7 +40,7 @@ def take_gauges(desk: Desk, collector: GatewayCollector) -> None:
     meters.num_preparing = counts.num_entered - len(desk.live)
     meters.num_tokenizing = desk.text.num_waiting
     meters.is_draining = desk.is_draining
-    collector.workers = desk.pool.workers()
+    collector.see(desk.pool.workers())
 
 
 async def report(desk: Desk) -> None:

@@ -13,7 +13,10 @@ from octavo.v1 import inference_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config import Exposure, RequestLimits
+from gateway.meters import GatewayMeters
+from gateway.metrics import GatewayCollector
 from gateway.rpc.addresses import AddressError, check_exposure, is_local, split_host_port
+from gateway.workers.views import WorkerState
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.rpc_errors import refused
 from wire.messages import AdminReply, WireFinishReason
@@ -245,6 +248,25 @@ async def test_metrics_reconcile_with_what_callers_saw(serve: Any) -> None:
         families
     )
     assert {"octavo_gateway_zmq_received_bytes", "octavo_gateway_workers_lost", "process_cpu_seconds"} <= set(families)
+
+
+def test_a_worker_that_left_is_shown_as_down_and_old_ones_are_forgotten() -> None:
+    collector = GatewayCollector(GatewayMeters(), lambda: None)
+
+    def up() -> dict[str, float]:
+        (family,) = [family for family in collector.collect() if family.name == "octavo_worker_up"]
+        return {sample.labels["worker_id"]: sample.value for sample in family.samples}
+
+    collector.see((worker_view("w0"), worker_view("w1", state=WorkerState.DRAINING)))
+    assert up() == {"w0": 1, "w1": 0}
+    collector.see((worker_view("w2"),))
+    assert up() == {"w0": 0, "w1": 0, "w2": 1}
+    collector.see((worker_view("w0"),))
+    assert up() == {"w1": 0, "w2": 0, "w0": 1}
+    for index in range(100):
+        collector.see((worker_view(f"x{index}"),))
+    assert len(up()) == 64
+    assert up()["x99"] == 1
 
 
 # ---------------------------------------------------------------- who may reach us
