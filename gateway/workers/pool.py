@@ -202,7 +202,11 @@ class WorkerPool:
             log.exception("message_failed")
 
     def _process_ended(self, incarnation: int) -> None:
-        # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away.
+        # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away. Its
+        # next life may be in there too, and must not be refused in favour of the dead.
+        record = self._registry.get(incarnation)
+        if record is not None:
+            record.is_watched = False
         self._link.drain_all()
         self._executor.carry_out(self._registry.on_exit(incarnation))
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import pickle
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -57,6 +58,11 @@ def open_one(pool: WorkerPool, model: str = "tiny") -> tuple[int, RecordingSink]
     return pool.open(pool.choose(model, PROMPT, ""), request(), sink), sink
 
 
+def stop_the_loop(for_s: float) -> None:
+    """Block as a long callback does."""
+    time.sleep(for_s)
+
+
 # ---------------------------------------------------------------- the plain way
 
 
@@ -97,6 +103,23 @@ async def test_a_request_goes_out_and_its_tokens_come_back(pool: WorkerPool, dia
     assert await sink.end() == ("finished", finished(handle, 2))
     assert sink.calls[:-1] == [("started",), ("tokens", 41), ("tokens", 42)]
     assert [view.in_flight for view in pool.workers()] == [0]
+
+
+async def test_what_arrives_while_we_send_is_read_without_waiting_for_a_tick(
+    tmp_path: Path, pools: AsyncExitStack
+) -> None:
+    pool = WorkerPool(pool_config(tmp_path, tick_s=60.0))
+    await pool.start()
+    pools.push_async_callback(pool.close)
+    worker = FakeWorker(pool.bound_endpoints[0])
+    pools.callback(worker.close)
+    await worker.join(pool)
+    handle, sink = open_one(pool)
+    await worker.expect(Run)
+    await worker.step([(handle, 1)], finished=(finished(handle, 1),))
+    stop_the_loop(0.1)  # it has arrived; the next send takes the socket's news, and with it the descriptor's signal
+    open_one(pool)
+    await sink.end()
 
 
 async def test_cancels_of_one_turn_travel_in_one_message(pool: WorkerPool, dial: Dial) -> None:
@@ -384,13 +407,14 @@ async def test_another_worker_cannot_speak_for_ours(pool: WorkerPool, dial: Dial
     handle, sink = open_one(pool)
     await rogue.join(pool)
     await rogue.step([(handle, 1)])
+    await until(lambda: pool.stats.protocol_errors["foreign_handle"] == 1)
     rogue.epoch, rogue.seq = ours.epoch, 0
     await rogue.step([(handle, 2)])
     await ours.step([(handle, 3)], finished=(finished(handle, 1),))
     await sink.end()
+    await until(lambda: pool.stats.stale_messages == 1)
     assert sink.tokens == [3]
     assert dict(pool.stats.protocol_errors) == {"foreign_handle": 1}
-    assert pool.stats.stale_messages == 1
 
 
 async def test_a_bad_bundle_is_counted_and_asked_for_again(pool: WorkerPool, dial: Dial) -> None:
