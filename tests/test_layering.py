@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 OURS = {"octavo", "wire", "blockmgr", "model", "worker", "gateway", "cli"}
-MODEL_FILES_OF_WORKER = ("torch_runner", "runner_", "memory", "main", "model_card")
+MODEL_FILES_OF_WORKER = ("torch_runner", "cuda_", "runner_", "memory", "main", "model_card")
 
 # folder -> (our folders that it may import, third-party packages that it may never import)
 ARROWS: dict[str, tuple[set[str], set[str]]] = {

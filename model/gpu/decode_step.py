@@ -17,20 +17,35 @@ from model.kernels.rows import embed, rms_norm
 from model.kernels.sample import SampleParts, sample_and_advance
 from model.kv_pool import KvPool
 
+RESULT_BYTES = 5
+"""Of each row: its token and whether its logits were finite."""
+
 
 class DecodeStep:
     """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
 
-    vocab_size: ids from there on are never sampled. The pool's last block is scratch.
+    vocab_size: ids from there on are never sampled. rows_B: the caller's own buffer, or one is made. result: the bytes
+    of token_B, then of is_finite_B, for whoever copies both at once. The pool's last block is scratch.
     """
 
-    def __init__(self, weights: GpuWeights, state: RowState, kv: KvPool, *, max_batch: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        weights: GpuWeights,
+        state: RowState,
+        kv: KvPool,
+        *,
+        max_batch: int,
+        vocab_size: int,
+        rows_B: torch.Tensor | None = None,
+    ) -> None:
         config, device = weights.config, weights.embed_VD.device
         self.weights, self.state, self.kv = weights, state, kv
         self.buffers = LayerBuffers(weights, max_batch)
-        self.rows_B = torch.full((max_batch,), state.scratch_row, dtype=torch.int32, device=device)
-        self.token_B = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self.is_finite_B = torch.zeros(max_batch, dtype=torch.int8, device=device)
+        scratch_B = torch.full((max_batch,), state.scratch_row, dtype=torch.int32, device=device)
+        self.rows_B = scratch_B if rows_B is None else rows_B
+        self.result = torch.zeros(max_batch * RESULT_BYTES, dtype=torch.uint8, device=device)
+        self.token_B = self.result[: 4 * max_batch].view(torch.int32)
+        self.is_finite_B = self.result[4 * max_batch :].view(torch.int8)
         self.hidden_BD = torch.empty(max_batch, config.hidden_size, dtype=weights.dtype, device=device)
         self.logits_BV = torch.empty(max_batch, config.vocab_size, dtype=weights.dtype, device=device)
         self._no_ids_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)

@@ -1,0 +1,144 @@
+"""The steps of a runner on its device: decode and mixed, recorded for the shapes that come up, launched kernel by
+kernel for the others. Each begins with the host's changes of the rows.
+
+Must not know: requests, plans' order, what becomes of the tokens.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from model.gpu.decode_step import DecodeStep
+from model.gpu.mixed_step import MixedStep
+from model.gpu.state import RowState
+from model.gpu.weights import GpuWeights
+from model.kernels.row_changes import HEADER_WORDS, apply_changes
+from model.kv_pool import KvPool
+from worker.cuda_graphs import Launching, Recorder, batch_sizes, make_recorder
+from worker.cuda_layout import MAX_RECORDED_CHUNKS, MixedLayout, MixedShapes
+
+OnProgress = Callable[[int, int], None]
+"""Called with (shapes recorded, shapes in all)."""
+
+Program = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaRunnerConfig:
+    """num_blocks, block_size: of the KV pool, which has one block more, for scratch. max_slots: rows.
+
+    vocab_size: ids that may be sampled (the tokenizer's). eos_token_ids: masked while fewer than min_tokens are out.
+    max_batch_tokens: of a step.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_slots: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_batch_tokens: int = 2048
+    max_in_flight: int = 2
+    launching: Launching = Launching.GRAPHS
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest request, with one token more: a step that runs ahead samples one for nobody."""
+        return -(-(self.max_model_len + 1) // self.block_size)
+
+
+class StepPrograms:
+    """State, KV pool and steps, with static buffers."""
+
+    def __init__(self, weights: GpuWeights, config: CudaRunnerConfig) -> None:
+        device = weights.embed_VD.device
+        self.state = RowState(
+            num_slots=config.max_slots,
+            table_width=config.table_width,
+            scratch_block=config.num_blocks,
+            device=device,
+        )
+        self.kv = KvPool(weights.config, config.num_blocks + 1, config.block_size, weights.dtype, device)
+        self.step = DecodeStep(
+            weights,
+            self.state,
+            self.kv,
+            max_batch=config.max_slots + MAX_RECORDED_CHUNKS,
+            vocab_size=config.vocab_size,
+            rows_B=self.state.batch_A,
+        )
+        self._shapes = MixedShapes.of(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
+        largest = max(layout.num_tokens for layout in self._shapes.layouts())
+        self._mixed_step = MixedStep(self.step, max_tokens=max(largest, config.max_batch_tokens))
+        self._sizes = batch_sizes(config.max_slots)
+        self._recorder = make_recorder(config.launching)
+        self._upload_U = torch.empty(0)
+        self._decodes: dict[int, Program] = {}
+        self._mixed: dict[MixedLayout, Program] = {}
+
+    def read_from(self, upload_U: torch.Tensor) -> None:
+        """Where the host's copies arrive, before anything runs."""
+        self._upload_U = upload_U
+
+    @property
+    def num_shapes(self) -> int:
+        """How many steps `record` records."""
+        return len(self._sizes) + len(self._shapes.layouts())
+
+    def record(self, on_progress: OnProgress) -> float:
+        """Record all shapes, largest first; the seconds that it took. Rows and pool must be idle."""
+        start_s, total = time.perf_counter(), self.num_shapes
+        for layout in self._shapes.layouts():
+            on_progress(len(self._mixed), total)
+            self._mixed[layout] = self._recorder.record(self._mixed_program(layout))
+        for size in reversed(self._sizes):
+            on_progress(len(self._mixed) + len(self._decodes), total)
+            self._decodes[size] = self._recorder.record(self._decode_program(size))
+        on_progress(total, total)
+        return time.perf_counter() - start_s
+
+    def record_largest(self, recorder: Recorder) -> tuple[Program, Program]:
+        """The widest decode and the largest mixed step, recorded for whoever measures."""
+        layout = self._shapes.layouts()[0]
+        return recorder.record(self._decode_program(self._sizes[-1])), recorder.record(self._mixed_program(layout))
+
+    def decode_size(self, num_rows: int) -> int:
+        """The batch size that runs for so many rows."""
+        return self._sizes[bisect_left(self._sizes, num_rows)]
+
+    def run_decode(self, size: int) -> None:
+        """Enqueue the changes and a decode step of one of the batch sizes."""
+        program = self._decodes.get(size)
+        program() if program else self._decode_program(size)()
+
+    def find_shape(self, exact: MixedLayout, num_chunks: int) -> MixedLayout:
+        """The recorded shape that fits, or the step's own."""
+        return self._shapes.find(exact, num_chunks) or exact
+
+    def run_mixed(self, layout: MixedLayout) -> None:
+        """Enqueue the changes and a mixed step whose inputs lie in the upload as the layout says."""
+        program = self._mixed.get(layout)
+        program() if program else self._mixed_program(layout)()
+
+    def run_changes(self) -> None:
+        """Enqueue the changes alone."""
+        apply_changes(self._upload_U, self.state.words_W)
+
+    def _decode_program(self, size: int) -> Program:
+        def run() -> None:
+            self.run_changes()
+            self.step.run(size)
+
+        return run
+
+    def _mixed_program(self, layout: MixedLayout) -> Program:
+        inputs = layout.inputs(self._upload_U[HEADER_WORDS:])
+
+        def run() -> None:
+            self.run_changes()
+            self._mixed_step.run(inputs)
+
+        return run
