@@ -67,3 +67,6 @@ class OracleSettings(Settings):
     oracle_eos_every: int | None = setting(
         None, "One token in so many ends the oracle's output", panel="Tests", visibility="hidden", ge=1
     )
+    preempt_every_steps: int | None = setting(
+        None, "Every so many steps a request gives way without need", panel="Tests", visibility="hidden", ge=2
+    )

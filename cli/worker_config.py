@@ -44,6 +44,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         oracle_vocab_size=settings.oracle_vocab_size,
         oracle_step_delay_s=settings.oracle_step_delay_s,
         oracle_eos_every=settings.oracle_eos_every,
+        preempt_every_steps=settings.preempt_every_steps,
     )
 
 

@@ -35,6 +35,7 @@ class SchedulerConfig:
     vocab_size: ids are below this.
     max_in_flight: plans outstanding at once (what the runner bears).
     aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
+    preempt_every_steps: for tests: every so many steps somebody gives way without need; None: never.
     """
 
     max_model_len: int
@@ -46,6 +47,7 @@ class SchedulerConfig:
     max_chunk_tokens: int | None = None
     max_in_flight: int = 1
     aging_s: float = 10.0
+    preempt_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "max_num_seqs", "max_batch_tokens", "max_in_flight"):
@@ -58,6 +60,8 @@ class SchedulerConfig:
         )
         chunk = self.max_chunk_tokens
         _require(chunk is None or chunk >= 1, f"max_chunk_tokens must be at least 1, not {chunk}")
+        every = self.preempt_every_steps
+        _require(every is None or every >= 2, f"preempt_every_steps must be at least 2, not {every}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,8 @@ class WorkerConfig:
     oracle_vocab_size: int = 1000
     oracle_step_delay_s: float = 0.0
     oracle_eos_every: int | None = None
+    # tests of preemption
+    preempt_every_steps: int | None = None
 
 
 def _require(condition: object, message: str) -> None:

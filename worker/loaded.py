@@ -68,6 +68,7 @@ def scheduler_config(config: WorkerConfig, described: Described, *, max_in_fligh
         max_chunk_tokens=config.max_chunk_tokens,
         max_in_flight=max_in_flight,
         aging_s=config.aging_s,
+        preempt_every_steps=config.preempt_every_steps,
     )
 
 

@@ -13,7 +13,7 @@ from worker.config import SchedulerConfig
 from worker.entrance import Entrance
 from worker.pipeline import Pause, Pipeline
 from worker.plan import Chunk, Join, StepPlan
-from worker.preemption import least_important
+from worker.preemption import least_disturbed, least_important
 from worker.request import Ending, Request
 from worker.roster import Roster
 
@@ -32,6 +32,7 @@ class Planner:
         """The next step, or None where there is nothing to do. Raises Pause."""
         self._entrance.make_way(pipeline, now_s)
         num_preempted = self._roster.counters.num_preemptions
+        self._disturb(step, pipeline, now_s)
         decode_slots_S = self._schedule_decodes(pipeline, now_s)
         budget = self._config.max_batch_tokens - len(decode_slots_S)
         chunks = self._continue_prefills(budget, now_s)
@@ -57,6 +58,14 @@ class Planner:
             decode_slots_S=slots_S.astype(np.int32),
             decode_positions_S=positions_S,
         )
+
+    def _disturb(self, step: int, pipeline: Pipeline, now_s: float) -> None:
+        every = self._config.preempt_every_steps
+        if every is None or step % every or len(self._roster.running) < 2:
+            return
+        if pipeline is Pipeline.BUSY:
+            raise Pause
+        self._roster.preempt(least_disturbed(self._roster.running), now_s)
 
     # ------------------------------------------------------------ decodes
 

@@ -15,6 +15,12 @@ def least_important(running: Sequence[Request]) -> Request:
     return max(running, key=lambda request: request.rank)
 
 
+def least_disturbed(running: Sequence[Request]) -> Request:
+    """Who is preempted without need, where tests ask for that: so that in the end everybody was. Raises ValueError for
+    nobody."""
+    return min(running, key=lambda request: (request.num_preemptions, request.rank))
+
+
 def displaceable_by(head: Request, running: Sequence[Request]) -> list[Request]:
     """Who must give way to a waiting request of higher priority, first the least important; never the aged."""
     below = [other for other in running if not other.is_aged and other.asked.priority < head.asked.priority]

@@ -110,11 +110,12 @@ def serve(folder: Path, *arguments: str) -> Iterator[Service]:
     service = Service(process=process, port=port, admin_port=admin_port, log=log)
     try:
         service.wait_until_ready()
+        family = psutil.Process(process.pid)
         yield service
-        family = psutil.Process(process.pid).children(recursive=True)
+        members = family.children(recursive=True) if process.poll() is None else []
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-4000:]
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(members, timeout=5)
         assert alive == []
     finally:
         stop_by_force(process)
