@@ -365,15 +365,14 @@ async def test_a_worker_that_reads_nothing_fills_its_queue_and_blocks_nobody(poo
     view = pool.choose("tiny", PROMPT, "")
     asked = request(prompt=tuple(range(5_000)))
     loop = asyncio.get_running_loop()
-    longest_s, num_sent = 0.0, 0
-    while pool.stats.busy_sends == 0 and num_sent < 20_000:
+    waits_s: list[float] = []
+    while pool.stats.busy_sends == 0 and len(waits_s) < 20_000:
         started_s = loop.time()
         with suppress(WorkerBusy):
             pool.open(view, asked, RecordingSink())
-        longest_s = max(longest_s, loop.time() - started_s)
-        num_sent += 1
-    assert num_sent > 1_000
-    assert longest_s < 0.1
+        waits_s.append(loop.time() - started_s)
+    assert len(waits_s) > 1_000
+    assert sorted(waits_s)[len(waits_s) // 2] < 0.01  # the median: this machine may take the processor away
     with pytest.raises(WorkerBusy, match="queue towards it is full"):
         pool.open(view, asked, RecordingSink())
     handle, sink = open_one(pool, "other")
