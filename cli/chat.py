@@ -1,5 +1,6 @@
 """`octavo chat`: a conversation in the terminal."""
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from cli.receipt import receipt_line
 from cli.request_fields import request_fields
 from cli.settings import ClientSettings
 
+PROMPT = "\001\033[1;36m\002› \001\033[0m\002"  # 001 and 002 tell readline what takes no room
 HELP = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C stops an answer"
 
 
@@ -39,7 +41,9 @@ class Conversation:
 
 def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
     """Talk until /exit or the end of input."""
-    console = Console()
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() line editing and the arrow keys' history)
+    console = Console(highlight=False)
     conversation = Conversation(system)
     with Client(join_address(settings.host, settings.port)) as client:
         models = client.models()
@@ -57,7 +61,7 @@ def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
 def _ask(console: Console) -> str | None:
     """The next line; None at the end of input. Ctrl-C gives an empty one."""
     try:
-        return console.input("[bold cyan]›[/] " if sys.stdin.isatty() else "").strip()
+        return input(PROMPT if sys.stdin.isatty() else "").strip()
     except KeyboardInterrupt:
         console.print()
         return ""

@@ -20,12 +20,8 @@ from cli.receipt import receipt_table
 from cli.run_folder import READY_FILE
 from cli.settings import ServeSettings
 
-QUESTIONS = (
-    "Hello! How are you today?",
-    "What do you like to do at the weekend?",
-    "Tell me a short story about a fox.",
-)
-MAX_TOKENS = 96
+QUESTIONS = ("What is your name?", "Do you like music?", "Tell me a story about a fox.")
+MAX_TOKENS = 200
 NUM_BLOCKS = 1024  # enough for three questions; the default would take most of the memory
 NUM_THREADS = 1  # on a busy machine, two threads that wait for each other made a step of this model ten times longer
 STOP_TIMEOUT_S = 60.0
@@ -54,7 +50,8 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
     """The settings given, on our ports, with a small pool and a quiet log unless others were asked for."""
     small = {} if settings.num_blocks else {"num_blocks": NUM_BLOCKS}
     small |= {} if settings.num_threads else {"num_threads": NUM_THREADS}
-    quiet = {"log_level": "warning"} if settings.log_level == "info" else {}
+    quiet = {"log_level": "error"} if settings.log_level == "info" else {}
+    quiet |= {"log_format": "console"} if settings.log_format == "auto" else {}
     return settings.model_copy(
         update={"host": HOST, "metrics_host": HOST, "admin_port": None} | small | quiet | changes
     )

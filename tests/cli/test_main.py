@@ -136,3 +136,21 @@ def test_debug_shows_the_traceback_and_may_stand_anywhere(
 def test_bad_ids_are_refused_before_anything_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--as", "ids", "1,x"]) == 2
     assert error_lines(capsys)[0] == "error: bad token ids"
+
+
+def test_every_command_that_the_readme_names_exists_and_every_command_is_named(repository: Path) -> None:
+    readme = (repository / "README.md").read_text()
+    table = readme.split("| command | what it does |")[1].split("\n\n")[0]
+    named = {
+        word.split()[0] for cell in re.findall(r"^\| ([^|]*)\|", table, re.M) for word in re.findall(r"`([^`]+)`", cell)
+    }
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert named == {name for name, command in commands.items() if not command.hidden}
+
+
+def test_every_flag_in_the_documents_exists(repository: Path) -> None:
+    documents = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+    shown = {flag for path in documents for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())}
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    known = {flag for command in commands.values() for parameter in command.params for flag in parameter.opts}
+    assert shown - known <= {"--build", "--profile", "--flag"}

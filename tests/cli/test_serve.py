@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from octavo.client import Client
 from octavo.client_errors import OctavoError
 
 from cli.main import main
+from cli.readiness import read_metrics
 from tests.support.service import Service, environment, free_port, serve
 
 ORACLE = ("--runner=oracle", "--num-blocks=512", "--max-model-len=2048")
@@ -240,6 +242,16 @@ def test_a_drain_lets_a_stream_end_and_the_second_signal_does_not(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def gateway_metrics_ports(folder: Path) -> list[int]:
+    """As the summary tells them."""
+    return [int(port) for port in re.findall(r":(\d+)/metrics  \(gateway-", (folder / "service.log").read_text())]
+
+
+def num_completed(metrics_port: int) -> int:
+    samples = read_metrics(f"http://127.0.0.1:{metrics_port}/metrics").get("octavo_requests_total", [])
+    return sum(int(value) for labels, value in samples if labels["method"].endswith("Complete"))
+
+
 def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
     port = free_port()
     process = start(tmp_path, "--gateways=2", "--model=one=x", "--model=two=y", "--workers=2", port=port)
@@ -247,14 +259,14 @@ def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
         children = wait_until_ready(process, tmp_path)
         assert len(children) == 6
         texts = set()
-        for _ in range(12):  # each connection lands on either gateway
+        for _ in range(16):  # each connection lands on either gateway
             with Client(f"127.0.0.1:{port}") as client:
                 assert {(model.name, model.num_workers) for model in client.models()} == {("one", 2), ("two", 2)}
                 texts.add(client.complete(model="two", text="x", max_tokens=5, seed=7).text)
         assert len(texts) == 1
-        log = (tmp_path / "service.log").read_text()
-        served = [line for line in log.splitlines() if '"method": "Complete"' in line]
-        assert len(served) == 12
+        answered = [num_completed(each) for each in gateway_metrics_ports(tmp_path)]
+        assert (len(answered), sum(answered)) == (2, 16)
+        assert all(answered)
     finally:
         process.terminate()
         assert process.wait(30) == 0
@@ -292,6 +304,6 @@ def test_the_tour_ends_well_and_shows_answers_receipts_and_metrics(tmp_path: Pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("first token  ") == 3
-    assert done.stdout.index("Octavo is ready") < done.stdout.index("Hello! How are you today?")
+    assert done.stdout.index("Octavo is ready") < done.stdout.index("What is your name?")
     assert "generated tokens" in done.stdout
     assert "stopped with exit code 0" in done.stdout
