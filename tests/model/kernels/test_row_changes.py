@@ -29,7 +29,7 @@ def test_every_change_lands_and_nothing_else_moves(count: int) -> None:
     index = rng.permutation(5000)[:count].astype(np.int32)
     sent = upload(index, rng.integers(-(2**31), 2**31, count).astype(np.int32), size=8000)
     expected = words.clone()
-    apply_changes_reference(sent.cpu(), expected)
+    apply_changes_reference(sent.cpu().clone(), expected)
     got = words.to(DEVICE)
     apply_changes(sent, got)
     assert torch.equal(got.cpu(), expected)
