@@ -59,13 +59,13 @@ QUICK = Effort(repeats=1, decode_tokens=16, mixed_requests=16, longest=60)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One workload. All values of every turn, by side; ratio: how many times better the first side's median is than
-    the best other's; bar: what the ratio must be."""
+    """One workload. values: of every turn, by side, ours first. ratios: how many times better our median is than that
+    of each other side. bar: what the smallest of them must be."""
 
     workload: str
     unit: str
     values: dict[str, list[float]]
-    ratio: float
+    ratios: dict[str, float]
     bar: float
 
 
@@ -87,9 +87,10 @@ class Workload:
 
     def line(self) -> Line:
         """Medians compared."""
-        ours, *others = (statistics.median(values) for values in self.values.values())
-        ratio = min(others) / ours if self.unit.startswith("ms") else ours / max(others)
-        return Line(workload=self.name, unit=self.unit, values=self.values, ratio=ratio, bar=self.bar)
+        ours, *others = ((name, statistics.median(values)) for name, values in self.values.items())
+        is_time = self.unit.startswith("ms")
+        ratios = {name: value / ours[1] if is_time else ours[1] / value for name, value in others}
+        return Line(workload=self.name, unit=self.unit, values=self.values, ratios=ratios, bar=self.bar)
 
 
 def make_workloads(effort: Effort, ours: Side, theirs: Sequence[Side]) -> list[Workload]:
@@ -146,13 +147,13 @@ def measure(config: Qwen2Config, effort: Effort, console: Console, *, clock: Clo
 def show(lines: Sequence[Line], machine: Machine, console: Console) -> None:
     """The table: medians, with the spread of the turns."""
     table = Table(title="Qwen2.5-0.5B shape, random bf16 weights, CPU: medians (least to greatest)")
-    for heading in ("workload", "side", "figure", "better by", "bar"):
+    for heading in ("workload", "side", "figure", "octavo is better by", "bar"):
         table.add_column(heading)
     for line in lines:
         for index, (side, values) in enumerate(line.values.items()):
             figure = f"{statistics.median(values):.1f} {line.unit} ({min(values):.1f} to {max(values):.1f})"
-            first = (line.workload, f"{line.ratio:.2f}x", f"{line.bar:g}x") if index == 0 else ("", "", "")
-            table.add_row(first[0], side, figure, first[1], first[2])
+            ratio = f"{line.ratios[side]:.2f}x" if side in line.ratios else ""
+            table.add_row("" if index else line.workload, side, figure, ratio, "" if index else f"{line.bar:g}x")
         table.add_section()
     console.print(table)
     console.print(machine.line())

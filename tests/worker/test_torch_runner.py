@@ -1,5 +1,6 @@
 """The torch runner on plans made by hand: whole results, isolation of rows, errors."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +32,15 @@ CONFIG = Qwen2Config(
     tie_word_embeddings=True,
 )
 GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on matrices of this size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
