@@ -26,7 +26,9 @@ IMPATIENT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_ba
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
-async def wait_until_ready(address: str, plans: Sequence[ProcessPlan]) -> list[model_pb2.ModelInfo]:
+async def wait_until_ready(
+    address: str, plans: Sequence[ProcessPlan], *, metrics_host: str
+) -> list[model_pb2.ModelInfo]:
     """The models, as soon as every gateway answers and every worker is registered. Waits without end."""
     num_workers = sum(each.role is Role.WORKER for each in plans)
     gateways = [each for each in plans if each.role is Role.GATEWAY]
@@ -34,7 +36,9 @@ async def wait_until_ready(address: str, plans: Sequence[ProcessPlan]) -> list[m
     async with AsyncClient(address, options=IMPATIENT) as client:
         while True:
             models = await _models(client)
-            if sum(each.num_workers for each in models) >= num_workers and await _all_up(gateways):
+            if sum(each.num_workers for each in models) >= num_workers and await _all_know(
+                [join_address(metrics_host, each.metrics_port) for each in gateways], num_workers
+            ):
                 return models
             await asyncio.sleep(5 * POLL_S)  # each of these calls is a line in the gateway's log
 
@@ -52,13 +56,8 @@ async def _wait_until_serving(address: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def scrape(port: int, host: str = "127.0.0.1") -> Samples:
-    """The samples of a /metrics page by name; empty where it does not answer."""
-    return await asyncio.to_thread(read_metrics, f"http://{host}:{port}/metrics")
-
-
 def read_metrics(url: str) -> Samples:
-    """The same, blocking."""
+    """The samples of a /metrics page by name; empty where it does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=2.0) as response:
             text = response.read().decode()
@@ -78,9 +77,12 @@ async def _models(client: AsyncClient) -> list[model_pb2.ModelInfo]:
         return []
 
 
-async def _all_up(plans: Sequence[ProcessPlan]) -> bool:
-    pages = await asyncio.gather(*(scrape(each.metrics_port) for each in plans))
-    return all(pages)
+async def _all_know(addresses: Sequence[str], num_workers: int) -> bool:
+    """Whether each of several gateways has all workers: on one port, a call cannot choose whom it asks."""
+    if len(addresses) == 1:
+        return True
+    pages = await asyncio.gather(*(asyncio.to_thread(read_metrics, f"http://{each}/metrics") for each in addresses))
+    return all(sum(value for _, value in page.get("octavo_worker_up", ())) >= num_workers for page in pages)
 
 
 def service_summary(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cli.addresses import join_address
+from cli.addresses import join_address, reachable
 from cli.children import Child
 from cli.errors import CliError
 from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
@@ -81,9 +81,10 @@ async def _announce(
     view: StartupView,
 ) -> None:
     """Print the summary once the service answers; end the service where that takes too long."""
-    address = join_address(_reachable(settings.host), port)
+    address = join_address(reachable(settings.host), port)
     try:
-        served = await asyncio.wait_for(wait_until_ready(address, plans), settings.startup_timeout_s)
+        waiting = wait_until_ready(address, plans, metrics_host=reachable(settings.metrics_host))
+        served = await asyncio.wait_for(waiting, settings.startup_timeout_s)
     except TimeoutError:
         service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
         service.advance(Stage.STOPPING)
@@ -142,8 +143,3 @@ def _line_style(settings: ServeSettings, console: Console) -> LineStyle:
     if settings.log_format == "auto":
         return LineStyle.PEOPLE if console.is_terminal else LineStyle.PROGRAMS
     return LineStyle.PROGRAMS if settings.log_format == "json" else LineStyle.PEOPLE
-
-
-def _reachable(host: str) -> str:
-    """An address to call a listener of this host at."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
