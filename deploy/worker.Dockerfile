@@ -1,12 +1,12 @@
 # A worker: the model on a GPU, or on the CPU. Build from the root of the repository:
 #   docker build -f deploy/worker.Dockerfile -t octavo-worker .
-# TORCH_INDEX_URL takes torch from another index, for example the one with CPU-only wheels.
+# PIP_EXTRA_INDEX_URL adds a package index, for example one with CPU-only wheels of torch, which are much smaller.
 FROM python:3.12-slim AS build
 ARG TORCH=torch==2.13.0
-ARG TORCH_INDEX_URL=
+ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
 RUN python -m venv /opt/octavo
-RUN /opt/octavo/bin/pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url $TORCH_INDEX_URL} "$TORCH"
+RUN /opt/octavo/bin/pip install --no-cache-dir "$TORCH"
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/requirements.py deploy/requirements.py
 RUN python deploy/requirements.py > /tmp/requirements.txt \
