@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What differs between the published sizes, with fewer layers and (but for 0.5B) a narrower MLP."""
 
-NARROW: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
+NARROW: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 """The same heads on a thin residual stream: for tests with thousands of tokens."""
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
