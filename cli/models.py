@@ -10,17 +10,19 @@ from cli.settings import ClientSettings
 
 def show_models(settings: ClientSettings) -> int:
     """Print a table, one row per model."""
-    table = Table("model", "architecture", "dtype", "max tokens", "workers", "KV tokens", "fingerprint")
+    table = Table()
+    table.add_column("model", no_wrap=True)
+    for title in ("dtype", "max tokens", "workers", "KV tokens", "fingerprint"):
+        table.add_column(title)
     with Client(join_address(settings.host, settings.port)) as client:
         for model in client.models():
             table.add_row(
                 model.name,
-                model.architecture,
                 model.dtype,
                 f"{model.max_model_len:,}",
                 str(model.num_workers),
                 f"{model.kv_capacity_tokens:,}",
-                model.fingerprint[:16],
+                model.fingerprint[:12],
             )
     Console().print(table)
     return 0
