@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from model.gpu.decode_step import DecodeStep
-from model.gpu.mixed_step import MixedStep
+from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
 from model.kernels.row_changes import HEADER_WORDS, apply_changes
@@ -122,6 +122,10 @@ class StepPrograms:
         """Enqueue the changes and a mixed step whose inputs lie in the upload as the layout says."""
         program = self._mixed.get(layout)
         program() if program else self._mixed_program(layout)()
+
+    def run_inputs(self, inputs: MixedInputs) -> None:
+        """Enqueue a mixed step of inputs that lie elsewhere, without changes."""
+        self._mixed_step.run(inputs)
 
     def run_changes(self) -> None:
         """Enqueue the changes alone."""

@@ -3,6 +3,7 @@
 Knows torch and the model, and nothing of sockets or requests.
 """
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from worker.memory import PoolSize, size_pool
 from worker.model_card import Described, describe
 from worker.progress import OnProgress
 from worker.runner_memory import memory_needs
-from worker.runner_warmup import warm_up
+from worker.runner_warmup import WarmRunner, warm_up
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 log = structlog.get_logger(__name__)
@@ -35,11 +36,10 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         torch.set_num_threads(config.num_threads)
     folder = _resolve(config, on_progress)
     described = describe(folder)
-    scheduler = scheduler_config(config, described, max_in_flight=1)
+    make_runner = _make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
+    scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
     model = _load_weights(config, folder, on_progress)
-    pool = _pool_size(config, model, max_model_len=scheduler.max_model_len)
-    log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
-    runner = _make_runner(config, model, described, pool, max_model_len=scheduler.max_model_len)
+    runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
     warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
     return Loaded(
         runner=runner,
@@ -51,7 +51,7 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         ),
         tokenizer_files=described.files,
         fingerprint=model.fingerprint,
-        num_blocks=pool.num_blocks,
+        num_blocks=runner.config.num_blocks,
         block_size=config.block_size,
         scheduler=scheduler,
         device=str(model.device),
@@ -87,9 +87,27 @@ def _pool_size(config: WorkerConfig, model: Qwen2ForCausalLM, *, max_model_len: 
     return size_pool(needs, num_blocks=config.num_blocks)
 
 
-def _make_runner(
-    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, pool: PoolSize, *, max_model_len: int
-) -> TorchRunner:
+def wants_cuda_runner(config: WorkerConfig) -> bool:
+    """Whether steps run by our own kernels: on a CUDA device with triton, unless an attention backend is named or
+    activations are watched, which is the slow twin's business."""
+    if torch.device(config.device).type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return config.attention_backend is None and config.check_numerics_limit is None
+
+
+def _make_cuda_runner(
+    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+) -> WarmRunner:
+    from worker.cuda_loading import make_cuda_runner  # triton: only where it is wanted
+
+    return make_cuda_runner(config, model, described, max_model_len=max_model_len, on_progress=on_progress)
+
+
+def _make_torch_runner(
+    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+) -> WarmRunner:
+    pool = _pool_size(config, model, max_model_len=max_model_len)
+    log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
     runner_config = TorchRunnerConfig(
         num_blocks=pool.num_blocks,
         block_size=config.block_size,

@@ -5,12 +5,13 @@ Run on an idle runner whose pool is empty: the blocks that it writes hold nothin
 """
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
 from wire.messages import Sampling
 from worker.plan import Chunk, Join, Slot, StepPlan
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
+from worker.runner import Runner
 
 OnProgress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -19,7 +20,29 @@ _GREEDY = Sampling(temperature=0.0)
 _RANDOM = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, seed=1)
 
 
-def warm_up(runner: TorchRunner, *, max_batch_tokens: int, on_progress: OnProgress) -> int:
+class WarmConfig(Protocol):
+    """What a runner's configuration tells of its room."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class WarmRunner(Runner, Protocol):
+    """A runner that tells its room."""
+
+    @property
+    def config(self) -> WarmConfig: ...
+
+
+def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgress) -> int:
     """Run every warm-up step; returns how many. Raises RunnerError as a real step would: a worst-case step that does
     not fit is better found here."""
     plans = list(warm_up_plans(runner.config, max_batch_tokens=max_batch_tokens))
@@ -31,7 +54,7 @@ def warm_up(runner: TorchRunner, *, max_batch_tokens: int, on_progress: OnProgre
     return len(plans)
 
 
-def warm_up_plans(config: TorchRunnerConfig, *, max_batch_tokens: int) -> Iterator[StepPlan]:
+def warm_up_plans(config: WarmConfig, *, max_batch_tokens: int) -> Iterator[StepPlan]:
     """Prefills of powers of four and of the whole budget, then decodes of powers of four rows and of all of them."""
     longest = min(max_batch_tokens, config.max_model_len - 1, config.num_blocks * config.block_size)
     widest = min(config.max_slots, config.num_blocks, max_batch_tokens)
@@ -50,7 +73,7 @@ def _sizes(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def _prefill_plan(config: TorchRunnerConfig, num_tokens: int) -> StepPlan:
+def _prefill_plan(config: WarmConfig, num_tokens: int) -> StepPlan:
     """One request in slot 0, in the first blocks."""
     blocks = np.arange(-(-num_tokens // config.block_size), dtype=np.int32)
     updates_U3 = np.stack([np.zeros_like(blocks), blocks, blocks], axis=1)

@@ -1,52 +1,21 @@
 """The CUDA runner, kernel by kernel on a GPU or in Triton's interpreter, against the torch runner on the same plans."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.gpu.weights import GpuWeights
 from model.kernels import decode_work
-from tests.support.scheduling import World, WorldConfig
-from tests.support.twin_runner import TwinRunner
-from wire.messages import Sampling
-from worker.cuda_graphs import Launching, batch_sizes
-from worker.cuda_programs import CudaRunnerConfig
-from worker.cuda_runner import CudaRunner
-from worker.oracle_model import OracleModel
-from worker.plan import Chunk, Join, Slot, StepPlan
+from tests.support.cuda_twins import DEVICE, VOCAB, WISHES, Hand, chunk, prompt, twins, world
+from worker.cuda_graphs import batch_sizes
+from worker.plan import StepPlan
 from worker.runner import RunnerError
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VOCAB = 120
-BLOCK = 4
-CONFIG = Qwen2Config(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    tie_word_embeddings=True,
-)
-WISHES: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.2},
-    {"temperature": 0.0, "frequency_penalty": 0.7, "num_logprobs": 2},
-    {"temperature": 0.9, "top_k": 12, "top_p": 0.9},
-    {"temperature": 0.8, "min_p": 0.05, "min_tokens": 3, "stop_token_ids": (5, 6)},
 ]
 
 
@@ -57,44 +26,6 @@ def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decode_work, "TARGET_ITEMS", 8)
         monkeypatch.setattr(decode_work, "MIN_CHUNK_TOKENS", 16)
         monkeypatch.setattr(decode_work, "CHUNK_MULTIPLE", 16)
-
-
-def random_model() -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=4, device=DEVICE)
-    for parameter in model.parameters():
-        parameter.data *= 8
-    return model
-
-
-def twins(
-    *, num_blocks: int = 64, max_slots: int = 4, launching: Launching = Launching.EAGER, max_in_flight: int = 2
-) -> TwinRunner:
-    """Over pools of NaN, so that any read of what was not written shows."""
-    sizes = {"num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": 48}
-    common = {**sizes, "vocab_size": VOCAB, "eos_token_ids": (7,), "max_in_flight": max_in_flight}
-    slow = TorchRunner(random_model(), TorchRunnerConfig(**common))  # type: ignore[arg-type]
-    weights = GpuWeights.take(random_model(), max_positions=64)
-    fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=launching, max_batch_tokens=32))  # type: ignore[arg-type]
-    fast.record(lambda done, total: None)
-    slow.kv.k_pool_LPKBH.fill_(torch.nan)
-    slow.kv.v_pool_LPKBH.fill_(torch.nan)
-    fast.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
-    fast.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
-    return TwinRunner(slow, fast)
-
-
-def world(runner: TwinRunner, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int) -> World:
-    config = WorldConfig(
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_batch_tokens=32,
-        max_model_len=48,
-        max_in_flight=runner.max_in_flight,
-        model=OracleModel(vocab_size=VOCAB, eos_token_ids=()),
-    )
-    monkeypatch.setattr(WorldConfig, "runner", lambda self: runner)
-    return World(config)
 
 
 @pytest.mark.parametrize("num_blocks", [11, 64])
@@ -110,56 +41,6 @@ def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, mon
     assert all(stream.finished and not stream.finished.error for stream in here.streams.values())
     assert (here.scheduler.counters.num_preemptions > 0) == (num_blocks == 11)
     assert here.blocks.num_hit_tokens > 0
-
-
-class Hand:
-    """Plans written by hand; blocks are dealt in a shuffled order."""
-
-    def __init__(self, runner: TwinRunner) -> None:
-        self.runner = runner
-        self.free = np.random.default_rng(0).permutation(64).tolist()
-        self.tables: dict[int, list[int]] = {}
-        self.joins: list[Join] = []
-        self.updates: list[tuple[int, int, int]] = []
-        self.num_steps = 0
-
-    def join(self, slot: int, tokens: list[int], **sampling: object) -> None:
-        self.tables[slot] = []
-        wishes = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
-        ids_T = np.asarray(tokens, np.int32)
-        join = Join(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=wishes)
-        self.joins.append(join)
-
-    def launch(self, *, decode: dict[int, int] | None = None, prefill: tuple[Chunk, ...] = (), **more: object) -> None:
-        decode = decode or {}
-        for slot, position in [*decode.items(), *((c.slot, c.start + c.num_tokens - 1) for c in prefill)]:
-            while len(self.tables[slot]) * BLOCK <= position:
-                self.updates.append((slot, len(self.tables[slot]), self.free[0]))
-                self.tables[slot].append(self.free.pop(0))
-        self.num_steps += 1
-        plan = StepPlan(
-            step=self.num_steps,
-            joins=tuple(self.joins),
-            block_updates_U3=np.asarray(self.updates, np.int32).reshape(-1, 3),
-            prefill=prefill,
-            decode_slots_S=np.asarray(list(decode), np.int32),
-            decode_positions_S=np.asarray(list(decode.values()), np.int32),
-            **more,  # type: ignore[arg-type]
-        )
-        self.joins, self.updates = [], []
-        self.runner.launch(plan)
-
-    def step(self, **what: object) -> list[int]:
-        self.launch(**what)  # type: ignore[arg-type]
-        return self.runner.collect().tokens_S.tolist()
-
-
-def chunk(slot: int, start: int, num_tokens: int, *, last: bool = True) -> Chunk:
-    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=last)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
 def test_a_slot_taken_over_a_batch_that_shrinks_and_a_step_of_no_sample() -> None:
