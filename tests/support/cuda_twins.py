@@ -44,22 +44,31 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def random_model() -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=4, device=DEVICE)
+def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
+    """Logits that differ clearly, outputs that vary."""
+    model = Qwen2ForCausalLM.random(config, seed=4, device=DEVICE)
     for parameter in model.parameters():
-        parameter.data *= 8
+        parameter.data *= 8 if config.hidden_size < 100 else 3
     return model
 
 
 def twins(
-    *, num_blocks: int = 64, max_slots: int = 4, launching: Launching = Launching.EAGER, max_in_flight: int = 2
+    model_config: Qwen2Config = CONFIG,
+    *,
+    num_blocks: int = 64,
+    max_slots: int = 4,
+    max_model_len: int = 48,
+    max_batch_tokens: int = 32,
+    launching: Launching = Launching.EAGER,
 ) -> TwinRunner:
     """Over pools of NaN, so that any read of what was not written shows."""
-    sizes = {"num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": 48}
-    common = {**sizes, "vocab_size": VOCAB, "eos_token_ids": (7,), "max_in_flight": max_in_flight}
-    slow = TorchRunner(random_model(), TorchRunnerConfig(**common))  # type: ignore[arg-type]
-    weights = GpuWeights.take(random_model(), max_positions=64)
-    fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=launching, max_batch_tokens=32))  # type: ignore[arg-type]
+    common: dict[str, Any] = {
+        "num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": max_model_len,
+        "vocab_size": VOCAB, "eos_token_ids": (7,), "max_in_flight": 2,
+    }  # fmt: skip
+    slow = TorchRunner(random_model(model_config), TorchRunnerConfig(**common))
+    weights = GpuWeights.take(random_model(model_config), max_positions=max_model_len + BLOCK)
+    fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=launching, max_batch_tokens=max_batch_tokens))
     fast.record(lambda done, total: None)
     slow.kv.k_pool_LPKBH.fill_(torch.nan)
     slow.kv.v_pool_LPKBH.fill_(torch.nan)
@@ -68,13 +77,22 @@ def twins(
     return TwinRunner(slow, fast)
 
 
-def world(runner: TwinRunner, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int) -> World:
+def world(
+    runner: TwinRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_blocks: int,
+    max_slots: int = 4,
+    max_model_len: int = 48,
+    max_batch_tokens: int = 32,
+) -> World:
+    """A scheduler that drives the runner."""
     config = WorldConfig(
         num_blocks=num_blocks,
         block_size=BLOCK,
-        max_num_seqs=4,
-        max_batch_tokens=32,
-        max_model_len=48,
+        max_num_seqs=max_slots,
+        max_batch_tokens=max_batch_tokens,
+        max_model_len=max_model_len,
         max_in_flight=runner.max_in_flight,
         model=OracleModel(vocab_size=VOCAB, eos_token_ids=()),
     )
@@ -118,6 +136,15 @@ class Hand:
         )
         self.joins, self.updates = [], []
         self.runner.launch(plan)
+
+    @staticmethod
+    def bare(step: int, decode: dict[int, int]) -> StepPlan:
+        """Decodes and nothing else."""
+        return StepPlan(
+            step=step,
+            decode_slots_S=np.asarray(list(decode), np.int32),
+            decode_positions_S=np.asarray(list(decode.values()), np.int32),
+        )
 
     def step(self, **what: object) -> list[int]:
         self.launch(**what)  # type: ignore[arg-type]
