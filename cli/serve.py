@@ -1,6 +1,7 @@
 """`octavo serve`: one host's service, from settings to the last process."""
 
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -93,7 +94,8 @@ async def _announce(
     view.on_ready()
     ready_after_s = time.monotonic() - started_s
     models = model_summaries(served, list(view.loaded.values()))
-    show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
+    with contextlib.suppress(OSError):  # nobody reads stdout
+        show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
     (run_dir / READY_FILE).write_text(address + "\n")
 
 

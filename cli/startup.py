@@ -3,6 +3,7 @@
 Fed with the lines that the processes write; must not know how they are started.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -59,11 +60,13 @@ class StartupView:
         self._show(SUPERVISOR, raw, LogLine(event=text, level="info"))
 
     def _show(self, name: str, raw: str, line: LogLine) -> None:
-        if self._style is LineStyle.PROGRAMS:
-            sys.stderr.write(raw + "\n")
-            sys.stderr.flush()
-        else:
-            self._console.print(render_line(name, line), soft_wrap=True)
+        # A full disk or a reader that went away must not stop the processes, which would block on their own pipes.
+        with contextlib.suppress(OSError):
+            if self._style is LineStyle.PROGRAMS:
+                sys.stderr.write(raw + "\n")
+                sys.stderr.flush()
+            else:
+                self._console.print(render_line(name, line), soft_wrap=True)
 
     def on_ready(self) -> None:
         """The service answers: no more bars."""

@@ -1,3 +1,5 @@
+import errno
+import io
 import json
 
 import pytest
@@ -62,3 +64,18 @@ def test_a_terminal_gets_bars_that_follow_the_lines_and_then_the_lines_themselve
     shown = console.export_text()
     assert "careful" in shown
     assert shown.count("loaded") == 1
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("style", LineStyle)
+def test_a_log_that_cannot_be_written_stops_nothing(style: LineStyle, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FullDisk()
+    monkeypatch.setattr("sys.stderr", full)
+    view = StartupView(PLANS, console=Console(file=full), level="info", style=style)
+    view.on_line("worker-0", RAW)
+    view.notice("draining")
+    assert view.loaded == {"worker-0": {"num_blocks": 3, "device": "cpu"}}

@@ -242,6 +242,28 @@ def test_a_drain_lets_a_stream_end_and_the_second_signal_does_not(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", "--metrics-port=0"]
+    command += ["--worker-metrics-port=0", f"--run-dir={tmp_path / 'run'}", *ORACLE]
+    reading, writing = os.pipe()
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=writing, stderr=writing)
+    os.close(writing)
+    os.close(reading)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (tmp_path / "run/ready").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        with Client(f"127.0.0.1:{port}") as client:
+            for _ in range(3):
+                client.complete(text="x", max_tokens=2)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
 def gateway_metrics_ports(folder: Path) -> list[int]:
     """As the summary tells them."""
     return [int(port) for port in re.findall(r":(\d+)/metrics  \(gateway-", (folder / "service.log").read_text())]
