@@ -25,6 +25,13 @@ class PortSharing(Enum):
     SHARED = "shared"
 
 
+class Dialects(Enum):
+    """Services beside octavo.v1 on the same port."""
+
+    INSTALLED = "installed"  # those whose stubs are installed (extra `vllm-dialect`)
+    NONE = "none"
+
+
 class LogFormat(Enum):
     """AUTO: key=value for people on a terminal, JSON lines elsewhere."""
 
@@ -55,8 +62,9 @@ class ConnectionConfig:
 
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 10.0
-    min_ping_interval_s: float = 10.0  # clients that ping more often are sent away …
-    max_ping_strikes: int = 2  # … after this many such pings
+    min_ping_interval_s: float = 10.0  # pings that come sooner are strikes …
+    # … and clients with more strikes than this are sent away; 0: never, as gateways that ping idle connections need.
+    max_ping_strikes: int = 0
     handshake_timeout_s: float = 10.0
 
 
@@ -75,6 +83,7 @@ class GatewayConfig:
     metrics_address: str | None = "127.0.0.1:9090"
     exposure: Exposure = Exposure.LOOPBACK_ONLY
     port_sharing: PortSharing = PortSharing.EXCLUSIVE
+    dialects: Dialects = Dialects.INSTALLED
     limits: RequestLimits = field(default_factory=RequestLimits)
     connection: ConnectionConfig = field(default_factory=ConnectionConfig)
     drain_grace_s: float = 30.0

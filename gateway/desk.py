@@ -13,7 +13,7 @@ from octavo.v1 import inference_pb2 as pb
 
 from gateway.admission import Admission
 from gateway.config import RequestLimits
-from gateway.errors import DeadlinePassed, Draining, RequestError
+from gateway.errors import DeadlinePassed, Draining, RequestAborted, RequestError
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
@@ -185,6 +185,16 @@ class Desk:
             preparing.error = error
             preparing.task.cancel()
         return live is not None or preparing is not None
+
+    def abort(self, request_id: str) -> bool:
+        """End a request for its caller's sake: the worker is told at once, the caller gets what came before and an
+        end; False where it is not in flight."""
+        error, live = RequestAborted("the request was aborted"), self.live.get(request_id)
+        if live is None:
+            return self.fail(request_id, error)
+        live.stream.fail(error)  # a message that is being written is left to reach its reader
+        self.pool.cancel(live.handle)
+        return True
 
     def fail_all(self, error: RequestError) -> int:
         """End every request; how many."""

@@ -13,8 +13,9 @@ import structlog
 from grpc_reflection.v1alpha import reflection
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 
-from gateway.config import GatewayConfig
+from gateway.config import Dialects, GatewayConfig
 from gateway.desk import Desk
+from gateway.dialects import vllm
 from gateway.errors import Draining
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
@@ -110,12 +111,21 @@ class Gateway:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
         self.readiness.attach(server)
-        reflection.enable_server_reflection((*_PUBLIC, reflection.SERVICE_NAME), server)
+        dialects = self._attach_dialects(server)
+        reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
         self.listen_address = bind(server, config, config.listen_address, setting="--port")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         for each in self._servers:
             await each.start()
+
+    def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        """Names of the services that were added."""
+        if self.config.dialects is Dialects.NONE or not vllm.is_installed():
+            return ()
+        vllm.attach(server, self.desk, self.is_ready)
+        self.readiness.add(vllm.SERVICE)
+        return (vllm.SERVICE,)
 
     def _admin_server(self, address: str) -> grpc.aio.Server:
         server = new_server(self.config, self._guard)

@@ -23,6 +23,7 @@ class ServedModels:
 
     def __init__(self) -> None:
         self._texts: dict[_TextKey, ModelText | UnsupportedTokenizer] = {}
+        self._files: dict[str, Mapping[str, bytes]] = {}  # by digest
         self._loading: dict[_TextKey, asyncio.Task[None]] = {}
         self._seen: set[str] = set()
         self._callbacks: list[Callable[[], None]] = []
@@ -34,6 +35,7 @@ class ServedModels:
     def on_model(self, card: ModelCard, files: Mapping[str, bytes]) -> None:
         """A model became ready at a worker (again)."""
         self._seen.add(card.name)
+        self._files[card.tokenizer_digest] = files
         key = (card.tokenizer_digest, card.vocab_size)
         if key not in self._texts and key not in self._loading:
             self._loading[key] = asyncio.create_task(self._load(key, card.name, dict(files)), name=f"load {card.name}")
@@ -65,6 +67,13 @@ class ServedModels:
         if isinstance(text, UnsupportedTokenizer):
             raise UnsupportedTokenizer(str(text))
         return text
+
+    def files_of(self, card: ModelCard) -> Mapping[str, bytes]:
+        """The tokenizer bundle by file name. Raises NoWorker where it has not come."""
+        files = self._files.get(card.tokenizer_digest)
+        if files is None:
+            raise NoWorker(card.name)
+        return files
 
     def resolve(self, name: str, cards: Mapping[str, ModelCard], *, path: str = "model") -> ModelCard:
         """The card that a request means. path: of the field that names it. Raises NoWorker, ModelNotFound,

@@ -18,12 +18,18 @@ class Readiness:
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._servicer = health_aio.HealthServicer()
         self._is_ready = is_ready
+        self._services = list(READY_SERVICES)
         self._changed = asyncio.Event()
         self._changed.set()
 
     def attach(self, server: grpc.aio.Server) -> None:
         """Serve it there."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    def add(self, service: str) -> None:
+        """One more service that is ready when the others are."""
+        self._services.append(service)
+        self.changed()
 
     def changed(self) -> None:
         """Ask again, soon."""
@@ -32,7 +38,7 @@ class Readiness:
     async def publish(self) -> None:
         """Tell what is true now."""
         status = _SERVING if self._is_ready() else _NOT_SERVING
-        for service in READY_SERVICES:
+        for service in self._services:
             await self._servicer.set(service, status)
 
     async def run(self) -> None:

@@ -9,20 +9,17 @@ from google.protobuf.message import Message
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
+from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
 from gateway.desk import Desk
-from gateway.errors import RequestError
 from gateway.events import delta_event, finished_event, position_logprobs, started_event
 from gateway.live import LiveRequest
-from gateway.meters import ModelMeters
-from gateway.output import Piece
-from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.rpc.scope import current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
 from gateway.validation.chat import chat_input
 from gateway.validation.fields import check
 from gateway.validation.generate import check_complete, check_generate, check_ids, check_tokenize
 
 Context = grpc.aio.ServicerContext
-_LARGE_BYTES = 32 * 1024
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -40,25 +37,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             # Only now: a refusal stays a trailers-only response, which the client's library may retry.
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
-            await _write(live, context, started_event(live))
-            await self._pump(live, scope, context)
-            await _write(live, context, pb.GenerateResponse(finished=finished_event(live)))
+            await write(live, context, started_event(live))
+            meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
+            await pump(live, scope, context, meters, lambda piece: delta_event(piece, table))
+            await write(live, context, pb.GenerateResponse(finished=finished_event(live)))
             self._count_finished(live)
         except asyncio.CancelledError:
-            raise _error_behind(live) from None
+            raise error_behind(live) from None
         finally:
-            self._close(live, scope)
-
-    async def _pump(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
-        """The hot path: one turn a message, however many tokens came while the last one was written."""
-        stream, meters = live.stream, self._desk.meters.of_model(live.card.name)
-        table = self._logprob_table(live)
-        while (piece := await stream.next()) is not None:
-            stream.write_since_s = now_s = time.monotonic()
-            await context.write(delta_event(piece, table))
-            stream.write_since_s = 0.0
-            scope.tokens_delivered += piece.num_tokens
-            _count_piece(meters, live, piece, now_s)
+            close(self._desk, live, scope)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """The same in one message."""
@@ -73,9 +60,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._count_finished(live)
             return response
         except asyncio.CancelledError:
-            raise _error_behind(live) from None
+            raise error_behind(live) from None
         finally:
-            self._close(live, scope)
+            close(self._desk, live, scope)
 
     async def _collect(self, live: LiveRequest) -> pb.CompleteResponse:
         meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
@@ -84,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             texts.append(piece.text)
             response.token_ids.extend(piece.token_ids)
             response.logprobs.extend([position_logprobs(*position, table) for position in piece.logprobs])
-            _count_piece(meters, live, piece, time.monotonic())
+            count_piece(meters, live, piece, time.monotonic())
         response.text = "".join(texts)
         response.finished.CopyFrom(finished_event(live))
         return response
@@ -95,23 +82,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self._desk.models.text_of(live.card).table.all_bytes
 
     def _count_finished(self, live: LiveRequest) -> None:
-        meters = self._desk.meters.of_model(live.card.name)
-        reason = finished_event(live).reason
-        meters.finished["stop" if reason == pb.FINISH_REASON_STOP else "length"] += 1
-        meters.end_to_end.observe(time.monotonic() - live.arrived_s)
-        meters.request_prompt_tokens.observe(live.num_prompt_tokens)
-        meters.request_generation_tokens.observe(live.stream.assembler.num_tokens)
-
-    def _close(self, live: LiveRequest, scope: RpcScope) -> None:
-        first_s = live.stream.first_token_s
-        scope.log_fields = {
-            "model": live.card.name,
-            "worker": live.worker.worker_id,
-            "prompt_tokens": live.num_prompt_tokens,
-            "completion_tokens": live.stream.assembler.num_tokens,
-            "first_token_s": round(first_s - live.arrived_s, 4) if first_s else None,
-        }
-        self._desk.close(live)
+        reason = "stop" if finished_event(live).reason == pb.FINISH_REASON_STOP else "length"
+        count_finished(self._desk.meters.of_model(live.card.name), live, reason)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text or chat to ids, as Generate would."""
@@ -147,37 +119,4 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _check(self, check_it: Callable[[], None], request: Message) -> None:
         """Large requests are checked off the event loop."""
-        if request.ByteSize() > _LARGE_BYTES:
-            await self._desk.text.run(check_it)
-        else:
-            check_it()
-
-
-def _count_piece(meters: ModelMeters, live: LiveRequest, piece: Piece, now_s: float) -> None:
-    meters.messages += 1
-    num_tokens = piece.num_tokens
-    meters.generation_tokens += num_tokens
-    if live.last_message_s:
-        if num_tokens:
-            meters.inter_token.observe((now_s - live.last_message_s) / num_tokens, num_tokens)
-    else:
-        meters.time_to_first_token.observe(now_s - live.arrived_s)
-    live.last_message_s = now_s
-
-
-async def _write(live: LiveRequest, context: Context, response: pb.GenerateResponse) -> None:
-    """Outside the hot path: with the mark that lets a stuck write be found."""
-    live.stream.write_since_s = time.monotonic()
-    await context.write(response)
-    live.stream.write_since_s = 0.0
-
-
-def _error_behind(live: LiveRequest) -> BaseException:
-    """Why the task was cancelled: an error that we put into the stream, or the caller is gone."""
-    error: RequestError | None = live.stream.error
-    task = asyncio.current_task()
-    if error is None:
-        return asyncio.CancelledError()
-    if task is not None:
-        task.uncancel()
-    return error
+        await self._desk.text.run_by_size(check_it, num_bytes=request.ByteSize())

@@ -9,6 +9,7 @@ from typing import TypeVar
 from gateway.text.errors import TextQueueFull
 
 T = TypeVar("T")
+_QUICK_BYTES = 32 * 1024  # what is made of so little takes less than a turn through a thread
 
 
 class TextService:
@@ -31,6 +32,10 @@ class TextService:
         future = self._executor.submit(work)
         future.add_done_callback(lambda _: self._done_from_thread(loop))
         return await asyncio.wrap_future(future)
+
+    async def run_by_size(self, work: Callable[[], T], *, num_bytes: int) -> T:
+        """work() here and now where its input is small, in a thread else. Raises as `run`."""
+        return work() if num_bytes <= _QUICK_BYTES else await self.run(work)
 
     def _done_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more

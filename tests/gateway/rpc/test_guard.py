@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 
+from gateway.config import Dialects
 from gateway.errors import QueueFull
 from gateway.meters import GatewayMeters
 from gateway.rpc.guard import Guard
@@ -186,7 +187,7 @@ async def test_reflection_lists_what_is_served_and_not_the_admin_service(serve: 
 
     public = {"octavo.v1.InferenceService", "octavo.v1.ModelService", "grpc.health.v1.Health"}
     reflection = {"grpc.reflection.v1alpha.ServerReflection"}
-    async with serve(admin_address=f"unix:{tmp_path}/admin.sock") as served:
+    async with serve(admin_address=f"unix:{tmp_path}/admin.sock", dialects=Dialects.NONE) as served:
         assert await services(served.channel) == public | reflection
         assert await services(served.admin_channel) == {"octavo.v1.AdminService", "grpc.health.v1.Health"} | reflection
 

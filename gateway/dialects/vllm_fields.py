@@ -1,0 +1,59 @@
+"""Which fields of a VllmEngine request are served; every other one that is set is refused by its path.
+
+What the served ones may hold is checked after translation, by the rules of octavo.v1.
+"""
+
+from collections.abc import Iterator
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+
+from gateway.errors import Violation
+from gateway.validation.fields import first_violations, raise_if_any
+
+# Without a meaning here, so that any value is as good as none: `original_text` is for reference; text leaves no server
+# of this dialect, so nothing says how to write it (`skip_special_tokens` still decides where stop strings are seen);
+# `grammar_from_first_token` qualifies constraints, and those are refused.
+SERVED: dict[str, frozenset[str]] = {
+    "GenerateRequest": frozenset(
+        {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
+    ),
+    "TokenizedInput": frozenset({"original_text", "input_ids"}),
+    "SamplingParams": frozenset(
+        {
+            *("temperature", "top_p", "top_k", "min_p", "seed", "n"),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+            *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
+            *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+            "grammar_from_first_token",
+        }
+    ),
+}
+
+
+def check_served(request: vllm.GenerateRequest) -> None:
+    """Raises InvalidRequest with the paths of what is not served."""
+    raise_if_any(first_violations(_violations(request)))
+
+
+def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
+    yield from _unserved(request, "")
+    if request.data_parallel_rank:
+        yield Violation(field="data_parallel_rank", description="there is only rank 0")
+    params = request.sampling_params
+    if params.n > 1:
+        yield Violation(field="sampling_params.n", description=f"must be 1, not {params.n}: not supported")
+    if params.logprobs < 0:
+        yield Violation(field="sampling_params.logprobs", description=f"must not be negative, not {params.logprobs}")
+
+
+def _unserved(message: Message, prefix: str) -> Iterator[Violation]:
+    served = SERVED[message.DESCRIPTOR.name]
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
+        yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
+    for field, value in message.ListFields():
+        if field.name not in served:
+            yield Violation(field=prefix + field.name, description="is not supported")
+        elif isinstance(value, Message):
+            yield from _unserved(value, f"{prefix}{field.name}.")

@@ -1,0 +1,162 @@
+"""VllmEngine: Generate, Abort, and what a gateway in front of us asks for."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+from octavo.v1 import inference_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
+from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
+
+from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
+from gateway.desk import Desk
+from gateway.dialects import vllm_info
+from gateway.dialects.tokenizer_zip import archive_of
+from gateway.dialects.vllm_messages import Positions, aborted_early, chunk_of, complete_of, reason_of
+from gateway.dialects.vllm_translate import in_callers_names, translate
+from gateway.errors import InvalidRequest, RequestAborted
+from gateway.live import LiveRequest
+from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.rpc.status import REQUEST_ID_TRAILER
+from wire.messages import ModelCard
+
+Context = grpc.aio.ServicerContext
+QUERY_TIMEOUT_S = 2.0
+
+
+class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
+        """is_ready: whether a request could be answered now."""
+        self._desk = desk
+        self._is_ready = is_ready
+        self._started_s = time.monotonic()
+
+    # ------------------------------------------------------------ requests
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        """Chunks of new ids, where asked for, and one Complete."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        num_bytes = request.ByteSize()
+        translated = await self._desk.text.run_by_size(lambda: translate(request), num_bytes=num_bytes)
+        try:
+            live = await self._open(translated, scope, context)
+        except RequestAborted:
+            await context.write(aborted_early())
+            return
+        try:
+            await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
+            await (self._stream if request.stream else self._collect)(live, scope, context)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def _open(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> LiveRequest:
+        try:
+            return await self._desk.open(translated, scope, prefix="", timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+
+    async def _stream(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        meters, num_prompt_tokens = self._desk.meters.of_model(live.card.name), live.num_prompt_tokens
+        try:
+            await pump(live, scope, context, meters, lambda piece: chunk_of(piece, num_prompt_tokens))
+            reason = reason_of(live)
+        except RequestAborted:
+            reason = "abort"
+        await self._end(live, context, reason, [], [])
+
+    async def _collect(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        meters, token_ids, positions = self._desk.meters.of_model(live.card.name), list[int](), Positions()
+        try:
+            while (piece := await live.stream.next()) is not None:
+                token_ids += piece.token_ids
+                positions += piece.logprobs
+                count_piece(meters, live, piece, time.monotonic())
+            reason = reason_of(live)
+        except RequestAborted:
+            reason = "abort"
+        await self._end(live, context, reason, token_ids, positions)
+        scope.tokens_delivered = len(token_ids)
+
+    async def _end(
+        self, live: LiveRequest, context: Context, reason: str, token_ids: list[int], positions: Positions
+    ) -> None:
+        await write(live, context, complete_of(live, reason, token_ids, positions))
+        if reason != "abort":
+            count_finished(self._desk.meters.of_model(live.card.name), live, reason)
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        """End requests of this gateway; ids that are not in flight are no error."""
+        for request_id in request.request_ids:
+            self._desk.abort(request_id)
+        return vllm.AbortResponse()
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        """Not offered."""
+        await _refuse(context, "Embed")
+
+    # ------------------------------------------------------------ the server
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
+        """Whether a request could be answered now."""
+        healthy = self._is_ready()
+        return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+        """The one model that is served; the dialect has no name for several."""
+        card = self._card()
+        return vllm_info.model_info(card, self._desk.models.files_of(card))
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
+        """Of this gateway and the workers behind it."""
+        return vllm_info.server_info(
+            self._desk.pool.workers(),
+            num_requests=self._desk.admission.counts().num_entered,
+            is_draining=self._desk.is_draining,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
+        """All workers as one rank."""
+        return vllm_info.loads(self._desk.pool.workers())
+
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
+        """The tokenizer's files as a zip in chunks, its digest with the last."""
+        files = self._desk.models.files_of(self._card())
+        archive = await self._desk.text.run(lambda: archive_of(files))
+        for data, sha256 in archive.chunks():
+            await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
+        """Forget cached prefixes that no request uses. There is no need to wait for idleness, so timeout_s says
+        nothing."""
+        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
+        num_workers, num_blocks = len(self._desk.pool.workers()), sum(reply.num_flushed_blocks for _, reply in replies)
+        message = f"{num_blocks} blocks of {len(replies)} of {num_workers} workers"
+        return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
+
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
+        """Not offered yet."""
+        await _refuse(context, "SubscribeKvEvents")
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
+        """Not offered."""
+        await _refuse(context, "StartProfile")
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
+        """Not offered."""
+        await _refuse(context, "StopProfile")
+
+    def _card(self) -> ModelCard:
+        return self._desk.models.resolve("", self._desk.pool.cards())
+
+
+async def _refuse(context: Context, method: str) -> None:
+    """As a server that does not know the method."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")

@@ -1,0 +1,100 @@
+"""A VllmEngine request as the octavo.v1 request that means the same, and its violations under the caller's names."""
+
+from typing import Any
+
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+
+from gateway.dialects.vllm_fields import check_served
+from gateway.errors import InvalidRequest, Violation
+from gateway.validation.generate import check_generate
+
+_UINT64 = (1 << 64) - 1
+_NO_SEED = -1  # vLLM's word for "draw one"
+
+# octavo.v1 -> here; the first prefix that fits.
+_PATHS = (
+    ("token_ids.ids", "tokenized.input_ids"),
+    ("sampling.", "sampling_params."),
+    ("stop.strings", "sampling_params.stop"),
+    ("stop.token_ids", "sampling_params.stop_token_ids"),
+    ("stop.", "sampling_params."),
+    ("output.", "sampling_params."),
+)
+
+
+def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
+    """Checked. Raises InvalidRequest naming the caller's fields."""
+    check_served(request)
+    translated = pb.GenerateRequest(
+        request_id=request.request_id,
+        sampling=_sampling(request.sampling_params),
+        stop=_stop(request.sampling_params),
+        output=_output(request.sampling_params),
+        **_input(request),
+    )
+    try:
+        check_generate(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def in_callers_names(error: InvalidRequest) -> InvalidRequest:
+    """The same violations with the paths of this dialect."""
+    return InvalidRequest(
+        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
+    )
+
+
+def _path(path: str) -> str:
+    for theirs, ours in _PATHS:
+        if path.startswith(theirs):
+            return ours + path.removeprefix(theirs)
+    return path
+
+
+def _input(request: vllm.GenerateRequest) -> dict[str, Any]:
+    kind = request.WhichOneof("input")
+    if kind == "text":
+        return {"text": request.text}
+    return {"token_ids": common_pb2.TokenIds(ids=request.tokenized.input_ids)} if kind else {}
+
+
+def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
+    """Zero is unset in proto3, and unset means neutral here, never a default of the model."""
+    sampling = pb.SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+    if params.HasField("seed") and params.seed != _NO_SEED:
+        sampling.seed = params.seed & _UINT64
+    return sampling
+
+
+def _stop(params: vllm.SamplingParams) -> pb.StopConditions:
+    return pb.StopConditions(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens or None,
+        strings=params.stop,
+        token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _output(params: vllm.SamplingParams) -> pb.OutputOptions:
+    """Ids only; text is made where stop strings have to be seen in it, and not sent."""
+    logprobs = params.logprobs if params.HasField("logprobs") else None
+    if not params.stop:
+        return pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS, logprobs=logprobs)
+    return pb.OutputOptions(
+        format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS,
+        logprobs=logprobs,
+        skip_special_tokens=params.skip_special_tokens,
+    )
