@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     generator = torch.Generator().manual_seed(flags.seed)
     prompts = [torch.randint(flags.vocab, (5 + 14 * i,), generator=generator).tolist() for i in range(flags.prompts)]
     print(
-        f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads: groups of {config.group_size}"
+        f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads, {config.group_size} on each"
     )
 
     expected = [generate(model, prompt, max_new_tokens=flags.tokens) for prompt in prompts]

@@ -18,7 +18,7 @@ def test_tokens_land_in_their_slots_and_a_negative_slot_is_skipped(slots: list[i
         for token, slot in enumerate(slots):
             if slot >= 0:
                 pool[slot // 16, :, slot % 16] = rows[token]
-    write_kv(*new, *pools, torch.tensor(slots))
+    write_kv(new[0], new[1], pools[0], pools[1], torch.tensor(slots))
     torch.testing.assert_close(pools, expected, rtol=0, atol=0)
 
 
