@@ -69,7 +69,7 @@ def count_finished(meters: ModelMeters, live: LiveRequest, reason: str) -> None:
 def close(desk: Desk, live: LiveRequest, scope: RpcScope) -> None:
     """The RPC is over, however: what its log line says, and nothing held any more."""
     first_s = live.stream.first_token_s
-    scope.log_fields = {
+    scope.log_fields |= {
         "model": live.card.name,
         "worker": live.worker.worker_id,
         "prompt_tokens": live.num_prompt_tokens,

@@ -32,8 +32,14 @@ def model_info(card: ModelCard, files: Mapping[str, bytes]) -> vllm.GetModelInfo
         eos_token_ids=card.eos_token_ids,
         pad_token_id=_token_id(config, "pad_token_id"),
         bos_token_id=_token_id(config, "bos_token_id"),
-        default_sampling_params_json=json.dumps(card.default_sampling),
+        default_sampling_params_json=_defaults(card),
     )
+
+
+def _defaults(card: ModelCard) -> str:
+    """What the checkpoint recommends; readers want top_k as an integer."""
+    values = {name: int(value) if name == "top_k" else value for name, value in card.default_sampling.items()}
+    return json.dumps(values)
 
 
 def _config(files: Mapping[str, bytes]) -> dict[str, Any]:

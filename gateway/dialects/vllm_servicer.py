@@ -88,6 +88,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self, live: LiveRequest, context: Context, reason: str, token_ids: list[int], positions: Positions
     ) -> None:
         await write(live, context, complete_of(live, reason, token_ids, positions))
+        current_rpc.get().log_fields["finish_reason"] = reason
         if reason != "abort":
             count_finished(self._desk.meters.of_model(live.card.name), live, reason)
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +35,8 @@ def fields(message: Message, *names: str) -> dict[str, Any]:
 async def test_the_model_is_told_without_paths_of_the_server(serve: Any, vllm_stub: Stub) -> None:
     async with serve() as served:
         info = await vllm_stub(served.channel).GetModelInfo(vllm.GetModelInfoRequest())
-    assert json.loads(info.default_sampling_params_json)["temperature"] == 0.5
+    defaults = '{"temperature": 0.5, "top_k": 20, "top_p": 0.75, "repetition_penalty": 1.125}'
+    assert info.default_sampling_params_json == defaults
     info.ClearField("default_sampling_params_json")
     assert info == vllm.GetModelInfoResponse(
         model_path="tiny",
