@@ -72,12 +72,14 @@ class Mail:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of the engine's thread, by part, and how often. wait: for the device."""
+    """Seconds of the engine's thread, by part, and how often. wait: for the device. replay: the part of launch that
+    enqueues recorded steps."""
 
     steps: int = 0
     total: float = 0.0
     plan: float = 0.0
     launch: float = 0.0
+    replay: float = 0.0
     wait: float = 0.0
     apply: float = 0.0
 
@@ -87,7 +89,7 @@ class Spent:
         rest = self.total - self.wait - self.plan - self.launch - self.apply
         return {
             "host": (self.total - self.wait) * each, "plan": self.plan * each, "launch": self.launch * each,
-            "apply": self.apply * each, "rest": rest * each, "wait": self.wait * each,
+            "replay": self.replay * each, "apply": self.apply * each, "rest": rest * each, "wait": self.wait * each,
         }  # fmt: skip
 
 
@@ -128,6 +130,8 @@ class GpuEngine:
         self._watch(scheduler, "apply", "apply")
         self._watch(runner, "launch", "launch")
         self._watch(runner._results, "wait", "wait")
+        self._watch(runner.programs, "run_decode", "replay")
+        self._watch(runner.programs, "run_mixed", "replay")
 
     def _watch(self, owner: object, method: str, part: str) -> None:
         plain = getattr(type(owner), method).__get__(owner)
@@ -177,14 +181,15 @@ def nano(engine: GpuEngine, seed: int) -> dict[str, float]:
     lengths = rng.integers(100, 1025, (256, 2))
     for num_prompt, num_output in lengths.tolist():
         engine.ask(rng.integers(0, 10001, num_prompt), num_output, 0.6)
-    engine.spent = Spent()
+    engine.spent, start_s = Spent(), time.perf_counter()
     seconds = engine.finish()
     wanted = int(lengths[:, 1].sum())
     if engine.mail.num_tokens != wanted:
         raise RuntimeError(f"asked for {wanted} tokens, got {engine.mail.num_tokens}")
     spent = engine.spent
     return {
-        "tokens_per_s": wanted / seconds, "seconds": seconds, "steps": spent.steps, "first_s": engine.mail.first_s,
+        "tokens_per_s": wanted / seconds, "seconds": seconds, "steps": spent.steps,
+        "first_ms": 1e3 * (engine.mail.first_s - start_s),
         **{f"{name}_us": value for name, value in spent.host_us().items()},
     }  # fmt: skip
 
@@ -246,6 +251,7 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
     needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9)
     pool = size_pool(needs)
     measured_s = time.perf_counter()
+    free_bytes = torch.cuda.mem_get_info()[0] - pool.num_bytes
     runner = CudaRunner(weights, replace(config, num_blocks=pool.num_blocks))
     recorded_s = runner.record(lambda done, total: None)
     warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)
@@ -254,8 +260,8 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
     print(
         f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights and rehearsal "
         f"{measured_s - start_s:.1f} s, {runner.programs.num_shapes} graphs {recorded_s:.1f} s, in all "
-        f"{time.perf_counter() - start_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB, pool "
-        f"{pool.num_tokens} tokens, free now {torch.cuda.mem_get_info()[0] / 2**30:.2f} GiB",
+        f"{time.perf_counter() - start_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB by rehearsal, "
+        f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {pool.num_tokens} tokens",
         flush=True,
     )
     return runner
@@ -274,7 +280,9 @@ def profile(engine: GpuEngine, seed: int) -> None:
 
 def show(title: str, figures: dict[str, float]) -> None:
     """One line."""
-    print(title, "  ".join(f"{name} {value:.1f}" for name, value in figures.items()), flush=True)
+    print(
+        title, "  ".join(f"{name} {value:.{3 if value < 100 else 0}f}" for name, value in figures.items()), flush=True
+    )
 
 
 def main() -> None:
@@ -316,8 +324,8 @@ def measure(arguments: argparse.Namespace, max_batch_tokens: int) -> dict[str, o
         nano(engine, 99)  # libraries choose their kernels once
         for seed in arguments.seeds:
             note(f"nano seed {seed}", nano, engine, seed)
-        cached = GpuEngine(runner, prefix_cache=PrefixCache.ON)
-        note("nano seed 0, cache on", nano, cached, 0)
+        engine = GpuEngine(runner, prefix_cache=PrefixCache.ON)
+        note("nano seed 0, cache on", nano, engine, 0)
         engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
     for length in (16, 512, 2048, 8192) if "first" in only else ():
         note(f"first token of {length}", first_token_ms, engine, length)
