@@ -52,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = Qwen2ForCausalLM.random(config, seed=flags.seed)
     generator = torch.Generator().manual_seed(flags.seed)
     prompts = [torch.randint(flags.vocab, (5 + 14 * i,), generator=generator).tolist() for i in range(flags.prompts)]
-    print(
-        f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads, {config.group_size} on each"
-    )
+    print(f"{flags.heads} query heads on {flags.kv_heads} KV heads, {config.group_size} on each")
 
     expected = [generate(model, prompt, max_new_tokens=flags.tokens) for prompt in prompts]
     for prompt, output in zip(prompts, expected, strict=True):
