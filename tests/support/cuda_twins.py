@@ -58,7 +58,7 @@ def twins(
     num_blocks: int = 64,
     max_slots: int = 4,
     max_model_len: int = 48,
-    max_batch_tokens: int = 32,
+    max_batch_tokens: int = 24,
     launching: Launching = Launching.EAGER,
 ) -> TwinRunner:
     """Over pools of NaN, so that any read of what was not written shows."""
@@ -84,7 +84,7 @@ def world(
     num_blocks: int,
     max_slots: int = 4,
     max_model_len: int = 48,
-    max_batch_tokens: int = 32,
+    max_batch_tokens: int = 24,
 ) -> World:
     """A scheduler that drives the runner."""
     config = WorldConfig(
