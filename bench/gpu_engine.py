@@ -3,7 +3,7 @@
     python -m bench.gpu_engine [--shape 0.5B] [--seeds 0 1 2] [--json out/gpu_engine.json]
 
 nano: 256 requests at once, prompts and outputs U[100,1024], ids U[0,10000], temperature 0.6, end tokens ignored; output
-tokens per second. first token: from the request in the inbox to its token in the outbox. decode: milliseconds per token
+tokens per second; with Qwen's own wishes: temperature 0.7, top-k 20, top-p 0.8, repetition penalty 1.05. first token: from the request in the inbox to its token in the outbox. decode: milliseconds per token
 of B greedy requests, (time for 257 tokens - time for 1) / 256 at prompt 128. host: microseconds that the engine's
 thread works per steady decode step, everything but waiting for the device. Random weights, bf16.
 """
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from worker.scheduler import Scheduler
 GATEWAY = GatewayIndex(0)
 VOCAB = 151_665
 BLOCK_SIZE = 16
+QWENS_WISHES = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
 
 class Mail:
@@ -145,12 +147,10 @@ class GpuEngine:
 
         setattr(owner, method, timed)
 
-    def ask(self, prompt_ids_T: np.ndarray, num_output: int, temperature: float) -> None:
+    def ask(self, prompt_ids_T: np.ndarray, num_output: int, **wishes: Any) -> None:
         """Put one request into the inbox."""
         self._num_asked += 1
-        sampling = Sampling(
-            temperature=temperature, max_tokens=num_output, ignore_eos=True, seed=self._num_asked * 7919
-        )
+        sampling = Sampling(max_tokens=num_output, ignore_eos=True, seed=self._num_asked * 7919, **wishes)
         run = Run(
             handle=self._num_asked,
             request_id=f"bench-{self._num_asked}",
@@ -175,12 +175,13 @@ class GpuEngine:
         self.spent.steps += self.engine.num_steps - before
 
 
-def nano(engine: GpuEngine, seed: int) -> dict[str, float]:
+def nano(engine: GpuEngine, seed: int, wishes: dict[str, Any] | None = None) -> dict[str, float]:
     """The workload of nano-vllm's bench.py. Raises RuntimeError where tokens are missing."""
+    wishes = wishes or {"temperature": 0.6}
     rng = np.random.default_rng(seed)
     lengths = rng.integers(100, 1025, (256, 2))
     for num_prompt, num_output in lengths.tolist():
-        engine.ask(rng.integers(0, 10001, num_prompt), num_output, 0.6)
+        engine.ask(rng.integers(0, 10001, num_prompt), num_output, **wishes)
     engine.spent, start_s = Spent(), time.perf_counter()
     seconds = engine.finish()
     wanted = int(lengths[:, 1].sum())
@@ -198,7 +199,7 @@ def first_token_ms(engine: GpuEngine, length: int) -> float:
     """Median of nine prompts alone."""
     rng, times = np.random.default_rng(length), []
     for _ in range(9):
-        engine.ask(rng.integers(0, 10001, length), 1, 0.0)
+        engine.ask(rng.integers(0, 10001, length), 1, temperature=0.0)
         start_s = time.perf_counter()
         engine.finish()
         times.append(engine.mail.first_s - start_s)
@@ -211,7 +212,7 @@ def decode_ms(engine: GpuEngine, batch: int) -> float:
 
     def seconds(num_output: int) -> float:
         for _ in range(batch):
-            engine.ask(rng.integers(0, 10001, 128), num_output, 0.0)
+            engine.ask(rng.integers(0, 10001, 128), num_output, temperature=0.0)
         return engine.finish()
 
     return statistics.median((seconds(257) - seconds(1)) / 256 for _ in range(3)) * 1e3
@@ -221,7 +222,7 @@ def host_us(engine: GpuEngine, batch: int) -> dict[str, float]:
     """Of a steady decode step with so many running."""
     rng = np.random.default_rng(batch)
     for _ in range(batch):
-        engine.ask(rng.integers(0, 10001, 32), 220, 0.6)
+        engine.ask(rng.integers(0, 10001, 32), 220, temperature=0.6)
     while engine.mail.coming or engine.engine._scheduler.num_waiting:
         engine.step()
     for _ in range(20):
@@ -292,7 +293,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-batch-tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--max-model-len", type=int, default=10_240)
-    parser.add_argument("--only", nargs="+", default=["nano", "first", "decode", "host"])
+    parser.add_argument("--only", nargs="+", default=["nano", "wishes", "first", "decode", "host"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -327,6 +328,8 @@ def measure(arguments: argparse.Namespace, max_batch_tokens: int) -> dict[str, o
         engine = GpuEngine(runner, prefix_cache=PrefixCache.ON)
         note("nano seed 0, cache on", nano, engine, 0)
         engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
+    if "wishes" in only:
+        note("nano seed 0, Qwen's wishes", nano, engine, 0, QWENS_WISHES)
     for length in (16, 512, 2048, 8192) if "first" in only else ():
         note(f"first token of {length}", first_token_ms, engine, length)
     for batch in (1, 8, 32, 128, 256) if "decode" in only else ():

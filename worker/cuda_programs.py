@@ -100,6 +100,11 @@ class StepPrograms:
         on_progress(total, total)
         return time.perf_counter() - start_s
 
+    def forget(self) -> None:
+        """Drop what was recorded. Idempotent."""
+        self._mixed.clear()
+        self._decodes.clear()
+
     def record_largest(self, recorder: Recorder) -> tuple[Program, Program]:
         """The widest decode and the largest mixed step, recorded for whoever measures."""
         layout = self._shapes.layouts()[0]

@@ -116,8 +116,9 @@ class CudaRunner:
         )
 
     def close(self) -> None:
-        """Forget the steps in flight. Idempotent."""
+        """Forget the steps in flight and the recorded ones. Idempotent."""
         self._flights.clear()
+        self.programs.forget()
 
     # ------------------------------------------------------------ a step
 

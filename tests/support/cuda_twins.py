@@ -35,12 +35,13 @@ CONFIG = Qwen2Config(
     max_position_embeddings=128,
     tie_word_embeddings=True,
 )
+# So strong that every wish changes tokens.
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    {"temperature": 1.2},
-    {"temperature": 0.0, "frequency_penalty": 0.7, "num_logprobs": 2},
-    {"temperature": 0.9, "top_k": 12, "top_p": 0.9},
-    {"temperature": 0.8, "min_p": 0.05, "min_tokens": 3, "stop_token_ids": (5, 6)},
+    {"temperature": 60.0},
+    {"temperature": 0.0, "frequency_penalty": 300.0, "num_logprobs": 2},
+    {"temperature": 60.0, "top_k": 6, "top_p": 0.9},
+    {"temperature": 60.0, "min_p": 0.5, "min_tokens": 3, "stop_token_ids": (5, 6)},
 ]
 
 

@@ -23,8 +23,8 @@ pytestmark = [
 def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other, also those without work."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(decode_work, "TARGET_ITEMS", 8)
-        monkeypatch.setattr(decode_work, "MIN_CHUNK_TOKENS", 16)
+        for name, value in (("TARGET_ITEMS", 8), ("TARGET_PROGRAMS", 16), ("MIN_CHUNK_TOKENS", 16)):
+            monkeypatch.setattr(decode_work, name, value, raising=False)
         monkeypatch.setattr(decode_work, "CHUNK_MULTIPLE", 16)
 
 
