@@ -8,11 +8,13 @@ Legend: B sequences of the batch · R rows · N query heads · H head dim · D m
 
 import torch
 
+from model.gpu.choice import Narrow, Paths, Wide
 from model.gpu.layers import LayerBuffers, run_layers
+from model.gpu.narrow_layers import NarrowLayers
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.decode_attention import DecodeArgs, decode_attention, partial_buffers
-from model.kernels.decode_work import DecodeWork, plan_work
+from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work
 from model.kernels.rows import embed, rms_norm
 from model.kernels.sample import SampleParts, sample_and_advance
 from model.kv_pool import KvPool
@@ -50,14 +52,29 @@ class DecodeStep:
         self.logits_BV = torch.empty(max_batch, config.vocab_size, dtype=weights.dtype, device=device)
         self._no_ids_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
         self._index_B = torch.arange(max_batch, dtype=torch.int32, device=device)
-        self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device)
-        self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device)
+        limits = WorkLimits.of(config.num_key_value_heads)
+        self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device, limits)
+        self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
+        self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
+        self.paths = Paths.find(config, weights.embed_VD)
         self._parts = SampleParts(max_batch, vocab_size, device)
 
     def run(self, batch_size: int) -> None:
         """A whole step for rows_B[:batch_size]; padding is the scratch row."""
-        rows_B = self.rows_B[:batch_size]
-        embed(self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, self._x(batch_size))
+        rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
+        # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
+        embed(self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, x_BD)
+        match self.paths.path(batch_size):
+            case Narrow(cuts=cuts):
+                logits_BV = self.logits_BV[:batch_size]
+                self._narrow.run(x_BD, rows_B, cuts)
+                self._narrow.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
+            case Wide():
+                self._run_wide(rows_B)
+                self.compute_logits(x_BD, self._index_B[:batch_size])
+        self._choose_tokens(rows_B)
+
+    def _run_wide(self, rows_B: torch.Tensor) -> None:
         args = self.plan(rows_B)
 
         def attend(
@@ -65,8 +82,7 @@ class DecodeStep:
         ) -> None:
             self.attend(index, layer, qkv_BC, x_BD, out_BNH, args)
 
-        x_BD = run_layers(self.weights, self.buffers, batch_size, attend)
-        self.sample(x_BD, self._index_B[:batch_size], rows_B)
+        run_layers(self.weights, self.buffers, len(rows_B), attend)
 
     def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
         """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""
@@ -103,8 +119,11 @@ class DecodeStep:
 
     def sample(self, x_TD: torch.Tensor, index_B: torch.Tensor, rows_B: torch.Tensor) -> None:
         """Final norm and head of x_TD[index_B], then a token for each of rows_B, which move on."""
-        B, state = len(rows_B), self.state
         self.compute_logits(x_TD, index_B)
+        self._choose_tokens(rows_B)
+
+    def _choose_tokens(self, rows_B: torch.Tensor) -> None:
+        B, state = len(rows_B), self.state
         sample_and_advance(
             self.logits_BV[:B], rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
             state.position_R, self.token_B[:B], self.is_finite_B[:B], self._parts,
@@ -116,6 +135,3 @@ class DecodeStep:
         hidden_BD, logits_BV = self.hidden_BD[:B], self.logits_BV[:B]
         rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
         return torch.mm(hidden_BD, self.weights.head_VD.T, out=logits_BV)
-
-    def _x(self, num_tokens: int) -> torch.Tensor:
-        return self.buffers.x_TD[:num_tokens]

@@ -19,10 +19,22 @@ import triton
 import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
-from model.kernels.decode_work import DecodeWork, capacity
+from model.kernels.decode_work import DecodeWork, WorkLimits
 
-TILE_TOKENS = 64
+COMBINED_ELEMENTS = 2048  # of partial results that are loaded at once: twice as many double the registers
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTiles:
+    """Tokens of a tile of keys and values, a program's warps, and how many tiles are on their way at once."""
+
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+DEFAULT_TILES = DecodeTiles()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,13 +57,14 @@ class DecodeArgs:
     head_dim: int
     scale: float
     eps: float
+    tiles: DecodeTiles = DEFAULT_TILES
 
 
 def partial_buffers(
-    max_batch: int, num_heads: int, head_dim: int, device: torch.device | str
+    max_batch: int, num_heads: int, head_dim: int, device: torch.device | str, limits: WorkLimits
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """partial_out and partial_ml for up to max_batch sequences."""
-    items = capacity(max_batch)
+    items = limits.capacity(max_batch)
     return (
         torch.empty(items, num_heads, head_dim, dtype=torch.float32, device=device),
         torch.empty(items, num_heads, 2, dtype=torch.float32, device=device),
@@ -112,7 +125,7 @@ def _decode_attention_kernel(
     head_4, item_W2, first_B, chunks_B, arrived_BK, partial_out, partial_ml,
     table_width, log2_scale, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -168,7 +181,7 @@ def _decode_attention_kernel(
         total = tl.full([GROUP], 1.0, tl.float32)
         acc += v.to(tl.float32)[None, :]
 
-    for start in range(begin, end, TILE):
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         has = token < end
         block = tl.load(table + token // S, mask=has, other=0).to(tl.int64)
@@ -201,17 +214,22 @@ def _decode_attention_kernel(
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, H], tl.float32)
     first = tl.load(first_B + b)
-    for c in range(num_chunks):
-        head = (first + c).to(tl.int64) * N + kv_head * G + m
-        chunk_most = tl.load(partial_ml + head * 2, mask=is_head, other=0.0, cache_modifier=".cg")
-        chunk_total = tl.load(partial_ml + head * 2 + 1, mask=is_head, other=1.0, cache_modifier=".cg")
-        chunk_acc = tl.load(partial_out + head[:, None] * H + h[None, :], mask=q_mask, other=0.0, cache_modifier=".cg")
-        new_most = tl.maximum(most, chunk_most)
-        shrink = tl.exp2(most - new_most)
-        weight = tl.exp2(chunk_most - new_most)
-        total = total * shrink + chunk_total * weight
-        acc = acc * shrink[:, None] + chunk_acc * weight[:, None]
+    step = tl.arange(0, STEP)
+    for c in range(0, num_chunks, STEP):
+        has = (c + step < num_chunks)[:, None] & is_head[None, :]
+        parts = (first + c + step).to(tl.int64)[:, None] * N + (kv_head * G + m)[None, :]
+        chunk_most = tl.load(partial_ml + parts * 2, mask=has, other=float("-inf"), cache_modifier=".cg")
+        chunk_total = tl.load(partial_ml + parts * 2 + 1, mask=has, other=0.0, cache_modifier=".cg")
+        acc_at = partial_out + parts[:, :, None] * H + h[None, None, :]
+        chunk_acc = tl.load(acc_at, mask=has[:, :, None], other=0.0, cache_modifier=".cg")
+        new_most = tl.maximum(most, tl.max(chunk_most, 0))
+        base = tl.where(is_head, new_most, 0.0)
+        shrink = tl.exp2(most - base)
+        weight = tl.exp2(chunk_most - base[None, :])
+        total = total * shrink + tl.sum(chunk_total * weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(chunk_acc * weight[:, :, None], 0)
         most = new_most
+    total = tl.where(is_head, total, 1.0)
     tl.store(out_BNH + out_at, (acc / total[:, None]).to(out_BNH.dtype.element_ty), mask=q_mask)
 
 
@@ -240,12 +258,12 @@ def decode_attention(
     check_tensor("out_BNH", out_BNH, shape=(B, N, H), dtype=dtype)
     if N % K or H & (H - 1) or H < 16:
         raise ValueError(f"{N} heads over {K} KV heads of {H}: need whole groups and a power of two from 16")
-    work, D = args.work, x_BD.shape[1]
-    _decode_attention_kernel[(capacity(B), K)](
+    work, D, tiles, group = args.work, x_BD.shape[1], args.tiles, max(16, next_power_of_2(N // K))
+    _decode_attention_kernel[(work.limits.capacity(B), K)](
         qkv_BC, x_BD, bias_C, k_pool_PKSH, v_pool_PKSH, out_BNH,
         args.rows_B, args.position_R, args.table_RM, args.cos_LH, args.sin_LH,
         work.head_4, work.item_W2, work.first_B, work.chunks_B, work.arrived_BK, args.partial_out, args.partial_ml,
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,
-        N=N, K=K, H=H, D=D, S=S, GROUP=max(16, next_power_of_2(N // K)), WIDTH=next_power_of_2(D), TILE=TILE_TOKENS,
-        num_warps=4,
+        N=N, K=K, H=H, D=D, S=S, GROUP=group, WIDTH=next_power_of_2(D), TILE=tiles.tokens, STAGES=tiles.stages,
+        STEP=max(1, COMBINED_ELEMENTS // (group * H)), num_warps=tiles.warps,
     )  # fmt: skip

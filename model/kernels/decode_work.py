@@ -1,7 +1,7 @@
 """How decode attention is divided among thread blocks: the work list of a step, made on the device.
 
 Sequences differ in length; a thread block per sequence would leave most of the device waiting for the longest. So a
-context is cut into chunks of one length for the whole batch, chosen so that there are about `TARGET_ITEMS` of them, and
+context is cut into chunks of one length for the whole batch, chosen so that there are about `target_items` of them, and
 each chunk is one item. The list is made once per step and used by every layer.
 
     positions   [ 70, 300, 10 ], chunk 128   ->   items (0,0) (1,0) (1,1) (1,2) (2,0);  first 0 1 4;  chunks 1 3 1
@@ -17,9 +17,31 @@ import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
 
-TARGET_ITEMS = 528  # four per multiprocessor of an H100
+TARGET_PROGRAMS = 528  # four per multiprocessor of an H100
 MIN_CHUNK_TOKENS = 128
 CHUNK_MULTIPLE = 64  # a chunk is whole tiles of the attention kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkLimits:
+    """How finely work is cut: into about target_items items, none shorter than min_chunk_tokens unless it is all."""
+
+    target_items: int
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
+
+    @classmethod
+    def of(cls, num_kv_heads: int) -> "WorkLimits":
+        """An item is a program for each KV head."""
+        return cls(target_items=max(1, TARGET_PROGRAMS // num_kv_heads))
+
+    def capacity(self, batch_size: int) -> int:
+        """Items that a batch can have at most."""
+        return batch_size + self.target_items
+
+    def chunk_tokens(self, total_tokens: int) -> int:
+        """Tokens of a chunk for a batch whose contexts have so many tokens together."""
+        even = -(-total_tokens // self.target_items)
+        return max(self.min_chunk_tokens, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +52,7 @@ class DecodeWork:
     arrived_BK: how many chunks of a sequence and KV head are done; zero between launches.
     """
 
+    limits: WorkLimits
     head_4: torch.Tensor
     item_W2: torch.Tensor
     first_B: torch.Tensor
@@ -37,31 +60,30 @@ class DecodeWork:
     arrived_BK: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_batch: int, num_kv_heads: int, device: torch.device | str) -> "DecodeWork":
+    def allocate(
+        cls, max_batch: int, num_kv_heads: int, device: torch.device | str, limits: WorkLimits | None = None
+    ) -> "DecodeWork":
         """Room for any lengths of up to max_batch sequences."""
+        limits = limits or WorkLimits.of(num_kv_heads)
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
-            zeros(4), zeros(capacity(max_batch), 2), zeros(max_batch), zeros(max_batch), zeros(max_batch, num_kv_heads)
+            limits=limits,
+            head_4=zeros(4),
+            item_W2=zeros(limits.capacity(max_batch), 2),
+            first_B=zeros(max_batch),
+            chunks_B=zeros(max_batch),
+            arrived_BK=zeros(max_batch, num_kv_heads),
         )
 
 
-def capacity(batch_size: int) -> int:
-    """Items that a batch can have at most."""
-    return batch_size + TARGET_ITEMS
-
-
-def chunk_tokens(total_tokens: int) -> int:
-    """Tokens of a chunk for a batch whose contexts have so many tokens together."""
-    even = -(-total_tokens // TARGET_ITEMS)
-    return max(MIN_CHUNK_TOKENS, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
-
-
-def plan_work_reference(lengths_B: list[int]) -> tuple[int, list[tuple[int, int]], list[int], list[int]]:
+def plan_work_reference(
+    lengths_B: list[int], limits: WorkLimits
+) -> tuple[int, list[tuple[int, int]], list[int], list[int]]:
     """The obvious twin of `plan_work`: tokens of a chunk, items, first_B, chunks_B."""
-    chunk = chunk_tokens(sum(lengths_B))
+    chunk = limits.chunk_tokens(sum(lengths_B))
     chunks_B = [max(1, -(-length // chunk)) for length in lengths_B]
     items = [(b, c) for b, count in enumerate(chunks_B) for c in range(count)]
     return chunk, items, [sum(chunks_B[:b]) for b in range(len(chunks_B))], chunks_B
@@ -101,6 +123,6 @@ def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) 
         raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.first_B)}")
     _plan_work_kernel[(1,)](
         rows_B, position_R, work.head_4, work.item_W2, work.first_B, work.chunks_B, batch_size,
-        TARGET=TARGET_ITEMS, LEAST=MIN_CHUNK_TOKENS, MULTIPLE=CHUNK_MULTIPLE,
+        TARGET=work.limits.target_items, LEAST=work.limits.min_chunk_tokens, MULTIPLE=CHUNK_MULTIPLE,
         BATCH=next_power_of_2(batch_size), num_warps=4,
     )  # fmt: skip

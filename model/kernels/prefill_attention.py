@@ -11,6 +11,7 @@ size · W tiles.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,8 +21,21 @@ import triton.language as tl
 from model.kernels.checks import check_tensor
 
 QUERY_TILE = 128
-KEY_TILE = 64
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiles:
+    """Keys of a tile, a program's warps, and how many tiles are on their way at once."""
+
+    keys: int = 64
+    warps: int
+    stages: int = 3
+
+    @classmethod
+    def of(cls, head_dim: int) -> "PrefillTiles":
+        """What an H100 runs fastest (bench/RESULTS.md)."""
+        return cls(warps=8 if head_dim > 64 else 4)
 
 
 def list_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
@@ -143,7 +157,8 @@ def prefill_attention(
     check_tensor("table_RM", table_RM, shape=(None, None), dtype=torch.int32)
     if not len(tiles_W4):
         return
+    tiles = PrefillTiles.of(H)
     _prefill_attention_kernel[(N, len(tiles_W4))](
         q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, table_RM.shape[1], scale * LOG2_E,
-        N=N, K=K, H=H, S=S, QUERIES=QUERY_TILE, KEYS=KEY_TILE, num_warps=8 if H > 64 else 4, num_stages=3,
+        N=N, K=K, H=H, S=S, QUERIES=QUERY_TILE, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

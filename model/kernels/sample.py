@@ -15,7 +15,7 @@ from model.kernels.checks import check_tensor, next_power_of_2
 from model.sampling_noise import log_exponential, row_keys
 
 PART = 4096
-LANES = 1024
+WARPS = 8
 
 
 def num_parts(vocab_size: int) -> int:
@@ -70,41 +70,33 @@ def _log2_exponential(token, key_low, key_high, FAST: tl.constexpr):
 @triton.jit
 def _reduce_parts_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, best_BW, token_BW, bad_BW, width, vocab_size,
-    PART: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.load(rows_B + b)
     temperature = tl.load(temperature_R + row)
     is_drawn = temperature > 0.0
-    lane = tl.arange(0, LANES)
-    best = tl.full([LANES], float("-inf"), tl.float32)
-    best_token = tl.zeros([LANES], tl.int32) + part * PART
-    bad = tl.zeros([LANES], tl.int32)
-    # Base 2 throughout: argmax of x / T * log2(e) - log2(E) is that of x / T - ln(E).
-    log2_e_by_t = 1.4426950408889634 / tl.where(is_drawn, temperature, 1.0)
-    index = tl.load(position_R + row) + 1 - tl.load(num_prompt_R + row)
-    golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-    key = _mix64(tl.load(seed_R + row).to(tl.uint64, bitcast=True) + golden) + index.to(tl.uint64) * golden
-    key = _mix64(key)
-    key_low = (key & 0xFFFFFFFF).to(tl.uint32)
-    key_high = (key >> 32).to(tl.uint32)
-    for step in tl.static_range(PART // LANES):
-        token = part * PART + step * LANES + lane
-        is_token = token < vocab_size
-        x = tl.load(logits_BV + b.to(tl.int64) * width + token, mask=is_token, other=float("-inf")).to(tl.float32)
-        bad = bad | (is_token & ((x != x) | (x == float("inf")))).to(tl.int32)
-        x = tl.where(x != x, float("-inf"), x)
-        if is_drawn:
-            x = x * log2_e_by_t - _log2_exponential(token, key_low, key_high, FAST)
-        x = tl.where(is_token, x, float("-inf"))
-        best_token = tl.where(x > best, token, best_token)
-        best = tl.maximum(x, best)
-    most = tl.max(best, 0)
+    token = part * PART + tl.arange(0, PART)
+    x = tl.load(logits_BV + b.to(tl.int64) * width + token, mask=token < vocab_size, other=float("-inf"))
+    x = x.to(tl.float32)
+    # False for NaN too. What is not finite is told and never chosen; behind the last id all is -inf.
+    is_fine = x < float("inf")
+    x = tl.where(is_fine, x, float("-inf"))
+    if is_drawn:
+        # Base 2 throughout: argmax of x / T * log2(e) - log2(E) is that of x / T - ln(E).
+        index = tl.load(position_R + row) + 1 - tl.load(num_prompt_R + row)
+        golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+        key = _mix64(tl.load(seed_R + row).to(tl.uint64, bitcast=True) + golden) + index.to(tl.uint64) * golden
+        key = _mix64(key)
+        key_low = (key & 0xFFFFFFFF).to(tl.uint32)
+        key_high = (key >> 32).to(tl.uint32)
+        x = x * (1.4426950408889634 / temperature) - _log2_exponential(token, key_low, key_high, FAST)
+    most = tl.max(x, 0)
     at = b * PARTS + part
     tl.store(best_BW + at, most)
-    tl.store(token_BW + at, tl.min(tl.where(best == most, best_token, 0x7FFFFFFF), 0))
-    tl.store(bad_BW + at, tl.max(bad, 0))
+    tl.store(token_BW + at, tl.min(tl.where(x == most, token, 0x7FFFFFFF), 0))
+    tl.store(bad_BW + at, tl.max(tl.where(is_fine, 0, 1), 0))
 
 
 @triton.jit
@@ -176,7 +168,7 @@ def sample_and_advance(
     _reduce_parts_kernel[(B, count)](
         logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R,
         parts.best_BW, parts.token_BW, parts.bad_BW, logits_BV.shape[1], parts.vocab_size,
-        PART=PART, LANES=LANES, PARTS=count, FAST=logits_BV.is_cuda, num_warps=8,
+        PART=PART, PARTS=count, FAST=logits_BV.is_cuda, num_warps=WARPS,
     )  # fmt: skip
     _advance_kernel[(B,)](
         parts.best_BW, parts.token_BW, parts.bad_BW, rows_B, last_token_R, position_R, token_B, is_finite_B, R - 1,

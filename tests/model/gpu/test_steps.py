@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from model import KvPool, Qwen2Config, Qwen2ForCausalLM, generate
+from model.gpu import narrow_layers
 from model.gpu.decode_step import DecodeStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
@@ -33,7 +34,7 @@ def ints(values: object) -> torch.Tensor:
 class Device:
     """Steps over a random model: rows 0 … 4, tables of random blocks, every block NaN until written."""
 
-    def __init__(self, model: Qwen2ForCausalLM) -> None:
+    def __init__(self, model: Qwen2ForCausalLM, path: str) -> None:
         P = 5 * M + 1
         self.kv = KvPool(model.config, P, S, model.dtype, DEVICE)
         for pool in (*self.kv.k_pools, *self.kv.v_pools):
@@ -42,6 +43,7 @@ class Device:
         self.state.table_RM[:5] = ints(np.random.default_rng(0).permutation(P - 1)).view(5, M)
         weights = GpuWeights.take(model, max_positions=S * M)
         self.decode = DecodeStep(weights, self.state, self.kv, max_batch=8, vocab_size=300)
+        self.decode.paths.names = dict.fromkeys(range(1, 9), path)
         self.mixed = MixedStep(self.decode, max_tokens=256)
 
     def prefill(self, chunks: list[tuple[int, list[int], int, bool]], decodes: list[int]) -> list[int]:
@@ -71,9 +73,21 @@ class Device:
         return self.decode.token_B[: len(rows)].tolist()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_steps_give_the_tokens_of_the_naive_model(tied: bool) -> None:
-    config = Qwen2Config.from_dict(CONFIG | {"tie_word_embeddings": tied})
+@pytest.mark.parametrize(
+    ("path", "combined_width", "changes"),
+    [
+        ("wide", 1024, {}),
+        ("wide", 1024, {"tie_word_embeddings": False}),
+        ("narrow-14336", 1024, {}),
+        ("narrow-7168", 1024, {"tie_word_embeddings": False}),
+        ("narrow-28672", 0, {}),
+    ],
+)
+def test_steps_give_the_tokens_of_the_naive_model(
+    monkeypatch: pytest.MonkeyPatch, path: str, combined_width: int, changes: dict[str, object]
+) -> None:
+    monkeypatch.setattr(narrow_layers, "MAX_COMBINED_WIDTH", combined_width)
+    config = Qwen2Config.from_dict(CONFIG | changes)
     model = Qwen2ForCausalLM.random(config, seed=1, dtype=torch.float32, device=DEVICE)
     with torch.no_grad():
         model.norm.weight += torch.randn_like(model.norm.weight) * 0.2
@@ -82,7 +96,7 @@ def test_steps_give_the_tokens_of_the_naive_model(tied: bool) -> None:
     rng = np.random.default_rng(3)
     prompts = {row: rng.integers(0, 290, size).tolist() for row, size in enumerate((5, 33, 70, 16))}
     expected = {row: generate(model, prompt, max_new_tokens=9) for row, prompt in prompts.items()}
-    device = Device(model)
+    device = Device(model, path)
     got: dict[int, list[int]] = {row: [] for row in prompts}
 
     def keep(rows: list[int], tokens: list[int]) -> None:

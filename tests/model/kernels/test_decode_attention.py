@@ -11,7 +11,7 @@ from model.kernels.decode_attention import (
     decode_attention_reference,
     partial_buffers,
 )
-from model.kernels.decode_work import DecodeWork, capacity, plan_work, plan_work_reference
+from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 
@@ -23,11 +23,12 @@ def test_the_work_list_covers_every_chunk_once(lengths: list[int]) -> None:
     order = torch.randperm(len(lengths)).int()
     positions = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     positions[order.long()] = torch.tensor(lengths, dtype=torch.int32)
-    work = DecodeWork.allocate(len(lengths), 1, DEVICE)
+    limits = WorkLimits.of(2)
+    work = DecodeWork.allocate(len(lengths), 2, DEVICE)
     plan_work(order.to(DEVICE), positions.to(DEVICE), work)
-    chunk, items, first, chunks = plan_work_reference(lengths)
+    chunk, items, first, chunks = plan_work_reference(lengths, limits)
     assert work.head_4[:2].tolist() == [len(items), chunk]
-    assert len(items) <= capacity(len(lengths))
+    assert len(items) <= limits.capacity(len(lengths))
     assert work.item_W2[: len(items)].tolist() == [list(item) for item in items]
     assert (work.first_B.tolist(), work.chunks_B.tolist()) == (first, chunks)
 
@@ -57,8 +58,8 @@ def make_case(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, 
         cos_LH=angle.cos().to(DEVICE),
         sin_LH=angle.sin().to(DEVICE),
         work=DecodeWork.allocate(B, K, DEVICE),
-        partial_out=partial_buffers(B, N, H, DEVICE)[0],
-        partial_ml=partial_buffers(B, N, H, DEVICE)[1],
+        partial_out=partial_buffers(B, N, H, DEVICE, WorkLimits.of(K))[0],
+        partial_ml=partial_buffers(B, N, H, DEVICE, WorkLimits.of(K))[1],
         num_heads=N,
         num_kv_heads=K,
         head_dim=H,

@@ -1,0 +1,183 @@
+"""Which cuts, tiles and limits make whole steps fastest: one thing is varied at a time, inside the recorded step.
+
+    python -m bench.gpu_sweep [--shape 0.5B] narrow attention sampler prefill profile
+
+A kernel timed alone misleads: it neither overlaps with its neighbours nor shares the cache with them.
+"""
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+
+from bench.gpu_step import SHAPES, Bench, capture, elapsed_ms, profile, time_prefill
+from model.gpu.choice import Narrow, Wide
+from model.gpu.decode_step import DecodeStep
+from model.gpu.narrow_layers import NarrowCuts, cuts_of
+from model.kernels import prefill_attention, sample
+from model.kernels.decode_attention import DecodeTiles, partial_buffers
+from model.kernels.decode_work import DecodeWork, WorkLimits
+from model.kernels.narrow import Cut, Overlap
+
+NARROW_ROWS = {
+    "qkv": (1, 2, 4, 8), "output": (2, 4, 8, 16), "gate_up": (2, 4, 8), "down": (1, 2, 4), "head": (4, 8, 16, 32),
+}  # fmt: skip
+NARROW_WARPS = (2, 4, 8)
+
+
+def time_step(bench: Bench, batch: int, context: int) -> float:
+    """Median milliseconds of a recorded decode step."""
+    bench.spread(batch, context)
+    graph = capture(bench, batch)
+    times = []
+    for _ in range(5):
+        bench.state.position_R[:batch] = context
+        graph.replay()
+        times.append(elapsed_ms(graph.replay, 20))
+    return statistics.median(times)
+
+
+def take(bench: Bench, batch: int, path: Narrow | Wide) -> None:
+    """From now on this batch size goes this way."""
+    bench.decode.paths._candidates["swept"] = path
+    bench.decode.paths.names[batch] = "swept"
+
+
+def variants(cuts: NarrowCuts) -> Iterator[tuple[str, NarrowCuts]]:
+    """Cuts that differ in one product."""
+    for name, choices in NARROW_ROWS.items():
+        for rows, warps in itertools.product(choices, NARROW_WARPS):
+            yield f"{name} {rows}x{warps}", replace(cuts, **{name: Cut(rows=rows, warps=warps)})
+    for warps in (1, 2, 8):
+        yield f"attention {warps}", replace(cuts, attention_warps=warps)
+
+
+def sweep_narrow(bench: Bench, batches: tuple[int, ...] = (1,)) -> None:
+    """Coordinate descent from the rule's cuts, then what they do elsewhere."""
+    for batch in batches:
+        best = cuts_of(bench.config, program_bytes=14336)
+        take(bench, batch, Narrow(best))
+        least = time_step(bench, batch, 256)
+        print(f"narrow {batch}x256 start {least:.4f} {best}", flush=True)
+        for field in (*NARROW_ROWS, "attention"):
+            found = {}
+            for name, cuts in variants(best):
+                if name.startswith(field):
+                    take(bench, batch, Narrow(cuts))
+                    found[name] = time_step(bench, batch, 256), cuts
+            print("  " + " ".join(f"{name} {ms:.4f}" for name, (ms, _) in found.items()), flush=True)
+            ms, cuts = min(found.values(), key=lambda pair: pair[0])
+            if ms < least:
+                least, best = ms, cuts
+        print(f"narrow {batch}x256 best {least:.4f} {best}", flush=True)
+        compare(bench, best)
+
+
+def compare(bench: Bench, cuts: NarrowCuts) -> None:
+    """These cuts against the wide path at several batches and contexts, with and without overlap."""
+    for batch, context in ((1, 256), (1, 8192), (1, 30000), (2, 256), (4, 256), (4, 8192), (8, 256)):
+        times = []
+        for path in (Narrow(cuts), Wide()):
+            take(bench, batch, path)
+            times.append(time_step(bench, batch, context))
+        print(f"  {batch}x{context}: narrow {times[0]:.4f} wide {times[1]:.4f}", flush=True)
+    narrow = bench.decode._narrow
+    with mock.patch.object(narrow, "_overlap", Overlap.NONE):
+        take(bench, 1, Narrow(cuts))
+        print(f"  1x256 without overlap {time_step(bench, 1, 256):.4f}", flush=True)
+
+
+def tiled(step: DecodeStep, tiles: DecodeTiles) -> Callable[[torch.Tensor], object]:
+    """The step's plan with other tiles."""
+    plan = type(step).plan
+    return lambda rows_B: replace(plan(step, rows_B), tiles=tiles)
+
+
+def sweep_attention(bench: Bench, cases: tuple[tuple[int, int], ...] = ((256, 560), (16, 8192), (32, 256))) -> None:
+    """Tiles, then how finely the work is cut, of the wide path's attention."""
+    step, best = bench.decode, {}
+    for tokens, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
+        if tokens * stages * bench.config.head_dim * 4 > 200_000 or (warps == 8 and tokens == 32):
+            continue
+        tiles = DecodeTiles(tokens=tokens, warps=warps, stages=stages)
+        with mock.patch.object(step, "plan", tiled(step, tiles)):
+            times = [time_step(bench, *case) for case in cases]
+        print(f"attention {tokens}x{warps}x{stages} " + " ".join(f"{ms:.4f}" for ms in times), flush=True)
+        best[tiles] = times[0] + times[1]
+    tiles = min(best, key=lambda key: best[key])
+    config, K = bench.config, bench.config.num_key_value_heads
+    for programs, least in itertools.product((264, 396, 528, 792, 1056, 2112), (128, 256)):
+        limits = WorkLimits(target_items=programs // K, min_chunk_tokens=least)
+        rows = len(step.token_B)
+        work = DecodeWork.allocate(rows, K, "cuda", limits)
+        partials = partial_buffers(rows, config.num_attention_heads, config.head_dim, "cuda", limits)
+        with (
+            mock.patch.object(step, "_work", work),
+            mock.patch.object(step, "_partials", partials),
+            mock.patch.object(step, "plan", tiled(step, tiles)),
+        ):
+            times = [time_step(bench, *case) for case in cases]
+        print(f"limits {programs} {least} {tiles} " + " ".join(f"{ms:.4f}" for ms in times), flush=True)
+
+
+def sweep_sampler(bench: Bench) -> None:
+    """Parts of a row and warps of the one-pass sampler, every row drawn."""
+    bench.state.temperature_R.fill_(0.6)
+    for part, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)):
+        with mock.patch.multiple(sample, PART=part, WARPS=warps):
+            parts = sample.SampleParts(len(bench.decode.token_B), bench.decode._parts.vocab_size, "cuda")
+            with mock.patch.object(bench.decode, "_parts", parts):
+                drawn = time_step(bench, 256, 256)
+        print(f"sampler {part}x{warps} {drawn:.4f}", flush=True)
+    bench.state.temperature_R.fill_(0.0)
+    print(f"sampler greedy {time_step(bench, 256, 256):.4f}", flush=True)
+
+
+def sweep_prefill(bench: Bench) -> None:
+    """Tiles of chunk attention."""
+    for keys, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4)):
+        if keys * stages * bench.config.head_dim * 4 > 160_000:
+            continue
+        tiles = prefill_attention.PrefillTiles(keys=keys, warps=warps, stages=stages)
+        with mock.patch.object(prefill_attention.PrefillTiles, "of", lambda _, tiles=tiles: tiles):
+            ms = time_prefill(bench, 8, 2048)
+        print(f"prefill {keys}x{warps}x{stages} {ms:.3f} ms", flush=True)
+
+
+def profile_all(bench: Bench) -> None:
+    """Kernels of some steps and of a prefill."""
+    for batch, context in ((1, 256), (256, 560)):
+        profile(bench, batch, context)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        time_prefill(bench, 8, 2048)
+    print("-- kernels of prefills 8 x 2048, percent")
+    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
+    total = sum(event.device_time_total for event in events)
+    for event in events[:14]:
+        print(f"  {event.device_time_total / total:6.1%} {event.count:6d} x  {event.key[:90]}")
+
+
+SWEEPS: dict[str, Callable[[Bench], None]] = {
+    "narrow": sweep_narrow, "attention": sweep_attention, "sampler": sweep_sampler, "prefill": sweep_prefill,
+    "profile": profile_all,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run the sweeps that were named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser.add_argument("sweeps", nargs="+", choices=SWEEPS)
+    arguments = parser.parse_args()
+    bench = Bench(arguments.shape)
+    for name in arguments.sweeps:
+        SWEEPS[name](bench)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,151 @@
+"""Which way a decode step takes for a batch size: few rows or many, and how the kernels for few rows are cut.
+
+What is fastest depends on the shape, the batch and the device, and only whole steps tell (a kernel alone misleads: it
+does not overlap with its neighbours). So whole steps are timed before serving, once for a shape, a device and a set of
+versions, and the result is kept on disk. Without one, a rule made of measurements on an H100 decides.
+
+Must not know: requests, who calls.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+
+from model.config import Qwen2Config
+from model.gpu.narrow_layers import MAX_NARROW_BATCH, NarrowCuts, cuts_of
+
+PROGRAM_BYTES = (7168, 14336, 28672)
+"""Weights that a program of the candidates reads."""
+DEFAULT_PROGRAM_BYTES = 14336
+DEFAULT_NARROW_BATCH = 4
+WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Products by cuBLAS, attention over a balanced work list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """The overlapping kernels for a few rows, cut this way."""
+
+    cuts: NarrowCuts
+
+
+StepPath = Wide | Narrow
+
+
+def candidates(config: Qwen2Config) -> dict[str, StepPath]:
+    """Every path that is timed, by the name it has in the cache."""
+    narrow: dict[str, StepPath] = {
+        f"narrow-{size}": Narrow(cuts_of(config, program_bytes=size)) for size in PROGRAM_BYTES
+    }
+    return {"wide": Wide()} | narrow
+
+
+class Paths:
+    """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size."""
+
+    def __init__(self, config: Qwen2Config, file: Path | None, names: dict[int, str]) -> None:
+        self._candidates = candidates(config)
+        self._file = file
+        self.names = {size: name for size, name in names.items() if name in self._candidates}
+
+    @classmethod
+    def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
+        """The choice kept for this shape and the weight's dtype and device, if there is one."""
+        file = cache_file(config, weight) if weight.is_cuda else None
+        return cls(config, file, read_names(file) if file else {})
+
+    def path(self, batch_size: int) -> StepPath:
+        """The path of this batch size."""
+        name = self.names.get(batch_size)
+        if name is None:
+            name = f"narrow-{DEFAULT_PROGRAM_BYTES}" if batch_size <= DEFAULT_NARROW_BATCH else "wide"
+        return self._candidates[name]
+
+    def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
+        """Time `run` of each size that has not been chosen yet, on every path, and keep the fastest. Before serving:
+        the device must be idle, and the rows that `run` moves on must be nobody's. Without a CUDA device: the rule."""
+        missing = [size for size in sizes if size <= MAX_NARROW_BATCH and size not in self.names]
+        if self._file is None or not missing:
+            return
+        for size in missing:
+            times_ms = {}
+            for name in self._candidates:
+                self.names[size] = name
+                times_ms[name] = time_graph(partial(run, size))
+            self.names[size] = min(times_ms, key=lambda name: times_ms[name])
+        write_names(self._file, self.names)
+
+
+def time_graph(work: Callable[[], None]) -> float:
+    """Median milliseconds of the work as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            work()
+        for _ in range(WARM_UP_STEPS):
+            graph.replay()
+        times_ms = [_time_replays(graph) for _ in range(TIMINGS)]
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times_ms)
+
+
+def _time_replays(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(STEPS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / STEPS
+
+
+def cache_file(config: Qwen2Config, weight: torch.Tensor) -> Path:
+    """Where the choice for this shape, dtype, device and these versions is kept ($XDG_CACHE_HOME or ~/.cache)."""
+    shape = {
+        name: getattr(config, name)
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "vocab_size",
+        )
+    }  # fmt: skip
+    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if isinstance(path, Narrow)}
+    device = torch.cuda.get_device_name(weight.device)
+    key = json.dumps([shape, str(weight.dtype), device, torch.__version__, triton.__version__, cuts], sort_keys=True)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "paths"
+    return folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
+
+
+def read_names(file: Path) -> dict[int, str]:
+    """The names kept there; none where the file is absent or is not what `write_names` writes."""
+    try:
+        kept = json.loads(file.read_text())
+        return {int(size): str(name) for size, name in kept["paths"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def write_names(file: Path, names: dict[int, str]) -> None:
+    """Keep the names; a folder that cannot be written only costs the next start its timings."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"paths": {str(size): name for size, name in sorted(names.items())}}))
+        unfinished.replace(file)
+    except OSError:
+        return
