@@ -20,7 +20,7 @@ from worker.loaded import Loaded, scheduler_config, served_name
 from worker.memory import PoolSize, size_pool
 from worker.model_card import Described, describe
 from worker.progress import OnProgress
-from worker.runner_memory import memory_needs
+from worker.runner_memory import memory_needs, prefer_huge_pages
 from worker.runner_warmup import WarmRunner, warm_up
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
@@ -32,6 +32,7 @@ DEFAULT_BACKEND = "sdpa"
 def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     """Resolve (download), load, size the pool, warm up. Raises model.CheckpointError, worker.memory.DoesNotFit,
     worker.model_card.CardError, ValueError."""
+    prefer_huge_pages()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     folder = _resolve(config, on_progress)
