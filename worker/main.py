@@ -63,6 +63,8 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
 def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     if config.runner is RunnerKind.ORACLE:
         return load_oracle(config, on_progress)
+    # Read when torch loads OpenMP. Threads that spin while they wait would take the cores from the gateway beside them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from worker.runner_loading import load_torch  # torch: only where it is wanted
 
     return load_torch(config, on_progress)
