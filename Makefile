@@ -44,7 +44,8 @@ format: dev ## rewrite the code in the one style
 	@$(BIN)/ruff format .
 
 proto: dev ## generate the stubs from the .proto files
-	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --mypy_out=proto $(PROTOS)
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+		--python_out=proto --grpc_python_out=proto --mypy_out=proto $(PROTOS)
 
 install: $(VENV)/.installed ## the environment to run Octavo
 

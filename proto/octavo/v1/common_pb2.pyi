@@ -26,6 +26,7 @@ class _ErrorReason:
 class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
+    """None of ours."""
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 1
     """A field is missing, unknown, out of range or not supported; google.rpc.BadRequest names its path."""
     ERROR_REASON_EXCEEDS_CAPACITY: _ErrorReason.ValueType  # 2
@@ -69,6 +70,7 @@ class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
+"""None of ours."""
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 1
 """A field is missing, unknown, out of range or not supported; google.rpc.BadRequest names its path."""
 ERROR_REASON_EXCEEDS_CAPACITY: ErrorReason.ValueType  # 2

@@ -27,19 +27,29 @@ class _ChatRole:
 class _ChatRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChatRole.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CHAT_ROLE_UNSPECIFIED: _ChatRole.ValueType  # 0
+    """Refused."""
     CHAT_ROLE_SYSTEM: _ChatRole.ValueType  # 1
+    """Instructions to the model."""
     CHAT_ROLE_USER: _ChatRole.ValueType  # 2
+    """The person, or the program, that asks."""
     CHAT_ROLE_ASSISTANT: _ChatRole.ValueType  # 3
+    """The model."""
     CHAT_ROLE_TOOL: _ChatRole.ValueType  # 4
+    """The result of a call that the model made."""
 
 class ChatRole(_ChatRole, metaclass=_ChatRoleEnumTypeWrapper):
     """Who speaks."""
 
 CHAT_ROLE_UNSPECIFIED: ChatRole.ValueType  # 0
+"""Refused."""
 CHAT_ROLE_SYSTEM: ChatRole.ValueType  # 1
+"""Instructions to the model."""
 CHAT_ROLE_USER: ChatRole.ValueType  # 2
+"""The person, or the program, that asks."""
 CHAT_ROLE_ASSISTANT: ChatRole.ValueType  # 3
+"""The model."""
 CHAT_ROLE_TOOL: ChatRole.ValueType  # 4
+"""The result of a call that the model made."""
 Global___ChatRole: _TypeAlias = ChatRole  # noqa: Y015
 
 class _OutputFormat:
@@ -49,6 +59,7 @@ class _OutputFormat:
 class _OutputFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputFormat.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OUTPUT_FORMAT_UNSPECIFIED: _OutputFormat.ValueType  # 0
+    """The default: text."""
     OUTPUT_FORMAT_TEXT: _OutputFormat.ValueType  # 1
     """Text only."""
     OUTPUT_FORMAT_TOKEN_IDS: _OutputFormat.ValueType  # 2
@@ -60,6 +71,7 @@ class OutputFormat(_OutputFormat, metaclass=_OutputFormatEnumTypeWrapper):
     """What a Delta carries."""
 
 OUTPUT_FORMAT_UNSPECIFIED: OutputFormat.ValueType  # 0
+"""The default: text."""
 OUTPUT_FORMAT_TEXT: OutputFormat.ValueType  # 1
 """Text only."""
 OUTPUT_FORMAT_TOKEN_IDS: OutputFormat.ValueType  # 2
@@ -75,6 +87,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """Never sent."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """The model's end token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
@@ -84,6 +97,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an output ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""Never sent."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """The model's end token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
