@@ -32,10 +32,21 @@ def verify(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts to generate from.", min=1)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate from each.", min=1)] = 32,
+    check_numerics: Annotated[
+        bool,
+        typer.Option("--check-numerics", help="Instead name the first layer whose activations overflow or turn NaN."),
+    ] = False,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="With --check-numerics: the largest magnitude; unset: half of what dtype holds."),
+    ] = None,
 ) -> int:
     """Compare a checkpoint with transformers: RoPE, hidden states, logits, greedy tokens, for every backend."""
+    from cli.verify import check_numerics as look
     from cli.verify import verify as run
 
+    if check_numerics:
+        return look(model, revision=revision, dtype=dtype, limit=limit, num_prompts=prompts)
     return run(
         model,
         revision=revision,

@@ -28,8 +28,11 @@ class ModelSettings(Settings):
         None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1
     )
     num_threads: int | None = setting(None, "CPU threads of the model; unset: torch decides", panel="Model", ge=1)
+    check_numerics: Literal["off", "on"] = setting(
+        "off", "Report the first layer whose activations exceed a limit or turn NaN or infinite; slow", panel="Model"
+    )
     check_numerics_limit: float | None = setting(
-        None, "Report the first layer whose activations exceed this or turn NaN (slow); unset: off", panel="Model", gt=0
+        None, "The limit; unset: half of what the type can hold, at most a million", panel="Model", gt=0
     )
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from model.checkpoint import resolve_checkpoint
-from model.verify import VerifyReport, verify_checkpoint
+from model.verify import VerifyReport, find_numeric_fault, verify_checkpoint
 from model.verify_checks import VerifyRow
 
 
@@ -34,6 +34,19 @@ def verify(
     else:
         console.print(f"[bold green]all {len(report.rows)} comparisons are within their limits[/]")
     return 1 if failed else 0
+
+
+def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit: float | None, num_prompts: int) -> int:
+    """Run prompts and name the first bad layer; the exit code is 1 where there is one."""
+    console = Console()
+    folder = resolve_checkpoint(name, revision=revision)
+    with console.status(f"watching every activation of {folder}"):
+        finding = find_numeric_fault(folder, dtype=dtype, limit=limit, num_prompts=num_prompts)
+    if finding is None:
+        console.print("[bold green]every activation is finite and within the limit[/]")
+        return 0
+    console.print(f"[bold red]{finding}[/]", soft_wrap=True)
+    return 1
 
 
 def report_table(report: VerifyReport) -> Table:

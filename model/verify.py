@@ -16,6 +16,8 @@ from model.attention import BACKENDS, get_backend
 from model.config import DTYPES
 from model.errors import CheckpointError
 from model.loading import load_model
+from model.numerics import NumericFinding, watch_numerics
+from model.paged import PagedSequences
 from model.verify_checks import (
     Comparison,
     VerifyRow,
@@ -67,6 +69,22 @@ def verify_checkpoint(
             rows += compare_logits(comparison, backend)
             rows += compare_greedy(comparison, backend, max_new_tokens)
     return VerifyReport(rows=tuple(rows))
+
+
+def find_numeric_fault(
+    folder: Path, *, dtype: torch.dtype | str | None = None, limit: float | None = None, num_prompts: int = 8
+) -> NumericFinding | None:
+    """The first layer whose activations exceed the limit (None: `default_limit`) or turn NaN or infinite on prompts;
+    None where all are well. Raises as `verify_checkpoint` does."""
+    model = load_model(folder, dtype=parse_dtype(dtype))
+    prompts = make_prompts(folder, model.config, num_prompts)
+    with torch.inference_mode(), watch_numerics(model, limit=limit) as watch:
+        for prompt in prompts:
+            sequences = PagedSequences(model, get_backend("sdpa"), num_sequences=1, max_tokens=len(prompt))
+            model.logits(sequences.step({0: prompt})[0])
+            if watch.first is not None:
+                break
+    return watch.first
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

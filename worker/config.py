@@ -23,6 +23,13 @@ class PrefixCacheMode(Enum):
     OFF = "off"
 
 
+class CheckNumerics(Enum):
+    """Whether every activation is looked at, and the first bad layer reported."""
+
+    ON = "on"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of the scheduler. Raises ValueError naming the field that does not fit.
@@ -80,7 +87,7 @@ class WorkerConfig:
     gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
     num_blocks None: sized from free memory, ``memory_fraction`` of it. max_model_len None: the model's own.
     attention_backend None: the best one for the device.
-    check_numerics_limit None: off; else activations beyond it are reported with their layer.
+    check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
     audit_every_steps 0: never; 1: every step (debugging).
     worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
     drain_grace_s: what a first SIGTERM or SIGINT leaves to the requests that run; the second ends at once.
@@ -97,6 +104,7 @@ class WorkerConfig:
     device: str = "cpu"
     dtype: str | None = None
     attention_backend: str | None = None
+    check_numerics: CheckNumerics = CheckNumerics.OFF
     check_numerics_limit: float | None = None
     num_threads: int | None = None
     # memory

@@ -13,9 +13,9 @@ import torch
 from model.checkpoint import resolve_checkpoint
 from model.config import DTYPES
 from model.loading import load_model
-from model.numerics import NumericFinding
+from model.numerics import NumericFinding, default_limit
 from model.qwen2 import Qwen2ForCausalLM
-from worker.config import WorkerConfig
+from worker.config import CheckNumerics, WorkerConfig
 from worker.loaded import Loaded, scheduler_config, served_name
 from worker.memory import PoolSize, size_pool
 from worker.model_card import Described, describe
@@ -93,7 +93,7 @@ def wants_cuda_runner(config: WorkerConfig) -> bool:
     activations are watched, which is the slow twin's business."""
     if torch.device(config.device).type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    return config.attention_backend is None and config.check_numerics_limit is None
+    return config.attention_backend is None and config.check_numerics is CheckNumerics.OFF
 
 
 def _make_cuda_runner(
@@ -117,9 +117,15 @@ def _make_torch_runner(
         vocab_size=described.vocab_size,
         eos_token_ids=described.eos_token_ids,
         backend=config.attention_backend or DEFAULT_BACKEND,
-        numerics_limit=config.check_numerics_limit,
+        numerics_limit=_numerics_limit(config, model),
     )
     return TorchRunner(model, runner_config, on_numerics=_log_finding)
+
+
+def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | None:
+    if config.check_numerics is CheckNumerics.OFF:
+        return None
+    return config.check_numerics_limit or default_limit(model.dtype)
 
 
 def _dtype(name: str) -> torch.dtype:
