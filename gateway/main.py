@@ -17,6 +17,9 @@ from wire.run_dir import RunDirError
 _log = structlog.get_logger(__name__)
 
 
+_GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway makes a few per message, all short-lived
+
+
 def main(config: GatewayConfig) -> int:
     """Serve until SIGTERM, SIGINT or AdminService.Drain (drain first; a second signal stops at once). Exit code: 0
     stopped as asked, 1 could not start."""
@@ -48,6 +51,7 @@ async def _serve(config: GatewayConfig) -> int:
         return 1
     gc.collect()
     gc.freeze()  # what lives for ever need not be walked again and again
+    gc.set_threshold(_GC_THRESHOLD)
     try:
         await _first_of(gateway.drained, stop_now)
     finally:

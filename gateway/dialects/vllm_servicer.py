@@ -19,7 +19,6 @@ from gateway.dialects.vllm_translate import in_callers_names, translate
 from gateway.errors import InvalidRequest, RequestAborted
 from gateway.live import LiveRequest
 from gateway.rpc.scope import RpcScope, current_rpc
-from gateway.rpc.status import REQUEST_ID_TRAILER
 from wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext
@@ -49,7 +48,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             await context.write(aborted_early())
             return
         try:
-            await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
+            # Headers travel with the first message: until then the client's library may retry, and a burst of requests
+            # costs one operation and one packet less each.
             await (self._stream if request.stream else self._collect)(live, scope, context)
         except asyncio.CancelledError:
             raise error_behind(live) from None
