@@ -56,6 +56,22 @@ class QueueFull(RequestError):
     """No room now."""
 
 
+class Unauthenticated(RequestError):
+    """Nobody knows who calls."""
+
+
+class PermissionDenied(RequestError):
+    """The caller is known and may not do this."""
+
+
+class TenantLimit(RequestError):
+    """The caller's tenant has reached its own limit. retry_after_ms: when there is room again, None for unknown."""
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
 class WorkerLost(RequestError):
     """The worker went away."""
 
@@ -123,6 +139,9 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     MessageTooLarge: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),  # of the wire
     TemplateError: ErrorRow(code=_C.INVALID_ARGUMENT, reason="TEMPLATE"),
     ModelNotFound: ErrorRow(code=_C.NOT_FOUND, reason="MODEL_NOT_FOUND"),
+    Unauthenticated: ErrorRow(code=_C.UNAUTHENTICATED, reason="UNAUTHENTICATED"),
+    PermissionDenied: ErrorRow(code=_C.PERMISSION_DENIED, reason="PERMISSION_DENIED"),
+    TenantLimit: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="TENANT_LIMIT", retry=Retry.LATER),
     DuplicateRequest: ErrorRow(code=_C.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"),
     UnsupportedTokenizer: ErrorRow(code=_C.FAILED_PRECONDITION, reason="TOKENIZER"),
     QueueFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),

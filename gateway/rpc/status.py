@@ -44,6 +44,7 @@ def public_message(error: Exception, row: ErrorRow) -> str:
 def status_of(error: Exception, scope: RpcScope, *, pushback_ms: int) -> RpcStatus:
     """The status of an RPC that ends with this exception."""
     row = row_of(error)
+    pushback_ms = getattr(error, "retry_after_ms", None) or pushback_ms
     text = public_message(error, row)
     trailers: list[tuple[str, str | bytes]] = [
         (REASON_TRAILER, row.reason),

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
         OctavoError,
         Overloaded,
         ServerFault,
+        Unauthorized,
         Unavailable,
     )
+    from octavo.client_options import tls_credentials
     from octavo.client_requests import generate_request
 
 _HOMES = {
@@ -41,7 +43,9 @@ _HOMES = {
     "OctavoError": "client_errors",
     "Overloaded": "client_errors",
     "ServerFault": "client_errors",
+    "Unauthorized": "client_errors",
     "Unavailable": "client_errors",
+    "tls_credentials": "client_options",
 }
 
 __all__ = [
@@ -56,8 +60,10 @@ __all__ = [
     "Overloaded",
     "ServerFault",
     "TextStream",
+    "Unauthorized",
     "Unavailable",
     "generate_request",
+    "tls_credentials",
 ]
 
 

@@ -8,7 +8,7 @@ import grpc
 
 from octavo.client_errors import error_from
 from octavo.client_events import StreamCall, StreamEvents
-from octavo.client_options import open_channel
+from octavo.client_options import call_metadata, open_channel
 from octavo.client_requests import GenerateFields, generate_request
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
@@ -67,8 +67,9 @@ class TextStream:
 class Client:
     """Calls one Octavo server.
 
-    target: "host:port", or any gRPC target. credentials: for TLS; None is plain text. timeout_s of a call is its
-    deadline, which the server keeps too; None waits as long as it takes. Every call raises OctavoError.
+    target: "host:port", or any gRPC target. credentials: for TLS (`tls_credentials` makes them); None is plain text,
+    in which an api_key can be read on the way. timeout_s of a call is its deadline, which the server keeps too; None
+    waits as long as it takes. Every call raises OctavoError.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class Client:
         target: str = "127.0.0.1:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
         options: Sequence[tuple[str, str | int]] = (),
     ) -> None:
         self.target = target
+        self._metadata = call_metadata(api_key)
         self._channel = open_channel(target, credentials, options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
@@ -91,7 +94,9 @@ class Client:
         **fields: Unpack[GenerateFields],
     ) -> TextStream:
         """Generate, as it comes: `for text in client.stream(text="Once upon a time", max_tokens=50)`."""
-        return TextStream(self._inference.Generate(request or generate_request(**fields), timeout=timeout_s))
+        return TextStream(
+            self._inference.Generate(request or generate_request(**fields), timeout=timeout_s, metadata=self._metadata)
+        )
 
     def complete(
         self,
@@ -103,14 +108,18 @@ class Client:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
         try:
-            return self._inference.Complete(wrapped, timeout=timeout_s)
+            return self._inference.Complete(wrapped, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from(error) from None
 
     def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """What is served, with the limits of requests."""
         try:
-            return list(self._models.ListModels(model_pb2.ListModelsRequest(), timeout=timeout_s).models)
+            return list(
+                self._models.ListModels(
+                    model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+                ).models
+            )
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -118,7 +127,7 @@ class Client:
         """The ids of a text."""
         request = inference_pb2.TokenizeRequest(model=model, text=text)
         try:
-            return list(self._inference.Tokenize(request, timeout=timeout_s).token_ids)
+            return list(self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids)
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -126,7 +135,7 @@ class Client:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         try:
-            return self._inference.Detokenize(request, timeout=timeout_s).text
+            return self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata).text
         except grpc.RpcError as error:
             raise error_from(error) from None
 

@@ -66,6 +66,10 @@ class InvalidRequest(OctavoError):
     """The request must change: `violations` names the fields."""
 
 
+class Unauthorized(OctavoError):
+    """The key or the certificate is missing, not valid, or not enough for this."""
+
+
 class NotFound(OctavoError):
     """There is no such model or method here."""
 
@@ -95,8 +99,8 @@ _CLASSES: dict[grpc.StatusCode, type[OctavoError]] = {
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.UNAUTHENTICATED: InvalidRequest,
-    grpc.StatusCode.PERMISSION_DENIED: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthorized,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthorized,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.UNIMPLEMENTED: NotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,

@@ -6,6 +6,7 @@ that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has 
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 
@@ -62,3 +63,23 @@ def open_aio_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(target, channel_options(extra))
     return grpc.aio.secure_channel(target, credentials, channel_options(extra))
+
+
+def tls_credentials(
+    *, ca_file: str | Path | None = None, cert_file: str | Path | None = None, key_file: str | Path | None = None
+) -> grpc.ChannelCredentials:
+    """Credentials for a server with TLS. ca_file: PEM of the authority to trust; None: gRPC's own list. cert_file and
+    key_file: this client's certificate, where the server asks for one. Raises OSError, ValueError."""
+    if (cert_file is None) != (key_file is None):
+        raise ValueError("a client certificate needs both cert_file and key_file")
+    ca, cert, key = (None if each is None else Path(each).read_bytes() for each in (ca_file, cert_file, key_file))
+    return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+
+def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
+    """What every call carries; None for nothing. Raises ValueError for a key that no header can hold."""
+    if not api_key:
+        return None
+    if not api_key.isascii() or not api_key.isprintable():
+        raise ValueError("an API key has visible ASCII characters only")
+    return (("authorization", f"Bearer {api_key}"),)

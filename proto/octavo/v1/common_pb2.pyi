@@ -63,6 +63,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The caller did not read its stream: too many tokens, or one message for too long, waited for it."""
     ERROR_REASON_TOKENIZER: _ErrorReason.ValueType  # 18
     """The checkpoint's tokenizer is not supported: this model takes and gives token ids only."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 19
+    """No API key, one that is not valid here or has expired, or no known client certificate."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 20
+    """The caller is known and may not do this."""
+    ERROR_REASON_TENANT_LIMIT: _ErrorReason.ValueType  # 21
+    """The caller's tenant has reached its own limit; retry after `grpc-retry-pushback-ms`."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -107,6 +113,12 @@ ERROR_REASON_SLOW_CONSUMER: ErrorReason.ValueType  # 17
 """The caller did not read its stream: too many tokens, or one message for too long, waited for it."""
 ERROR_REASON_TOKENIZER: ErrorReason.ValueType  # 18
 """The checkpoint's tokenizer is not supported: this model takes and gives token ids only."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 19
+"""No API key, one that is not valid here or has expired, or no known client certificate."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 20
+"""The caller is known and may not do this."""
+ERROR_REASON_TENANT_LIMIT: ErrorReason.ValueType  # 21
+"""The caller's tenant has reached its own limit; retry after `grpc-retry-pushback-ms`."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
