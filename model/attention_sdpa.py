@@ -1,8 +1,9 @@
 """Attention by torch's scaled_dot_product_attention over keys and values gathered by the block table: the fast backend
 on a CPU. Any device.
 
-All sequences with one new token (decodes) go through one call, padded to the longest context; the G query heads of a KV
-head stand where SDPA expects query positions, so that keys and values are read once per KV head and never repeated.
+Sequences with one new token (decodes) are read in place by the kernel of model.cpu where that works (bf16 on a CPU with
+a C compiler). Elsewhere they go through one call of SDPA, padded to the longest context; the G query heads of a KV head
+stand where SDPA expects query positions, so that keys and values are read once per KV head and never repeated.
 Sequences with several new tokens (prefill chunks) get one call each.
 
 Padding never reads a block outside the sequence's own context: it gathers the sequence's first token again and masks
@@ -19,6 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention import AttentionInputs
+from model.cpu.ops import decode_attention, takes
 
 
 class SdpaAttention:
@@ -51,11 +53,22 @@ class SdpaAttention:
 class DecodePart:
     """Sequences with one new token. row_S: their rows in the step, None where they are all of it.
 
-    index_SKC: int64, rows of the pool seen as [P * K * B, H]. mask_S1GC: True where a position is to be read, None
-    where no context is padded.
+    table_SM, context_S: int32, of these sequences. gathered: what SDPA reads; None where the kernel of model.cpu reads
+    the blocks where they lie.
     """
 
     row_S: torch.Tensor | None
+    table_SM: torch.Tensor
+    context_S: torch.Tensor
+    max_context_len: int
+    gathered: "Gathered | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """index_SKC: int64, rows of the pool seen as [P * K * B, H]. mask_S1GC: True where a position is to be read, None
+    where no context is padded."""
+
     index_SKC: torch.Tensor
     mask_S1GC: torch.Tensor | None
 
@@ -82,10 +95,13 @@ def attend_decodes(
     q_SNH: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, part: DecodePart, scale: float
 ) -> torch.Tensor:
     """One new token per sequence."""
+    if part.gathered is None:
+        tables = (part.table_SM, part.context_S)
+        return decode_attention(q_SNH, k_pool_PKBH, v_pool_PKBH, *tables, scale, max_context_len=part.max_context_len)
     q_SKGH = q_SNH.unflatten(1, (k_pool_PKBH.shape[1], -1))
-    k_SKCH = gather(k_pool_PKBH, part.index_SKC)
-    v_SKCH = gather(v_pool_PKBH, part.index_SKC)
-    out_SKGH = scaled_dot_product_attention(q_SKGH, k_SKCH, v_SKCH, attn_mask=part.mask_S1GC, scale=scale)
+    k_SKCH = gather(k_pool_PKBH, part.gathered.index_SKC)
+    v_SKCH = gather(v_pool_PKBH, part.gathered.index_SKC)
+    out_SKGH = scaled_dot_product_attention(q_SKGH, k_SKCH, v_SKCH, attn_mask=part.gathered.mask_S1GC, scale=scale)
     return out_SKGH.flatten(1, 2)
 
 
@@ -141,11 +157,19 @@ def make_decode_part(inputs: AttentionInputs, decodes: list[int], pool_PKBH: tor
         sequence_S = torch.tensor(decodes, device=table_SM.device)
         table_SM, context_S = table_SM[sequence_S], context_S[sequence_S]
         row_S = inputs.cu_query_lens_S1[sequence_S].long()
+    gathered = None
+    if not takes(pool_PKBH, width=pool_PKBH.shape[3]):
+        gathered = make_gathered(table_SM, context_S, pool_PKBH)
+    return DecodePart(row_S, table_SM, context_S, inputs.max_context_len, gathered)
+
+
+def make_gathered(table_SM: torch.Tensor, context_S: torch.Tensor, pool_PKBH: torch.Tensor) -> Gathered:
+    """Every context, padded to the longest."""
     index_SKC = pool_rows(table_SM, context_S, pool_PKBH.shape[1], pool_PKBH.shape[2])
     if bool((context_S == index_SKC.shape[2]).all()):
-        return DecodePart(row_S, index_SKC, None)
+        return Gathered(index_SKC, None)
     mask_SC = torch.arange(index_SKC.shape[2], device=context_S.device) < context_S[:, None]
-    return DecodePart(row_S, index_SKC, mask_SC[:, None, None])
+    return Gathered(index_SKC, mask_SC[:, None, None])
 
 
 def pool_rows(table_SM: torch.Tensor, context_S: torch.Tensor, num_heads: int, block_size: int) -> torch.Tensor:

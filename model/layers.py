@@ -1,7 +1,7 @@
 """One decoder layer of Qwen2.5: attention with fused QKV (with bias), SwiGLU with fused gate and up.
 
 Legend: T tokens in this step · N query heads · K kv heads · H head dim · D model dim · I intermediate dim · P blocks ·
-B block size.
+B block size · C columns of QKV · E = 2 I.
 Must not know: checkpoints, how many layers there are, who owns a block.
 """
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from model.attention import AttentionBackend, AttentionInputs
 from model.config import Qwen2Config
+from model.cpu.ops import rope_write, silu_mul, takes
 from model.kv_pool import WriteRows
 from model.linear import Linear
 from model.norm import RmsNorm
@@ -56,11 +57,22 @@ class Attention(nn.Module):
         self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
         """Write this step's keys and values into the pool, then attend."""
+        q_TNH = self._project_and_write(x_TD, k_pool_PKBH, v_pool_PKBH, step)
+        out_TNH = step.backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, step.inputs, self.scale)
+        return self.o_proj(out_TNH.flatten(1))
+
+    def _project_and_write(
+        self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        """q_TNH; keys and values are in the pool."""
+        if takes(x_TD, width=k_pool_PKBH.shape[3]):
+            angles, slots_T = step.angles, step.inputs.slot_mapping_T
+            qkv_TC = self.qkv_proj(x_TD)
+            return rope_write(qkv_TC, angles.cos_TH, angles.sin_TH, slots_T, k_pool_PKBH, v_pool_PKBH)
         q_TNH, k_TKH, v_TKH = self.project(x_TD, step.angles)
         step.write_rows.write(k_TKH, k_pool_PKBH)
         step.write_rows.write(v_TKH, v_pool_PKBH)
-        out_TNH = step.backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, step.inputs, self.scale)
-        return self.o_proj(out_TNH.flatten(1))
+        return q_TNH
 
 
 class Mlp(nn.Module):
@@ -73,7 +85,10 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] in and out."""
-        gate_TI, up_TI = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+        gate_up_TE = self.gate_up_proj(x_TD)
+        if gate_up_TE.dim() == 2 and takes(gate_up_TE, width=gate_up_TE.shape[1] // 2):
+            return self.down_proj(silu_mul(gate_up_TE))
+        gate_TI, up_TI = gate_up_TE.chunk(2, dim=-1)
         return self.down_proj(F.silu(gate_TI) * up_TI)
 
 
