@@ -7,9 +7,11 @@ so the order of arrival does not matter.
 Legend: R rows · M table width · U updates · A rows of a batch · W words of the state · C changes.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from model.gpu.state import RowLayout
+from model.gpu.state import WISH_COLUMNS, RowLayout
 from worker.plan import Join
 
 NO_BLOCK = -1  # in the host's table only: the device keeps what it had, and nothing reads it
@@ -29,10 +31,15 @@ class RowChanges:
         self._batch_A[:] = self.scratch_row
         self._seed_R = self.words_W[layout.seed : layout.seed + 2 * R].view(np.uint64)
         self._temperature_R = self.words_W[layout.temperature : layout.temperature + R].view(np.float32)
+        self._wishes = {name: self._column(name).view(dtype) for name, dtype in WISH_COLUMNS.items()}
+        words = ("last_token", "position", "num_prompt", "temperature", *WISH_COLUMNS)
+        starts = [getattr(layout, name) for name in words] + [layout.seed, layout.seed + 1]
+        self._places_of_join = np.asarray(starts, np.int32)
+        self._strides_of_join = np.asarray([1] * len(words) + [2, 2], np.int32)
         self._pending: list[np.ndarray] = []
 
-    def join(self, join: Join) -> None:
-        """The row stands before its last known token, with an empty table."""
+    def join(self, join: Join, wishes: Mapping[str, float]) -> None:
+        """The row stands before its last known token, with an empty table. wishes: by name of WISH_COLUMNS."""
         slot, words_W, layout = join.slot, self.words_W, self.layout
         self.table_RM[slot] = NO_BLOCK
         self._seed_R[slot] = np.uint64(join.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
@@ -40,9 +47,13 @@ class RowChanges:
         words_W[layout.last_token + slot] = join.token_ids_T[-1]
         words_W[layout.position + slot] = len(join.token_ids_T) - 1
         words_W[layout.num_prompt + slot] = join.num_prompt_tokens
-        first = (layout.last_token, layout.position, layout.num_prompt, layout.temperature)
-        seed = layout.seed + 2 * slot
-        self._pending.append(np.asarray([*(start + slot for start in first), seed, seed + 1], np.int32))
+        for name, column_R in self._wishes.items():
+            column_R[slot] = wishes[name]
+        self._pending.append(self._places_of_join + slot * self._strides_of_join)
+
+    def _column(self, name: str) -> np.ndarray:
+        start: int = getattr(self.layout, name)
+        return self.words_W[start : start + self.layout.num_rows]
 
     def put_blocks(self, updates_U3: np.ndarray) -> None:
         """int32 (slot, column, block), in order."""

@@ -19,6 +19,7 @@ from worker.cuda_programs import CudaRunnerConfig
 from worker.cuda_runner import CudaRunner
 from worker.memory import DoesNotFit, MemoryNeeds
 from worker.plan import Chunk, Join, Slot, StepPlan
+from worker.runner_rows import sampling_params
 
 _WISHES = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0, seed=1)
 
@@ -103,10 +104,10 @@ def _run_largest_prefill(runner: CudaRunner) -> None:
 
 def _sample_special(runner: CudaRunner) -> None:
     slots_N, one_T = np.arange(runner.config.max_slots, dtype=np.int32), np.ones(1, np.int32)
+    params = sampling_params(_WISHES, ())
     for slot in slots_N.tolist():
-        runner.special.join(
-            Join(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_WISHES)
-        )
+        join = Join(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_WISHES)
+        runner.special.join(join, params)
     logits_NV = runner.programs.step.logits_BV[: len(slots_N)].float()
     runner.special.sample(logits_NV, slots_N, np.ones(len(slots_N), np.int64))
 

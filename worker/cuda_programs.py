@@ -15,6 +15,7 @@ from model.gpu.decode_step import DecodeStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
+from model.gpu.wishes import WishState
 from model.kernels.row_changes import HEADER_WORDS, apply_changes
 from model.kv_pool import KvPool
 from worker.cuda_graphs import Launching, Recorder, batch_sizes, make_recorder
@@ -70,6 +71,13 @@ class StepPrograms:
             vocab_size=config.vocab_size,
             rows_B=self.state.batch_A,
         )
+        self.wishes = WishState(
+            num_rows=config.max_slots + 1,
+            max_batch=config.max_slots + MAX_RECORDED_CHUNKS,
+            vocab_size=config.vocab_size,
+            device=device,
+            state=self.state,
+        )
         self._shapes = MixedShapes.of(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
         largest = max(layout.num_tokens for layout in self._shapes.layouts())
         self._mixed_step = MixedStep(self.step, max_tokens=max(largest, config.max_batch_tokens))
@@ -89,8 +97,10 @@ class StepPrograms:
         return len(self._sizes) + len(self._shapes.layouts())
 
     def record(self, on_progress: OnProgress) -> float:
-        """Record all shapes, largest first; the seconds that it took. Rows and pool must be idle."""
+        """Choose how small batches run (once for a device, then kept on disk) and record all shapes, largest first; the
+        seconds that it took. Rows and pool must be idle."""
         start_s, total = time.perf_counter(), self.num_shapes
+        self.step.paths.choose(self._sizes, self.step.run)
         for layout in self._shapes.layouts():
             on_progress(len(self._mixed), total)
             self._mixed[layout] = self._recorder.record(self._mixed_program(layout))
@@ -127,6 +137,14 @@ class StepPrograms:
         """Enqueue the changes and a mixed step whose inputs lie in the upload as the layout says."""
         program = self._mixed.get(layout)
         program() if program else self._mixed_program(layout)()
+
+    def run_wishes(self, rows_B: torch.Tensor) -> None:
+        """Enqueue other tokens for the rows (int32) of the step before that have a wish."""
+        self.wishes.choose(self.step.logits_BV[: len(rows_B)], rows_B, self.step.token_B[: len(rows_B)], self.state)
+
+    def sampled_rows(self, layout: MixedLayout) -> torch.Tensor:
+        """int32: rows that a mixed step of this layout samples, as they lie in the upload."""
+        return layout.inputs(self._upload_U[HEADER_WORDS:]).rows_S
 
     def run_inputs(self, inputs: MixedInputs) -> None:
         """Enqueue a mixed step of inputs that lie elsewhere, without changes."""

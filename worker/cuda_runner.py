@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from model.gpu.weights import GpuWeights
+from model.gpu.wishes import wish_columns
+from model.sampling import Feature
 from worker.cuda_changes import RowChanges
 from worker.cuda_errors import DeviceLost, runner_error
 from worker.cuda_graphs import Launching
@@ -25,8 +27,9 @@ from worker.cuda_programs import CudaRunnerConfig, OnProgress, StepPrograms
 from worker.cuda_results import Results
 from worker.cuda_sampling import SpecialRows
 from worker.cuda_upload import Upload
-from worker.plan import SlotLogprobs, StepPlan, StepResult
+from worker.plan import Join, SlotLogprobs, StepPlan, StepResult
 from worker.runner import RunnerError
+from worker.runner_rows import sampling_params
 from worker.torch_runner import empty_result, slot_logprobs
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -66,7 +69,6 @@ class CudaRunner:
             max_slots=config.max_slots,
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
             device=self._device,
         )
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
@@ -144,13 +146,19 @@ class CudaRunner:
     def _apply(self, plan: StepPlan) -> None:
         """Joins and block updates into the changes; copies at once, behind the steps in flight."""
         for join in plan.joins:
-            self._changes.join(join)
-            self.special.join(join)
-            self._tokens_R[join.slot] = join.token_ids_T
+            self._join(join)
         self._changes.put_blocks(plan.block_updates_U3)
         if len(plan.block_copies_C2):
             pairs_C2 = torch.from_numpy(plan.block_copies_C2.astype(np.int64)).to(self._device)
             self.programs.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
+
+    def _join(self, join: Join) -> None:
+        params = sampling_params(join.sampling, self.config.eos_token_ids)
+        self._changes.join(join, wish_columns(params, vocab_size=self.config.vocab_size))
+        self.special.join(join, params)
+        self._tokens_R[join.slot] = join.token_ids_T
+        if self.special.has_wish_R[join.slot] and params.features & Feature.PENALTY:
+            self.programs.wishes.put_counts(join.slot, join.token_ids_T, join.num_prompt_tokens)
 
     def _check_blocks(self, plan: StepPlan) -> None:
         """A slot without a block where the plan writes is a mistake of the plan: it must not become a write into
@@ -171,6 +179,8 @@ class CudaRunner:
         self._changes.set_batch(plan.decode_slots_S, size)
         self._upload.send(0)
         self.programs.run_decode(size)
+        if self.special.has_wish_R[plan.decode_slots_S].any():
+            self.programs.run_wishes(self.programs.step.rows_B[:size])
         return 0
 
     def _start_mixed(self, plan: StepPlan) -> int:
@@ -180,12 +190,14 @@ class CudaRunner:
         layout.fill(payload_U, plan, self._tokens_R, scratch_row=self.config.max_slots)
         self._upload.send(layout.num_words)
         self.programs.run_mixed(layout)
+        if self.special.has_wish_R[plan.sampled_slots].any():
+            self.programs.run_wishes(self.programs.sampled_rows(layout))
         return layout.num_decodes
 
     # ------------------------------------------------------------ special rows
 
     def _choose_again(self, plan: StepPlan, first_end: int) -> dict[int, SlotLogprobs]:
-        """Tokens of rows that want more than the step's own sampler gives, and their log-probabilities."""
+        """Tokens of rows that only the whole sampler can serve, and their log-probabilities."""
         slots_S = plan.sampled_slots
         index_N = np.flatnonzero(self.special.is_special_R[slots_S])
         if not len(index_N):

@@ -14,13 +14,18 @@ from dataclasses import dataclass
 import torch
 
 _ALIGNMENT_WORDS = 32
+WISH_COLUMNS = {
+    "wish": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "repetition": "float32",
+    "presence": "float32", "frequency": "float32",
+}  # fmt: skip
+"""Names and dtypes of the columns that say what a row wishes for beyond a temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
     """Where each column of the state begins, in words. num_words: of everything.
 
-    seed takes two words a row, table table_width words a row, batch one word for each of max_batch.
+    seed takes two words a row, table table_width words a row, batch one word for each of max_batch, the others one.
     """
 
     num_rows: int
@@ -31,6 +36,13 @@ class RowLayout:
     position: int
     num_prompt: int
     temperature: int
+    wish: int
+    top_k: int
+    top_p: int
+    log_min_p: int
+    repetition: int
+    presence: int
+    frequency: int
     batch: int
     table: int
     num_words: int
@@ -40,7 +52,8 @@ class RowLayout:
         """The columns one after the other, each on a boundary of 128 bytes."""
         words = {
             "seed": 2 * num_rows, "last_token": num_rows, "position": num_rows, "num_prompt": num_rows,
-            "temperature": num_rows, "batch": max_batch, "table": num_rows * table_width,
+            "temperature": num_rows, **dict.fromkeys(WISH_COLUMNS, num_rows), "batch": max_batch,
+            "table": num_rows * table_width,
         }  # fmt: skip
         starts, end = {}, 0
         for name, count in words.items():
@@ -53,7 +66,9 @@ class RowState:
     """position_R: tokens in the cache, which is where the row's last token will be written.
 
     last_token_R, position_R, num_prompt_R, table_RM: int32. temperature_R: float32, 0 is greedy. seed_R: int64 (bits of
-    a uint64). batch_A: int32, the rows of the next decode step, then scratch. All are views of words_W, int32.
+    a uint64). wish_R (int32), top_k_R (int32) and the float32 top_p_R, log_min_p_R, repetition_R, presence_R and
+    frequency_R: read by model/kernels/filter_sample.py alone, for rows whose wish is not 0. batch_A: int32, the rows of
+    the next decode step, then scratch. All are views of words_W, int32.
     """
 
     def __init__(
@@ -74,6 +89,13 @@ class RowState:
         self.position_R = self._column(layout.position, R)
         self.num_prompt_R = self._column(layout.num_prompt, R)
         self.temperature_R = self._column(layout.temperature, R).view(torch.float32)
+        self.wish_R = self._column(layout.wish, R)
+        self.top_k_R = self._column(layout.top_k, R)
+        self.top_p_R = self._column(layout.top_p, R).view(torch.float32)
+        self.log_min_p_R = self._column(layout.log_min_p, R).view(torch.float32)
+        self.repetition_R = self._column(layout.repetition, R).view(torch.float32)
+        self.presence_R = self._column(layout.presence, R).view(torch.float32)
+        self.frequency_R = self._column(layout.frequency, R).view(torch.float32)
         self.seed_R = self._column(layout.seed, 2 * R).view(torch.int64)
         self.batch_A = self._column(layout.batch, layout.max_batch).fill_(self.scratch_row)
         self.table_RM = self._column(layout.table, R * table_width).view(R, table_width).fill_(scratch_block)

@@ -40,7 +40,8 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 60.0},
     {"temperature": 0.0, "frequency_penalty": 300.0, "num_logprobs": 2},
-    {"temperature": 60.0, "top_k": 6, "top_p": 0.9},
+    {"temperature": 60.0, "top_k": 6, "top_p": 0.9, "presence_penalty": 150.0},
+    {"temperature": 0.0, "repetition_penalty": 3.0},
     {"temperature": 60.0, "min_p": 0.5, "min_tokens": 3, "stop_token_ids": (5, 6)},
 ]
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.gpu.state import RowLayout, RowState
+from model.gpu.state import WISH_COLUMNS, RowLayout, RowState
 from model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
 from wire.messages import Sampling
 from worker.cuda_changes import RowChanges
@@ -45,12 +45,23 @@ def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -
 def test_a_join_sets_its_row_and_no_other() -> None:
     side = Side()
     before = side.state.words_W.clone()
-    side.changes.join(join(3, [8, 9, 10], num_prompt=2, temperature=0.5, seed=2**64 - 3))
+    wishes = {
+        "wish": 1,
+        "top_k": 20,
+        "top_p": 0.8,
+        "log_min_p": -np.inf,
+        "repetition": 1.5,
+        "presence": 2,
+        "frequency": 3,
+    }
+    side.changes.join(join(3, [8, 9, 10], num_prompt=2, temperature=0.5, seed=2**64 - 3), wishes)
     side.send()
     state = side.state
     assert (state.last_token_R[3], state.position_R[3], state.num_prompt_R[3]) == (10, 2, 2)
     assert (state.temperature_R[3].item(), state.seed_R[3].item()) == (0.5, -3)
-    assert int((state.words_W != before).sum()) == 6
+    got = (state.wish_R[3], state.top_k_R[3], state.repetition_R[3], state.presence_R[3], state.frequency_R[3])
+    assert (*got, state.log_min_p_R[3], round(state.top_p_R[3].item(), 6)) == (1, 20, 1.5, 2.0, 3.0, -np.inf, 0.8)
+    assert int((state.words_W != before).sum()) == 6 + len(wishes)
 
 
 def test_the_last_of_two_blocks_for_a_place_is_the_one() -> None:
@@ -92,6 +103,7 @@ def test_columns_do_not_overlap_and_begin_on_128_bytes(rows: int, width: int, ba
         [
             (layout.seed, 2 * rows), (layout.last_token, rows), (layout.position, rows), (layout.num_prompt, rows),
             (layout.temperature, rows), (layout.batch, batch), (layout.table, rows * width),
+            *((getattr(layout, name), rows) for name in WISH_COLUMNS),
         ]
     )  # fmt: skip
     assert all(start % 32 == 0 for start, _ in spans)

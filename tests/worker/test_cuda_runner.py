@@ -33,7 +33,7 @@ def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, mon
     here = world(twins(num_blocks=num_blocks), monkeypatch, num_blocks=num_blocks)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, 9).tolist()
-    for handle in range(5):
+    for handle in range(6):
         ids = shared[: rng.integers(4, 10)] + rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
         here.add(handle, ids, max_tokens=int(rng.integers(5, 9)), ignore_eos=True, **WISHES[handle % len(WISHES)])
     here.run()
