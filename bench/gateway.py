@@ -12,6 +12,7 @@ import multiprocessing as mp
 import resource
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ class Load:
     seconds: float
     wants_ids: bool
     num_channels: int
+    dialect: str
 
 
 def cpu_s() -> float:
@@ -104,22 +106,37 @@ def serve(address: str, load: Load, loop_kind: str, pipe: Any) -> None:
         runner.run(main())
 
 
-async def read_streams(address: str, load: Load) -> dict[str, Any]:
-    """The client: reads every stream, takes the time of every message."""
-    import grpc
+def octavo_calls(load: Load) -> Callable[[Any], Any]:
+    """Generate of octavo.v1 on a channel."""
     from octavo.v1 import common_pb2, inference_pb2_grpc
     from octavo.v1 import inference_pb2 as pb
 
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(load.num_channels)]
     output_format = pb.OUTPUT_FORMAT_TOKEN_IDS if load.wants_ids else pb.OUTPUT_FORMAT_TEXT
     request = pb.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=[5] * 16), output=pb.OutputOptions(format=output_format)
     )
+    return lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+
+
+def vllm_calls(load: Load) -> Callable[[Any], Any]:
+    """Generate of VllmEngine on a channel; ids only."""
+    from smg_grpc_proto import vllm_engine_pb2 as pb  # type: ignore[import-untyped]
+    from smg_grpc_proto import vllm_engine_pb2_grpc
+
+    request = pb.GenerateRequest(stream=True, tokenized=pb.TokenizedInput(input_ids=[5] * 16))
+    return lambda channel: vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request)
+
+
+async def read_streams(address: str, load: Load) -> dict[str, Any]:
+    """The client: reads every stream, takes the time of every message."""
+    import grpc
+
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(load.num_channels)]
+    generate = vllm_calls(load) if load.dialect == "vllm" else octavo_calls(load)
 
     async def one(index: int) -> list[float]:
-        stub = inference_pb2_grpc.InferenceServiceStub(channels[index % len(channels)])
-        return [time.monotonic() async for _ in stub.Generate(request)]
+        return [time.monotonic() async for _ in generate(channels[index % len(channels)])]
 
     begin_cpu_s, begin_s = cpu_s(), time.monotonic()
     arrivals = await asyncio.gather(*(one(index) for index in range(load.num_streams)))
@@ -167,6 +184,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--channels", type=int, default=4)
     parser.add_argument("--ids", action="store_true", help="token ids instead of text")
+    parser.add_argument("--dialect", choices=["octavo", "vllm"], default="octavo")
     parser.add_argument("--loop", choices=["uvloop", "asyncio"], nargs="+", default=["uvloop"])
     arguments = parser.parse_args()
     for loop_kind in arguments.loop:
@@ -177,6 +195,7 @@ def main() -> None:
                 seconds=arguments.seconds,
                 wants_ids=arguments.ids,
                 num_channels=arguments.channels,
+                dialect=arguments.dialect,
             )
             print(json.dumps(measure(load, loop_kind)), flush=True)
 

@@ -74,8 +74,9 @@ def server_info(
     )
 
 
-def loads(workers: Sequence[WorkerView]) -> vllm.GetLoadsResponse:
-    """All workers behind this gateway as the one rank that the dialect sees, by their last heartbeats."""
+def loads(workers: Sequence[WorkerView], *, tokens_per_s: float) -> vllm.GetLoadsResponse:
+    """All workers behind this gateway as the one rank that the dialect sees, by their last heartbeats. tokens_per_s:
+    generated, of this gateway's streams."""
     running, waiting = sum(each.num_running for each in workers), sum(each.num_waiting for each in workers)
     total = sum(each.capacity.num_blocks * each.capacity.block_size for each in workers)
     used = sum(_used_tokens(each) for each in workers)
@@ -88,6 +89,7 @@ def loads(workers: Sequence[WorkerView]) -> vllm.GetLoadsResponse:
         num_used_tokens=min(used, _INT32_MAX),
         max_total_num_tokens=min(total, _INT32_MAX),
         token_usage=used / total if total else 0.0,
+        gen_throughput=tokens_per_s,
         utilization=running / max_running if max_running else 0.0,
         max_running_requests=max_running,
     )

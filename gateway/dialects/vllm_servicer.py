@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import
 from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
 from gateway.desk import Desk
 from gateway.dialects import vllm_info
+from gateway.dialects.throughput import Throughput
 from gateway.dialects.tokenizer_zip import archive_of
 from gateway.dialects.vllm_messages import Positions, aborted_early, chunk_of, complete_of, reason_of
 from gateway.dialects.vllm_translate import in_callers_names, translate
@@ -33,6 +34,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self._desk = desk
         self._is_ready = is_ready
         self._started_s = time.monotonic()
+        self._throughput = Throughput(now_s=self._started_s)
 
     # ------------------------------------------------------------ requests
 
@@ -125,7 +127,9 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         """All workers as one rank."""
-        return vllm_info.loads(self._desk.pool.workers())
+        total = sum(meters.generation_tokens for meters in self._desk.meters.models.values())
+        tokens_per_s = self._throughput.read(total, now_s=time.monotonic())
+        return vllm_info.loads(self._desk.pool.workers(), tokens_per_s=tokens_per_s)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files as a zip in chunks, its digest with the last."""
