@@ -7,6 +7,7 @@ its prompt is known, and leaves exactly once however it ends.
 from collections import Counter
 from dataclasses import dataclass
 
+from gateway.access.caller import id_in
 from gateway.errors import DuplicateRequest, QueueFull
 
 
@@ -19,7 +20,7 @@ class AdmissionCounts:
 
 
 class Admission:
-    """All-or-nothing, idempotent where it says so."""
+    """All-or-nothing, idempotent where it says so. An id is whatever tells requests apart (`Caller.key_of`)."""
 
     def __init__(self, *, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -29,7 +30,7 @@ class Admission:
     def enter(self, request_id: str) -> None:
         """Raises DuplicateRequest, QueueFull; then nothing has changed."""
         if request_id in self._worker_of:
-            raise DuplicateRequest(f"request id {request_id!r} is in flight")
+            raise DuplicateRequest(f"request id {id_in(request_id)!r} is in flight")
         if len(self._worker_of) >= self._max_requests:
             raise QueueFull(f"{len(self._worker_of)} requests are in flight, the limit of this gateway")
         self._worker_of[request_id] = None

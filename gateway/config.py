@@ -5,6 +5,7 @@ Where the values come from (flags, environment, file) is the command line's busi
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from gateway.workers.config import WorkerPoolConfig
 
@@ -12,7 +13,7 @@ MIB = 1024 * 1024
 
 
 class Exposure(Enum):
-    """Who may reach the listeners. TLS will be a third member, with its files."""
+    """Who may reach the listeners in plain text. With TLS any address may be bound."""
 
     LOOPBACK_ONLY = "loopback-only"  # any other address refuses to bind
     INSECURE = "insecure"  # plain text on any address: an explicit choice
@@ -69,19 +70,51 @@ class ConnectionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """PEM files. With client_ca_file, clients have to prove a certificate of that authority (mTLS)."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who may call. Without a file of keys and without client certificates: everybody who reaches a listener.
+
+    public_scopes: names of gateway.access.scopes.Scope that need no key. prefix_salt_secret: the same on every gateway
+    of a service, so that their callers share cached prefixes; empty: drawn at the start.
+    """
+
+    tls: TlsConfig | None = None
+    api_keys_file: Path | None = None
+    public_scopes: tuple[str, ...] = ("health",)
+    prefix_salt_secret: str = field(default="", repr=False)
+    reload_interval_s: float = 1.0  # how often the files are looked at
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether callers are asked who they are."""
+        return self.api_keys_file is not None or (self.tls is not None and self.tls.client_ca_file is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """One gateway process.
 
     Addresses are ``host:port``, ``[ipv6]:port`` or ``unix:/path``; port 0 lets the system choose (the log line
     ``listening`` tells which). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
-    HTTP on ``host:port``.
+    HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
+    models without TLS and keys.
     """
 
     workers: WorkerPoolConfig
     listen_address: str = "127.0.0.1:50051"
     admin_address: str | None = None
     metrics_address: str | None = "127.0.0.1:9090"
+    status_address: str | None = None
     exposure: Exposure = Exposure.LOOPBACK_ONLY
+    access: AccessConfig = field(default_factory=AccessConfig)
     port_sharing: PortSharing = PortSharing.EXCLUSIVE
     dialects: Dialects = Dialects.INSTALLED
     limits: RequestLimits = field(default_factory=RequestLimits)

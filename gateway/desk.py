@@ -11,14 +11,17 @@ from dataclasses import dataclass
 
 from octavo.v1 import inference_pb2 as pb
 
+from gateway.access.caller import ANYBODY, Caller, id_in
+from gateway.access.prefix_salt import PrefixSalt
 from gateway.admission import Admission
 from gateway.config import RequestLimits
-from gateway.errors import DeadlinePassed, Draining, RequestAborted, RequestError
+from gateway.errors import DeadlinePassed, Draining, RequestAborted, RequestError, TenantLimit
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
 from gateway.output import OutputAssembler
 from gateway.preparation import Prepared, Preparer
+from gateway.quotas import TenantQuotas
 from gateway.rpc.scope import RpcScope
 from gateway.sampling import complete_sampling
 from gateway.stream import OutputStream
@@ -27,6 +30,7 @@ from gateway.validation.generate import check_capacity
 from gateway.workers.errors import WorkerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.views import RunRequest, WorkerView
+from wire.fault_points import fault_point
 
 _MAX_CHOICES = 3  # a worker may leave between the choice and the send
 
@@ -45,8 +49,13 @@ def _current_task() -> "asyncio.Task[object]":
     return task
 
 
+def _now_ns() -> int:
+    return round(time.monotonic() * 1e9)
+
+
 class Desk:
-    """One per gateway process; every method on its event loop."""
+    """One per gateway process; every method on its event loop. Requests are known by their keys (`RpcScope.key`): the
+    same id may be in flight for several tenants, who learn nothing of each other."""
 
     def __init__(
         self,
@@ -57,6 +66,7 @@ class Desk:
         limits: RequestLimits,
         meters: GatewayMeters,
         receipt_timeout_s: float,
+        prefix_salt: PrefixSalt | None = None,
     ) -> None:
         self.pool = pool
         self.models = models
@@ -64,6 +74,8 @@ class Desk:
         self.limits = limits
         self.meters = meters
         self.admission = Admission(max_requests=limits.max_requests)
+        self.quotas = TenantQuotas()
+        self._prefix_salt = prefix_salt or PrefixSalt()
         self.live = LiveRequests()
         self.is_draining = False
         self._preparer = Preparer(models, text, limits)
@@ -87,34 +99,39 @@ class Desk:
         card = self.models.resolve(request.model, self.pool.cards(), path=f"{prefix}model")
         scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
-        self.admission.enter(scope.request_id)
-        preparing = self._preparing[scope.request_id] = _Preparing(_current_task())
+        key = scope.key
+        self.admission.enter(key)
+        preparing = self._preparing[key] = _Preparing(_current_task())
         try:
+            self.quotas.enter(key, scope.caller, _now_ns())
             prepared = await self._preparer.prepare(request, card, prefix=prefix, deadline_s=deadline_s)
             return self._send_to_somebody(prepared, scope)
         except BaseException as error:
-            self.admission.leave(scope.request_id)
+            self._leave(key, num_used=0)
+            if isinstance(error, TenantLimit):
+                self.meters.tenant_refusals += 1
             if isinstance(error, asyncio.CancelledError) and preparing.error is not None:
                 preparing.task.uncancel()
                 raise preparing.error from None
             raise
         finally:
-            del self._preparing[scope.request_id]
+            del self._preparing[key]
 
     # No await from here to `close`: nothing can be lost between the send and the caller's hands.
 
     def _send_to_somebody(self, prepared: Prepared, scope: RpcScope) -> LiveRequest:
+        salt = self._prefix_salt.of(scope.caller, prepared.request.cache_salt)
         for _ in range(_MAX_CHOICES - 1):
             try:
-                return self._send(prepared, self._choose(prepared), scope)
+                return self._send(prepared, self._choose(prepared, salt), scope, salt)
             except WorkerGone:
                 continue
-        return self._send(prepared, self._choose(prepared), scope)
+        return self._send(prepared, self._choose(prepared, salt), scope, salt)
 
-    def _choose(self, prepared: Prepared) -> WorkerView:
+    def _choose(self, prepared: Prepared, salt: str) -> WorkerView:
         if prepared.deadline_s is not None and prepared.deadline_s <= time.monotonic():
             raise DeadlinePassed("the deadline passed before the request was sent to a worker")
-        worker = self.pool.choose(prepared.card.name, prepared.prompt_ids_T, prepared.request.cache_salt)
+        worker = self.pool.choose(prepared.card.name, prepared.prompt_ids_T, salt)
         check_capacity(
             num_prompt_tokens=len(prepared.prompt_ids_T),
             min_tokens=prepared.request.stop.min_tokens,
@@ -123,13 +140,16 @@ class Desk:
         )
         return worker
 
-    def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope) -> LiveRequest:
+    def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> LiveRequest:
         max_on_worker = worker.capacity.max_num_seqs + worker.capacity.max_waiting
-        self.admission.place(scope.request_id, worker.worker_id, max_on_worker=max_on_worker)
-        run, stream = self._run_request(prepared, worker, scope), self._stream(prepared, scope)
+        self.admission.place(scope.key, worker.worker_id, max_on_worker=max_on_worker)
+        fault_point("desk.placed")
+        run, stream = self._run_request(prepared, worker, scope, salt), self._stream(prepared, scope)
+        self.quotas.reserve(scope.key, len(prepared.prompt_ids_T) + run.sampling.max_tokens, _now_ns())
         handle = self.pool.open(worker, run, stream)
         live = LiveRequest(
             request_id=scope.request_id,
+            key=scope.key,
             card=worker.card,
             worker=worker,
             handle=handle,
@@ -147,14 +167,14 @@ class Desk:
         meters.prompt_tokens += live.num_prompt_tokens
         return live
 
-    def _run_request(self, prepared: Prepared, worker: WorkerView, scope: RpcScope) -> RunRequest:
+    def _run_request(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> RunRequest:
         request, deadline_s = prepared.request, prepared.deadline_s
         return RunRequest(
             request_id=scope.request_id,
             prompt_ids=prepared.prompt_ids_T,
             sampling=complete_sampling(request, worker.card, num_prompt_tokens=len(prepared.prompt_ids_T)),
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=salt,
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),
         )
 
@@ -162,14 +182,20 @@ class Desk:
         return OutputStream(
             OutputAssembler(prepared.output),
             max_pending_tokens=self.limits.max_pending_tokens,
-            on_match=self._matched(scope),
+            on_match=self._matched(scope.key),
+            on_started=self._started(scope),
         )
 
-    def _matched(self, scope: RpcScope) -> Callable[[OutputStream], None]:
+    def _started(self, scope: RpcScope) -> Callable[[], None] | None:
+        """For tenants, whose requests are no longer queued then."""
+        key = scope.key
+        return None if scope.caller.tenant is None else lambda: self.quotas.started(key)
+
+    def _matched(self, key: str) -> Callable[[OutputStream], None]:
         """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""
 
         def cancel(stream: OutputStream) -> None:
-            live = self.live.get(scope.request_id)
+            live = self.live.get(key)
             if live is not None and live.stream is stream:
                 self.pool.cancel(live.handle)
                 asyncio.get_running_loop().call_later(self._receipt_timeout_s, stream.stop_waiting_for_figures)
@@ -177,8 +203,12 @@ class Desk:
         return cancel
 
     def fail(self, request_id: str, error: RequestError) -> bool:
-        """End a request from here, whatever it is doing; False where it is not in flight."""
-        live, preparing = self.live.get(request_id), self._preparing.get(request_id)
+        """End a request from here, whatever it is doing and whoever's it is; False where it is not in flight."""
+        keys = [key for key in self.admission.request_ids() if id_in(key) == request_id]
+        return sum(self._fail(key, error) for key in keys) > 0
+
+    def _fail(self, key: str, error: RequestError) -> bool:
+        live, preparing = self.live.get(key), self._preparing.get(key)
         if live is not None:
             live.fail(error)
         elif preparing is not None:
@@ -186,24 +216,29 @@ class Desk:
             preparing.task.cancel()
         return live is not None or preparing is not None
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, caller: Caller = ANYBODY) -> bool:
         """End a request for its caller's sake: the worker is told at once, the caller gets what came before and an
-        end; False where it is not in flight."""
-        error, live = RequestAborted("the request was aborted"), self.live.get(request_id)
+        end; False where no request of the caller's tenant with this id is in flight."""
+        key = caller.key_of(request_id)
+        error, live = RequestAborted("the request was aborted"), self.live.get(key)
         if live is None:
-            return self.fail(request_id, error)
+            return self._fail(key, error)
         live.stream.fail(error)  # a message that is being written is left to reach its reader
         self.pool.cancel(live.handle)
         return True
 
     def fail_all(self, error: RequestError) -> int:
         """End every request; how many."""
-        return sum(self.fail(request_id, error) for request_id in self.admission.request_ids())
+        return sum(self._fail(key, error) for key in self.admission.request_ids())
 
     def close(self, live: LiveRequest) -> None:
         """The RPC is over, however: free the worker at once where it still runs, forget the request. Idempotent."""
         if live.stream.finished is None:
             self.pool.cancel(live.handle)
         live.stream.fail(Draining("closed"))  # a no-op on a stream that has ended
-        self.live.remove(live.request_id)
-        self.admission.leave(live.request_id)
+        self.live.remove(live.key)
+        self._leave(live.key, num_used=live.num_prompt_tokens + live.stream.assembler.num_tokens)
+
+    def _leave(self, key: str, *, num_used: int) -> None:
+        self.admission.leave(key)
+        self.quotas.leave(key, num_used=num_used, now_ns=_now_ns())

@@ -13,6 +13,9 @@ import structlog
 from grpc_reflection.v1alpha import reflection
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 
+from gateway.access.door import Door
+from gateway.access.keeper import Keeper
+from gateway.access.prefix_salt import PrefixSalt
 from gateway.config import Dialects, GatewayConfig
 from gateway.desk import Desk
 from gateway.dialects import vllm
@@ -21,7 +24,7 @@ from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.metrics_http import MetricsEndpoint
 from gateway.models import ServedModels
-from gateway.rpc.addresses import check_exposure
+from gateway.rpc.addresses import check_admin, check_exposure
 from gateway.rpc.guard import Guard
 from gateway.rpc.readiness import Readiness
 from gateway.rpc.server import bind, new_server
@@ -56,8 +59,12 @@ class Gateway:
             limits=config.limits,
             meters=self.meters,
             receipt_timeout_s=config.stop_receipt_timeout_s,
+            prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
         )
-        self.collector = GatewayCollector(self.meters, lambda: getattr(self.pool, "stats", None))
+        self.keeper = Keeper(config.access)
+        self.collector = GatewayCollector(
+            self.meters, lambda: getattr(self.pool, "stats", None), reloads=self.keeper.reloads
+        )
         self.readiness = Readiness(self.is_ready)
         self.listen_address = ""
         self.admin_address = ""
@@ -67,7 +74,7 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._drain_task: asyncio.Task[None] | None = None
         self._metrics: MetricsEndpoint | None = None
-        self._guard = Guard(self.meters, pushback_ms=config.limits.pushback_ms)
+        self._guard = Guard(self.meters, pushback_ms=config.limits.pushback_ms, door=self.keeper.door)
 
     def is_ready(self) -> bool:
         """Whether a request could be answered now."""
@@ -76,7 +83,8 @@ class Gateway:
         return any(self.models.is_loaded(card) for card in self.pool.cards().values())
 
     async def start(self) -> None:
-        """Raises AddressError, OSError (BindError among them), and what the pool's start raises; then all is closed."""
+        """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's start raises; then
+        all is closed."""
         try:
             await self._start()
         except BaseException:
@@ -84,11 +92,13 @@ class Gateway:
             raise
 
     async def _start(self) -> None:
+        self.keeper.load()
         self.pool.on_change(self.readiness.changed)
         self.models.on_change(self.readiness.changed)
         await self.pool.start()
         self._tasks = [
             asyncio.create_task(self.readiness.run(), name="readiness"),
+            asyncio.create_task(self.keeper.run(), name="keeper"),
             asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
             asyncio.create_task(refresh(self.desk, self.collector), name="refresh"),
             asyncio.create_task(report(self.desk), name="report"),
@@ -113,9 +123,11 @@ class Gateway:
         self.readiness.attach(server)
         dialects = self._attach_dialects(server)
         reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
-        self.listen_address = bind(server, config, config.listen_address, setting="--port")
+        self.listen_address = bind(server, config, config.listen_address, self.keeper.listener(), setting="--port")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
+        if config.status_address is not None:
+            self._servers.append(self._status_server(config.status_address))
         for each in self._servers:
             await each.start()
 
@@ -128,11 +140,20 @@ class Gateway:
         return (vllm.SERVICE,)
 
     def _admin_server(self, address: str) -> grpc.aio.Server:
+        check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
         server = new_server(self.config, self._guard)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.begin_drain), server)
         self.readiness.attach(server)
         reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
-        self.admin_address = bind(server, self.config, address, setting="--admin-port")
+        self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
+        return server
+
+    def _status_server(self, address: str) -> grpc.aio.Server:
+        """Health and models for the supervisor, on a socket in the run directory: closed to all but our user."""
+        server = new_server(self.config, Guard(self.meters, pushback_ms=self.config.limits.pushback_ms, door=Door()))
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        self.readiness.attach(server)
+        bind(server, self.config, address, None, setting="the status socket")
         return server
 
     def begin_drain(self, grace_s: float | None = None) -> None:

@@ -15,10 +15,12 @@ from wire.messages import ModelCard, Sampling
 class LiveRequest:
     """One request that a worker has. Times are monotonic seconds.
 
-    sent_s: when it was sent to the worker. task: the one that answers the RPC.
+    key: its id as no other tenant can have it. sent_s: when it was sent to the worker. task: the one that answers the
+    RPC.
     """
 
     request_id: str
+    key: str
     card: ModelCard
     worker: WorkerView
     handle: int
@@ -43,28 +45,28 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """By request id. Owns nothing but the index."""
+    """By key. Owns nothing but the index."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, LiveRequest] = {}
+        self._by_key: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_key)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(tuple(self._by_id.values()))
+        return iter(tuple(self._by_key.values()))
 
     def add(self, live: LiveRequest) -> None:
-        """Ids are unique: admission has seen to that."""
-        self._by_id[live.request_id] = live
+        """Keys are unique: admission has seen to that."""
+        self._by_key[live.key] = live
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, key: str) -> None:
         """Idempotent."""
-        self._by_id.pop(request_id, None)
+        self._by_key.pop(key, None)
 
-    def get(self, request_id: str) -> LiveRequest | None:
+    def get(self, key: str) -> LiveRequest | None:
         """None where it is not in flight."""
-        return self._by_id.get(request_id)
+        return self._by_key.get(key)
 
     def fail_stalled_writes(self, *, max_wait_s: float) -> int:
         """End streams whose reader has not taken a message for so long; how many."""
@@ -76,4 +78,4 @@ class LiveRequests:
 
     def num_scheduled(self) -> int:
         """Requests that a worker has begun."""
-        return sum(1 for live in self._by_id.values() if live.stream.scheduled_s or live.stream.first_token_s)
+        return sum(1 for live in self._by_key.values() if live.stream.scheduled_s or live.stream.first_token_s)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import structlog
 
 from gateway import grpc_logging  # noqa: F401  (before grpc)
-from gateway.config import GatewayConfig
+from gateway.access.file_errors import AccessFileError
+from gateway.config import AccessConfig, GatewayConfig
 from gateway.gateway import Gateway
 from gateway.logs import configure_logs
 from wire.keys import KeyFileError
@@ -46,7 +47,13 @@ async def _serve(config: GatewayConfig) -> int:
     _install_signals(gateway, stop_now)
     try:
         await gateway.start()
-    except (OSError, ValueError, RunDirError, KeyFileError) as error:  # each says what is wrong, and where
+    except (
+        OSError,
+        ValueError,
+        RunDirError,
+        KeyFileError,
+        AccessFileError,
+    ) as error:  # each says what is wrong, and where
         _log.error("cannot start", error=str(error))
         return 1
     gc.collect()
@@ -73,6 +80,8 @@ def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if gateway.config.access != AccessConfig():  # else a hangup ends the process, as it always has
+        loop.add_signal_handler(signal.SIGHUP, gateway.keeper.reload)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -81,6 +81,7 @@ class GatewayMeters:
     num_running: int = 0
     num_tokenizing: int = 0
     is_draining: bool = False
+    tenant_refusals: int = 0  # a tenant had reached its own limit
 
     def of_model(self, name: str) -> ModelMeters:
         """name: of a model that a worker serves, never a caller's words."""

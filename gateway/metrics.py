@@ -5,7 +5,7 @@ loop leaves here every second. Names: docs of the metrics; `octavo_` with vLLM's
 Label sets are closed: models and workers that registered, methods, status codes, reasons.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -53,9 +53,16 @@ _MAX_KNOWN_WORKERS = 64
 
 
 class GatewayCollector(Collector):
-    """stats: the pool's. workers: the snapshot that the event loop leaves here by `see`."""
+    """stats: the pool's. reloads: by (file, outcome). workers: the snapshot that the event loop leaves by `see`."""
 
-    def __init__(self, meters: GatewayMeters, stats: Callable[[], PoolStats | None]) -> None:
+    def __init__(
+        self,
+        meters: GatewayMeters,
+        stats: Callable[[], PoolStats | None],
+        *,
+        reloads: Mapping[tuple[str, str], int] | None = None,
+    ) -> None:
+        self._reloads = {} if reloads is None else reloads
         self._meters = meters
         self._stats = stats
         self.workers: tuple[WorkerView, ...] = ()
@@ -96,6 +103,13 @@ class GatewayCollector(Collector):
         yield requests
         yield GaugeMetricFamily("octavo_gateway_tokenizing", "Texts with the tokenizer", value=meters.num_tokenizing)
         yield GaugeMetricFamily("octavo_gateway_draining", "1 while shutting down", value=int(meters.is_draining))
+        yield CounterMetricFamily(
+            "octavo_gateway_tenant_refusals", "Requests refused: a tenant's limit", value=meters.tenant_refusals
+        )
+        reloads = CounterMetricFamily("octavo_gateway_reloads", "Files taken anew", labels=["files", "outcome"])
+        for pair, count in list(self._reloads.items()):
+            reloads.add_metric(list(pair), count)
+        yield reloads
         yield _histogram(
             "octavo_gateway_event_loop_lag_seconds", "How late timers fire", [([], meters.loop_lag)], labels=[]
         )

@@ -34,6 +34,7 @@ class OutputStream:
         "_loop",
         "_max_pending",
         "_on_match",
+        "_on_started",
         "_waiter",
         "assembler",
         "error",
@@ -45,9 +46,15 @@ class OutputStream:
     )
 
     def __init__(
-        self, assembler: OutputAssembler, *, max_pending_tokens: int, on_match: Callable[["OutputStream"], None]
+        self,
+        assembler: OutputAssembler,
+        *,
+        max_pending_tokens: int,
+        on_match: Callable[["OutputStream"], None],
+        on_started: Callable[[], None] | None = None,
     ) -> None:
-        """on_match: a stop string ended the output; called soon after, on the loop, once."""
+        """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
+        begun; called at once."""
         self.assembler = assembler
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
@@ -57,6 +64,7 @@ class OutputStream:
         self.write_since_s = 0.0  # while a message waits for the reader
         self._max_pending = max_pending_tokens
         self._on_match = on_match
+        self._on_started = on_started
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -65,6 +73,8 @@ class OutputStream:
     def on_started(self) -> None:
         """The worker scheduled the request for the first time."""
         self.scheduled_s = time.monotonic()
+        if self._on_started is not None:
+            self._on_started()
 
     def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """New tokens."""

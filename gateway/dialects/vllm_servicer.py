@@ -95,9 +95,10 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             count_finished(self._desk.meters.of_model(live.card.name), live, reason)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """End requests of this gateway; ids that are not in flight are no error."""
+        """End the caller's requests of this gateway; ids that are not in flight are no error."""
+        caller = current_rpc.get().caller
         for request_id in request.request_ids:
-            self._desk.abort(request_id)
+            self._desk.abort(request_id, caller)
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:

@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from gateway.config import Exposure
+from gateway.config import AccessConfig, Exposure
 
 
 class AddressError(ValueError):
@@ -42,6 +42,15 @@ def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
     that the address comes from, for the message."""
     if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
         raise AddressError(
-            f"{setting} {address} can be reached from other hosts, and there is no TLS: "
-            "use a loopback address or a unix: socket, or allow plain text with --exposure insecure"
+            f"{setting} {address} can be reached from other hosts, and there is no TLS: give --tls-cert-file and "
+            "--tls-key-file, use a loopback address or a unix: socket, or allow plain text with --exposure insecure"
+        )
+
+
+def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setting: str) -> None:
+    """Raises AddressError where other hosts could administer this one without saying who they are."""
+    if exposure is Exposure.LOOPBACK_ONLY and not access.knows_callers and not is_local(address):
+        raise AddressError(
+            f"{setting} {address} can be reached from other hosts, and nobody is asked who they are: "
+            "give --api-keys-file, use a loopback address, or allow it with --exposure insecure"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
+from gateway.access.door import Door
 from gateway.errors import InternalDefect, MalformedMessage
 from gateway.meters import GatewayMeters
 from gateway.rpc.scope import RpcScope, current_rpc
@@ -23,16 +24,17 @@ _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 Context = grpc.aio.ServicerContext
 
 
-class _Malformed:
-    """Stands for a request that could not be parsed: raising in a deserializer would end in UNKNOWN."""
+Parse = Callable[[Any], Any]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """One per gateway."""
+    """One per gateway and door: who is not let in gets no further than this."""
 
-    def __init__(self, meters: GatewayMeters, *, pushback_ms: int) -> None:
+    def __init__(self, meters: GatewayMeters, *, pushback_ms: int, door: Door | None = None) -> None:
+        """door None: everybody may do everything."""
         self._meters = meters
         self._pushback_ms = pushback_ms
+        self._door = door or Door()
 
     async def intercept_service(
         self,
@@ -44,35 +46,36 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler and self._guarded(handler, str(handler_call_details.method))
 
     def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
-        serializer = handler.response_serializer
+        # Single requests come to us as bytes, so that a caller is known before anything of theirs is parsed.
+        parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                self._coroutine(handler.unary_unary, method), _tolerant(handler.request_deserializer), serializer
+                self._coroutine(handler.unary_unary, method, parse), None, serializer
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                self._streaming(handler.unary_stream, method), _tolerant(handler.request_deserializer), serializer
+                self._streaming(handler.unary_stream, method, parse), None, serializer
             )
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(
-                self._streaming(handler.stream_stream, method), handler.request_deserializer, serializer
+                self._streaming(handler.stream_stream, method, _as_it_is), handler.request_deserializer, serializer
             )
         return grpc.stream_unary_rpc_method_handler(
-            self._coroutine(handler.stream_unary, method), handler.request_deserializer, serializer
+            self._coroutine(handler.stream_unary, method, _as_it_is), handler.request_deserializer, serializer
         )
 
-    def _streaming(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+    def _streaming(self, behaviour: Callable[..., Any], method: str, parse: Parse) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(behaviour):
-            return self._generator(behaviour, method)
-        return self._coroutine(behaviour, method)
+            return self._generator(behaviour, method, parse)
+        return self._coroutine(behaviour, method, parse)
 
-    def _coroutine(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+    def _coroutine(self, behaviour: Callable[..., Any], method: str, parse: Parse) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
             scope = RpcScope(method=method)
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
-                _check_parsed(request)
-                response = await behaviour(request, context)
+                scope.caller = self._door.admit(method, context)
+                response = await behaviour(parse(request), context)
             except BaseException as error:
                 await self._end(error, scope, context)
                 raise
@@ -81,13 +84,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., Any]:
+    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, parse: Parse) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
             scope = RpcScope(method=method)
             current_rpc.set(scope)
             try:
-                _check_parsed(request)
-                async for response in behaviour(request, context):
+                scope.caller = self._door.admit(method, context)
+                async for response in behaviour(parse(request), context):
                     yield response
             except BaseException as error:
                 await self._end(error, scope, context)
@@ -126,6 +129,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if scope.method.startswith(_QUIET_PREFIXES):
             return
         extra = {"reason": reason} if reason else {}
+        if scope.caller.name:
+            extra["caller"] = scope.caller.name
         _log.info(
             "end",
             request_id=scope.request_id,
@@ -137,19 +142,18 @@ class Guard(grpc.aio.ServerInterceptor):
         )
 
 
-def _check_parsed(request: Any) -> None:
-    if isinstance(request, _Malformed):
-        raise MalformedMessage("the request is no valid message of its type")
+def _as_it_is(request: Any) -> Any:
+    return request
 
 
-def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _parser(deserializer: Callable[[bytes], Any] | None) -> Parse:
     if deserializer is None:
-        return None
+        return _as_it_is
 
     def parse(data: bytes) -> Any:
         try:
             return deserializer(data)
         except Exception:  # whatever the parser raises, it is the caller's bytes
-            return _Malformed()
+            raise MalformedMessage("the request is no valid message of its type") from None
 
     return parse

@@ -8,6 +8,8 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from gateway.access.caller import ANYBODY, Caller
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RpcScope:
@@ -17,12 +19,19 @@ class RpcScope:
     """
 
     method: str
-    started_s: float = field(default_factory=time.monotonic)
+    caller: Caller = ANYBODY
+    # Looked up when it is called, not when the class is made: a simulation has a clock of its own.
+    started_s: float = field(default_factory=lambda: time.monotonic())
     request_id: str = ""
     model: str = ""
     worker_id: str = ""
     tokens_delivered: int = 0
     log_fields: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The request's id as no other tenant can have it."""
+        return self.caller.key_of(self.request_id)
 
 
 current_rpc: ContextVar[RpcScope] = ContextVar("current_rpc")

@@ -5,6 +5,7 @@ import grpc
 from gateway.config import GatewayConfig, PortSharing
 from gateway.rpc.addresses import BindError, check_exposure
 from gateway.rpc.guard import Guard
+from gateway.rpc.tls import TlsListener
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
 
@@ -41,12 +42,13 @@ def new_server(config: GatewayConfig, guard: Guard) -> grpc.aio.Server:
     )
 
 
-def bind(server: grpc.aio.Server, config: GatewayConfig, address: str, *, setting: str) -> str:
-    """Listen in plain text (the place where TLS will come in); the address with the port that was bound. setting: the
-    flags that the address comes from, for messages. Raises AddressError, BindError."""
-    check_exposure(address, config.exposure, setting=setting)
+def bind(server: grpc.aio.Server, config: GatewayConfig, address: str, tls: TlsListener | None, *, setting: str) -> str:
+    """Listen; the address with the port that was bound. tls None: in plain text. setting: the flags that the address
+    comes from, for messages. Raises AddressError, BindError."""
+    if tls is None:
+        check_exposure(address, config.exposure, setting=setting)
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials)
     except RuntimeError as error:
         raise BindError(setting, address) from error
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
