@@ -16,6 +16,7 @@ from gateway.live import LiveRequest
 from gateway.meters import ModelMeters
 from gateway.output import Piece
 from gateway.rpc.scope import RpcScope
+from wire.fault_points import fault_point
 
 Context = grpc.aio.ServicerContext
 
@@ -34,6 +35,7 @@ async def pump(
         stream.write_since_s = now_s = time.monotonic()
         await context.write(to_message(piece))
         stream.write_since_s = 0.0
+        fault_point("delivery.written")
         scope.tokens_delivered += piece.num_tokens
         count_piece(meters, live, piece, now_s)
 

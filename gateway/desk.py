@@ -30,7 +30,6 @@ from gateway.validation.generate import check_capacity
 from gateway.workers.errors import WorkerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.views import RunRequest, WorkerView
-from wire.fault_points import fault_point
 
 _MAX_CHOICES = 3  # a worker may leave between the choice and the send
 
@@ -143,7 +142,6 @@ class Desk:
     def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> LiveRequest:
         max_on_worker = worker.capacity.max_num_seqs + worker.capacity.max_waiting
         self.admission.place(scope.key, worker.worker_id, max_on_worker=max_on_worker)
-        fault_point("desk.placed")
         run, stream = self._run_request(prepared, worker, scope, salt), self._stream(prepared, scope)
         self.quotas.reserve(scope.key, len(prepared.prompt_ids_T) + run.sampling.max_tokens, _now_ns())
         handle = self.pool.open(worker, run, stream)

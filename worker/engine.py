@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from blockmgr.manager import BlockManager
+from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Run
 from worker.outputs import StepOutputs
 from worker.plan import StepPlan
@@ -144,6 +145,7 @@ class Engine:
             self._send({gateway: refused_run(run, f"prompt_ids: {error}")})
             return
         self._scheduler.add(asked, now_s=now_s)
+        fault_point("engine.added")
 
     def _answer(self, query: AdminQuery) -> AdminReply:
         num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
@@ -179,6 +181,7 @@ class Engine:
             except RunnerError as error:
                 self._fail_launch(error)
                 return
+            fault_point("engine.launched")
 
     def _collect(self) -> StepOutputs:
         launched = self._launched.popleft()
@@ -190,6 +193,7 @@ class Engine:
             return outputs
         landed_s = self._clock()
         outputs = self._scheduler.apply(result, now_s=landed_s)
+        fault_point("engine.applied")
         self._report(launched, landed_s)
         return outputs
 

@@ -22,7 +22,7 @@ OnModel = Callable[[ModelCard, dict[str, bytes]], None]
 
 
 class Executor:
-    """on_exit(incarnation): told by the process watch. Callbacks of others that raise are logged, never passed on."""
+    """watch: by incarnation. Callbacks of others that raise are logged, never passed on."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Executor:
         prefixes: Prefixes,
         queries: Queries,
         stats: PoolStats,
-        on_exit: Callable[[int], None],
+        watch: ProcessWatch,
         on_model: OnModel | None,
     ) -> None:
         self.post = Post(link, registry, self.carry_out)
-        self.watch = ProcessWatch(on_exit)
+        self.watch = watch
         self.on_change: list[Callable[[], None]] = []
         self._gateway_id = gateway_id
         self._registry = registry

@@ -18,7 +18,7 @@ from gateway.workers.decisions import Peer
 from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from gateway.workers.executor import Executor, OnModel
 from gateway.workers.inbound import Inbound
-from gateway.workers.link import RouterLink
+from gateway.workers.link import OnFrame, RouterLink
 from gateway.workers.outputs import Output, Outputs
 from gateway.workers.prefixes import Prefixes
 from gateway.workers.queries import Queries
@@ -26,6 +26,8 @@ from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry, RegistryLimits
 from gateway.workers.stats import PoolStats
 from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.watch import ProcessWatch
+from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Run
 from wire.run_dir import RunDirError
 
@@ -35,8 +37,16 @@ log = structlog.get_logger(__name__)
 class WorkerPool:
     """One per gateway process; every method on its event loop."""
 
-    def __init__(self, config: WorkerPoolConfig, *, on_model: OnModel | None = None) -> None:
-        """on_model(card, tokenizer files by name): a model became ready (again); called on the loop."""
+    def __init__(
+        self,
+        config: WorkerPoolConfig,
+        *,
+        on_model: OnModel | None = None,
+        make_link: Callable[[WorkerPoolConfig, OnFrame, PoolStats], RouterLink] = RouterLink,
+        make_watch: Callable[[Callable[[int], None]], ProcessWatch] = ProcessWatch,
+    ) -> None:
+        """on_model(card, tokenizer files by name): a model became ready (again); called on the loop.
+        make_link, make_watch: the pool's edges to sockets and processes; a simulation brings its own."""
         self.stats = PoolStats()
         self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what a former life had asked for
         self._config = config
@@ -50,7 +60,7 @@ class WorkerPool:
         self._prefixes = Prefixes(max_nodes=config.max_prefix_nodes)
         self._queries = Queries()
         self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
-        self._link = RouterLink(config, self._take_frame, self.stats)
+        self._link = make_link(config, self._take_frame, self.stats)
         self._executor = Executor(
             gateway_id=self.gateway_id,
             registry=self._registry,
@@ -59,7 +69,7 @@ class WorkerPool:
             prefixes=self._prefixes,
             queries=self._queries,
             stats=self.stats,
-            on_exit=self._process_ended,
+            watch=make_watch(self._process_ended),
             on_model=on_model,
         )
         self._post = self._executor.post
@@ -133,6 +143,7 @@ class WorkerPool:
     def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
         """Send the request; its handle. Raises WorkerBusy, WorkerGone (nothing was sent, sink is not used), and
         wire.codec.MessageTooLarge."""
+        fault_point("pool.opening")
         record = self._present(worker)
         if record.in_flight >= record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")

@@ -1,0 +1,161 @@
+"""A simulated caller: calls, reads at its own pace, cancels, stalls, calls again, and compares with the oracle.
+
+Knows the service only by its contract: ``Started? Delta* (Finished + OK | status with our trailers)``.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+
+from sim.expectation import Expectation
+from sim.gateway import SimGateway
+from sim.journal import Journal
+from sim.loop import SimLoop
+from sim.rpc import SimCall, Status
+from sim.scenario import RequestSpec
+
+REDIAL_S = 0.25
+FORMATS = {
+    "text": pb.OUTPUT_FORMAT_TEXT,
+    "ids": pb.OUTPUT_FORMAT_TOKEN_IDS,
+    "both": pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS,
+}
+
+
+def message_of(spec: RequestSpec, request_id: str) -> pb.GenerateRequest:
+    """What it sends."""
+    request = pb.GenerateRequest(
+        request_id=request_id,
+        token_ids=common_pb2.TokenIds(ids=spec.prompt),
+        sampling=pb.SamplingParams(temperature=0.0, seed=spec.seed),
+        stop=pb.StopConditions(
+            max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
+            strings=spec.stop_strings,
+            token_ids=spec.stop_token_ids,
+            ignore_eos=spec.ignore_eos,
+        ),
+        output=pb.OutputOptions(format=FORMATS[spec.output], logprobs=spec.logprobs),
+        priority=spec.priority,
+        cache_salt=spec.tenant,
+    )
+    if not spec.min_tokens:
+        request.stop.ClearField("min_tokens")
+    return request
+
+
+class Caller:
+    """One request of one tenant. gateway_of: whoever serves now at an index; None while nobody does."""
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        loop: SimLoop,
+        journal: Journal,
+        gateway_of: Callable[[int], SimGateway | None],
+        expectation: Expectation,
+    ) -> None:
+        self._spec, self._loop, self._journal = spec, loop, journal
+        self._gateway_of = gateway_of
+        self._expectation = expectation
+        self.status: Status | None = None
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._num_logprobs = 0
+        self._started = 0
+        self._finished: Any = None
+
+    async def run(self) -> None:
+        """From the first call to the end of the last one."""
+        for attempt in range(self._spec.retries + 1):
+            await self._call_once(attempt)
+            if not self._may_retry() or attempt == self._spec.retries:
+                break
+            await asyncio.sleep(self._pushback_s())
+        assert self.status is not None
+        reason = self.status.trailers.get("x-error-reason", "")
+        self._journal.outcomes[f"{self.status.code} {reason}".strip()] += 1
+
+    async def _call_once(self, attempt: int) -> None:
+        spec = self._spec
+        self._texts, self._ids, self._num_logprobs, self._started, self._finished = [], [], 0, 0, None
+        self._journal.counts["requests"] += 1
+        gateway = self._gateway_of(spec.gateway)
+        if gateway is None:
+            self.status = Status(code="UNAVAILABLE", message="connection refused")
+            return
+        name = spec.request_id or f"r{spec.index}"
+        call = gateway.call(
+            message_of(spec, name), name=f"r{spec.index}.{attempt}", is_unary=spec.is_unary, timeout_s=spec.timeout_s
+        )
+        timer = self._loop.call_later(spec.cancel_after_s, call.cancel) if spec.cancel_after_s is not None else None
+        await self._read(call)
+        if timer is not None:
+            timer.cancel()
+        self.status = call.status
+        self._judge(call)
+
+    async def _read(self, call: SimCall) -> None:
+        spec, num_read = self._spec, 0
+        while (message := await call.read()) is not None:
+            self._journal.check(self._finished is None, f"{call.name}: a message after Finished")
+            self._take(call, message)
+            num_read += 1
+            if spec.stall_after == num_read:
+                await asyncio.sleep(spec.stall_s)
+            elif spec.pace_s:
+                await asyncio.sleep(spec.pace_s)
+
+    def _take(self, call: SimCall, message: Any) -> None:
+        if isinstance(message, pb.CompleteResponse):
+            self._started = 1
+            self._texts, self._ids = [message.text], list(message.token_ids)
+            self._num_logprobs, self._finished = len(message.logprobs), message.finished
+            return
+        kind = message.WhichOneof("event")
+        if kind == "started":
+            self._journal.check(not self._started and not self._ids, f"{call.name}: Started is not the first")
+            self._started += 1
+        elif kind == "delta":
+            self._journal.check(self._started == 1, f"{call.name}: a Delta before Started")
+            self._texts.append(message.delta.text)
+            self._ids.extend(message.delta.token_ids)
+            self._num_logprobs += len(message.delta.logprobs)
+        else:
+            self._finished = message.finished
+
+    # ------------------------------------------------------------ judgement
+
+    def _judge(self, call: SimCall) -> None:
+        journal, status, name = self._journal, call.status, call.name
+        assert status is not None
+        journal.counts["tokens"] += len(self._ids)
+        journal.check(status.code != "UNKNOWN", f"{name}: UNKNOWN: {status.message}")
+        is_ours = bool(status.trailers)
+        if status.code == "OK":
+            journal.check(self._finished is not None, f"{name}: OK without Finished")
+        elif is_ours:
+            journal.check(status.trailers.get("x-error-reason"), f"{name}: {status} has no reason")
+            journal.check("x-tokens-delivered" in status.trailers, f"{name}: {status} does not tell what came")
+        else:
+            library_codes = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+            journal.check(status.code in library_codes, f"{name}: {status} without our trailers")
+        for problem in self._expectation.problems(
+            self._spec, "".join(self._texts), self._ids, self._num_logprobs, self._finished, is_ok=status.code == "OK"
+        ):
+            journal.violate(f"{name}: {problem}")
+        journal.counts["checks"] += 1
+
+    def _may_retry(self) -> bool:
+        status = self.status
+        assert status is not None
+        retryable = status.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+        return retryable and int(status.trailers.get("x-tokens-delivered", 0)) == 0
+
+    def _pushback_s(self) -> float:
+        assert self.status is not None
+        pushback = self.status.trailers.get("grpc-retry-pushback-ms")
+        return REDIAL_S if pushback is None else int(pushback) / 1000
