@@ -149,3 +149,31 @@ def test_a_vocabulary_of_a_few_groups_and_rows_without_a_finite_logit() -> None:
     wanted, got = both.choose(logits)
     assert [got[i] for i in (0, 1, 2, 5, 6, 7)] == [wanted[i] for i in (0, 1, 2, 5, 6, 7)]
     assert all(0 <= token < 150 for token in got)
+
+
+def test_more_ties_at_the_cut_than_candidates_are_all_in_the_draw() -> None:
+    both = Both([{"temperature": 1.0, "top_k": 3}] * 8, seed=5)
+    logits = torch.zeros(8, WIDTH)
+    logits[:, 10 : 10 + 64 * 77 : 64] = 5.0
+    winners = set()
+    for _ in range(3):
+        wanted, got = both.choose(logits)
+        assert got == wanted
+        winners |= set(got)
+    assert max(winners) > 10 + 64 * 64
+
+
+def test_a_token_of_the_prompt_is_repeated_but_not_present() -> None:
+    both = Both(
+        [{"temperature": 0.0, "presence_penalty": 3.0}, {"temperature": 0.0, "repetition_penalty": 2.0}], seed=6
+    )
+    for row in range(2):
+        ids = np.asarray([7, 8, 9], np.int32)
+        both.history.put(row, ids, 2)
+        both.slow.join(row, both.params[row], ids[2:])
+        both.state.put(row, both.params[row], ids, 2)
+    both.lengths[:], both.num_prompt[:] = 3, 2
+    logits = torch.zeros(2, WIDTH)
+    logits[:, 7], logits[:, 9], logits[:, 11] = 10.0, 11.0, 9.0
+    wanted, got = both.choose(logits)
+    assert got == wanted == [7, 11]
