@@ -152,7 +152,7 @@ def test_a_vocabulary_of_a_few_groups_and_rows_without_a_finite_logit() -> None:
 
 
 def test_more_ties_at_the_cut_than_candidates_are_all_in_the_draw() -> None:
-    both = Both([{"temperature": 1.0, "top_k": 3}] * 8, seed=5)
+    both = Both([{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}] * 4, seed=5)
     logits = torch.zeros(8, WIDTH)
     logits[:, 10 : 10 + 64 * 77 : 64] = 5.0
     winners = set()
