@@ -178,6 +178,15 @@ async def test_abort_ends_the_stream_with_what_came_before_and_tells_the_worker(
     assert [answer.HasField("complete") for answer in answers].count(True) == 1
 
 
+async def test_abort_tells_the_worker_at_once_even_where_nobody_reads(serve: Any, vllm_stub: Stub) -> None:
+    async with serve(FakePool(on_run=lambda run: run.tokens([11]))) as served:
+        call = vllm_stub(served.channel).Generate(request())
+        await served.until(lambda: served.pool.runs)
+        assert served.gateway.desk.abort("r1")
+        assert served.pool.cancelled == [1]  # before any task had a turn
+        call.cancel()
+
+
 async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: Any, vllm_stub: Stub) -> None:
     async with serve() as served:
         stub, gate = vllm_stub(served.channel), asyncio.Event()
