@@ -10,6 +10,7 @@ from typing import Any
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
+from sim.blame import Blame
 from sim.expectation import Expectation
 from sim.gateway import SimGateway
 from sim.journal import Journal
@@ -57,10 +58,11 @@ class Caller:
         journal: Journal,
         gateway_of: Callable[[int], SimGateway | None],
         expectation: Expectation,
+        blame: Blame,
     ) -> None:
         self._spec, self._loop, self._journal = spec, loop, journal
         self._gateway_of = gateway_of
-        self._expectation = expectation
+        self._expectation, self._blame = expectation, blame
         self.status: Status | None = None
         self._texts: list[str] = []
         self._ids: list[int] = []
@@ -147,7 +149,9 @@ class Caller:
             self._spec, "".join(self._texts), self._ids, self._num_logprobs, self._finished, is_ok=status.code == "OK"
         ):
             journal.violate(f"{name}: {problem}")
-        journal.counts["checks"] += 1
+        if problem := self._blame.problem(self._spec, status):
+            journal.violate(f"{name}: {problem}")
+        journal.counts["checks"] += 2
 
     def _may_retry(self) -> bool:
         status = self.status

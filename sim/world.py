@@ -5,6 +5,7 @@ import gc
 from typing import Any
 
 from gateway.text.model_text import ModelText
+from sim.blame import Blame
 from sim.caller import Caller
 from sim.chaos import Chaos
 from sim.expectation import Expectation
@@ -39,6 +40,7 @@ class World:
         files = oracle_tokenizer_files(VOCAB_SIZE)
         text = ModelText(files, num_ids=VOCAB_SIZE)
         self.expectation = Expectation(config, text.table.visible_bytes)
+        self.blame = Blame(scenario)
         self.seats = [Seat(self, index, files) for index in range(config.num_workers)]
         self.gateways: list[SimGateway | None] = [None] * config.num_gateways
         self.chaos = Chaos(self)
@@ -81,7 +83,9 @@ class World:
     async def _call(self, spec: RequestSpec, start_s: float) -> None:
         await asyncio.sleep(max(0.0, start_s + spec.at_s - self.loop.time()))
         self.expectation.remember(spec)
-        await Caller(spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation).run()
+        await Caller(
+            spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation, self.blame
+        ).run()
 
     async def _everything_ends(self, callers: list["asyncio.Task[None]"]) -> None:
         if not callers:
@@ -117,7 +121,9 @@ class World:
                 retries=5,
             )
             self.expectation.remember(spec)
-            caller = Caller(spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation)
+            caller = Caller(
+                spec, self.loop, self.journal, lambda index: self.gateways[index], self.expectation, self.blame
+            )
             await caller.run()
             self.journal.check(self.journal.outcomes["OK"] == before + 1, f"the canary ended {caller.status}")
 
