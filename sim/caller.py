@@ -149,8 +149,8 @@ class Caller:
             self._spec, "".join(self._texts), self._ids, self._num_logprobs, self._finished, is_ok=status.code == "OK"
         ):
             journal.violate(f"{name}: {problem}")
-        if problem := self._blame.problem(self._spec, status):
-            journal.violate(f"{name}: {problem}")
+        if wrong := self._blame.problem(self._spec, status):
+            journal.violate(f"{name}: {wrong}")
         journal.counts["checks"] += 2
 
     def _may_retry(self) -> bool:
