@@ -1,15 +1,57 @@
 """The one place where matrices are multiplied with weights, so that packing them for a device touches nothing else.
 
-On a CPU with bf16 instructions, oneDNN multiplies from its own blocked layout: about twice as fast as ``F.linear`` for
-the few rows of a decode step, and as fast for a prefill (bench/RESULTS.md). fp32 stays as it is: there, equality with
-other implementations is worth more.
+On a CPU with bf16 instructions, weights are packed once: for our own products (model.cpu) where the CPU has AVX512-BF16
+and no AMX, else by oneDNN into its own layout. Both read the few rows of a decode step much faster than ``F.linear``
+(bench/RESULTS.md). fp32 stays as it is: there, equality with other implementations is worth more.
 
 Must not know: what the matrices mean.
 """
 
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from model.cpu.panels import can_panel, pack_bf16, pack_int8
+
+
+class WeightFormat(Enum):
+    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact."""
+
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+class FormatUnavailable(ValueError):
+    """This CPU, or this weight, has no product for the wanted format."""
+
+
+class Packed(Protocol):
+    """A weight that only its own product can read, with its bias."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneDnnWeight:
+    """oneDNN's blocked layout, opaque."""
+
+    blocks: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight."""
+        return self.blocks.numel() * self.blocks.element_size()
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear.forward`."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.blocks, self.bias, "none", [], "")
 
 
 class Linear(nn.Module):
@@ -23,29 +65,49 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._packed: torch.Tensor | None = None  # opaque: only oneDNN can read it
+        self._packed: Packed | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] of the weight's dtype. Returns [..., out] of the same dtype."""
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return self._packed.multiply(x)
         return F.linear(x, self.weight, self.bias)
 
-    def pack(self) -> None:
+    def pack(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
         """Lay the weight out as the device likes it best. Called once, after loading; the weight cannot be read any
-        more (another layer that shares it keeps it). Idempotent, and nothing where plain is best."""
-        if self._packed is None and can_pack(self.weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
-            del self.weight
+        more (another layer that shares it keeps it). Idempotent, and nothing where plain is best. Raises
+        FormatUnavailable where integers are wanted and cannot be had."""
+        if self._packed is None:
+            self._packed = packed(self.weight.data, self.bias, wanted)
+            if self._packed is not None:
+                del self.weight
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copy; 0 where there is none."""
-        return 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
+        return 0 if self._packed is None else self._packed.num_bytes
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat) -> Packed | None:
+    """The best layout here; None where that is the plain one."""
+    if wanted is WeightFormat.INT8:
+        if not can_panel(weight):
+            raise FormatUnavailable("int8 weights need a bf16 model, a C compiler and a CPU with AVX512-BF16")
+        return pack_int8(weight, bias)
+    if can_panel(weight) and not has_amx():
+        return pack_bf16(weight, bias)
+    if can_pack(weight):
+        return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+    return None
+
+
+def has_amx() -> bool:
+    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies this weight faster from its own layout: bf16 on a CPU that has it."""
+    """Whether some product of ours or oneDNN's is faster from a packed weight: bf16 on a CPU that has it."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

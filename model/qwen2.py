@@ -14,7 +14,7 @@ from model.attention import AttentionBackend, AttentionInputs
 from model.config import Qwen2Config
 from model.kv_pool import KvPool, WriteRows
 from model.layers import DecoderLayer, StepContext
-from model.linear import Linear
+from model.linear import Linear, WeightFormat
 from model.norm import RmsNorm
 from model.rope import Rope
 
@@ -107,8 +107,9 @@ class Qwen2ForCausalLM(nn.Module):
         """hidden_SD: rows of what `forward` gave. Returns float32 logits_SV."""
         return self.lm_head(hidden_SD).float()
 
-    def pack_weights(self) -> None:
-        """Lay every matrix out as the device likes it best. Once, after loading; the weights may not be read after."""
+    def pack_weights(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
+        """Lay every matrix out as the device likes it best. Once, after loading; the weights may not be read after.
+        Raises model.linear.FormatUnavailable."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(wanted)

@@ -1,4 +1,4 @@
-"""Compiles `kernels.c` with the machine's own C compiler, once per machine, and loads it.
+"""Compiles `kernels.c` and `matmul.c` with the machine's own C compiler, once per machine, and loads it.
 
 The result is kept in $XDG_CACHE_HOME/octavo/native (or ~/.cache/octavo/native) under the hash of source, flags,
 compiler and processor. Without a compiler, or where OCTAVO_NATIVE=off, there is no library and callers use torch.
@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c"))
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -35,6 +35,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     ),
     "octavo_rms_norm": ([_TENSOR, _TENSOR, _TENSOR, _LONG, _LONG, _FLOAT, _INT], None),
     "octavo_silu_mul": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
+    "octavo_has_matmul": ([], _INT),
+    "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, *[_LONG] * 3, _INT], _INT),
     "octavo_rope_write": ([*[_TENSOR] * 7, *[_LONG] * 5, _INT], None),
 }
 
@@ -45,7 +47,7 @@ def native_library() -> ctypes.CDLL | None:
 
     Torch must be imported before: its OpenMP is the one that the kernels use, so that there is one pool of threads.
     """
-    if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix" or not SOURCE.exists():
+    if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix" or not all(source.exists() for source in SOURCES):
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
@@ -72,7 +74,7 @@ def _compiled(compiler: str) -> Path:
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / file.name
-            command = [compiler, *_FLAGS, "-o", str(fresh), str(SOURCE), "-lm"]
+            command = [compiler, *_FLAGS, "-o", str(fresh), *map(str, SOURCES), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
             fresh.replace(file)  # whole or not at all, whoever else compiles it now
     return file
@@ -91,7 +93,7 @@ def _folder() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Of all that decides what the compiler writes: caches are shared between machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10.0).stdout
-    parts = (SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor().encode())
+    parts = (*(source.read_bytes() for source in SOURCES), " ".join(_FLAGS).encode(), version, _processor().encode())
     return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
 
 

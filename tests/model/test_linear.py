@@ -1,12 +1,14 @@
 """Packed weights against plain ones."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
-from model.linear import Linear, can_pack
+from model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
+from model.linear import FormatUnavailable, Linear, WeightFormat, can_pack
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="this CPU has no bf16 instructions"
@@ -90,3 +92,59 @@ def test_a_packed_model_keeps_its_embedding_and_its_logits(is_tied: bool) -> Non
     assert difference < 0.03
     assert torch.equal(packed.embed_tokens.weight, plain.embed_tokens.weight)
     assert not any(name.endswith("_proj.weight") for name, _ in packed.named_parameters())
+
+
+Pack = Callable[[torch.Tensor, torch.Tensor | None], PanelWeight]
+
+needs_panels = pytest.mark.skipif(
+    not can_panel(torch.empty(1, 2, dtype=torch.bfloat16)), reason="no C compiler, or no AVX512-BF16"
+)
+
+
+@needs_panels
+@pytest.mark.parametrize("pack", [pack_bf16, pack_int8])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 11, 12, 13, 24, 25, 130])
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 48), (896, 1152), (100, 37), (2, 1)])
+def test_our_product_is_that_of_the_weight_it_packed(pack: Pack, num_rows: int, num_in: int, num_out: int) -> None:
+    weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
+    x = torch.randn(num_rows, num_in).bfloat16()
+    panels = pack(weight, bias)
+    exact = x.double() @ panels.unpacked().double().T + bias.double()
+    torch.testing.assert_close(panels.multiply(x).double(), exact, rtol=2**-8, atol=1e-4)
+    if pack is pack_bf16:
+        assert torch.equal(panels.unpacked().bfloat16(), weight)
+
+
+@needs_panels
+@pytest.mark.parametrize("pack", [pack_bf16, pack_int8])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_our_product_gives_a_row_the_same_bits_among_any_others(pack: Pack, num_threads: int) -> None:
+    panels = pack((torch.randn(256, 512) * 0.05).bfloat16(), None)
+    x = torch.randn(512, 512).bfloat16()
+    whole = panels.multiply(x)
+    torch.set_num_threads(num_threads)
+    for count in (1, 2, 5, 12, 13, 48, 300):
+        assert torch.equal(panels.multiply(x[:count]), whole[:count])
+        assert torch.equal(panels.multiply(x[-count:]), whole[-count:])
+
+
+@needs_panels
+def test_integers_are_within_half_a_step_of_the_weight() -> None:
+    weight = torch.randn(40, 64).bfloat16()
+    weight[3] = 0
+    panels = pack_int8(weight, None)
+    step_N1 = weight.float().abs().amax(1, keepdim=True) / 127
+    assert bool(((panels.unpacked() - weight.float()).abs() <= 0.5001 * step_N1).all())
+    assert panels.num_bytes == 64 * 64  # whole panels
+
+
+@needs_panels
+def test_rows_that_do_not_fit_are_refused() -> None:
+    panels = pack_bf16(torch.randn(40, 64).bfloat16(), None)
+    with pytest.raises(ValueError, match="rows of 64"):
+        panels.multiply(torch.randn(2, 62).bfloat16())
+
+
+def test_integers_of_what_is_not_bf16_are_refused() -> None:
+    with pytest.raises(FormatUnavailable, match="bf16"):
+        Linear(torch.randn(8, 8)).pack(WeightFormat.INT8)
