@@ -9,7 +9,7 @@ from octavo.client_errors import OctavoError
 from octavo.v1 import model_pb2
 from rich.console import Console
 
-from cli.addresses import join_address
+from cli.connect import connect
 from cli.explain import explain, show_error
 from cli.receipt import receipt_line
 from cli.request_fields import request_fields
@@ -45,7 +45,7 @@ def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
         import readline  # noqa: F401  (gives input() line editing and the arrow keys' history)
     console = Console(highlight=False)
     conversation = Conversation(system)
-    with Client(join_address(settings.host, settings.port)) as client:
+    with connect(settings) as client:
         models = client.models()
         console.print(f"[bold]{_model_line(models, settings)}[/]\n[dim]{HELP}[/]")
         while (question := _ask(console)) is not None:

@@ -31,17 +31,18 @@ def serve(resolved: Resolved[ServeSettings]) -> int:
 def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
     die_with_supervisor()
+    from cli.access_config import check_access
     from cli.gateway_config import gateway_config
     from gateway.main import main
 
+    check_access(resolved.settings)
     return main(gateway_config(resolved.settings))
 
 
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
-    from worker.main import main
-
     from cli.worker_config import worker_config
+    from worker.main import main
 
     return main(worker_config(resolved.settings))

@@ -1,5 +1,6 @@
 """The commands around a service: verify, doctor, config, keys."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +21,10 @@ def register(app: typer.Typer) -> None:
     config.command("show")(with_settings(AllSettings, ALL_KEYS)(show))
     config.command("docs", hidden=True)(docs)
     app.add_typer(config, name="config", rich_help_panel=PANEL)
-    keys = typer.Typer(help="CURVE keys, for workers and gateways on different hosts.", no_args_is_help=True)
+    keys = typer.Typer(help="Keys: CURVE for gateways and workers on different hosts, API keys for callers.",
+                       no_args_is_help=True)  # fmt: skip
     keys.command("new")(new)
+    keys.command("new-api")(new_api)
     app.add_typer(keys, name="keys", rich_help_panel=PANEL)
 
 
@@ -91,4 +94,25 @@ def new(
 
     secret, public = save_keys(generate_keys(), folder, name)
     print(f"{secret}  (secret: for its owner only)\n{public}  (for its peers)")  # noqa: T201
+    return 0
+
+
+def new_api(
+    name: Annotated[str, typer.Argument(help="Name of the key, as the log will show it.")],
+    file: Annotated[
+        Path, typer.Option("--file", help="File of keys (--api-keys-file of the gateway); made 0600 if new.")
+    ] = Path("keys/api-keys.toml"),
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose it is; unset: the name.")] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option("--scope", help="generate, models, health, reflection, admin; repeat; unset: the first two."),
+    ] = None,
+    expires: Annotated[str | None, typer.Option("--expires", help="Until when, as 2027-01-31T00:00:00Z.")] = None,
+) -> int:
+    """Make an API key: its SHA-256 goes into the file, the key itself is printed once."""
+    from cli.api_key import add_api_key
+
+    key = add_api_key(name, file, tenant=tenant, scopes=scope or (), expires=expires)
+    print(key)  # noqa: T201
+    print(f"{file} has its SHA-256; the key itself is kept nowhere else", file=sys.stderr)  # noqa: T201
     return 0

@@ -9,10 +9,8 @@ from rich.table import Table
 
 from cli.options import shown
 from cli.resolve import Origin, Resolved, S, Source
-from cli.setting import help_of
+from cli.setting import Settings, help_of
 from cli.settings import COMMANDS
-
-SECRETS = frozenset({"registration_token"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,8 @@ def setting_rows(resolved: Resolved[S]) -> list[SettingRow]:
     """Every setting of the group that is not for tests only, by name."""
     group = type(resolved.settings)
     visible = [name for name, field in group.model_fields.items() if help_of(field).visibility == "shown"]
-    return [_row(name, getattr(resolved.settings, name), resolved.origins) for name in sorted(visible)]
+    secrets = {name for name in visible if help_of(group.model_fields[name]).secrecy == "secret"}
+    return [_row(name, _printed(resolved.settings, name, secrets), resolved.origins) for name in sorted(visible)]
 
 
 def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
@@ -53,10 +52,15 @@ def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
     return 0
 
 
-def _row(name: str, value: object, origins: Mapping[str, Origin]) -> SettingRow:
+def _printed(settings: Settings, name: str, secrets: set[str]) -> str:
+    value = getattr(settings, name)
+    return "(hidden)" if name in secrets and value else shown(value)
+
+
+def _row(name: str, value: str, origins: Mapping[str, Origin]) -> SettingRow:
     return SettingRow(
         key=name,
-        value="(hidden)" if name in SECRETS and value else shown(value),
+        value=value,
         source=origins[name].source.value,
         where=origins[name].where,
         commands=tuple(command for command, group in COMMANDS.items() if name in group.model_fields),

@@ -74,11 +74,16 @@ def _of_call(error: BaseException) -> CliError:
     message, reason, code = (getattr(error, name, "") for name in ("message", "reason", "code"))
     fields = "; ".join(f"{each.field}: {each.description}" for each in getattr(error, "violations", ()))
     if not reason and getattr(code, "name", "") == "UNAVAILABLE":
+        if any(word in message for word in ("Socket closed", "handshake", "SSL")):
+            return CliError("no connection", message, "is it TLS? see --tls, --tls-ca-file and --client-cert-file")
         return CliError("no service answers", message, "start one with `octavo serve`, or give its --host and --port")
     advice = {
         "MODEL_NOT_FOUND": "`octavo models` lists what is served; choose with --model-name",
         "INVALID_FIELD": "change that field",
         "EXCEEDS_CAPACITY": "shorten the prompt, or give fewer --max-tokens",
+        "UNAUTHENTICATED": "give the key in OCTAVO_API_KEY, or a certificate with --client-cert-file",
+        "PERMISSION_DENIED": "ask the operator for a key with that scope",
+        "TENANT_LIMIT": "try again in a moment, or ask the operator for more",
         "QUEUE_FULL": "try again in a moment, or serve with more --workers",
         "NO_WORKER": "wait until a worker is ready; the log of `octavo serve` tells where it stands",
         "WORKER_LOST": "try again: the supervisor restarts workers",

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cli.access_config import access_config
 from cli.addresses import default_endpoint, join_address
 from cli.settings import GatewaySettings
 from gateway.config import ConnectionConfig, Exposure, GatewayConfig, LogFormat, PortSharing, RequestLimits
@@ -15,7 +16,9 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         listen_address=join_address(settings.host, settings.port),
         admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
         metrics_address=join_address(settings.metrics_host, settings.metrics_port),
+        status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
         exposure=Exposure(settings.exposure),
+        access=access_config(settings),
         port_sharing=PortSharing(settings.port_sharing),
         limits=RequestLimits(
             max_message_bytes=settings.max_message_bytes,

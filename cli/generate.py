@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from google.protobuf.json_format import MessageToDict
-from octavo.client import Client, TextStream
+from octavo.client import TextStream
 from octavo.client_requests import GenerateFields
 from rich.console import Console
 
-from cli.addresses import join_address
+from cli.connect import connect
 from cli.errors import usage
 from cli.receipt import receipt_table
 from cli.request_fields import request_fields
@@ -39,7 +39,7 @@ def generate(
 ) -> int:
     """Send the request and print what comes: text or ids as they come, or one JSON object at the end."""
     fields = GenerateFields(**request_fields(settings), **fields, output=output)  # type: ignore[typeddict-item]
-    with Client(join_address(settings.host, settings.port)) as client:
+    with connect(settings) as client:
         stream = client.stream(timeout_s=settings.timeout_s, **fields)
         if wants_json:
             _print_json(stream)

@@ -30,12 +30,14 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process: its name, its settings, and where its metrics are."""
+    """One process: its name, its settings, where its metrics are, and where a gateway that guards its door can be
+    asked for health and models all the same."""
 
     name: str
     role: Role
     settings: dict[str, Any]
     metrics_port: int
+    status_socket: Path | None = None
 
     @property
     def label(self) -> str:
@@ -61,8 +63,10 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
             role=Role.GATEWAY,
             settings=_gateway_settings(
                 settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
-            ),
+            )
+            | {"status_socket": status_socket(settings, run_dir, n)},
             metrics_port=ports[n],
+            status_socket=status_socket(settings, run_dir, n),
         )
         for n, endpoint in enumerate(endpoints)
     ]
@@ -77,6 +81,11 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
         for n, model in enumerate(models)
     ]
     return (*gateways, *workers)
+
+
+def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None:
+    """Of gateway n; None where its own port answers everybody."""
+    return run_dir / f"status-{n}.sock" if settings.guards_its_door else None
 
 
 def write_settings(values: Mapping[str, Any], path: Path) -> Path:

@@ -1,10 +1,9 @@
 """`octavo models`: what a service serves."""
 
-from octavo.client import Client
 from rich.console import Console
 from rich.table import Table
 
-from cli.addresses import join_address
+from cli.connect import connect
 from cli.settings import ClientSettings
 
 
@@ -14,7 +13,7 @@ def show_models(settings: ClientSettings) -> int:
     table.add_column("model", no_wrap=True)
     for title in ("dtype", "max tokens", "workers", "KV tokens", "fingerprint"):
         table.add_column(title)
-    with Client(join_address(settings.host, settings.port)) as client:
+    with connect(settings) as client:
         for model in client.models():
             table.add_row(
                 model.name,

@@ -101,7 +101,14 @@ def service_summary(
         metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans],
         models=models,
         ready_after_s=ready_after_s,
+        access=_access(settings),
     )
+
+
+def _access(settings: ServeSettings) -> tuple[str, ...]:
+    """What callers have to show."""
+    parts = [("TLS", settings.tls_cert_file), ("client certificate", settings.tls_client_ca_file)]
+    return tuple(name for name, file in [*parts, ("API key", settings.api_keys_file)] if file is not None)
 
 
 def model_summaries(served: Sequence[model_pb2.ModelInfo], loaded: Sequence[dict[str, Any]]) -> list[ModelSummary]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from cli.errors import usage
-from cli.setting import Settings, flag_of, read_environment, variable_of
+from cli.setting import Settings, flag_of, help_of, read_environment, variable_of
 from cli.suggest import did_you_mean
 
 DEFAULT_FILE = Path("octavo.toml")
@@ -116,9 +116,10 @@ def _validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Ori
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         where = origins[name].where if name in origins else ""
-        given = values.get(name)
-        complaint = first["msg"][0].lower() + first["msg"][1:]
         field = group.model_fields.get(name)
+        is_secret = field is not None and help_of(field).secrecy == "secret"
+        given = "(hidden)" if is_secret else values.get(name)
+        complaint = first["msg"][0].lower() + first["msg"][1:]
         raise usage(
             f"bad value for {flag_of(name)}",
             f"{where or flag_of(name)} is {given!r}: {complaint}",

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cli.access_config import check_access
 from cli.addresses import join_address, reachable
 from cli.children import Child
 from cli.errors import CliError
@@ -28,8 +30,11 @@ from cli.supervisor import RestartPolicy
 def serve(settings: ServeSettings) -> int:
     """Serve until a signal ends it. Exit code 0, or 1 where the service could not start or go on.
 
-    Raises CliError for what is wrong before anything was started.
+    Raises CliError, AccessFileError for what is wrong before anything was started.
     """
+    check_access(settings)
+    if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
+        settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
         ports = _pick_ports(settings)
@@ -84,7 +89,7 @@ async def _announce(
     """Print the summary once the service answers; end the service where that takes too long."""
     address = join_address(reachable(settings.host), port)
     try:
-        waiting = wait_until_ready(address, plans, metrics_host=reachable(settings.metrics_host))
+        waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
         served = await asyncio.wait_for(waiting, settings.startup_timeout_s)
     except TimeoutError:
         service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
@@ -97,6 +102,12 @@ async def _announce(
     with contextlib.suppress(OSError):  # nobody reads stdout
         show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
     (run_dir / READY_FILE).write_text(address + "\n")
+
+
+def _asked_at(plans: Sequence[ProcessPlan]) -> str | None:
+    """Where gateways that guard their door are asked whether they are ready; None where their port tells."""
+    sockets = [each.status_socket for each in plans if each.status_socket is not None]
+    return f"unix:{sockets[0].absolute()}" if sockets else None
 
 
 def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:

@@ -35,15 +35,19 @@ class Settings(BaseSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingHelp:
-    """How a setting shows in help: the panel that it stands in, and whether it shows at all."""
+    """How a setting shows in help: the panel that it stands in, whether it shows at all, whether its value may be
+    printed (open) or not (secret)."""
 
     panel: str
     visibility: str = "shown"
+    secrecy: str = "open"
 
 
-def setting(default: Any, description: str, *, panel: str, visibility: str = "shown", **limits: Any) -> Any:
+def setting(
+    default: Any, description: str, *, panel: str, visibility: str = "shown", secrecy: str = "open", **limits: Any
+) -> Any:
     """A field of a settings group. `limits` are pydantic's (ge, le, gt, lt)."""
-    help_ = SettingHelp(panel=panel, visibility=visibility)
+    help_ = SettingHelp(panel=panel, visibility=visibility, secrecy=secrecy)
     return Field(default, description=description, json_schema_extra={"setting": help_}, **limits)  # type: ignore[dict-item]
 
 

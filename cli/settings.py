@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli.setting import Names, Settings, setting
+from cli.settings_access import AccessSettings, CredentialSettings
 from cli.settings_gateway import (
     AddressSettings,
     LimitSettings,
@@ -22,8 +23,9 @@ class ProcessSettings(Settings):
         None, "Folder of the sockets between processes (0700); unset: serve makes a new one", panel="Process"
     )
     registration_token: str = setting(
-        "", "Word that workers must give to gateways; set it through the environment", panel="Workers"
-    )
+        "", "Word that workers must give to gateways; set it through the environment", panel="Workers",
+        secrecy="secret",
+    )  # fmt: skip
     drain_grace_s: float = setting(30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe log lines", panel="Process")
     log_format: Literal["auto", "console", "json"] = setting(
@@ -80,7 +82,13 @@ class WorkerSettings(
 
 
 class GatewaySettings(
-    MetricsHostSettings, ProcessSettings, SupervisionSettings, LimitSettings, WorkerDoorSettings, ListenSettings
+    MetricsHostSettings,
+    ProcessSettings,
+    SupervisionSettings,
+    LimitSettings,
+    WorkerDoorSettings,
+    AccessSettings,
+    ListenSettings,
 ):
     """`octavo gateway`."""
 
@@ -91,6 +99,7 @@ class ServeSettings(
     ProcessSettings,
     SupervisionSettings,
     LimitSettings,
+    AccessSettings,
     ListenSettings,
     SchedulingSettings,
     MemorySettings,
@@ -103,7 +112,7 @@ class ServeSettings(
     startup_timeout_s: float = setting(600.0, "Seconds until the service must be ready", panel="Service", gt=0)
 
 
-class ClientSettings(AddressSettings):
+class ClientSettings(CredentialSettings, AddressSettings):
     """The commands that call a service."""
 
     model_name: str = setting("", "Name of the served model; unset: the only one", panel="Request")

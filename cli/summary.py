@@ -47,6 +47,7 @@ class ServiceSummary:
     metrics: Sequence[tuple[str, str]]
     models: Sequence[ModelSummary]
     ready_after_s: float
+    access: Sequence[str] = ()
 
     @property
     def client_line(self) -> str:
@@ -54,13 +55,15 @@ class ServiceSummary:
         host, _, port = self.address.rpartition(":")
         place = [f"--host {host}"] * (host != "127.0.0.1") + [f"--port {port}"] * (port != "50051")
         model = [f"--model-name {self.models[0].name}"] * (len(self.models) > 1)
-        return " ".join(["octavo chat", *place, *model])
+        secure = ["--tls on"] * ("TLS" in self.access)
+        return " ".join(["octavo chat", *place, *secure, *model])
 
 
 def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
     """Label and text of each line."""
     rows = [("gRPC", summary.address)]
     rows += [("admin", summary.admin_address)] if summary.admin_address else []
+    rows += [("access", " + ".join(summary.access))] if summary.access else []
     rows += [("metrics", f"http://{address}/metrics  ({name})") for name, address in summary.metrics]
     for model in summary.models:
         workers = f", {model.num_workers} workers" if model.num_workers > 1 else ""

@@ -27,6 +27,7 @@ NUM_THREADS = 1  # on a busy machine, two threads that wait for each other made 
 STOP_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
 HOST = "127.0.0.1"
+OPEN_DOOR = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": None, "api_keys_file": None}
 
 
 def tour(settings: ServeSettings) -> int:
@@ -53,7 +54,7 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
     quiet = {"log_level": "error"} if settings.log_level == "info" else {}
     quiet |= {"log_format": "console"} if settings.log_format == "auto" else {}
     return settings.model_copy(
-        update={"host": HOST, "metrics_host": HOST, "admin_port": None} | small | quiet | changes
+        update={"host": HOST, "metrics_host": HOST, "admin_port": None} | OPEN_DOOR | small | quiet | changes
     )
 
 

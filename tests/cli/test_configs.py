@@ -8,7 +8,7 @@ from cli.errors import CliError
 from cli.gateway_config import gateway_config
 from cli.settings import GatewaySettings, WorkerSettings
 from cli.worker_config import split_model, worker_config
-from gateway.config import Exposure, GatewayConfig, LogFormat, PortSharing
+from gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
 from gateway.workers.config import WorkerPoolConfig
 from worker.config import CheckNumerics, CurveConfig, PrefixCacheMode, RunnerKind, WorkerConfig
 
@@ -34,10 +34,20 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         stall_timeout_s=2.5, drain_grace_s=3.5, max_requests=10, max_prompt_bytes=11, max_message_bytes=2048,
         max_streams_per_connection=13, max_pending_tokens=14, write_stall_s=15.5, pushback_ms=16, tokenizer_threads=17,
         keepalive_time_s=18.5, keepalive_timeout_s=19.5, log_format="json", log_level="debug",
+        tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
+        api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
+        status_socket=Path("/run/octavo/s"),
     )  # fmt: skip
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
     assert (config.admin_address, config.metrics_address) == ("[::1]:8", "[::1]:9")
+    assert config.status_address == "unix:/run/octavo/s"
+    assert config.access == AccessConfig(
+        tls=TlsConfig(cert_file=Path("c.pem"), key_file=Path("k.pem"), client_ca_file=Path("ca.pem")),
+        api_keys_file=Path("keys.toml"),
+        public_scopes=("models",),
+        prefix_salt_secret="s",
+    )
     assert (config.exposure, config.port_sharing) == (Exposure.INSECURE, PortSharing.SHARED)
     assert (config.log_format, config.log_level, config.drain_grace_s) == (LogFormat.JSON, "debug", 3.5)
     assert config.workers == WorkerPoolConfig(
