@@ -5,7 +5,7 @@ from pathlib import Path
 from cli.access_config import access_config
 from cli.addresses import default_endpoint, join_address
 from cli.settings import GatewaySettings
-from gateway.config import ConnectionConfig, Exposure, GatewayConfig, LogFormat, PortSharing, RequestLimits
+from gateway.config import ConnectionConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, RequestLimits
 from gateway.workers.config import WorkerPoolConfig
 
 
@@ -19,6 +19,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
         exposure=Exposure(settings.exposure),
         access=access_config(settings),
+        dialects=Dialects(settings.dialects),
         port_sharing=PortSharing(settings.port_sharing),
         limits=RequestLimits(
             max_message_bytes=settings.max_message_bytes,

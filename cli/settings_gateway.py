@@ -19,6 +19,11 @@ class ListenSettings(AddressSettings):
     exposure: Literal["loopback-only", "insecure"] = setting(
         "loopback-only", "insecure: allow addresses beyond loopback, in plain text", panel="Addresses"
     )
+    dialects: Literal["installed", "none"] = setting(
+        "installed",
+        "Contracts of other servers on the same port: those whose stubs are installed, or none",
+        panel="Addresses",
+    )
     admin_port: int | None = setting(
         None,
         "Port of AdminService (abort, load, audit, drain) on --host; unset: not served",
