@@ -8,7 +8,7 @@ from cli.errors import CliError
 from cli.gateway_config import gateway_config
 from cli.settings import GatewaySettings, WorkerSettings
 from cli.worker_config import split_model, worker_config
-from gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
+from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
 from gateway.workers.config import WorkerPoolConfig
 from worker.config import CheckNumerics, CurveConfig, PrefixCacheMode, RunnerKind, WorkerConfig
 
@@ -29,6 +29,7 @@ def test_settings_left_alone_give_the_workers_own_defaults() -> None:
 def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     settings = GatewaySettings(
         run_dir=RUN_DIR, host="::1", port=7, admin_port=8, metrics_port=9, metrics_host="::1", exposure="insecure",
+        dialects="none",
         port_sharing="shared", worker_endpoint=("tcp://127.0.0.1:5",), gateway_key_file=Path("g.key"),
         allowed_worker_keys=("a.pub", "b.pub"), registration_token="word", heartbeat_timeout_s=1.5,
         stall_timeout_s=2.5, drain_grace_s=3.5, max_requests=10, max_prompt_bytes=11, max_message_bytes=2048,
@@ -41,6 +42,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
     assert (config.admin_address, config.metrics_address) == ("[::1]:8", "[::1]:9")
+    assert config.dialects is Dialects.NONE
     assert config.status_address == "unix:/run/octavo/s"
     assert config.access == AccessConfig(
         tls=TlsConfig(cert_file=Path("c.pem"), key_file=Path("k.pem"), client_ca_file=Path("ca.pem")),
