@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from bench.gpu_step import SHAPES, Bench, capture, elapsed_ms, profile, time_prefill
-from model.gpu.choice import Narrow, Wide
+from model.gpu.choice import Narrow, Wide, candidates
 from model.gpu.decode_step import DecodeStep
 from model.gpu.narrow_layers import NarrowCuts, cuts_of
 from model.kernels import prefill_attention, sample
@@ -24,9 +24,11 @@ from model.kernels.decode_work import DecodeWork, WorkLimits
 from model.kernels.narrow import Cut, Overlap
 
 NARROW_ROWS = {
-    "qkv": (1, 2, 4, 8), "output": (2, 4, 8, 16), "gate_up": (2, 4, 8), "down": (1, 2, 4), "head": (4, 8, 16, 32),
+    "qkv": (2, 4, 8), "output": (2, 4, 8), "gate_up": (2, 4, 8), "down": (1, 2, 4), "head": (8, 16),
 }  # fmt: skip
 NARROW_WARPS = (2, 4, 8)
+DECODE_TILES = ((64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 2, 5), (64, 2, 7), (32, 4, 5), (32, 4, 7), (32, 2, 7))
+PREFILL_TILES = ((128, 4, 3), (128, 4, 5), (64, 4, 5), (64, 8, 5), (128, 8, 5))
 
 
 def time_step(bench: Bench, batch: int, context: int) -> float:
@@ -59,7 +61,7 @@ def variants(cuts: NarrowCuts) -> Iterator[tuple[str, NarrowCuts]]:
 def sweep_narrow(bench: Bench, batches: tuple[int, ...] = (1,)) -> None:
     """Coordinate descent from the rule's cuts, then what they do elsewhere."""
     for batch in batches:
-        best = cuts_of(bench.config, program_bytes=14336)
+        best = cuts_of(bench.config, factor=1.0)
         take(bench, batch, Narrow(best))
         least = time_step(bench, batch, 256)
         print(f"narrow {batch}x256 start {least:.4f} {best}", flush=True)
@@ -77,18 +79,36 @@ def sweep_narrow(bench: Bench, batches: tuple[int, ...] = (1,)) -> None:
         compare(bench, best)
 
 
+CASES = ((1, 256), (1, 8192), (1, 30000), (2, 256), (4, 256), (8, 256))
+
+
 def compare(bench: Bench, cuts: NarrowCuts) -> None:
     """These cuts against the wide path at several batches and contexts, with and without overlap."""
-    for batch, context in ((1, 256), (1, 8192), (1, 30000), (2, 256), (4, 256), (4, 8192), (8, 256)):
+    for batch, context in CASES:
         times = []
         for path in (Narrow(cuts), Wide()):
             take(bench, batch, path)
             times.append(time_step(bench, batch, context))
         print(f"  {batch}x{context}: narrow {times[0]:.4f} wide {times[1]:.4f}", flush=True)
-    narrow = bench.decode._narrow
-    with mock.patch.object(narrow, "_overlap", Overlap.NONE):
+    with mock.patch.object(bench.decode._narrow, "_overlap", Overlap.NONE):
         take(bench, 1, Narrow(cuts))
         print(f"  1x256 without overlap {time_step(bench, 1, 256):.4f}", flush=True)
+
+
+def sweep_paths(bench: Bench) -> None:
+    """Every candidate of the choice at small batches, then the wide path at large ones."""
+    for batch, context in CASES:
+        times = {}
+        for name, path in candidates(bench.config).items():
+            take(bench, batch, path)
+            times[name] = time_step(bench, batch, context)
+        print(f"paths {batch}x{context} " + " ".join(f"{name} {ms:.4f}" for name, ms in times.items()), flush=True)
+    for batch, context in ((8, 256), (32, 256), (128, 256), (256, 256), (256, 560), (16, 8192)):
+        take(bench, batch, Wide())
+        times = [time_step(bench, batch, context)]
+        with mock.patch.object(Overlap, "on", return_value=Overlap.NONE):
+            times.append(time_step(bench, batch, context))
+        print(f"paths {batch}x{context} wide {times[0]:.4f} without overlap {times[1]:.4f}", flush=True)
 
 
 def tiled(step: DecodeStep, tiles: DecodeTiles) -> Callable[[torch.Tensor], object]:
@@ -100,9 +120,7 @@ def tiled(step: DecodeStep, tiles: DecodeTiles) -> Callable[[torch.Tensor], obje
 def sweep_attention(bench: Bench, cases: tuple[tuple[int, int], ...] = ((256, 560), (16, 8192), (32, 256))) -> None:
     """Tiles, then how finely the work is cut, of the wide path's attention."""
     step, best = bench.decode, {}
-    for tokens, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
-        if tokens * stages * bench.config.head_dim * 4 > 200_000 or (warps == 8 and tokens == 32):
-            continue
+    for tokens, warps, stages in DECODE_TILES:
         tiles = DecodeTiles(tokens=tokens, warps=warps, stages=stages)
         with mock.patch.object(step, "plan", tiled(step, tiles)):
             times = [time_step(bench, *case) for case in cases]
@@ -110,7 +128,7 @@ def sweep_attention(bench: Bench, cases: tuple[tuple[int, int], ...] = ((256, 56
         best[tiles] = times[0] + times[1]
     tiles = min(best, key=lambda key: best[key])
     config, K = bench.config, bench.config.num_key_value_heads
-    for programs, least in itertools.product((264, 396, 528, 792, 1056, 2112), (128, 256)):
+    for programs, least in itertools.product((396, 528), (128,)):
         limits = WorkLimits(target_items=programs // K, min_chunk_tokens=least)
         rows = len(step.token_B)
         work = DecodeWork.allocate(rows, K, "cuda", limits)
@@ -139,9 +157,7 @@ def sweep_sampler(bench: Bench) -> None:
 
 def sweep_prefill(bench: Bench) -> None:
     """Tiles of chunk attention."""
-    for keys, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4)):
-        if keys * stages * bench.config.head_dim * 4 > 160_000:
-            continue
+    for keys, warps, stages in PREFILL_TILES:
         tiles = prefill_attention.PrefillTiles(keys=keys, warps=warps, stages=stages)
         with mock.patch.object(prefill_attention.PrefillTiles, "of", lambda _, tiles=tiles: tiles):
             ms = time_prefill(bench, 8, 2048)
@@ -163,7 +179,7 @@ def profile_all(bench: Bench) -> None:
 
 SWEEPS: dict[str, Callable[[Bench], None]] = {
     "narrow": sweep_narrow, "attention": sweep_attention, "sampler": sweep_sampler, "prefill": sweep_prefill,
-    "profile": profile_all,
+    "profile": profile_all, "paths": sweep_paths,
 }  # fmt: skip
 
 

@@ -22,10 +22,9 @@ import triton
 from model.config import Qwen2Config
 from model.gpu.narrow_layers import MAX_NARROW_BATCH, NarrowCuts, cuts_of
 
-PROGRAM_BYTES = (7168, 14336, 28672)
-"""Weights that a program of the candidates reads."""
-DEFAULT_PROGRAM_BYTES = 14336
-DEFAULT_NARROW_BATCH = 4
+FACTORS = {"narrow": 1.0, "narrow-half": 0.5, "narrow-double": 2.0}
+"""Of the weights that a program reads, by the candidate's name."""
+DEFAULT_NARROW_BATCH = 2
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 
 
@@ -46,9 +45,7 @@ StepPath = Wide | Narrow
 
 def candidates(config: Qwen2Config) -> dict[str, StepPath]:
     """Every path that is timed, by the name it has in the cache."""
-    narrow: dict[str, StepPath] = {
-        f"narrow-{size}": Narrow(cuts_of(config, program_bytes=size)) for size in PROGRAM_BYTES
-    }
+    narrow: dict[str, StepPath] = {name: Narrow(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
     return {"wide": Wide()} | narrow
 
 
@@ -70,7 +67,7 @@ class Paths:
         """The path of this batch size."""
         name = self.names.get(batch_size)
         if name is None:
-            name = f"narrow-{DEFAULT_PROGRAM_BYTES}" if batch_size <= DEFAULT_NARROW_BATCH else "wide"
+            name = "narrow" if batch_size <= DEFAULT_NARROW_BATCH else "wide"
         return self._candidates[name]
 
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:

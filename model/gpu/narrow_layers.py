@@ -1,4 +1,4 @@
-"""The decoder layers of a decode step of a few rows: five or six kernels a layer that overlap
+"""The decoder layers of a decode step of a few rows: six kernels a layer that overlap
 (model/kernels/narrow.py).
 
 The wide twin of this path is model/gpu/layers.py with model/kernels/decode_attention.py; which of them a batch size
@@ -14,16 +14,17 @@ import torch
 from model.config import Qwen2Config
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights, LayerWeights
+from model.kernels.checks import next_power_of_2
 from model.kernels.narrow import Cut, Overlap
 from model.kernels.narrow_attention import narrow_attention, split_buffers
+from model.kernels.narrow_combine import combine
 from model.kernels.narrow_mlp import narrow_add_product, narrow_gate_up, narrow_head
-from model.kernels.narrow_output import combine, combined_output
 from model.kernels.narrow_qkv import narrow_qkv
 from model.kv_pool import KvPool
 
 MAX_NARROW_BATCH = 8
-MAX_COMBINED_WIDTH = 1024
-"""Up to this N·H, adding up the parts of attention in each program of the output product beats a kernel for it."""
+MAX_ELEMENTS_OF_LANE = 160
+"""Of a row of weights: more would not fit a thread's registers beside the vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +39,21 @@ class NarrowCuts:
     attention_warps: int = 4
 
 
-def cuts_of(config: Qwen2Config, *, program_bytes: int) -> NarrowCuts:
-    """Cuts whose programs read about so many bytes of weights each, with four warps."""
+def cuts_of(config: Qwen2Config, *, factor: float = 1.0) -> NarrowCuts:
+    """Cuts by the weights that a program reads: what was fastest for 0.5B on an H100, times the factor."""
 
-    def rows(length: int, matrices: int) -> int:
-        wanted = program_bytes // (2 * length * matrices)
-        return 1 << max(0, wanted.bit_length() - 1)
+    def cut(length: int, matrices: int, program_bytes: int, warps: int) -> Cut:
+        wanted = int(program_bytes * factor) // (2 * length * matrices)
+        lanes = -(-length // MAX_ELEMENTS_OF_LANE)
+        return Cut(rows=1 << max(0, wanted.bit_length() - 1), warps=max(warps, next_power_of_2(-(-lanes // 32))))
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
     return NarrowCuts(
-        qkv=Cut(rows=rows(D, 2), warps=4),
-        output=Cut(rows=rows(A, 1), warps=4),
-        gate_up=Cut(rows=rows(D, 2), warps=4),
-        down=Cut(rows=rows(I, 1), warps=4),
-        head=Cut(rows=2 * rows(D, 1), warps=4),
+        qkv=cut(D, 2, 8192, 4),
+        output=cut(A, 1, 16384, 8),
+        gate_up=cut(D, 2, 16384, 2),
+        down=cut(I, 1, 40960, 4),
+        head=cut(D, 1, 16384, 8),
     )
 
 
@@ -68,7 +70,6 @@ class NarrowLayers:
         self._out_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
         self._act_BI = torch.empty(rows, config.intermediate_size, dtype=weights.dtype, device=device)
         self._part_BWNH, self._log_BWN = split_buffers(rows, config.num_attention_heads, config.head_dim, device)
-        self._is_combined = config.num_attention_heads * config.head_dim <= MAX_COMBINED_WIDTH
 
     def run(self, x_BD: torch.Tensor, rows_B: torch.Tensor, cuts: NarrowCuts) -> None:
         """Take x_BD through every layer, in place, writing the caches of rows_B (int32)."""
@@ -98,12 +99,9 @@ class NarrowLayers:
             q_BNH, *pools, *parts, rows_B, state.position_R, state.table_RM, weights.config.scale,
             warps=cuts.attention_warps, overlap=overlap,
         )  # fmt: skip
-        if self._is_combined:
-            combined_output(x_BD, layer.o_DA, *parts, rows_B, state.position_R, cut=cuts.output, overlap=overlap)
-        else:
-            out_BNH = self._out_BNH[:B]
-            combine(*parts, out_BNH, rows_B, state.position_R, overlap=overlap)
-            narrow_add_product(x_BD, out_BNH.flatten(1), layer.o_DA, cut=cuts.output, overlap=overlap)
+        out_BNH = self._out_BNH[:B]
+        combine(*parts, out_BNH, rows_B, state.position_R, overlap=overlap)
+        narrow_add_product(x_BD, out_BNH.flatten(1), layer.o_DA, cut=cuts.output, overlap=overlap)
 
     def _mlp(self, layer: LayerWeights, x_BD: torch.Tensor, cuts: NarrowCuts) -> None:
         act_BI = self._act_BI[: len(x_BD)]

@@ -8,6 +8,9 @@ program that finishes a sequence's last chunk combines them, in chunk order, so 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|      the last chunk also has the new token
     positions       0                                           p
 
+The kernel may overlap with the end of the product before it (model/kernels/narrow.py): work list, tables, positions
+and cached tokens are read before it waits, so no kernel between the work list's and this one may write them.
+
 Legend: B sequences of the batch · R rows of the state · M table width · N query heads · K kv heads · H head dim ·
 C = (N + 2K)·H columns of the product · D model dim · P blocks · S block size · L positions of the RoPE table · W items.
 """
@@ -20,6 +23,8 @@ import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
 from model.kernels.decode_work import DecodeWork, WorkLimits
+from model.kernels.narrow import Overlap, wait
+from model.kernels.paged_tile import add_tile, load_tile
 
 COMBINED_ELEMENTS = 2048  # of partial results that are loaded at once: twice as many double the registers
 LOG2_E = 1.4426950408889634
@@ -27,11 +32,11 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiles:
-    """Tokens of a tile of keys and values, a program's warps, and how many tiles are on their way at once."""
+    """Tokens of a tile of keys and values, a program's warps, and its loop's stages (model/kernels/paged_tile.py)."""
 
     tokens: int = 64
     warps: int = 4
-    stages: int = 3
+    stages: int = 5
 
 
 DEFAULT_TILES = DecodeTiles()
@@ -58,6 +63,7 @@ class DecodeArgs:
     scale: float
     eps: float
     tiles: DecodeTiles = DEFAULT_TILES
+    overlap: Overlap = Overlap.NONE
 
 
 def partial_buffers(
@@ -126,10 +132,12 @@ def _decode_attention_kernel(
     table_width, log2_scale, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if item >= tl.load(head_4):
+        wait(PDL)
         return
     G: tl.constexpr = N // K
     C: tl.constexpr = (N + 2 * K) * H
@@ -146,21 +154,23 @@ def _decode_attention_kernel(
     h = tl.arange(0, H)
     is_head = m < G
     other_h = (h + H // 2) % H
-    scale = _row_scale(x_BD, b, eps, D, WIDTH)
     cos = tl.load(cos_LH + position * (H // 2) + h % (H // 2))
     sin = tl.load(sin_LH + position * (H // 2) + h % (H // 2)) * tl.where(h < H // 2, -1.0, 1.0)
 
     q_at = ((kv_head * G + m) * H)[:, None]
     q_mask = is_head[:, None] & (h >= 0)[None, :]
-    qkv = qkv_BC + b.to(tl.int64) * C
-    q = tl.load(qkv + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale
-    q += tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    q_other = tl.load(qkv + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale
-    q_other += tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    q = (_turned(q, q_other, cos[None, :], sin[None, :]) * log2_scale).to(element)
-
     begin = chunk * chunk_tokens
     end = tl.minimum(begin + chunk_tokens, position)
+    keys, values, has = load_tile(k_pool, v_pool, table, begin, end, kv_head, K, H, S, TILE)
+    q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
+
+    wait(PDL)
+    scale = _row_scale(x_BD, b, eps, D, WIDTH)
+    qkv = qkv_BC + b.to(tl.int64) * C
+    q = tl.load(qkv + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale + q_bias
+    q_other = tl.load(qkv + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale + q_other_bias
+    q = (_turned(q, q_other, cos[None, :], sin[None, :]) * log2_scale).to(element)
     most = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, H], tl.float32)
@@ -181,21 +191,10 @@ def _decode_attention_kernel(
         total = tl.full([GROUP], 1.0, tl.float32)
         acc += v.to(tl.float32)[None, :]
 
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        has = token < end
-        block = tl.load(table + token // S, mask=has, other=0).to(tl.int64)
-        at = ((block * K + kv_head) * S + token % S) * H
-        keys = tl.load(k_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
-        values = tl.load(v_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
-        score = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        score = tl.where(has[None, :], score, float("-inf"))
-        new_most = tl.maximum(most, tl.max(score, 1))
-        shrink = tl.exp2(most - new_most)
-        weight = tl.exp2(score - new_most[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(element), values, input_precision="ieee")
-        most = new_most
+    acc, most, total = add_tile(acc, most, total, q, keys, values, has)
+    for start in tl.range(begin + TILE, end, TILE, num_stages=STAGES):
+        keys, values, has = load_tile(k_pool, v_pool, table, start, end, kv_head, K, H, S, TILE)
+        acc, most, total = add_tile(acc, most, total, q, keys, values, has)
 
     out_at = b.to(tl.int64) * N * H + q_at + h[None, :]
     if num_chunks == 1:
@@ -216,12 +215,12 @@ def _decode_attention_kernel(
     first = tl.load(first_B + b)
     step = tl.arange(0, STEP)
     for c in range(0, num_chunks, STEP):
-        has = (c + step < num_chunks)[:, None] & is_head[None, :]
+        is_part = (c + step < num_chunks)[:, None] & is_head[None, :]
         parts = (first + c + step).to(tl.int64)[:, None] * N + (kv_head * G + m)[None, :]
-        chunk_most = tl.load(partial_ml + parts * 2, mask=has, other=float("-inf"), cache_modifier=".cg")
-        chunk_total = tl.load(partial_ml + parts * 2 + 1, mask=has, other=0.0, cache_modifier=".cg")
+        chunk_most = tl.load(partial_ml + parts * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        chunk_total = tl.load(partial_ml + parts * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
         acc_at = partial_out + parts[:, :, None] * H + h[None, None, :]
-        chunk_acc = tl.load(acc_at, mask=has[:, :, None], other=0.0, cache_modifier=".cg")
+        chunk_acc = tl.load(acc_at, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
         new_most = tl.maximum(most, tl.max(chunk_most, 0))
         base = tl.where(is_head, new_most, 0.0)
         shrink = tl.exp2(most - base)
@@ -265,5 +264,6 @@ def decode_attention(
         work.head_4, work.item_W2, work.first_B, work.chunks_B, work.arrived_BK, args.partial_out, args.partial_ml,
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,
         N=N, K=K, H=H, D=D, S=S, GROUP=group, WIDTH=next_power_of_2(D), TILE=tiles.tokens, STAGES=tiles.stages,
-        STEP=max(1, COMBINED_ELEMENTS // (group * H)), num_warps=tiles.warps,
+        STEP=max(1, COMBINED_ELEMENTS // (group * H)), PDL=args.overlap.value,
+        num_warps=tiles.warps, launch_pdl=args.overlap.value,
     )  # fmt: skip

@@ -17,6 +17,7 @@ Must not know: layers, rows' state.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from math import gcd
 
 import torch
@@ -37,9 +38,12 @@ class Overlap(Enum):
     @classmethod
     def on(cls, tensor: torch.Tensor) -> "Overlap":
         """What the tensor's device can do: dependent launch needs compute capability 9.0."""
-        if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
-            return cls.DEPENDENT
-        return cls.NONE
+        return cls(tensor.is_cuda and _capability(tensor.device) >= (9, 0))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Queries and the new key and value come from model/kernels/narrow_qkv.py. Each row's context is cut into at most
 MAX_SPLITS parts of whole tiles; each program leaves its part's average of values and the logarithm of its weight, and
-whoever multiplies by the output matrix adds them up (model/kernels/narrow_output.py). The first tile of keys and
+model/kernels/narrow_combine.py adds them up. The first tile of keys and
 values, all of it from former steps, is loaded before the kernel waits for the queries.
 
     cached tokens   |-- part 0 --|-- part 1 --|-- part 2 |new|         the last part also has the new token
@@ -17,9 +17,11 @@ import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
 from model.kernels.narrow import Overlap, begin, wait
+from model.kernels.paged_tile import add_tile, load_tile
 
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 TILE_TOKENS = 64
+STAGES = 5  # below five, the loads of a tile wait for the tile before it: see model/kernels/paged_tile.py
 LOG2_E = 1.4426950408889634
 
 
@@ -77,33 +79,6 @@ def num_parts(position, SPLITS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
-    k_pool, v_pool, table, start, end, kv_head, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr
-):
-    token = start + tl.arange(0, TILE)
-    h = tl.arange(0, H)
-    has = token < end
-    block = tl.load(table + token // S, mask=has, other=0).to(tl.int64)
-    at = ((block * K + kv_head) * S + token % S) * H
-    keys = tl.load(k_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
-    values = tl.load(v_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
-    return keys, values, has
-
-
-@triton.jit
-def _add_tile(acc, most, total, q, keys, values, has):
-    score = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    score = tl.where(has[None, :], score, float("-inf"))
-    new_most = tl.maximum(most, tl.max(score, 1))
-    base = tl.where(new_most == float("-inf"), 0.0, new_most)
-    shrink = tl.exp2(most - base)
-    weight = tl.exp2(score - base[:, None])
-    total = total * shrink + tl.sum(weight, 1)
-    acc = acc * shrink[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
-    return acc, new_most, total
-
-
-@triton.jit
 def _narrow_attention_kernel(
     q_BNH, k_pool, v_pool, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_width, log2_scale,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
@@ -123,7 +98,7 @@ def _narrow_attention_kernel(
     table = table_RM + row.to(tl.int64) * table_width
     start = split * chunk
     end = tl.minimum(start + chunk, position)
-    keys, values, has = _load_tile(k_pool, v_pool, table, start, end, kv_head, K, H, S, TILE)
+    keys, values, has = load_tile(k_pool, v_pool, table, start, end, kv_head, K, H, S, TILE)
     m = tl.arange(0, GROUP)
     h = tl.arange(0, H)
     head = kv_head * G + m
@@ -142,10 +117,10 @@ def _narrow_attention_kernel(
         most = tl.sum(q.to(tl.float32) * key[None, :], 1)
         total = tl.full([GROUP], 1.0, tl.float32)
         acc += value[None, :]
-    acc, most, total = _add_tile(acc, most, total, q, keys, values, has)
+    acc, most, total = add_tile(acc, most, total, q, keys, values, has)
     for begin_at in tl.range(start + TILE, end, TILE, num_stages=STAGES):
-        keys, values, has = _load_tile(k_pool, v_pool, table, begin_at, end, kv_head, K, H, S, TILE)
-        acc, most, total = _add_tile(acc, most, total, q, keys, values, has)
+        keys, values, has = load_tile(k_pool, v_pool, table, begin_at, end, kv_head, K, H, S, TILE)
+        acc, most, total = add_tile(acc, most, total, q, keys, values, has)
     at = (b * SPLITS + split) * N + head
     tl.store(part_BWNH + at[:, None] * H + h[None, :], acc / total[:, None], mask=q_mask)
     tl.store(log_BWN + at, most + tl.log2(total), mask=is_head)
@@ -181,9 +156,10 @@ def narrow_attention(
     check_tensor("table_RM", table_RM, shape=(len(position_R), None), dtype=torch.int32)
     if N % K or H & (H - 1) or H < 16 or len(part_BWNH) < B:
         raise ValueError(f"{B} rows of {N} heads over {K} KV heads of {H} do not fit the kernel or its buffers")
-    _narrow_attention_kernel[(MAX_SPLITS, K, B)](
+    most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, TILE_TOKENS))
+    _narrow_attention_kernel[(most_parts, K, B)](
         q_BNH, k_pool_PKSH, v_pool_PKSH, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_RM.shape[1],
         scale * LOG2_E,
-        N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, STAGES=3,
+        N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, STAGES=STAGES,
         PDL=overlap.value, num_warps=warps, launch_pdl=overlap.value,
     )  # fmt: skip

@@ -75,13 +75,17 @@ def _narrow_qkv_kernel(
     second_bias = tl.load(bias_C + c + H // 2).to(tl.float32)
     is_turned = head < N + K
     element = k_pool.dtype.element_ty
-    wait(PDL)
+    cosines, sines, slots = (), (), ()
     for b in tl.static_range(B):
         row = tl.load(rows_B + b)
         position = tl.load(position_R + row)
-        cos = tl.load(cos_LH + position * (H // 2) + half)
-        sin = tl.load(sin_LH + position * (H // 2) + half)
+        cosines = cosines + (tl.load(cos_LH + position * (H // 2) + half),)  # noqa: RUF005
+        sines = sines + (tl.load(sin_LH + position * (H // 2) + half),)  # noqa: RUF005
         block = tl.load(table_RM + row.to(tl.int64) * table_width + position // S).to(tl.int64)
+        slots = slots + ((block * K + (head - N) % K) * S + position % S,)  # noqa: RUF005
+    wait(PDL)
+    for b in tl.static_range(B):
+        cos, sin = cosines[b], sines[b]
         x = load_vector(x_BD + b * D, D, BLOCK)
         scale = inverse_rms(x, eps, D, BLOCK, COUNT)
         first = product(first_tiles, x, PAIRS, BLOCK, COUNT) * scale + first_bias
@@ -91,7 +95,7 @@ def _narrow_qkv_kernel(
         q_at = q_BNH + b * N * H + c
         tl.store(q_at, new_first, mask=head < N)
         tl.store(q_at + H // 2, new_second, mask=head < N)
-        at = ((block * K + (head - N) % K) * S + position % S) * H + half
+        at = slots[b] * H + half
         is_key = (head >= N) & is_turned
         tl.store(k_pool + at, new_first, mask=is_key)
         tl.store(k_pool + at + H // 2, new_second, mask=is_key)

@@ -35,7 +35,7 @@ class PrefillTiles:
     @classmethod
     def of(cls, head_dim: int) -> "PrefillTiles":
         """What an H100 runs fastest (bench/RESULTS.md)."""
-        return cls(warps=8 if head_dim > 64 else 4)
+        return cls(keys=64, warps=8) if head_dim > 64 else cls(keys=128, warps=4)
 
 
 def list_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:

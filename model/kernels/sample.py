@@ -14,8 +14,8 @@ import triton.language as tl
 from model.kernels.checks import check_tensor, next_power_of_2
 from model.sampling_noise import log_exponential, row_keys
 
-PART = 4096
-WARPS = 8
+PART = 2048
+WARPS = 4
 
 
 def num_parts(vocab_size: int) -> int:

@@ -7,7 +7,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from model import KvPool, Qwen2Config, Qwen2ForCausalLM, generate
-from model.gpu import narrow_layers
 from model.gpu.decode_step import DecodeStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
@@ -74,19 +73,15 @@ class Device:
 
 
 @pytest.mark.parametrize(
-    ("path", "combined_width", "changes"),
+    ("path", "changes"),
     [
-        ("wide", 1024, {}),
-        ("wide", 1024, {"tie_word_embeddings": False}),
-        ("narrow-14336", 1024, {}),
-        ("narrow-7168", 1024, {"tie_word_embeddings": False}),
-        ("narrow-28672", 0, {}),
+        ("wide", {}),
+        ("wide", {"tie_word_embeddings": False}),
+        ("narrow", {}),
+        ("narrow-double", {"tie_word_embeddings": False}),
     ],
 )
-def test_steps_give_the_tokens_of_the_naive_model(
-    monkeypatch: pytest.MonkeyPatch, path: str, combined_width: int, changes: dict[str, object]
-) -> None:
-    monkeypatch.setattr(narrow_layers, "MAX_COMBINED_WIDTH", combined_width)
+def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, object]) -> None:
     config = Qwen2Config.from_dict(CONFIG | changes)
     model = Qwen2ForCausalLM.random(config, seed=1, dtype=torch.float32, device=DEVICE)
     with torch.no_grad():
