@@ -30,7 +30,7 @@ from model.gpu.weights import GpuWeights
 from wire.messages import Run, Sampling, StepOutput
 from worker.config import SchedulerConfig
 from worker.cuda_memory import cuda_memory_needs
-from worker.cuda_programs import CudaRunnerConfig
+from worker.cuda_programs import CudaRunnerConfig, PathChoice
 from worker.cuda_runner import CudaRunner
 from worker.engine import Engine, EngineConfig
 from worker.memory import size_pool
@@ -248,6 +248,7 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
         max_model_len=max_model_len,
         vocab_size=min(VOCAB, model.config.vocab_size),
         max_batch_tokens=max_batch_tokens,
+        path_choice=PathChoice.MEASURED,
     )
     weights = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE)
     needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9)

@@ -11,7 +11,7 @@ from model.gpu.weights import GpuWeights
 from model.qwen2 import Qwen2ForCausalLM
 from worker.config import WorkerConfig
 from worker.cuda_memory import cuda_memory_needs
-from worker.cuda_programs import CudaRunnerConfig
+from worker.cuda_programs import CudaRunnerConfig, PathChoice
 from worker.cuda_runner import CudaRunner
 from worker.memory import size_pool
 from worker.model_card import Described
@@ -38,6 +38,7 @@ def make_cuda_runner(
         vocab_size=described.vocab_size,
         eos_token_ids=described.eos_token_ids,
         max_batch_tokens=config.max_batch_tokens,
+        path_choice=PathChoice.MEASURED,
     )
     on_progress("rehearsing_steps", None, None)
     weights = GpuWeights.take(model, max_positions=runner_config.table_width * config.block_size)

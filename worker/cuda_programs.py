@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -27,6 +28,13 @@ OnProgress = Callable[[int, int], None]
 Program = Callable[[], None]
 
 
+class PathChoice(Enum):
+    """How steps of a few rows are chosen among the ways there are (model/gpu/choice.py)."""
+
+    KEPT = "kept"  # as measured once on this device; by a rule where nothing has been
+    MEASURED = "measured"  # measure what has not been yet, before serving, and keep it on disk: a minute, once
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaRunnerConfig:
     """num_blocks, block_size: of the KV pool, which has one block more, for scratch. max_slots: rows.
@@ -44,6 +52,7 @@ class CudaRunnerConfig:
     max_batch_tokens: int = 2048
     max_in_flight: int = 2
     launching: Launching = Launching.GRAPHS
+    path_choice: PathChoice = PathChoice.KEPT
 
     @property
     def table_width(self) -> int:
@@ -83,6 +92,7 @@ class StepPrograms:
         self._mixed_step = MixedStep(self.step, max_tokens=max(largest, config.max_batch_tokens))
         self._sizes = batch_sizes(config.max_slots)
         self._recorder = make_recorder(config.launching)
+        self._path_choice = config.path_choice
         self._upload_U = torch.empty(0)
         self._decodes: dict[int, Program] = {}
         self._mixed: dict[MixedLayout, Program] = {}
@@ -97,10 +107,10 @@ class StepPrograms:
         return len(self._sizes) + len(self._shapes.layouts())
 
     def record(self, on_progress: OnProgress) -> float:
-        """Choose how small batches run (once for a device, then kept on disk) and record all shapes, largest first; the
-        seconds that it took. Rows and pool must be idle."""
+        """Record all shapes, largest first; the seconds that it took. Rows and pool must be idle."""
         start_s, total = time.perf_counter(), self.num_shapes
-        self.step.paths.choose(self._sizes, self.step.run)
+        if self._path_choice is PathChoice.MEASURED:
+            self.step.paths.choose(self._sizes, self.step.run)
         for layout in self._shapes.layouts():
             on_progress(len(self._mixed), total)
             self._mixed[layout] = self._recorder.record(self._mixed_program(layout))
