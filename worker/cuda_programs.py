@@ -109,6 +109,7 @@ class StepPrograms:
     def record(self, on_progress: OnProgress) -> float:
         """Record all shapes, largest first; the seconds that it took. Rows and pool must be idle."""
         start_s, total = time.perf_counter(), self.num_shapes
+        on_progress(0, total)
         if self._path_choice is PathChoice.MEASURED:
             self.step.paths.choose(self._sizes, self.step.run)
         for layout in self._shapes.layouts():

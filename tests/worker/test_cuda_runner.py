@@ -28,6 +28,7 @@ def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decode_work, "CHUNK_MULTIPLE", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [8, 64])
 def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     here = world(twins(num_blocks=num_blocks), monkeypatch, num_blocks=num_blocks)
