@@ -105,10 +105,7 @@ def sweep_paths(bench: Bench) -> None:
         print(f"paths {batch}x{context} " + " ".join(f"{name} {ms:.4f}" for name, ms in times.items()), flush=True)
     for batch, context in ((8, 256), (32, 256), (128, 256), (256, 256), (256, 560), (16, 8192)):
         take(bench, batch, Wide())
-        times = [time_step(bench, batch, context)]
-        with mock.patch.object(Overlap, "on", return_value=Overlap.NONE):
-            times.append(time_step(bench, batch, context))
-        print(f"paths {batch}x{context} wide {times[0]:.4f} without overlap {times[1]:.4f}", flush=True)
+        print(f"paths {batch}x{context} wide {time_step(bench, batch, context):.4f}", flush=True)
 
 
 def tiled(step: DecodeStep, tiles: DecodeTiles) -> Callable[[torch.Tensor], object]:

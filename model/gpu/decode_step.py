@@ -15,7 +15,6 @@ from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.decode_attention import DecodeArgs, decode_attention, partial_buffers
 from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work
-from model.kernels.narrow import Overlap
 from model.kernels.rows import embed, rms_norm
 from model.kernels.sample import SampleParts, sample_and_advance
 from model.kv_pool import KvPool
@@ -103,7 +102,6 @@ class DecodeStep:
             head_dim=config.head_dim,
             scale=config.scale,
             eps=config.rms_norm_eps,
-            overlap=Overlap.on(rows_B),
         )
 
     def attend(

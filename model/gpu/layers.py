@@ -13,7 +13,6 @@ import torch
 
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.activation import silu_mul
-from model.kernels.narrow import Overlap
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
@@ -40,12 +39,12 @@ def run_layers(weights: GpuWeights, buffers: LayerBuffers, num_tokens: int, atte
     """Take buffers.x_TD[:num_tokens] through every layer, in place; returns it."""
     x_TD, qkv_TC = buffers.x_TD[:num_tokens], buffers.qkv_TC[:num_tokens]
     out_TNH, gate_up_T2I = buffers.out_TNH[:num_tokens], buffers.gate_up_T2I[:num_tokens]
-    act_TI, eps, overlap = buffers.act_TI[:num_tokens], weights.config.rms_norm_eps, Overlap.on(x_TD)
+    act_TI, eps = buffers.act_TI[:num_tokens], weights.config.rms_norm_eps
     for index, layer in enumerate(weights.layers):
         torch.mm(x_TD, layer.qkv_CD.T, out=qkv_TC)
         attend(index, layer, qkv_TC, x_TD, out_TNH)
         x_TD.addmm_(out_TNH.flatten(1), layer.o_DA.T)
         torch.mm(x_TD, layer.gate_up_ED.T, out=gate_up_T2I)
-        silu_mul(gate_up_T2I, x_TD, act_TI, eps, overlap)
+        silu_mul(gate_up_T2I, x_TD, act_TI, eps)
         x_TD.addmm_(act_TI, layer.down_DI.T)
     return x_TD

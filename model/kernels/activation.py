@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
-from model.kernels.narrow import Overlap, wait
 
 BLOCK = 1024
 MANY_TOKENS = 1024  # from here on a token's scale is computed once, by one program
@@ -26,9 +25,8 @@ def silu_mul_reference(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, eps: float
 @triton.jit
 def _silu_mul_kernel(
     gate_up, x_TD, out_TI, eps,
-    I: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    I: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -41,9 +39,7 @@ def _silu_mul_kernel(
         tl.store(out_TI + t * I + i, out.to(out_TI.dtype.element_ty), mask=i < I)
 
 
-def silu_mul(
-    gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float, overlap: Overlap = Overlap.NONE
-) -> None:
+def silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float) -> None:
     """Put silu(scale * gate) * (scale * up) into out_TI; scale = 1 / rms(x_TD). All of one dtype.
 
     Raises ValueError where a tensor does not fit.
@@ -56,6 +52,6 @@ def silu_mul(
     blocks = triton.cdiv(I, BLOCK) if T >= MANY_TOKENS else 1
     _silu_mul_kernel[(T, triton.cdiv(I, BLOCK * blocks))](
         gate_up_T2I, x_TD, out_TI, eps,
-        I=I, D=D, WIDTH=next_power_of_2(D), BLOCK=BLOCK, BLOCKS=blocks, PDL=overlap.value,
-        num_warps=4, launch_pdl=overlap.value,
+        I=I, D=D, WIDTH=next_power_of_2(D), BLOCK=BLOCK, BLOCKS=blocks,
+        num_warps=4,
     )  # fmt: skip

@@ -8,9 +8,6 @@ program that finishes a sequence's last chunk combines them, in chunk order, so 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|      the last chunk also has the new token
     positions       0                                           p
 
-The kernel may overlap with the end of the product before it (model/kernels/narrow.py): work list, tables, positions
-and cached tokens are read before it waits, so no kernel between the work list's and this one may write them.
-
 Legend: B sequences of the batch · R rows of the state · M table width · N query heads · K kv heads · H head dim ·
 C = (N + 2K)·H columns of the product · D model dim · P blocks · S block size · L positions of the RoPE table · W items.
 """
@@ -23,7 +20,6 @@ import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
 from model.kernels.decode_work import DecodeWork, WorkLimits
-from model.kernels.narrow import Overlap, wait
 from model.kernels.paged_tile import add_tile, load_tile
 
 COMBINED_ELEMENTS = 2048  # of partial results that are loaded at once: twice as many double the registers
@@ -36,7 +32,7 @@ class DecodeTiles:
 
     tokens: int = 64
     warps: int = 4
-    stages: int = 5
+    stages: int = 3
 
 
 DEFAULT_TILES = DecodeTiles()
@@ -63,7 +59,6 @@ class DecodeArgs:
     scale: float
     eps: float
     tiles: DecodeTiles = DEFAULT_TILES
-    overlap: Overlap = Overlap.NONE
 
 
 def partial_buffers(
@@ -132,12 +127,10 @@ def _decode_attention_kernel(
     table_width, log2_scale, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if item >= tl.load(head_4):
-        wait(PDL)
         return
     G: tl.constexpr = N // K
     C: tl.constexpr = (N + 2 * K) * H
@@ -165,7 +158,6 @@ def _decode_attention_kernel(
     q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
     q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
 
-    wait(PDL)
     scale = _row_scale(x_BD, b, eps, D, WIDTH)
     qkv = qkv_BC + b.to(tl.int64) * C
     q = tl.load(qkv + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale + q_bias
@@ -264,6 +256,5 @@ def decode_attention(
         work.head_4, work.item_W2, work.first_B, work.chunks_B, work.arrived_BK, args.partial_out, args.partial_ml,
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,
         N=N, K=K, H=H, D=D, S=S, GROUP=group, WIDTH=next_power_of_2(D), TILE=tiles.tokens, STAGES=tiles.stages,
-        STEP=max(1, COMBINED_ELEMENTS // (group * H)), PDL=args.overlap.value,
-        num_warps=tiles.warps, launch_pdl=args.overlap.value,
+        STEP=max(1, COMBINED_ELEMENTS // (group * H)), num_warps=tiles.warps,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from model.kernels.paged_tile import add_tile, load_tile
 
 MAX_SPLITS = 64
 TILE_TOKENS = 64
-STAGES = 5  # below five, the loads of a tile wait for the tile before it: see model/kernels/paged_tile.py
+STAGES = 5  # two buffers: see model/kernels/paged_tile.py
 LOG2_E = 1.4426950408889634
 
 

@@ -1,8 +1,7 @@
 """A tile of paged keys and values, loaded and added to the attention of one KV head's queries.
 
-A loop over tiles needs at least five stages to have one tile on its way while it works on another: the loads depend on
-the table's, and the compiler spends two stages on that (seen in its output: triton 3.6; with three or four stages there
-is one buffer, and each tile waits for memory).
+A loop over tiles has one buffer with three or four stages and two from five on: the loads depend on the table's, and
+the compiler spends two stages on that (triton 3.6). With many programs on a multiprocessor one buffer is faster.
 
 Legend: K kv heads · H head dim · P blocks · S block size; pools are [P, K, S, H], q is scaled by log2(e) / sqrt(H).
 """

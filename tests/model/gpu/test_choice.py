@@ -1,0 +1,81 @@
+"""Which path a batch size takes: the rule, what is kept on disk, and the timing itself on a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from model import Qwen2Config
+from model.gpu.choice import Narrow, Paths, Wide, candidates, read_names, write_names
+from model.gpu.narrow_layers import cuts_of
+from model.kernels.narrow import Cut
+
+CONFIG = Qwen2Config.from_dict(
+    {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+def test_without_timings_the_smallest_batches_go_the_narrow_way() -> None:
+    paths = Paths(CONFIG, None, {})
+    assert [type(paths.path(size)) for size in (1, 2, 3, 8, 64)] == [Narrow, Narrow, Wide, Wide, Wide]
+
+
+def test_what_was_kept_decides_and_unknown_names_do_not() -> None:
+    paths = Paths(CONFIG, None, {1: "wide", 2: "of another version", 4: "narrow-half"})
+    assert paths.names == {1: "wide", 4: "narrow-half"}
+    assert [paths.path(size) for size in (1, 4)] == [Wide(), candidates(CONFIG)["narrow-half"]]
+
+
+def test_names_come_back_from_disk_as_they_went(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "names.json"
+    write_names(file, {8: "wide", 1: "narrow"})
+    assert read_names(file) == {8: "wide", 1: "narrow"}
+    assert [entry.name for entry in file.parent.iterdir()] == ["names.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"paths": 3}', '{"paths": {"x": "wide"}}'])
+def test_a_file_that_is_not_ours_means_no_timings(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "names.json"
+    file.write_text(content)
+    assert read_names(file) == {}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    write_names(tmp_path / "taken" / "names.json", {1: "wide"})
+
+
+def test_without_a_device_nothing_is_timed() -> None:
+    paths = Paths.find(CONFIG, torch.empty(0))
+    paths.choose([1, 2], lambda size: pytest.fail(f"ran {size}"))
+    assert paths.names == {}
+
+
+def test_cuts_are_those_that_were_measured() -> None:
+    cuts = cuts_of(CONFIG)
+    assert [cuts.qkv, cuts.output, cuts.gate_up, cuts.down, cuts.head] == [
+        Cut(rows=2, warps=4), Cut(rows=8, warps=8), Cut(rows=4, warps=2), Cut(rows=4, warps=4), Cut(rows=8, warps=8),
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    weight = torch.zeros(1 << 20, device="cuda")
+    paths = Paths.find(CONFIG, weight)
+
+    def run(size: int) -> None:
+        for _ in range(1 if paths.names[size] == "narrow-half" else 50):
+            weight.add_(1)
+
+    paths.choose([1, 4, 64], run)
+    assert paths.names == {1: "narrow-half", 4: "narrow-half"}
+    again = Paths.find(CONFIG, weight)
+    again.choose([1, 4], lambda size: pytest.fail(f"ran {size}"))
+    assert again.names == paths.names
