@@ -32,7 +32,7 @@ test: dev ## the whole CPU suite
 	@$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu: dev ## the tests that need a CUDA device
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -m pytest tests/gpu tests/model/kernels tests/model/gpu
 
 lint: dev ## style and types
 	@$(BIN)/ruff check .
