@@ -154,7 +154,7 @@ def _faults(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fa
     kinds = [kind for kind in FaultKind if rng.random() < 0.4]
     if not kinds:
         return ()
-    faults = [_fault(config, rng, rng.choice(kinds), horizon_s) for _ in range(rng.choice((1, 3, 8, 20)))]
+    faults = [_fault(config, rng, rng.choice(kinds), horizon_s) for _ in range(rng.choice((0, 1, 3, 8, 20)))]
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 

@@ -104,8 +104,16 @@ class World:
         end_s = self.loop.time() + SETTLE_S
         while self.loop.time() < end_s:
             await asyncio.sleep(1.0)
-            if all(seat.is_quiet for seat in self.seats) and all(g is not None and g.is_ready() for g in self.gateways):
+            if all(seat.is_quiet for seat in self.seats) and all(map(self._is_quiet, self.gateways)):
                 return
+
+    def _is_quiet(self, gateway: SimGateway | None) -> bool:
+        """It has every worker in its present life, and nothing in flight."""
+        if gateway is None or not gateway.is_ready():
+            return False
+        epochs = {seat.life.register.epoch for seat in self.seats if seat.life is not None}
+        workers = gateway.pool.workers()
+        return {worker.epoch for worker in workers} == epochs and not any(worker.in_flight for worker in workers)
 
     async def _canary(self) -> None:
         for index in range(len(self.gateways)):
