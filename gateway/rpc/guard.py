@@ -46,7 +46,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler and self._guarded(handler, str(handler_call_details.method))
 
     def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
-        # Single requests come to us as bytes, so that a caller is known before anything of theirs is parsed.
+        # Single requests come to us as bytes, so that a caller is known before anything of theirs is parsed; those of a
+        # stream are parsed when the handler asks for them, long after.
         parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
@@ -58,10 +59,10 @@ class Guard(grpc.aio.ServerInterceptor):
             )
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(
-                self._streaming(handler.stream_stream, method, _as_it_is), handler.request_deserializer, serializer
+                self._streaming(handler.stream_stream, method, _as_it_is), parse, serializer
             )
         return grpc.stream_unary_rpc_method_handler(
-            self._coroutine(handler.stream_unary, method, _as_it_is), handler.request_deserializer, serializer
+            self._coroutine(handler.stream_unary, method, _as_it_is), parse, serializer
         )
 
     def _streaming(self, behaviour: Callable[..., Any], method: str, parse: Parse) -> Callable[..., Any]:

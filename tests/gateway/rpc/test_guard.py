@@ -116,6 +116,13 @@ async def test_bytes_that_are_no_message_are_not_unknown(crashing: Any) -> None:
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
 
 
+async def test_bytes_that_are_no_message_are_the_callers_fault_in_a_stream_too(serve: Any) -> None:
+    async with serve() as served:
+        call = served.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        refusal = await refused(call(iter([b"\xff\xff"]), timeout=5))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
+
+
 async def test_unknown_methods_are_unimplemented(crashing: Any) -> None:
     channel, _ = crashing
     refusal = await refused(channel.unary_unary("/t.S/nothing_of_that_name")(b"", timeout=5))
