@@ -53,7 +53,7 @@ def variants(cuts: NarrowCuts) -> Iterator[tuple[str, NarrowCuts]]:
     """Cuts that differ in one product."""
     for name, choices in NARROW_ROWS.items():
         for rows, warps in itertools.product(choices, NARROW_WARPS):
-            yield f"{name} {rows}x{warps}", replace(cuts, **{name: Cut(rows=rows, warps=warps)})
+            yield f"{name} {rows}x{warps}", replace(cuts, **{name: Cut(rows=rows, warps=warps)})  # type: ignore[arg-type]
     for warps in (1, 2, 8):
         yield f"attention {warps}", replace(cuts, attention_warps=warps)
 

@@ -103,9 +103,17 @@ def test_attention_equals_its_twin_part_by_part_and_added_up(
     position_R[rows.long()] -= 1
     q = torch.randn(B, N, H).to(dtype)
     part, log = (torch.full_like(t, float("nan")) for t in split_buffers(B + 1, N, H, DEVICE))
-    on_device = [t.to(DEVICE) for t in (q, k_pool, v_pool)]
+    pools = k_pool.to(DEVICE), v_pool.to(DEVICE)
     narrow_attention(
-        *on_device, part, log, rows.to(DEVICE), position_R.to(DEVICE), table.to(DEVICE), H**-0.5, overlap=OVERLAP
+        q.to(DEVICE),
+        *pools,
+        part,
+        log,
+        rows.to(DEVICE),
+        position_R.to(DEVICE),
+        table.to(DEVICE),
+        H**-0.5,
+        overlap=OVERLAP,
     )
     expected_part, expected_log = narrow_attention_reference(q, k_pool, v_pool, rows, position_R, table, H**-0.5)
     close(part[:B], expected_part, dtype)
@@ -138,8 +146,9 @@ def test_products_equal_their_twins(B: int, D: int, I: int, dtype: torch.dtype) 
     index = torch.arange(B).flip(0).int()
     norm, head = torch.randn(D).to(dtype), matrix(I * 2, D, dtype)
     logits = torch.full((B, I * 2), float("nan"), dtype=dtype, device=DEVICE)
-    arguments = (t.to(DEVICE) for t in (x, index, norm, head))
-    narrow_head(*arguments, logits, 1e-6, cut=cut, overlap=OVERLAP)
+    narrow_head(
+        x.to(DEVICE), index.to(DEVICE), norm.to(DEVICE), head.to(DEVICE), logits, 1e-6, cut=cut, overlap=OVERLAP
+    )
     close(logits, rms_norm_reference(x, norm, 1e-6)[index.long()] @ head.float().T, dtype)
 
 
