@@ -98,8 +98,9 @@ class OutputStream:
             self.state = StreamState.ENDED
         elif self.state is StreamState.RUNNING:
             self.finished = finished
-            self.assembler.finish(finished.stop_token_id)
             self.error = _error_of(finished)
+            if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
+                self.assembler.finish(finished.stop_token_id)
             self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
         self._wake()
 

@@ -61,6 +61,19 @@ async def test_what_came_before_an_error_is_delivered_before_it() -> None:
         await output.next()
 
 
+async def test_an_output_that_is_cut_short_ends_before_the_half_character_that_it_had() -> None:
+    rows = [b"<end>", b"a", "\u00e9".encode()[:1], "\u00e9".encode()[1:]]
+    output_format = OutputFormat(bytes_by_id=rows, wants_ids=False)
+    output = OutputStream(OutputAssembler(output_format), max_pending_tokens=9, on_match=lambda _: None)
+    output.on_tokens([1, 2], None)
+    output.on_finished(finished(WireFinishReason.ERROR, error="DRAINING", detail="the grace is over"))
+    piece = await output.next()
+    assert piece is not None
+    assert piece.text == "a"
+    with pytest.raises(Draining):
+        await output.next()
+
+
 async def test_the_first_end_counts() -> None:
     output, _ = stream()
     output.fail(RequestAborted("x"))
