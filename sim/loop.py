@@ -76,4 +76,5 @@ class SimLoop(asyncio.SelectorEventLoop):
             return
         self._num_turns += 1
         if self._num_turns > MAX_TURNS_AT_ONE_TIME:
-            raise TimeStandsStill(f"{self._num_turns} turns at {self._now_s}")
+            self._num_turns = 0  # who cleans up has turns again
+            raise TimeStandsStill(f"{MAX_TURNS_AT_ONE_TIME} turns at {self._now_s}")
