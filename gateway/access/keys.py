@@ -47,7 +47,7 @@ class KeyRing:
 
     def find(self, key: str) -> KeyEntry | None:
         """The entry of this key, expired ones included."""
-        digest, compare, found = digest_of(key), hmac.compare_digest, -1
-        for index, entry in enumerate(self._entries):
-            found = (found, index)[compare(digest, entry.digest)]
-        return None if found < 0 else self._entries[found]
+        digest, compare, found = digest_of(key), hmac.compare_digest, 0
+        for number, entry in enumerate(self._entries, start=1):
+            found += number * compare(digest, entry.digest)  # no branch; digests differ, so at most one counts
+        return self._entries[found - 1] if found else None
