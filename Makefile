@@ -14,10 +14,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TYPED := blockmgr cli gateway model proto/octavo wire worker
+TYPED := blockmgr cli gateway model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/v1/*.proto)
 
-.PHONY: help demo serve test test-gpu lint format proto install dev clean
+.PHONY: help demo serve test test-gpu sim lint format proto install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -33,6 +33,10 @@ test: dev ## the whole CPU suite
 
 test-gpu: dev ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest tests/gpu tests/model/kernels tests/model/gpu
+
+SEEDS ?= 0:100
+sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with SIM="--requests 1000 --jobs 4 --shrink"
+	@$(BIN)/python -m sim --seeds $(SEEDS) $(SIM)
 
 lint: dev ## style and types
 	@$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-OURS = {"octavo", "wire", "blockmgr", "model", "worker", "gateway", "cli"}
+OURS = {"octavo", "wire", "blockmgr", "model", "worker", "gateway", "cli", "sim"}
 MODEL_FILES_OF_WORKER = ("torch_runner", "cuda_", "runner_", "memory", "main", "model_card")
 
 # folder -> (our folders that it may import, third-party packages that it may never import)
@@ -18,6 +18,7 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "model": ({"model"}, {"zmq", "grpc", "msgspec"}),
     "worker": ({"worker", "blockmgr", "wire"}, {"grpc"}),
     "gateway": ({"gateway", "wire", "octavo"}, {"torch"}),
+    "sim": ({"sim", "wire", "blockmgr", "worker", "gateway", "octavo"}, {"torch", "transformers"}),
 }
 
 
@@ -62,6 +63,7 @@ def test_a_folder_imports_only_what_its_arrow_allows(folder: str, repository: Pa
         ("model", {"zmq", "grpc", "msgspec", "transformers"}),
         ("octavo.v1.inference_pb2_grpc", {"torch", "zmq"}),
         ("cli.main", {"torch"}),
+        ("sim.world", {"torch", "model"}),
     ],
 )
 def test_importing_a_module_brings_in_nothing_that_it_must_not_know(
