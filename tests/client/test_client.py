@@ -3,7 +3,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from octavo.client import Client
-from octavo.client_errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unavailable
+from octavo.client_errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
+from octavo.client_options import tls_credentials
 from octavo.v1 import model_pb2
 
 from tests.support.scripted_server import Script, finished
@@ -100,3 +101,34 @@ def test_nobody_there_is_told_as_such() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(Unavailable) as caught:
         client.models(timeout_s=2.0)
     assert caught.value.reason == ""
+
+
+def test_every_call_carries_the_key(target: str, script: Script) -> None:
+    with Client(target, api_key="the-key") as client:
+        client.complete(text="hi")
+        "".join(client.stream(text="hi"))
+        client.models()
+        client.detokenize(client.tokenize("hi"))
+    assert script.authorizations == ["Bearer the-key"] * 5
+
+
+def test_a_key_that_no_header_can_hold_is_told_before_any_call() -> None:
+    for key in ("two\nlines", "schlüssel"):
+        with pytest.raises(ValueError, match="visible ASCII"):
+            Client("127.0.0.1:1", api_key=key)
+
+
+def test_refused_keys_and_rights_have_a_class_of_their_own(client: Client, script: Script) -> None:
+    for code, reason in (
+        (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+        (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
+    ):
+        script.failures.append((code, "no", (("x-error-reason", reason),)))
+        with pytest.raises(Unauthorized) as caught:
+            client.complete(text="hi")
+        assert (caught.value.code, caught.value.reason) == (code, reason)
+
+
+def test_half_a_client_certificate_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="both"):
+        tls_credentials(cert_file="cert.pem")

@@ -16,6 +16,15 @@ async def test_a_stream_gives_its_text_then_knows_how_it_ended(target: str) -> N
     assert (stream.started.request_id, stream.token_ids, stream.finished) == ("r", [0, 1, 2], finished())
 
 
+async def test_every_call_carries_the_key(target: str, script: Script) -> None:
+    async with AsyncClient(target, api_key="the-key") as client:
+        await client.complete(text="hi")
+        assert [text async for text in client.stream(text="hi")]
+        await client.models()
+        await client.detokenize(await client.tokenize("hi"))
+    assert script.authorizations == ["Bearer the-key"] * 5
+
+
 async def test_errors_are_the_same_as_the_blocking_clients(
     target: str, script: Script, refusal: tuple, overload: tuple
 ) -> None:

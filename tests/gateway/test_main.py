@@ -21,7 +21,8 @@ from tests.support.rpc_errors import refused
 
 PROGRAM = """
 import sys
-from gateway.config import Exposure, GatewayConfig, LogFormat, PortSharing
+from pathlib import Path
+from gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing
 from gateway.main import main
 from gateway.workers.config import WorkerPoolConfig
 run_dir, arguments = sys.argv[1], eval(sys.argv[2])
@@ -105,6 +106,30 @@ def test_a_run_directory_that_others_can_enter_is_refused(repository: Path, tmp_
     run_dir.chmod(0o777)
     with gateway(repository, run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
         assert "chmod 700" in str(lines_until(process, "cannot start")["error"])
+        assert process.wait(10) == 1
+
+
+def test_a_hangup_takes_the_keys_anew_and_ends_nothing(repository: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o600)
+    access = f"AccessConfig(api_keys_file=Path({str(keys)!r}), reload_interval_s=3600.0)"
+    with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
+        lines_until(process, "listening")
+        process.send_signal(signal.SIGHUP)
+        assert lines_until(process, "reloaded")["files"] == "keys"
+        keys.write_text("nonsense")
+        process.send_signal(signal.SIGHUP)
+        assert "not TOML" in str(lines_until(process, "kept what was in force")["error"])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_keys_that_cannot_be_used_let_nothing_start(repository: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o644)
+    access = f"AccessConfig(api_keys_file=Path({str(keys)!r}))"
+    with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
+        assert "chmod 600" in str(lines_until(process, "cannot start")["error"])
         assert process.wait(10) == 1
 
 

@@ -1,7 +1,7 @@
 """A server of the contract that answers from a script, so that the clients are tested without the service."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ class Script:
     hold_s: float = 0.0
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
+    authorizations: list[str] = field(default_factory=list)  # of the calls that had one
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
@@ -103,10 +104,26 @@ def violation_trailers(path: str, description: str) -> tuple[tuple[str, str | by
     )
 
 
+class _Listener(grpc.ServerInterceptor):
+    """Notes what calls say of themselves."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        metadata = handler_call_details.invocation_metadata or ()
+        self._script.authorizations += [str(value) for key, value in metadata if key == "authorization"]
+        return continuation(handler_call_details)
+
+
 @contextmanager
 def running(script: Script) -> Iterator[str]:
     """The address of a server that plays the script."""
-    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    server = grpc.server(ThreadPoolExecutor(max_workers=4), interceptors=[_Listener(script)])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(ScriptedInference(script), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ScriptedModels(), server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -14,7 +14,7 @@ from octavo.v1 import model_pb2, model_pb2_grpc
 
 from gateway.access.file_errors import AccessFileError
 from gateway.config import AccessConfig, Exposure, TlsConfig
-from gateway.rpc.addresses import AddressError, check_admin
+from gateway.rpc.addresses import AddressError, check_admin, check_exposure
 from gateway.rpc.tls import load_tls
 from tests.support.certificates import Authority, Pair
 from tests.support.fake_pool import FakePool
@@ -208,3 +208,18 @@ def test_other_hosts_may_not_administer_without_saying_who_they_are() -> None:
     check_admin("0.0.0.0:1", keys, Exposure.LOOPBACK_ONLY, setting="--admin-port")
     check_admin("127.0.0.1:1", AccessConfig(), Exposure.LOOPBACK_ONLY, setting="--admin-port")
     check_admin("0.0.0.0:1", AccessConfig(), Exposure.INSECURE, setting="--admin-port")
+
+
+async def test_metrics_leave_this_host_only_when_that_is_asked_for_in_plain_words(serve: Any, server: Pair) -> None:
+    """They are plain HTTP: TLS of the gRPC service does not cover them."""
+    access = AccessConfig(tls=TlsConfig(cert_file=server.cert, key_file=server.key))
+    with pytest.raises(AddressError, match="--metrics-port"):
+        async with serve(access=access, listen_address="127.0.0.1:0", metrics_address="0.0.0.0:0"):
+            raise AssertionError("it was bound")
+
+
+def test_tls_is_what_other_hosts_may_be_served_with() -> None:
+    with pytest.raises(AddressError, match="--tls-cert-file"):
+        check_exposure("0.0.0.0:1", Exposure.LOOPBACK_ONLY, setting="--port")
+    check_exposure("127.0.0.1:1", Exposure.LOOPBACK_ONLY, setting="--port")
+    check_exposure("unix:/run/x", Exposure.LOOPBACK_ONLY, setting="--port")
