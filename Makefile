@@ -3,6 +3,7 @@
 #   make demo     a service on the embedded model: three questions, receipts, metrics, stopped again
 #   make serve    the service, until Ctrl-C
 #   make test     the whole CPU suite
+#   make bench    this machine's CPU against transformers, in one run
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -37,6 +38,13 @@ test-gpu: dev ## the tests that need a CUDA device
 SEEDS ?= 0:100
 sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with SIM="--requests 1000 --jobs 4 --shrink"
 	@$(BIN)/python -m sim --seeds $(SEEDS) $(SIM)
+
+bench: dev ## Octavo against transformers on this machine's CPU, with a table; some ten minutes
+	@$(BIN)/python -m bench.cpu
+
+bench-gpu: dev ## a step and the whole engine on a CUDA device, against the floor
+	@$(BIN)/python -m bench.gpu_step
+	@$(BIN)/python -m bench.gpu_engine
 
 lint: dev ## style and types
 	@$(BIN)/ruff check .

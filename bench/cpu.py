@@ -45,12 +45,14 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured. repeats: turns of each side; the one-by-one side of "mixed" has only one."""
+    """How much is measured. repeats: turns of each side. one_by_one_requests: of "mixed" for the side that answers one
+    after the other, in a single turn: its rate does not depend on how many wait."""
 
     repeats: int = 3
     decode_tokens: int = 48
     prefill_tokens: int = 512
     mixed_requests: int = 16
+    one_by_one_requests: int = 4
     longest: int = 200
 
 
@@ -114,17 +116,18 @@ def make_workloads(effort: Effort, ours: Side, theirs: Sequence[Side]) -> list[W
         Workload(
             f"mixed, {effort.mixed_requests} requests",
             "output tok/s",
-            lambda side, rng: output_rate(side, _mixed_asks(effort)),
+            lambda side, rng: output_rate(side, _mixed_asks(effort, side)),
             [ours, *theirs],
             bar=3.0,
         ),
     ]
 
 
-def _mixed_asks(effort: Effort) -> list[Ask]:
+def _mixed_asks(effort: Effort, side: Side) -> list[Ask]:
     """The same requests in every turn."""
     rng = np.random.default_rng(0)
-    return mixed(rng, count=effort.mixed_requests, shortest=min(20, effort.longest), longest=effort.longest)
+    asks = mixed(rng, count=effort.mixed_requests, shortest=min(20, effort.longest), longest=effort.longest)
+    return asks[: effort.one_by_one_requests] if isinstance(side, TransformersSequential) else asks
 
 
 def measure(config: Qwen2Config, effort: Effort, console: Console, *, clock: Clock) -> list[Line]:
