@@ -67,7 +67,7 @@ class InvalidRequest(OctavoError):
 
 
 class Unauthorized(OctavoError):
-    """The key or the certificate is missing, not valid, or not enough for this."""
+    """The key or the certificate is missing, not valid here, or not enough for this call."""
 
 
 class NotFound(OctavoError):
