@@ -77,8 +77,8 @@ class Device:
     [
         ("wide", {}),
         ("wide", {"tie_word_embeddings": False}),
-        ("narrow", {}),
-        ("narrow-double", {"tie_word_embeddings": False}),
+        pytest.param("narrow", {}, marks=pytest.mark.slow),
+        pytest.param("narrow-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, object]) -> None:
