@@ -57,7 +57,8 @@ def configure_logs(log_format: LogFormat, level: str) -> LogWriter:
     writer = LogWriter(sys.stderr)
     is_console = log_format is LogFormat.CONSOLE or (log_format is LogFormat.AUTO and sys.stderr.isatty())
     renderer: Any = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # The default formatter prints the local variables of every frame: prompts and keys among them.
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
         if is_console
         else structlog.processors.JSONRenderer(default=str)
     )
