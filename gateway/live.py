@@ -33,10 +33,11 @@ class LiveRequest:
     last_message_s: float = field(default=0.0)
 
     def fail(self, error: RequestError) -> None:
-        """End it from here. Where its task is in a write, the task is cancelled and finds the error in the stream."""
+        """End it from here. Where its task is in a write, the task is cancelled and finds the error in the stream: a
+        caller that does not read would keep even a complete output open."""
         self.stream.fail(error)
-        if self.stream.write_since_s and self.stream.error is error:
-            self.task.cancel()
+        if self.stream.write_since_s:
+            self.interrupt(error)
 
     def interrupt(self, error: RequestError) -> None:
         """End it though its output may be complete: nobody reads it."""
