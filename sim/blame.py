@@ -21,12 +21,13 @@ _TAKES_WORKERS_AWAY = {
     _K.LAG,
     _K.DRAIN_WORKER,
     _K.KILL_GATEWAY,
+    _K.DRAIN_GATEWAY,
 }
 _NEEDED: dict[str, set[FaultKind]] = {
     "WORKER_LOST": _TAKES_WORKERS_AWAY,
     "WORKER_STALLED": _TAKES_WORKERS_AWAY,
     "NO_WORKER": _TAKES_WORKERS_AWAY,
-    "DRAINING": {_K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
+    "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
     "ENGINE_ERROR": {_K.ENGINE_ERROR},
     "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
     "ABORTED": {_K.ABORT},
@@ -58,7 +59,7 @@ class Blame:
             case "DEADLINE" | "DEADLINE_EXCEEDED":
                 return spec.timeout_s is not None
             case "UNAVAILABLE":
-                return FaultKind.KILL_GATEWAY in self._kinds
+                return bool(self._kinds & {_K.KILL_GATEWAY, _K.DRAIN_GATEWAY})
             case "QUEUE_FULL":
                 return True
             case "NUMERICAL":

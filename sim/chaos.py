@@ -39,6 +39,7 @@ class Chaos:
             FaultKind.LAG: self._partition,
             FaultKind.DRAIN_WORKER: self._drain_worker,
             FaultKind.KILL_GATEWAY: self._kill_gateway,
+            FaultKind.DRAIN_GATEWAY: self._drain_gateway,
             FaultKind.ABORT: self._abort,
             FaultKind.FLUSH: self._flush,
             FaultKind.DEFECT: self._defect,
@@ -133,6 +134,9 @@ class Chaos:
 
     def _kill_gateway(self, fault: Fault) -> None:
         self._world.kill_gateway(fault.gateway)
+
+    def _drain_gateway(self, fault: Fault) -> None:
+        self._world.drain_gateway(fault.gateway, fault.duration_s)
 
     def _abort(self, fault: Fault) -> None:
         gateway = self._world.gateways[fault.gateway]

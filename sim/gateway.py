@@ -210,6 +210,7 @@ class SimGateway(Gateway):
     def kill(self) -> None:
         """SIGKILL: every caller's connection breaks, and every worker's."""
         self.is_dead = True
+        self.drained.set()
         self.pool._link.close()
         for call in self.calls:
             call.lose()
@@ -217,6 +218,13 @@ class SimGateway(Gateway):
         for task in (*self._tasks, self.pool._ticker, self._drain_task):
             if task is not None:
                 task.cancel()
+
+    def check_stopped(self, name: str) -> None:
+        """It drained and stopped: every caller has been told how it ended."""
+        unfinished = [call.name for call in self.calls if call.status is None]
+        self._journal.check(not unfinished, f"{name} stopped and left {unfinished}")
+        for call in self.calls:
+            call.lose()
 
     def check_quiet(self, name: str) -> None:
         """Nobody calls, so it holds nothing, and its counters say how everything ended."""

@@ -27,6 +27,7 @@ class FaultKind(StrEnum):
     LAG = "lag"  # … everything takes duration_s longer, once
     DRAIN_WORKER = "drain_worker"  # it finishes within duration_s and leaves; another life follows
     KILL_GATEWAY = "kill_gateway"  # its process dies; another one follows
+    DRAIN_GATEWAY = "drain_gateway"  # it finishes within duration_s and stops; another one follows
     ABORT = "abort"  # an operator ends every request in flight at a gateway
     FLUSH = "flush"  # an operator audits the blocks and flushes the prefix caches
     DEFECT = "defect"  # our own code raises at the fault point `detail`

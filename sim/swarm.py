@@ -165,6 +165,7 @@ def _fault(config: SimConfig, rng: random.Random, kind: FaultKind, horizon_s: fl
         FaultKind.PARTITION: (0.3, 4.0, 7.0, 15.0),
         FaultKind.LAG: (0.05, 1.0),
         FaultKind.DRAIN_WORKER: (0.0, 0.2, 5.0),
+        FaultKind.DRAIN_GATEWAY: (0.0, 0.2, 5.0),
     }
     details = {FaultKind.LIE: LIES, FaultKind.CRASH_AT: POINTS, FaultKind.DEFECT: DEFECT_POINTS}
     return Fault(

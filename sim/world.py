@@ -170,8 +170,28 @@ class World:
             gateway.kill()
             self.loop.call_later(self.scenario.config.restart_s, self._spawn, index)
 
+    def drain_gateway(self, index: int, grace_s: float) -> None:
+        """Its process is asked to end; its next life follows."""
+        gateway = self.gateways[index]
+        if gateway is not None and not gateway.desk.is_draining:
+            self._keep(asyncio.create_task(self._drain(index, gateway, grace_s), name=f"drain of g{index}"))
+
+    async def _drain(self, index: int, gateway: SimGateway, grace_s: float) -> None:
+        gateway.begin_drain(grace_s)
+        await gateway.drained.wait()
+        if gateway.is_dead:
+            return
+        await gateway.stop()
+        if self.gateways[index] is gateway:
+            self.gateways[index] = None
+            gateway.check_stopped(f"g{index}")
+            await asyncio.sleep(self.scenario.config.restart_s)
+            await self._start_gateway(index)
+
     def _spawn(self, index: int) -> None:
-        task = asyncio.create_task(self._start_gateway(index), name=f"start of g{index}")
+        self._keep(asyncio.create_task(self._start_gateway(index), name=f"start of g{index}"))
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
