@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gateway.access.caller import ANYBODY, PUBLIC, Caller
 from gateway.access.prefix_salt import PrefixSalt
 
-NAMES = st.text(max_size=6)
+NAMES = st.text("ab\n", max_size=3) | st.text(max_size=6)  # few letters, so that parts often join to the same
 
 
 def caller(tenant: str, group: str | None = None) -> Caller:
@@ -31,6 +31,11 @@ def test_tenants_of_a_group_share_and_nobody_else_does() -> None:
     assert salt.of(caller("one", "family"), "s") == salt.of(caller("two", "family"), "s")
     separate = [caller("one"), caller("two"), caller("family"), caller("one", "family"), PUBLIC]
     assert len({salt.of(each, "s") for each in separate}) == 5
+
+
+def test_moving_a_letter_from_one_part_to_the_next_gives_another_salt() -> None:
+    salt = PrefixSalt("a")
+    assert len({salt.of(caller(tenant), own) for tenant, own in (("ab", "c"), ("a", "bc"), ("abc", ""))}) == 3
 
 
 @given(parts=st.lists(st.tuples(NAMES, st.none() | NAMES, NAMES), min_size=2, max_size=6, unique=True))
