@@ -1,6 +1,6 @@
 /* What a decode step does between its matrix products, on a CPU, in bf16: one pass over memory each.
  *
- * Plain C with GCC's vector extensions: no instruction set is named, the compiler takes what the machine has. Each
+ * C with GCC's vector extensions: the compiler takes what the machine has. Each
  * function has a slow twin in torch (see ops.py) that it is tested against. Arguments were checked by ops.py.
  * num_threads: of OpenMP's pool, which is torch's own (ops.py says when one thread is better).
  *
@@ -12,6 +12,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define HEADS 8 /* query heads of one kv head that are worked on together: their sums fit in registers */
@@ -29,18 +33,14 @@ static inline float widen1(bf16 x) {
     return u.value;
 }
 
-static inline bf16 narrow1(float x) { /* to nearest, ties to even; NaN stays NaN */
-    union { float value; uint32_t bits; } u = {x};
-    if (x != x) return 0x7fc0;
-    return (bf16)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
-}
-
-static inline float round1(float x) { return widen1(narrow1(x)); }
-
 static inline vec widen(const bf16 *x) {
+#ifdef __AVX512F__ /* GCC 12 makes six instructions of the portable form */
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#else
     hvec half;
     memcpy(&half, x, sizeof half);
     return (vec)(__builtin_convertvector(half, uvec) << 16);
+#endif
 }
 
 static inline uvec rounded_bits(vec x) {
@@ -248,12 +248,13 @@ void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int n
     }
 }
 
+/* One head, rounded after each operation as model.rope.rotate does. */
 static inline void turn(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *out, int64_t H) {
     int64_t half = H / 2;
-    for (int64_t h = 0; h < half; h++) {
-        float a = widen1(x[h]), b = widen1(x[h + half]);
-        out[h] = narrow1(round1(a * widen1(cos[h])) + round1(-b * widen1(sin[h])));
-        out[h + half] = narrow1(round1(b * widen1(cos[h + half])) + round1(a * widen1(sin[h + half])));
+    for (int64_t h = 0; h < half; h += LANES) {
+        vec a = widen(x + h), b = widen(x + h + half);
+        narrow(out + h, round_bf16(a * widen(cos + h)) - round_bf16(b * widen(sin + h)));
+        narrow(out + h + half, round_bf16(b * widen(cos + h + half)) + round_bf16(a * widen(sin + h + half)));
     }
 }
 
