@@ -87,6 +87,7 @@ class WorkerConfig:
     gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
     num_blocks None: sized from free memory, ``memory_fraction`` of it. max_model_len None: the model's own.
     attention_backend None: the best one for the device.
+    quantization: "int8" keeps a CPU's weights as integers with a scale per output; None: in the model's dtype.
     check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
     audit_every_steps 0: never; 1: every step (debugging).
     worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
@@ -107,6 +108,7 @@ class WorkerConfig:
     check_numerics: CheckNumerics = CheckNumerics.OFF
     check_numerics_limit: float | None = None
     num_threads: int | None = None
+    quantization: str | None = None
     # memory
     memory_fraction: float = 0.9
     num_blocks: int | None = None

@@ -12,6 +12,7 @@ import torch
 
 from model.checkpoint import resolve_checkpoint
 from model.config import DTYPES
+from model.linear import WeightFormat
 from model.loading import load_model
 from model.numerics import NumericFinding, default_limit
 from model.qwen2 import Qwen2ForCausalLM
@@ -72,7 +73,7 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -
     dtype = None if config.dtype is None else _dtype(config.dtype)
     model = load_model(folder, dtype=dtype, device=config.device, on_progress=_staged("loading_weights", on_progress))
     on_progress("packing_weights", None, None)
-    model.pack_weights()
+    model.pack_weights(WeightFormat.BF16 if config.quantization is None else _weight_format(config.quantization))
     return model
 
 
@@ -132,6 +133,12 @@ def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _weight_format(name: str) -> WeightFormat:
+    if name != WeightFormat.INT8.value:
+        raise ValueError(f"quantization {name!r} is not {WeightFormat.INT8.value}")
+    return WeightFormat.INT8
 
 
 def _staged(stage: str, on_progress: OnProgress) -> Callable[[int, int], None]:
