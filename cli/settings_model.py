@@ -23,6 +23,9 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", "Type of weights and activations; auto is the checkpoint's own", panel="Model"
     )
+    quantization: Literal["none", "int8"] = setting(
+        "none", "int8: keep a bf16 model's weights as 8-bit integers, on CPUs with AVX512-BF16", panel="Model"
+    )
     attention_backend: str = setting("auto", "Attention backend: auto, reference or sdpa", panel="Model")
     max_model_len: int | None = setting(
         None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1

@@ -19,6 +19,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         device=pick_device(settings.device) if settings.runner == "torch" else "cpu",
         dtype=None if settings.dtype == "auto" else settings.dtype,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
+        quantization=None if settings.quantization == "none" else settings.quantization,
         check_numerics=CheckNumerics(settings.check_numerics),
         check_numerics_limit=settings.check_numerics_limit,
         num_threads=settings.num_threads,

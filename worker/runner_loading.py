@@ -3,6 +3,7 @@
 Knows torch and the model, and nothing of sockets or requests.
 """
 
+import hashlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -43,16 +44,17 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     model = _load_weights(config, folder, on_progress)
     runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
     warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
+    fingerprint = _fingerprint(config, model)
     return Loaded(
         runner=runner,
         card=described.card(
             name=config.served_name or served_name(config.model),
-            fingerprint=model.fingerprint.hex(),
+            fingerprint=fingerprint.hex(),
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=scheduler.max_model_len,
         ),
         tokenizer_files=described.files,
-        fingerprint=model.fingerprint,
+        fingerprint=fingerprint,
         num_blocks=runner.config.num_blocks,
         block_size=config.block_size,
         scheduler=scheduler,
@@ -127,6 +129,13 @@ def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | No
     if config.check_numerics is CheckNumerics.OFF:
         return None
     return config.check_numerics_limit or default_limit(model.dtype)
+
+
+def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
+    """Workers whose weights are rounded differently must not pass for the same model."""
+    if config.quantization is None:
+        return model.fingerprint
+    return hashlib.blake2b(model.fingerprint + config.quantization.encode(), digest_size=32).digest()
 
 
 def _dtype(name: str) -> torch.dtype:

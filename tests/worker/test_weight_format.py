@@ -7,6 +7,7 @@ from model import load_model, resolve_checkpoint
 from model.cpu.panels import can_panel
 from model.linear import FormatUnavailable, WeightFormat
 from worker.config import WorkerConfig
+from worker.loaded import Loaded
 from worker.runner_loading import load_torch
 from worker.runner_memory import weights_bytes
 
@@ -15,7 +16,7 @@ needs_panels = pytest.mark.skipif(
 )
 
 
-def load(quantization: str | None, *, dtype: str | None = None) -> None:
+def load(quantization: str | None, *, dtype: str | None = None) -> Loaded:
     config = WorkerConfig(
         model="folio-chat",
         gateway_endpoints=(),
@@ -25,12 +26,12 @@ def load(quantization: str | None, *, dtype: str | None = None) -> None:
         dtype=dtype,
         quantization=quantization,
     )
-    load_torch(config, lambda stage, done, total: None)
+    return load_torch(config, lambda stage, done, total: None)
 
 
 @needs_panels
 def test_a_worker_runs_on_integers() -> None:
-    load("int8")
+    assert load("int8").card.fingerprint != load(None).card.fingerprint
 
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
