@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from model.cpu.library import native_library
+from model.cpu.native import native_library
 
 LANES = 16
 """Rows that the kernels work on are multiples of it."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from model.cpu.library import native_library
+from model.cpu.native import native_library
 
 PANEL = 32
 """Outputs of a panel, as in matmul.c."""

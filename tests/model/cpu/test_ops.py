@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from model.cpu import ops
-from model.cpu.library import native_library
+from model.cpu.native import native_library
 from model.kv_pool import write_kv
 from model.norm import plain_rms_norm
 from model.rope import RopeAngles, rotate
