@@ -15,14 +15,13 @@ from model.sampling import SamplingRows
 
 
 class TokenHistory:
-    """Every row's tokens, prompt and output. One numpy buffer with a torch view of the same memory.
+    """Every row's tokens, prompt and output. One numpy buffer.
 
     tokens_RT: int32. num_prompt_R: where the output starts. Entries past a row's length are stale.
     """
 
     def __init__(self, *, max_rows: int, max_len: int) -> None:
         self.tokens_RT = np.zeros((max_rows, max_len), np.int32)
-        self.view_RT = torch.from_numpy(self.tokens_RT)
         self.num_prompt_R = np.zeros(max_rows, np.int64)
 
     def put(self, row: int, token_ids_T: np.ndarray, num_prompt_tokens: int) -> None:

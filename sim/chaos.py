@@ -24,7 +24,6 @@ class Chaos:
         self._world = world
         self._pending: Counter[tuple[str, str]] = Counter()  # (task or "", point) that something happens at
         self._queries: set[asyncio.Task[None]] = set()
-        self._is_over = False
         self._actions: dict[FaultKind, Callable[[Fault], None]] = {
             FaultKind.CRASH: self._crash,
             FaultKind.CRASH_AT: self._crash_at,
@@ -56,7 +55,6 @@ class Chaos:
 
     def stop(self) -> None:
         """Everything is well again; what had to be replaced is replaced."""
-        self._is_over = True
         self._pending.clear()
         for seat in self._world.seats:
             if seat.life is not None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,14 @@ def shared() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip(f"reference data is not at {folder} (set OCTAVO_SHARED)")
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: on small tensors, and on a busy machine, two mostly wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

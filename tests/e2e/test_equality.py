@@ -2,11 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from octavo import AsyncClient
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 
@@ -18,11 +16,8 @@ BLOCK_SIZE = 4
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Path) -> Iterator[Qwen2ForCausalLM]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # its matrices are too small to share
-    yield load_model(tiny_checkpoint)
-    torch.set_num_threads(num_threads)
+def model(tiny_checkpoint: Path, one_thread: None) -> Qwen2ForCausalLM:
+    return load_model(tiny_checkpoint)
 
 
 def make_prompts(seed: int) -> list[list[int]]:

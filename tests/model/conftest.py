@@ -1,6 +1,5 @@
 """Fixtures for the tests of the model."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,8 @@ from tests.support.checkpoints import tiny_config, write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small: on a busy machine two threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def small_tensors(one_thread: None) -> None:
+    """All tests of the model compute on small tensors."""
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The torch runner on plans made by hand: whole results, isolation of rows, errors."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +16,8 @@ from worker.runner import RunnerError, RunnerOutOfMemory
 from worker.runner_warmup import warm_up
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 300  # of the tokenizer; the embedding has more rows
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -32,15 +33,6 @@ CONFIG = Qwen2Config(
     tie_word_embeddings=True,
 )
 GREEDY = Sampling(temperature=0.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on matrices of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Scheduler, block manager and torch runner together: a pool too small, prefixes shared, plans made ahead."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,8 @@ from tests.support import slow_sampler
 from tests.support.scheduling import World, WorldConfig
 from worker.oracle_model import OracleModel
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 120
 CONFIG = Qwen2Config(
@@ -33,15 +34,6 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.7},
     {"temperature": 0.9, "seed": 6, "top_k": 12, "top_p": 0.9},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on matrices of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
