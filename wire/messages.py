@@ -38,6 +38,31 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # ---------------------------------------------------------------- both ways, inside others
 
 
+class GrammarKind(IntEnum):
+    """How a Grammar's source is written."""
+
+    JSON_SCHEMA = 1
+    JSON_OBJECT = 2  # no source
+    REGEX = 3
+    EBNF = 4
+    CHOICE = 5  # source: a JSON array of strings
+    TOOL_CALLS = 6  # source: JSON, made by the gateway from the tools of a chat
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an output must look like."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
+class Pooling(IntEnum):
+    """What of the last hidden state becomes an embedding."""
+
+    LAST_TOKEN = 1
+    MEAN = 2
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one output's tokens are chosen and when it stops by token; checked by the gateway, complete (no defaults
     of the model left to fill in)."""
@@ -55,6 +80,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: none; 0: the chosen token's only
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    typical_p: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that never appear
+    grammar: Grammar | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +136,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    inter_token_p50_s: float = 0.0
+    inter_token_p99_s: float = 0.0
+    block_seconds: float = 0.0
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -166,6 +200,8 @@ class StepOutput(Message, frozen=True, kw_only=True):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, for those who asked, one per token
     started: tuple[int, ...] = ()  # handles scheduled for the first time
     finished: tuple[Finished, ...] = ()  # after the tokens above
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, from the second token of the prompt on
+    embeddings: dict[int, bytes] = {}  # by handle: float32[hidden size]
 
 
 class KvEvents(Message, frozen=True, kw_only=True):
@@ -220,7 +256,11 @@ class NeedTokenizer(Message, frozen=True, kw_only=True):
 
 
 class Run(Message, frozen=True, kw_only=True):
-    """Generate one output."""
+    """Generate one output, or several from one prompt, or turn the prompt into a vector.
+
+    fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks. pooling: nothing
+    is sampled, the prompt's embedding is sent; sampling means nothing then.
+    """
 
     handle: int
     request_id: str
@@ -229,6 +269,8 @@ class Run(Message, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # remaining at the time of sending
+    fork_handles: tuple[int, ...] = ()
+    pooling: Pooling | None = None
 
 
 class Cancel(Message, frozen=True, kw_only=True):

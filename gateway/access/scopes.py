@@ -20,6 +20,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
     "octavo.v1.InferenceService": {
         "Generate": Scope.GENERATE,
         "Complete": Scope.GENERATE,
+        "Embed": Scope.GENERATE,
         "Tokenize": Scope.GENERATE,
         "Detokenize": Scope.GENERATE,
     },

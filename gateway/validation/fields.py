@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.errors import InvalidRequest, Violation
+from gateway.validation.rules import not_served
 from gateway.validation.table import TABLE
 
 MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message does not make a long answer
@@ -55,7 +56,10 @@ def _is_set(message: Message, name: str) -> bool:
 
 
 def _field_violations(field: FieldDescriptor, value: object, path: str) -> Iterator[Violation]:
-    if not field.is_repeated:
+    assert field.containing_type is not None
+    if TABLE[field.containing_type.full_name].fields[field.name] is not_served:
+        yield Violation(field=path, description="is not supported")
+    elif not field.is_repeated:
         yield from _value_violations(field, value, path)
     elif field.message_type is not None or field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         for index, element in enumerate(value):  # type: ignore[arg-type, var-annotated]

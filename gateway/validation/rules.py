@@ -24,6 +24,11 @@ def anything(value: object) -> str | None:
     return None
 
 
+def not_served(value: object) -> str | None:
+    """The field is part of the contract, and this gateway does not serve it."""
+    return "is not supported"
+
+
 @dataclass(frozen=True, slots=True)
 class InRange:
     """A finite number in [low, high]."""

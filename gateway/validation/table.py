@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 
 from octavo.v1 import inference_pb2
 
-from gateway.validation.rules import Above, Count, InRange, OneOf, Rule, Utf8Bytes, Visible, anything, json_object
+from gateway.validation.rules import (
+    Above,
+    Count,
+    InRange,
+    OneOf,
+    Rule,
+    Utf8Bytes,
+    Visible,
+    anything,
+    json_object,
+    not_served,
+)
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 256
@@ -45,13 +56,35 @@ TABLE: dict[str, MessageRules] = {
             "output": anything,
             "priority": InRange(-100, 100),
             "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
+            "num_outputs": not_served,
+            "constraint": anything,
+            "timeout_s": not_served,
+            "return_partial_on_deadline": not_served,
+            "truncate_prompt_tokens": not_served,
         },
         required_oneofs=("input",),
     ),
+    "octavo.v1.Constraint": MessageRules(
+        fields={
+            "json_schema": not_served,
+            "json_object": not_served,
+            "regex": not_served,
+            "ebnf": not_served,
+            "choice": anything,
+        },
+        required_oneofs=("kind",),
+    ),
+    "octavo.v1.Choice": MessageRules(fields={"options": not_served}),
     "octavo.v1.CompleteRequest": MessageRules(fields={"generate": anything}, required=("generate",)),
     "octavo.v1.TokenIds": MessageRules(fields={"ids": anything}, counts={"ids": Count(1, ANY_NUMBER)}),
     "octavo.v1.Chat": MessageRules(
-        fields={"messages": anything, "tools": anything, "add_generation_prompt": anything},
+        fields={
+            "messages": anything,
+            "tools": anything,
+            "add_generation_prompt": anything,
+            "tool_choice": not_served,
+            "tool_name": not_served,
+        },
         counts={"messages": Count(1, 10_000), "tools": Count(0, 1_000)},
     ),
     "octavo.v1.ChatMessage": MessageRules(
@@ -81,6 +114,10 @@ TABLE: dict[str, MessageRules] = {
             "repetition_penalty": Above(0, 100),
             "presence_penalty": InRange(-10, 10),
             "frequency_penalty": InRange(-10, 10),
+            "typical_p": not_served,
+            "logit_bias": not_served,
+            "allowed_token_ids": not_served,
+            "bad_words": not_served,
         }
     ),
     "octavo.v1.StopConditions": MessageRules(
@@ -90,6 +127,7 @@ TABLE: dict[str, MessageRules] = {
             "strings": Utf8Bytes(1, MAX_STOP_STRING_BYTES),
             "token_ids": anything,
             "ignore_eos": anything,
+            "include_stop": not_served,
         },
         counts={"strings": Count(0, MAX_STOP_STRINGS), "token_ids": Count(0, MAX_STOP_TOKEN_IDS)},
     ),
@@ -98,7 +136,28 @@ TABLE: dict[str, MessageRules] = {
             "format": OneOf(inference_pb2.OutputFormat.DESCRIPTOR),
             "logprobs": InRange(0, MAX_LOGPROBS),
             "skip_special_tokens": anything,
+            "prompt_logprobs": not_served,
+            "echo": not_served,
+            "return_prompt": not_served,
+            "parse_tool_calls": not_served,
         }
+    ),
+    "octavo.v1.EmbedRequest": MessageRules(
+        fields={
+            "request_id": _REQUEST_ID,
+            "model": _MODEL,
+            "inputs": anything,
+            "pooling": not_served,
+            "normalize": not_served,
+            "truncate_prompt_tokens": not_served,
+            "priority": InRange(-100, 100),
+            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
+            "timeout_s": not_served,
+        },
+        counts={"inputs": Count(1, 256)},
+    ),
+    "octavo.v1.EmbedInput": MessageRules(
+        fields={"text": not_served, "token_ids": anything, "chat": anything}, required_oneofs=("input",)
     ),
     "octavo.v1.TokenizeRequest": MessageRules(
         fields={"model": _MODEL, "text": anything, "chat": anything}, required_oneofs=("input",)

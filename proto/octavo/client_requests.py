@@ -19,7 +19,12 @@ _FORMATS = {
     "token_ids": inference_pb2.OUTPUT_FORMAT_TOKEN_IDS,
     "text_and_token_ids": inference_pb2.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS,
 }
-_SAMPLING = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name.keys()
+_PLAIN = (
+    "request_id", "model", "priority", "cache_salt", "num_outputs", "return_partial_on_deadline",
+    "truncate_prompt_tokens",
+)  # fmt: skip
+_SAMPLING_LISTS = ("allowed_token_ids", "bad_words")
+_SAMPLING = {*inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {*_SAMPLING_LISTS, "logit_bias"}
 
 
 class GenerateFields(TypedDict, total=False):
@@ -42,16 +47,28 @@ class GenerateFields(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    typical_p: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     max_tokens: int
     min_tokens: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    include_stop: bool
     output: str
     logprobs: int
     skip_special_tokens: bool
+    prompt_logprobs: int
+    echo: bool
+    return_prompt: bool
+    parse_tool_calls: bool
     priority: int
     cache_salt: str
+    num_outputs: int
+    return_partial_on_deadline: bool
+    truncate_prompt_tokens: int
 
 
 def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
@@ -63,11 +80,10 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
     given = dict(fields)
     request = inference_pb2.GenerateRequest()
     _set_input(request, given)
-    for name in ("request_id", "model", "priority", "cache_salt"):
+    for name in _PLAIN:
         if name in given:
             setattr(request, name, given.pop(name))
-    for name in sorted(_SAMPLING & given.keys()):
-        setattr(request.sampling, name, given.pop(name))
+    _set_sampling(request.sampling, given)
     _set_stop(request.stop, given)
     _set_output(request.output, given)
     if given:
@@ -98,8 +114,17 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict) -> None:
         request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
 
 
+def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict) -> None:
+    for name in sorted(_SAMPLING & given.keys()):
+        setattr(sampling, name, given.pop(name))
+    for name in _SAMPLING_LISTS:
+        if name in given:
+            getattr(sampling, name).extend(given.pop(name))
+    sampling.logit_bias.update(given.pop("logit_bias", {}))
+
+
 def _set_stop(stop: inference_pb2.StopConditions, given: dict) -> None:
-    for name in ("max_tokens", "min_tokens", "ignore_eos"):
+    for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop"):
         if name in given:
             setattr(stop, name, given.pop(name))
     for name, repeated in (("stop", stop.strings), ("stop_token_ids", stop.token_ids)):
@@ -108,7 +133,7 @@ def _set_stop(stop: inference_pb2.StopConditions, given: dict) -> None:
 
 
 def _set_output(output: inference_pb2.OutputOptions, given: dict) -> None:
-    for name in ("logprobs", "skip_special_tokens"):
+    for name in ("logprobs", "skip_special_tokens", "prompt_logprobs", "echo", "return_prompt", "parse_tool_calls"):
         if name in given:
             setattr(output, name, given.pop(name))
     if "output" in given:

@@ -192,6 +192,10 @@ class Receipt(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_P50_S_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_P99_S_FIELD_NUMBER: _builtins.int
+    BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that ran the request."""
     model_fingerprint: _builtins.str
@@ -214,6 +218,14 @@ class Receipt(_message.Message):
     """Times that the request lost its blocks to others and was computed again."""
     seed: _builtins.int
     """Seed that sampling used (also where the request gave none)."""
+    inter_token_p50_s: _builtins.float
+    """Median of the seconds between two tokens that the worker gave; 0 below two tokens."""
+    inter_token_p99_s: _builtins.float
+    """99th percentile of the same."""
+    block_seconds: _builtins.float
+    """KV blocks held, times the seconds that they were held: what the request cost in memory."""
+    migrations: _builtins.int
+    """Times that the request moved to another worker, or to a restarted one."""
     def __init__(
         self,
         *,
@@ -228,10 +240,14 @@ class Receipt(_message.Message):
         computed_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         seed: _builtins.int = ...,
+        inter_token_p50_s: _builtins.float = ...,
+        inter_token_p99_s: _builtins.float = ...,
+        block_seconds: _builtins.float = ...,
+        migrations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "decode_s", b"decode_s", "gateway_s", b"gateway_s", "model_fingerprint", b"model_fingerprint", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "seed", b"seed", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_seconds", b"block_seconds", "computed_tokens", b"computed_tokens", "decode_s", b"decode_s", "gateway_s", b"gateway_s", "inter_token_p50_s", b"inter_token_p50_s", "inter_token_p99_s", b"inter_token_p99_s", "migrations", b"migrations", "model_fingerprint", b"model_fingerprint", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "seed", b"seed", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

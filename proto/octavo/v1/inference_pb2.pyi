@@ -20,6 +20,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
+    """AUTO where there are tools, else NONE."""
+    TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 1
+    """The model decides; calls are parsed from its output."""
+    TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
+    """Tools are not told to the model, and nothing is parsed."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
+    """At least one call, of any tool: the output is constrained to calls whose arguments validate."""
+    TOOL_CHOICE_NAMED: _ToolChoice.ValueType  # 4
+    """One call of `tool_name`: the output is constrained to it."""
+
+class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
+    """Whether the model may call tools."""
+
+TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
+"""AUTO where there are tools, else NONE."""
+TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
+"""The model decides; calls are parsed from its output."""
+TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
+"""Tools are not told to the model, and nothing is parsed."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
+"""At least one call, of any tool: the output is constrained to calls whose arguments validate."""
+TOOL_CHOICE_NAMED: ToolChoice.ValueType  # 4
+"""One call of `tool_name`: the output is constrained to it."""
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
 class _ChatRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -92,6 +124,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The model's end token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """`max_tokens` or the end of the context."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """The output ended as STOP does, and holds at least one complete tool call."""
+    FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
+    """The deadline passed; sent only where `return_partial_on_deadline` asks for it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an output ended."""
@@ -102,7 +138,35 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """The model's end token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens` or the end of the context."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""The output ended as STOP does, and holds at least one complete tool call."""
+FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
+"""The deadline passed; sent only where `return_partial_on_deadline` asks for it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """LAST_TOKEN."""
+    POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
+    """The last token's hidden state, after the final norm."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean over all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """What becomes the vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""LAST_TOKEN."""
+POOLING_LAST_TOKEN: Pooling.ValueType  # 1
+"""The last token's hidden state, after the final norm."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean over all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -120,6 +184,11 @@ class GenerateRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUTS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    RETURN_PARTIAL_ON_DEADLINE_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the caller: at most 128 visible ASCII characters, unique among the requests in flight; unset: one is
     made. The initial metadata `x-request-id` tells it.
@@ -134,6 +203,18 @@ class GenerateRequest(_message.Message):
     """Higher runs first, and preempts last. Default 0; in [-100, 100]."""
     cache_salt: _builtins.str
     """Requests share cached prefixes only with requests of the same salt; at most 128 bytes. Default: the common one."""
+    num_outputs: _builtins.int
+    """Outputs for this prompt, in [1, 128]; the prompt is computed and held once. Output i draws with seed + i. Default 1."""
+    timeout_s: _builtins.float
+    """Seconds from arrival until the request ends with DEADLINE, in (0, 86400]; the call's own gRPC deadline holds too,
+    whichever is first. Unset: the gRPC deadline alone.
+    """
+    return_partial_on_deadline: _builtins.bool
+    """At the deadline give what there is, with finish reason DEADLINE, just before the deadline of the wire, instead of
+    the status DEADLINE_EXCEEDED. Default false.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Keep only this many last tokens of the prompt, at least 1; unset: all, and a prompt that is too long is refused."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Token ids, used as they are."""
@@ -156,6 +237,10 @@ class GenerateRequest(_message.Message):
     def output(self) -> Global___OutputOptions:
         """What to send back."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the output must look like; unset: anything."""
+
     def __init__(
         self,
         *,
@@ -169,21 +254,112 @@ class GenerateRequest(_message.Message):
         output: Global___OutputOptions | None = ...,
         priority: _builtins.int | None = ...,
         cache_salt: _builtins.str = ...,
+        num_outputs: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
+        timeout_s: _builtins.float | None = ...,
+        return_partial_on_deadline: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "chat", b"chat", "input", b"input", "output", b"output", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "_priority", b"_priority", "_return_partial_on_deadline", b"_return_partial_on_deadline", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "input", b"input", "num_outputs", b"num_outputs", "output", b"output", "priority", b"priority", "return_partial_on_deadline", b"return_partial_on_deadline", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "_priority", b"_priority", "_return_partial_on_deadline", b"_return_partial_on_deadline", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "num_outputs", b"num_outputs", "output", b"output", "priority", b"priority", "request_id", b"request_id", "return_partial_on_deadline", b"return_partial_on_deadline", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_outputs: _TypeAlias = _typing.Literal["num_outputs"]  # noqa: Y015
+    _WhichOneofArgType__num_outputs: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__return_partial_on_deadline: _TypeAlias = _typing.Literal["return_partial_on_deadline"]  # noqa: Y015
+    _WhichOneofArgType__return_partial_on_deadline: _TypeAlias = _typing.Literal["_return_partial_on_deadline", b"_return_partial_on_deadline"]  # noqa: Y015
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_outputs) -> _WhichOneofReturnType__num_outputs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_partial_on_deadline) -> _WhichOneofReturnType__return_partial_on_deadline | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What an output must look like. The end token is allowed where the output is complete, and forced where nothing else
+    may follow. Keywords and syntax that are not supported are refused by name, before anything is generated.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON value that validates under this JSON schema, given as JSON text; at most 65,536 bytes, nested at most 16
+    deep.
+    """
+    json_object: _builtins.bool
+    """Any JSON object; must be true."""
+    regex: _builtins.str
+    """Text that matches this regular expression as a whole; at most 4,096 bytes."""
+    ebnf: _builtins.str
+    """Text of this grammar, in GBNF (the EBNF of llama.cpp), from its rule `root`; at most 65,536 bytes."""
+    @_builtins.property
+    def choice(self) -> Global___Choice:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+        choice: Global___Choice | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "ebnf", "choice"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class Choice(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At least one, at most 1,024, of at most 4,096 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        options: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
@@ -194,8 +370,14 @@ class Chat(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the template opens the assistant's turn. Default true."""
+    tool_choice: Global___ToolChoice.ValueType
+    """Whether the model may call tools. Default AUTO where there are tools."""
+    tool_name: _builtins.str
+    """The tool that must be called; belongs to tool_choice NAMED."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """At least one message, oldest first."""
@@ -210,10 +392,12 @@ class Chat(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools: _abc.Iterable[Global___ToolDefinition] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        tool_choice: Global___ToolChoice.ValueType = ...,
+        tool_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -323,6 +507,26 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -331,6 +535,10 @@ class SamplingParams(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; in [0, 100]."""
     top_p: _builtins.float
@@ -347,6 +555,24 @@ class SamplingParams(_message.Message):
     """Subtracted from logits of tokens seen in the output; in [-10, 10], 0 is off."""
     frequency_penalty: _builtins.float
     """Subtracted per occurrence in the output; in [-10, 10], 0 is off."""
+    typical_p: _builtins.float
+    """Keep the smallest set of tokens whose information content is closest to the expected one and whose probabilities
+    reach this (locally typical sampling, arXiv:2202.00666); in (0, 1], 1 is off.
+    """
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, in [-100, 100]; at most 1,024 entries."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these token ids are ever sampled; at most 65,536; empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts whose tokens (with and without a space in front) never appear in this order in the output; at most 64 of at
+        most 256 bytes each.
+        """
+
     def __init__(
         self,
         *,
@@ -358,10 +584,14 @@ class SamplingParams(_message.Message):
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float | None = ...,
         frequency_penalty: _builtins.float | None = ...,
+        typical_p: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -379,6 +609,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__typical_p: _TypeAlias = _typing.Literal["typical_p"]  # noqa: Y015
+    _WhichOneofArgType__typical_p: _TypeAlias = _typing.Literal["_typical_p", b"_typical_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
@@ -395,6 +627,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_p) -> _WhichOneofReturnType__typical_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
@@ -409,6 +643,7 @@ class StopConditions(_message.Message):
     STRINGS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Tokens to generate at most, at least 1; unset: to the end of the context, which also ends larger values (reason
     LENGTH).
@@ -419,6 +654,8 @@ class StopConditions(_message.Message):
     """
     ignore_eos: _builtins.bool
     """Go on after the model's end tokens. Default false."""
+    include_stop: _builtins.bool
+    """Leave the stop string, or the text of the stop token, at the end of the text. Default false."""
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ends before the first of these strings, which is not part of the text; at most 64 of at most 256 bytes each. First
@@ -439,19 +676,24 @@ class StopConditions(_message.Message):
         strings: _abc.Iterable[_builtins.str] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool | None = ...,
+        include_stop: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "strings", b"strings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
+    _WhichOneofReturnType__include_stop: _TypeAlias = _typing.Literal["include_stop"]  # noqa: Y015
+    _WhichOneofArgType__include_stop: _TypeAlias = _typing.Literal["_include_stop", b"_include_stop"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop) -> _WhichOneofReturnType__include_stop | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
@@ -468,29 +710,65 @@ class OutputOptions(_message.Message):
     FORMAT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    RETURN_PROMPT_FIELD_NUMBER: _builtins.int
+    PARSE_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     format: Global___OutputFormat.ValueType
     """Text, ids or both. Default text."""
     logprobs: _builtins.int
     """Log-probabilities of the chosen token and of this many most probable ones per position, 0 to 20; unset: none."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Default true."""
+    prompt_logprobs: _builtins.int
+    """Log-probabilities of the prompt's tokens and of this many most probable ones per position, 0 to 20; unset: none. The
+    prompt is computed whole then, without the prefix cache.
+    """
+    echo: _builtins.bool
+    """Begin the output with the prompt: its text, its ids, and its log-probabilities where `prompt_logprobs` asks for them.
+    Default false.
+    """
+    return_prompt: _builtins.bool
+    """Tell the rendered prompt and its ids in Started. Default false."""
+    parse_tool_calls: _builtins.bool
+    """Parse tool calls out of the text of a chat with tools, into Delta.tool_calls. Default true."""
     def __init__(
         self,
         *,
         format: Global___OutputFormat.ValueType = ...,
         logprobs: _builtins.int | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        echo: _builtins.bool | None = ...,
+        return_prompt: _builtins.bool | None = ...,
+        parse_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_logprobs", b"_logprobs", "_parse_tool_calls", b"_parse_tool_calls", "_prompt_logprobs", b"_prompt_logprobs", "_return_prompt", b"_return_prompt", "_skip_special_tokens", b"_skip_special_tokens", "echo", b"echo", "logprobs", b"logprobs", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs", "return_prompt", b"return_prompt", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "format", b"format", "logprobs", b"logprobs", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_logprobs", b"_logprobs", "_parse_tool_calls", b"_parse_tool_calls", "_prompt_logprobs", b"_prompt_logprobs", "_return_prompt", b"_return_prompt", "_skip_special_tokens", b"_skip_special_tokens", "echo", b"echo", "format", b"format", "logprobs", b"logprobs", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs", "return_prompt", b"return_prompt", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
+    _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__parse_tool_calls: _TypeAlias = _typing.Literal["parse_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parse_tool_calls: _TypeAlias = _typing.Literal["_parse_tool_calls", b"_parse_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__return_prompt: _TypeAlias = _typing.Literal["return_prompt"]  # noqa: Y015
+    _WhichOneofArgType__return_prompt: _TypeAlias = _typing.Literal["_return_prompt", b"_return_prompt"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__echo) -> _WhichOneofReturnType__echo | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_tool_calls) -> _WhichOneofReturnType__parse_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_prompt) -> _WhichOneofReturnType__return_prompt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
 
@@ -515,7 +793,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Last, exactly once."""
+        """Last of an output, exactly once for each."""
 
     def __init__(
         self,
@@ -543,22 +821,32 @@ class Started(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     model: _builtins.str
     """Model that answers."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
+    prompt_text: _builtins.str
+    """The prompt as text, templates rendered, where `return_prompt` asks for it; empty for prompts of ids."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's ids, where `return_prompt` asks for them."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         model: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
+        prompt_text: _builtins.str = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -573,10 +861,15 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that follows what was sent before; never part of a character or of a stop string. How the output is cut into
     Deltas depends on load: one a token when there is none.
     """
+    output_index: _builtins.int
+    """Which output this is, in [0, num_outputs)."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated since the last Delta; text may lag behind them."""
@@ -585,20 +878,65 @@ class Delta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One per token since the last Delta, where asked for."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Pieces of tool calls; their text is not part of `text`."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """The prompt's log-probabilities from its second token on, where asked for, in the first Delta of output 0."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        output_index: _builtins.int = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "output_index", b"output_index", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """A piece of a tool call. The first piece of a call carries its id and name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    call_index: _builtins.int
+    """Which call of this output, from 0."""
+    id: _builtins.str
+    """Id of the call, made by the gateway."""
+    name: _builtins.str
+    """Name of the function."""
+    arguments_json: _builtins.str
+    """What follows in the arguments' JSON text."""
+    def __init__(
+        self,
+        *,
+        call_index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "call_index", b"call_index", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -670,8 +1008,11 @@ class Finished(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why it ended."""
+    output_index: _builtins.int
+    """Which output this is, in [0, num_outputs)."""
     @_builtins.property
     def stop(self) -> Global___StopMatch:
         """The stop string or token that ended it, where reason is STOP."""
@@ -691,10 +1032,11 @@ class Finished(_message.Message):
         stop: Global___StopMatch | None = ...,
         usage: _common_pb2.Usage | None = ...,
         receipt: _common_pb2.Receipt | None = ...,
+        output_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "receipt", b"receipt", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_index", b"output_index", "reason", b"reason", "receipt", b"receipt", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,12 +1106,19 @@ class CompleteResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FURTHER_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     model: _builtins.str
     """Model that answered."""
     text: _builtins.str
     """All text, where asked for."""
+    prompt_text: _builtins.str
+    """The prompt as text, where `return_prompt` asks for it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens, where asked for."""
@@ -782,6 +1131,22 @@ class CompleteResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """How it ended."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Its tool calls."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """The prompt's log-probabilities from its second token on, where asked for."""
+
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's ids, where `return_prompt` asks for them."""
+
+    @_builtins.property
+    def further_outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FurtherOutput]:
+        """Outputs 1 and up, where `num_outputs` asks for them; the fields above are those of output 0."""
+
     def __init__(
         self,
         *,
@@ -791,14 +1156,240 @@ class CompleteResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finished: Global___Finished | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_text: _builtins.str = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        further_outputs: _abc.Iterable[Global___FurtherOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "model", b"model", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "further_outputs", b"further_outputs", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
+
+@_typing.final
+class FurtherOutput(_message.Message):
+    """An output after the first one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """All text, where asked for."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All tokens, where asked for."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One per token, where asked for."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Its tool calls."""
+
+    @_builtins.property
+    def finished(self) -> Global___Finished:
+        """How it ended."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        finished: Global___Finished | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FurtherOutput: _TypeAlias = FurtherOutput  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Texts to turn into vectors. They are batched with all other work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id chosen by the caller, as in GenerateRequest."""
+    model: _builtins.str
+    """Name of the model; unset: the only one."""
+    pooling: Global___Pooling.ValueType
+    """What of the last hidden state becomes the vector. Default LAST_TOKEN."""
+    normalize: _builtins.bool
+    """Scale vectors to length 1. Default true."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep only this many last tokens of every input, at least 1; unset: all, and an input that is too long is refused."""
+    priority: _builtins.int
+    """As in GenerateRequest."""
+    cache_salt: _builtins.str
+    """As in GenerateRequest."""
+    timeout_s: _builtins.float
+    """As in GenerateRequest."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """One vector for each; at least 1, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        priority: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "_priority", b"_priority", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "normalize", b"normalize", "priority", b"priority", "timeout_s", b"timeout_s", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "_priority", b"_priority", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "timeout_s", b"timeout_s", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Plain text, as GenerateRequest.text."""
+    @_builtins.property
+    def token_ids(self) -> _common_pb2.TokenIds:
+        """Token ids, used as they are."""
+
+    @_builtins.property
+    def chat(self) -> Global___Chat:
+        """Chat messages, rendered by the checkpoint's own template."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _common_pb2.TokenIds | None = ...,
+        chat: Global___Chat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """Vectors, in the order of the inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    model: _builtins.str
+    """Model that answered."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One for each input."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """One vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As long as the model's hidden size."""
+
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage:
+        """Tokens counted."""
+
+    @_builtins.property
+    def receipt(self) -> _common_pb2.Receipt:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        usage: _common_pb2.Usage | None = ...,
+        receipt: _common_pb2.Receipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt", "usage", b"usage", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=octavo_dot_v1_dot_inference__pb2.CompleteRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_inference__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/octavo.v1.InferenceService/Embed',
+                request_serializer=octavo_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/octavo.v1.InferenceService/Tokenize',
                 request_serializer=octavo_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -62,7 +67,8 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams one output: one Started, any number of Delta, exactly one Finished; or a status that is not OK.
+        """Streams outputs: one Started, any number of Delta, exactly one Finished for each output; or a status that is not
+        OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +76,13 @@ class InferenceServiceServicer:
 
     def Complete(self, request, context):
         """The same as Generate, answered in one message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns texts into vectors with the model's last hidden state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +114,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Complete,
                     request_deserializer=octavo_dot_v1_dot_inference__pb2.CompleteRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_inference__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=octavo_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -168,6 +186,33 @@ class InferenceService:
             '/octavo.v1.InferenceService/Complete',
             octavo_dot_v1_dot_inference__pb2.CompleteRequest.SerializeToString,
             octavo_dot_v1_dot_inference__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.InferenceService/Embed',
+            octavo_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            octavo_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
