@@ -13,6 +13,7 @@ import torch
 
 from model.config_fields import ConfigFields
 from model.errors import CheckpointError, ConfigError
+from model.quantization.settings import GroupSettings, parse_quantization
 from model.rope_scaling import YarnScaling, parse_rope
 
 DTYPES: dict[str, torch.dtype] = {
@@ -30,6 +31,7 @@ class Qwen2Config:
     rope_theta: base of the rotary frequencies. yarn: the long-context recipe, None without it.
     dtype: what the checkpoint says that it is meant to be computed in; None where it does not say.
     eos_token_ids: of config.json alone; generation_config.json may name more.
+    quantization: how the checkpoint's matrices are packed; None where they are plain.
     """
 
     vocab_size: int
@@ -46,6 +48,7 @@ class Qwen2Config:
     tie_word_embeddings: bool = False
     dtype: torch.dtype | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: GroupSettings | None = None
 
     def __post_init__(self) -> None:
         """Check what only holds between fields. Raises ConfigError."""
@@ -94,6 +97,7 @@ class Qwen2Config:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             dtype=parse_dtype(fields),
             eos_token_ids=fields.token_ids("eos_token_id"),
+            quantization=parse_quantization(fields),
         )
 
 
@@ -145,5 +149,3 @@ def refuse_what_is_not_supported(fields: ConfigFields) -> None:
     layer_types = fields.value("layer_types") if fields.has("layer_types") else []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ConfigError("layer_types", "only 'full_attention' layers are supported")
-    if fields.has("quantization_config"):
-        raise ConfigError("quantization_config", "quantised checkpoints are not supported")

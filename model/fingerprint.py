@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model.linear import Linear
+from model.quantization.grouped import GroupedWeight
+
 if TYPE_CHECKING:
     from model.qwen2 import Qwen2ForCausalLM
 
@@ -27,11 +30,24 @@ DIGEST_BYTES = 32
 def fingerprint(model: "Qwen2ForCausalLM") -> bytes:
     """32 bytes (BLAKE2b). Take it before the weights are packed."""
     config = asdict(model.config) | {"dtype": None, "eos_token_ids": None}  # which say nothing about keys and values
+    if config["quantization"] is None:
+        del config["quantization"]
     digest = hashlib.blake2b(repr((sorted(config.items()), str(model.dtype))).encode(), digest_size=DIGEST_BYTES)
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(sample_bytes(parameter.data))
+    for name, tensor in sorted((*model.named_parameters(), *quantized_tensors(model)), key=lambda pair: pair[0]):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(sample_bytes(tensor.data))
     return digest.digest()
+
+
+def quantized_tensors(model: "Qwen2ForCausalLM") -> list[tuple[str, torch.Tensor]]:
+    """What matrices that were loaded in fewer bits consist of; their biases are parameters."""
+    return [
+        (f"{name}.{part}", tensor)
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and isinstance(module.quantized, GroupedWeight)
+        for part, tensor in module.quantized.named_tensors()
+        if part != "bias"
+    ]
 
 
 def sample_bytes(tensor: torch.Tensor) -> bytes:

@@ -16,13 +16,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.cpu.panels import can_panel, pack_bf16, pack_int8
+from model.quantization.grouped import GroupedWeight
 
 
 class WeightFormat(Enum):
-    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact."""
+    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact. FP8: e4m3 with
+    a scale per output, which only the steps of model/gpu multiply with."""
 
     BF16 = "bf16"
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class FormatUnavailable(ValueError):
@@ -82,6 +85,20 @@ class Linear(nn.Module):
             if self._packed is not None:
                 del self.weight
 
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give a weight that has only a shape (on the meta device) its memory."""
+        self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
+
+    def hold(self, weight: GroupedWeight) -> None:
+        """Take a quantised weight instead of the plain one, with this layer's bias. Packing changes nothing then."""
+        self._packed = weight.with_bias(self.bias)
+        del self.weight
+
+    @property
+    def quantized(self) -> GroupedWeight | None:
+        """The weight that `hold` was given."""
+        return self._packed if isinstance(self._packed, GroupedWeight) else None
+
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copy; 0 where there is none."""
@@ -90,6 +107,8 @@ class Linear(nn.Module):
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat) -> Packed | None:
     """The best layout here; None where that is the plain one."""
+    if wanted is WeightFormat.FP8:
+        raise FormatUnavailable("fp8 weights need a CUDA device of compute capability 8.9 or more; a CPU has int8")
     if wanted is WeightFormat.INT8:
         if not can_panel(weight):
             raise FormatUnavailable("int8 weights need a bf16 model, a C compiler and a CPU with AVX512-BF16")

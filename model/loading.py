@@ -4,7 +4,7 @@ is not a weight's is named in one error, before any weight is read.
 Must not know: hubs, requests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch
 from model.config import load_config
 from model.errors import CheckpointError
 from model.fingerprint import fingerprint
-from model.qwen2 import Qwen2ForCausalLM
+from model.packed_loading import Packed, PackedWeights, packed_dtype
+from model.qwen2 import LayerMatrices, Qwen2ForCausalLM
 from model.safetensors_file import TORCH_DTYPES
 from model.shards import Shards, open_shards
 from model.weight_names import EMBEDDING, HEAD, destinations
@@ -43,21 +44,28 @@ def load_model(
     device: torch.device | str = "cpu",
     on_progress: OnBytes = ignore_progress,
     weight_scan: WeightScan = WeightScan.OFF,
+    packed: Packed = Packed.UNPACKED,
 ) -> Qwen2ForCausalLM:
-    """Load a Qwen2.5 checkpoint in HF layout: config.json and safetensors, single or sharded.
+    """Load a Qwen2.5 checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
+    or AWQ.
 
-    dtype: what to compute in; None takes the config's, bf16 where it has none. Raises CheckpointError (ConfigError for
-    config.json); nothing of the folder is ever executed.
+    dtype: what to compute in; None takes the config's, bf16 where it has none or the checkpoint is packed (it names
+    float16 for the sake of its kernels; Qwen2.5 was made in bf16). packed: what becomes of packed matrices.
+    Raises CheckpointError (ConfigError for config.json); nothing of the folder is ever executed.
     """
     folder = Path(folder)
     config = load_config(folder)
     with ExitStack() as stack:
         shards = open_shards(folder, stack)
-        chosen = dtype or config.dtype or torch.bfloat16
-        shapes = expected_shapes(Qwen2ForCausalLM(config, dtype=chosen, device="meta"))
+        chosen = dtype or (None if config.quantization else config.dtype) or torch.bfloat16
+        plain = Qwen2ForCausalLM(config, dtype=chosen, device="meta")
+        weights = PackedWeights.of(plain)
+        shapes = weights.replace_shapes(expected_shapes(plain))
         check_tensors(shards, shapes)
-        model = Qwen2ForCausalLM(config, dtype=chosen, device=device)
-        read_weights(shards, model, on_progress)
+        matrices = LayerMatrices.DEFERRED if weights.is_any else LayerMatrices.ALLOCATED
+        model = Qwen2ForCausalLM(config, dtype=chosen, device=device, layer_matrices=matrices)
+        names_read = weights.read(shards, model, packed, on_progress)
+        read_weights(shards, model, on_progress, done_before=names_read)
     if weight_scan is WeightScan.FINITE:
         check_finite(model)
     model.fingerprint = fingerprint(model)
@@ -79,8 +87,9 @@ def check_tensors(shards: Shards, shapes: dict[str, tuple[int, ...]]) -> None:
             problems.append(f"{file.path.name}: {name}: unexpected")
         elif entry.shape != wanted:
             problems.append(f"{file.path.name}: {name}: has shape {list(entry.shape)}, should have {list(wanted)}")
-        elif entry.dtype not in TORCH_DTYPES:
-            problems.append(f"{file.path.name}: {name}: is {entry.dtype}, should be one of {', '.join(TORCH_DTYPES)}")
+        elif entry.dtype not in packed_dtype(name, TORCH_DTYPES):
+            dtypes = ", ".join(packed_dtype(name, TORCH_DTYPES))
+            problems.append(f"{file.path.name}: {name}: is {entry.dtype}, should be one of {dtypes}")
     if problems:
         raise CheckpointError(f"{len(problems)} tensors do not fit config.json:", tuple(sorted(problems)))
 
@@ -91,10 +100,16 @@ def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ..
     return shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
 
 
-def read_weights(shards: Shards, model: Qwen2ForCausalLM, on_progress: OnBytes) -> None:
-    """Read every tensor into its place, file by file in the order of the bytes."""
-    views, done, total = destinations(model), 0, shards.num_bytes
-    order = [(file.path.name, file.entries[name].start, name) for name, file in shards.file_of.items()]
+def read_weights(
+    shards: Shards, model: Qwen2ForCausalLM, on_progress: OnBytes, done_before: Collection[str] = ()
+) -> None:
+    """Read every other tensor into its place, file by file in the order of the bytes."""
+    views, done, total = destinations(model), shards.bytes_of(done_before), shards.num_bytes
+    order = [
+        (file.path.name, file.entries[name].start, name)
+        for name, file in shards.file_of.items()
+        if name not in done_before
+    ]
     for _, _, name in sorted(order):
         file = shards.file_of[name]
         if name in views:

@@ -4,6 +4,7 @@ Legend: T tokens in this step · S sampled rows · D model dim · V vocabulary.
 Must not know: files, requests, who owns a block, how tokens are chosen.
 """
 
+from enum import Enum
 from typing import cast
 
 import torch
@@ -17,6 +18,13 @@ from model.layers import DecoderLayer, StepContext
 from model.linear import Linear, WeightFormat
 from model.norm import RmsNorm
 from model.rope import Rope
+
+
+class LayerMatrices(Enum):
+    """Whether the layers' matrices have memory from the start, or only shapes until somebody gives them some."""
+
+    ALLOCATED = "allocated"
+    DEFERRED = "deferred"
 
 
 class Embedding(nn.Module):
@@ -38,7 +46,12 @@ class Qwen2ForCausalLM(nn.Module):
     """
 
     def __init__(
-        self, config: Qwen2Config, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: Qwen2Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layer_matrices: LayerMatrices = LayerMatrices.ALLOCATED,
     ) -> None:
         super().__init__()
         self.config = config
@@ -49,8 +62,12 @@ class Qwen2ForCausalLM(nn.Module):
         def make(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        def make_in_layer(*shape: int) -> torch.Tensor:
+            is_deferred = layer_matrices is LayerMatrices.DEFERRED and len(shape) == 2
+            return torch.empty(shape, dtype=dtype, device="meta" if is_deferred else device)
+
         self.embed_tokens = Embedding(make(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(DecoderLayer(config, make) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, make_in_layer) for _ in range(config.num_hidden_layers))
         self.norm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
         self.lm_head = Linear(make(config.vocab_size, config.hidden_size))
         if config.tie_word_embeddings:

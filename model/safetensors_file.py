@@ -29,7 +29,10 @@ ITEM_BYTES = {
 """Every dtype whose size we know; which of them a model takes is for the caller to say."""
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What `SafetensorsFile.read` can read."""
+"""What a plain weight may be."""
+
+READABLE = TORCH_DTYPES | {"I32": torch.int32}
+"""What `SafetensorsFile.read` can read: plain weights, and the words of packed ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +73,9 @@ class SafetensorsFile:
         self._file.close()
 
     def read(self, name: str, destination: torch.Tensor) -> None:
-        """Fill a tensor of the entry's shape, converting to its dtype. The dtype must be one of TORCH_DTYPES."""
+        """Fill a tensor of the entry's shape, converting to its dtype. The entry's must be one of READABLE."""
         entry = self.entries[name]
-        dtype = TORCH_DTYPES[entry.dtype]
+        dtype = READABLE[entry.dtype]
         is_direct = destination.is_contiguous() and destination.dtype == dtype and destination.device.type == "cpu"
         target = destination if is_direct else torch.empty(entry.shape, dtype=dtype)
         view = target.reshape(-1).view(torch.uint8).numpy().data

@@ -4,6 +4,7 @@ Must not know: what the tensors mean.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,12 @@ class Shards:
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(file.entries[name].end - file.entries[name].start for name, file in self.file_of.items())
+        return self.bytes_of(self.file_of)
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Of some tensors."""
+        entries = (self.file_of[name].entries[name] for name in names)
+        return sum(entry.end - entry.start for entry in entries)
 
 
 def open_shards(folder: Path, stack: ExitStack) -> Shards:

@@ -57,7 +57,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("hidden_act", {"hidden_act": "gelu"}, "'gelu' is not supported, only 'silu'"),
     ("use_sliding_window", {"use_sliding_window": True}, "sliding-window attention is not supported"),
     ("layer_types", {"layer_types": ["sliding_attention"] * 2}, "only 'full_attention' layers"),
-    ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
+    ("quantization_config.bits", {"quantization_config": {"quant_method": "gptq"}}, "is missing"),
     ("torch_dtype", {"torch_dtype": "int8"}, "'int8' is not one of float32, float16, bfloat16"),
     ("dtype", {"dtype": 16}, "must be a string, is 16"),
     ("eos_token_id", {"eos_token_id": [1, "2"]}, "must be a token id or a list of them"),
