@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway model proto/octavo sim wire worker
-PROTOS := $(wildcard proto/octavo/v1/*.proto)
+PROTOS := $(wildcard proto/octavo/*/*.proto)
 
 .PHONY: help demo serve test test-gpu sim lint format proto install dev clean
 

@@ -85,13 +85,13 @@ def test_importing_a_module_brings_in_nothing_that_it_must_not_know(
 
 def test_generated_stubs_are_current(repository: Path, tmp_path: Path) -> None:
     protoc = pytest.importorskip("grpc_tools.protoc")
-    protos = sorted(str(path) for path in (repository / "proto/octavo/v1").glob("*.proto"))
+    protos = sorted(str(path) for path in (repository / "proto/octavo").glob("*/*.proto"))
     arguments = ["protoc", f"-I{repository / 'proto'}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
     assert protoc.main([*arguments, *protos]) == 0
-    made = sorted((tmp_path / "octavo/v1").glob("*.py"))
+    made = sorted((tmp_path / "octavo").glob("*/*.py"))
     assert made
     for path in made:
-        assert path.read_text() == (repository / "proto/octavo/v1" / path.name).read_text(), path.name
+        assert path.read_text() == (repository / "proto" / path.relative_to(tmp_path)).read_text(), path.name
 
 
 def test_nothing_deserializes_code(repository: Path) -> None:
