@@ -17,6 +17,13 @@ class Tier(IntEnum):
     HOST = 1
 
 
+class PrefixLookup(Enum):
+    """Whether a prompt may begin with blocks that are cached."""
+
+    LONGEST = "longest"
+    NONE = "none"  # all of it is computed
+
+
 class PrefixCache(Enum):
     """Whether full blocks are kept for later requests with the same beginning."""
 

@@ -24,7 +24,7 @@ from blockmgr.errors import OutOfBlocks
 from blockmgr.events import BlockEvent
 from blockmgr.growth import Growth
 from blockmgr.hashing import HashBlock, RootHasher, hash_block
-from blockmgr.ids import PrefixCache, SlotId
+from blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from blockmgr.pool import BlockPool
 from blockmgr.prefix_index import PrefixIndex
 from blockmgr.tables import SlotTables
@@ -94,7 +94,13 @@ class BlockManager:
         return len(self._find(token_ids_T, salt)[0]) * self.config.block_size
 
     def admit(
-        self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "", reserve_tokens: int | None = None
+        self,
+        request_id: str,
+        token_ids_T: np.ndarray,
+        *,
+        salt: str = "",
+        reserve_tokens: int | None = None,
+        lookup: PrefixLookup = PrefixLookup.LONGEST,
     ) -> Admission:
         """Take a slot, reference the cached prefix, and grow to ``reserve_tokens``; all or nothing.
 
@@ -104,7 +110,7 @@ class BlockManager:
         self._tables.check_new(request_id)
         if not self._growth.blocks_for(len(token_ids_T)):
             raise ValueError("no tokens")
-        hits, chain = self._find(token_ids_T, salt)
+        hits, chain = self._find(token_ids_T if lookup is PrefixLookup.LONGEST else token_ids_T[:1], salt)
         wanted = max(0, self._growth.blocks_for(reserve_tokens or 0) - len(hits))
         free = self._pool.num_available - self._pool.num_taken_by_sharing(hits)
         if wanted > free:

@@ -57,6 +57,8 @@ class Entrance:
         num_wanted = -(-len(head.token_ids_T) // self._block_size)
         if num_wanted <= num_blocks:
             return True
+        if head.needs_whole_prompt:
+            return False
         num_hit = self._blocks.match(head.token_ids_T, salt=head.asked.cache_salt) // self._block_size
         return num_wanted - num_hit <= num_blocks
 

@@ -28,11 +28,12 @@ class Landing:
         rows = self._rows
         slots_N, num_computed_N = flight.slots_A[: flight.num_sampled], flight.num_computed_A[: flight.num_sampled]
         tokens_N, is_good_N = result.tokens_S, self._judge(flight, result, now_s)
+        if result.embeddings:
+            is_good_N = self._put_embeddings(flight, result, is_good_N, now_s)
         if not is_good_N.all():
             slots_N, num_computed_N, tokens_N = slots_N[is_good_N], num_computed_N[is_good_N], tokens_N[is_good_N]
         rows.append(slots_N, tokens_N, num_computed_N, now_s)
-        self._roster.counters.num_generated_tokens += len(slots_N)
-        self._roster.outputs.put_tokens(rows.gateway_S[slots_N], rows.handle_S[slots_N], tokens_N)
+        self._put_tokens(slots_N, tokens_N, result, is_good_N)
         self._put_logprobs(flight, result, is_good_N)
         self._note_prefilled(flight, is_good_N, now_s)
         self._end_finished(slots_N, tokens_N, now_s)
@@ -76,6 +77,30 @@ class Landing:
             position = int(self._rows.num_known_S[slot])
             ending = failure("NUMERICAL", f"the model gave no finite logits for position {position}")
             self._roster.end_tainted(self._roster.in_slot(slot), ending, now_s)
+
+    def _put_embeddings(self, flight: Flight, result: StepResult, is_good_N: np.ndarray, now_s: float) -> np.ndarray:
+        """bool [N]: the rows whose token counts, without those whose embedding is not finite, which end here."""
+        is_good_N = is_good_N.copy()
+        for index, embedding_D in result.embeddings.items():
+            if not is_good_N[index]:
+                continue
+            request = self._roster.in_slot(int(flight.slots_A[index]))
+            if np.isfinite(embedding_D).all():
+                self._roster.outputs.put_embedding(request.asked.key, embedding_D)
+                continue
+            is_good_N[index] = False
+            self._roster.end_tainted(request, failure("NUMERICAL", "the embedding is not finite"), now_s)
+        return is_good_N
+
+    def _put_tokens(self, slots_N: np.ndarray, tokens_N: np.ndarray, result: StepResult, is_good_N: np.ndarray) -> None:
+        """slots_N, tokens_N: of the good rows. The token after an embedding's prompt is nobody's."""
+        if result.embeddings:
+            is_told_N = np.ones(len(is_good_N), np.bool_)
+            is_told_N[list(result.embeddings)] = False
+            is_told_N = is_told_N[is_good_N]
+            slots_N, tokens_N = slots_N[is_told_N], tokens_N[is_told_N]
+        self._roster.counters.num_generated_tokens += len(slots_N)
+        self._roster.outputs.put_tokens(self._rows.gateway_S[slots_N], self._rows.handle_S[slots_N], tokens_N)
 
     def _put_logprobs(self, flight: Flight, result: StepResult, is_good_N: np.ndarray) -> None:
         for index, logprobs in result.logprobs.items():

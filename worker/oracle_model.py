@@ -8,8 +8,9 @@ blocks and no numpy: Python integers only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wire.messages import Sampling
+from wire.messages import Pooling, Sampling
 
+EMBEDDING_WIDTH = 8
 MASK_64 = (1 << 64) - 1
 TOKEN_FACTOR = 0x9E3779B97F4A7C15
 POSITION_FACTOR = 0xD1B54A32D192ED03
@@ -52,6 +53,22 @@ def choose_token(model: OracleModel, state: int, sampling: Sampling, output_inde
     while token in enders:
         token = (token + 1) % model.vocab_size
     return token
+
+
+def oracle_embedding(prompt_ids: Sequence[int], pooling: Pooling) -> list[float]:
+    """The whole expected vector: of the state after the last token, or the mean over the states after each."""
+    state, states = 0, list[int]()
+    for position, token in enumerate(prompt_ids):
+        state = (state + mix_token(int(token), position)) & MASK_64
+        states.append(state)
+    chosen = states[-1:] if pooling is Pooling.LAST_TOKEN else states
+    vectors = [state_vector(each) for each in chosen]
+    return [sum(column) / len(chosen) for column in zip(*vectors, strict=True)]
+
+
+def state_vector(state: int) -> list[float]:
+    """What stands for the hidden state: multiples of 2^-8 in [-1, 1), whose sums are exact in float32."""
+    return [((state >> (8 * index)) & 0xFF) / 128.0 - 1.0 for index in range(EMBEDDING_WIDTH)]
 
 
 def oracle_tokens(

@@ -16,8 +16,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wire.messages import Sampling
-from worker.oracle_model import MASK_64, POSITION_FACTOR, TOKEN_FACTOR, OracleModel, choose_token
+from wire.messages import Pooling, Sampling
+from worker.oracle_model import (
+    EMBEDDING_WIDTH,
+    MASK_64,
+    POSITION_FACTOR,
+    TOKEN_FACTOR,
+    OracleModel,
+    choose_token,
+    state_vector,
+)
 from worker.plan import Chunk, Join, SlotLogprobs, StepPlan, StepResult
 from worker.runner import RunnerError
 
@@ -53,6 +61,9 @@ class _Row:
     num_prompt_tokens: int
     sampling: Sampling
     has_nan_token: bool
+    pooling: Pooling | None = None
+    pooled_D: np.ndarray = field(default_factory=lambda: np.zeros(EMBEDDING_WIDTH))
+    num_pooled: int = 0
     is_suspect: bool = False  # a step failed or gave NaN: its tokens are no longer what the plans assume
 
     def is_nan_at(self, output_index: int, faults: OracleFaults) -> bool:
@@ -134,7 +145,7 @@ class OracleRunner:
         if self._faults.crash_token_id is not None and self._faults.crash_token_id in token_ids:
             os._exit(139)
         has_nan_token = self._faults.nan_token_id in token_ids[: join.num_prompt_tokens]
-        return _Row(token_ids, join.num_prompt_tokens, join.sampling, has_nan_token)
+        return _Row(token_ids, join.num_prompt_tokens, join.sampling, has_nan_token, join.pooling)
 
     def _suspect_rows_of(self, plan: StepPlan) -> None:
         for slot in {*plan.decode_slots_S.tolist(), *(int(chunk.slot) for chunk in plan.prefill)}:
@@ -158,6 +169,18 @@ class OracleRunner:
         if end > len(row.token_ids) or chunk.is_last != (end == len(row.token_ids)) or chunk.num_tokens < 1:
             raise OracleViolation(f"{chunk} of a request with {len(row.token_ids)} tokens")
         self._write(chunk.slot, np.arange(chunk.start, end), np.asarray(row.token_ids[chunk.start : end], np.int32))
+        if row.pooling is not None:
+            self._pool(chunk, row)
+
+    def _pool(self, chunk: Chunk, row: _Row) -> None:
+        """Add the states after each token of the chunk, as the block table gives them."""
+        end = chunk.start + chunk.num_tokens
+        for num_tokens in range(chunk.start + 1, end + 1) if row.pooling is Pooling.MEAN else (end,):
+            state = self._read_state(chunk.slot, num_tokens)
+            vector_D = np.full(EMBEDDING_WIDTH, np.nan) if state is None else np.asarray(state_vector(state))
+            is_sum = row.pooling is Pooling.MEAN
+            row.pooled_D = row.pooled_D + vector_D if is_sum else vector_D
+            row.num_pooled = row.num_pooled + 1 if is_sum else 1
 
     def _write(self, slot: int, positions_T: np.ndarray, tokens_T: np.ndarray) -> None:
         blocks_T = self._table_SM[slot, positions_T // self._block_size]
@@ -175,7 +198,7 @@ class OracleRunner:
         slots = plan.sampled_slots
         tokens_S = np.zeros(len(slots), np.int32)
         is_finite_S = np.ones(len(slots), np.bool_)
-        logprobs = {}
+        logprobs, embeddings = {}, {}
         for index, slot in enumerate(slots.tolist()):
             row = self._rows[slot]
             state = None if row.is_suspect else self._read_state(slot, len(row.token_ids))
@@ -187,7 +210,11 @@ class OracleRunner:
             row.token_ids.append(int(tokens_S[index]))
             if row.sampling.num_logprobs is not None:
                 logprobs[index] = self._fake_logprobs(row)
-        return StepResult(step=plan.step, tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=logprobs)
+            if row.pooling is not None:
+                embeddings[index] = (row.pooled_D / row.num_pooled).astype(np.float32)
+        return StepResult(
+            step=plan.step, tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=logprobs, embeddings=embeddings
+        )
 
     def _read_state(self, slot: int, num_tokens: int) -> int | None:
         """The sum over everything the table leads to; None where a NaN is among it."""

@@ -21,7 +21,8 @@ _NO_TOKENS = np.empty(0, np.int32)
 class GatewayOutput:
     """News for one gateway. handles_N int64 and tokens_N int32 are aligned; ``finished`` comes after them.
 
-    started: handles scheduled for the first time. logprobs: by handle, one per token of that handle.
+    started: handles scheduled for the first time. logprobs: by handle, one per token of that handle. embeddings: by
+    handle, float32 [hidden size].
     """
 
     handles_N: np.ndarray = field(default_factory=lambda: _NO_HANDLES)
@@ -29,6 +30,7 @@ class GatewayOutput:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     started: tuple[int, ...] = ()
     finished: tuple[Finished, ...] = ()
+    embeddings: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 StepOutputs = dict[GatewayIndex, GatewayOutput]
@@ -43,6 +45,7 @@ class OutputBuffer:
         self._logprobs: dict[GatewayIndex, dict[int, list[TokenLogprobs]]] = {}
         self._started: dict[GatewayIndex, list[int]] = {}
         self._finished: dict[GatewayIndex, list[Finished]] = {}
+        self._embeddings: dict[GatewayIndex, dict[int, np.ndarray]] = {}
 
     def put_tokens(self, gateways_N: np.ndarray, handles_N: np.ndarray, tokens_N: np.ndarray) -> None:
         """The new tokens of one step; at most once before each ``take``."""
@@ -59,6 +62,10 @@ class OutputBuffer:
         """For one of the tokens put in this step."""
         self._logprobs.setdefault(key.gateway, {}).setdefault(key.handle, []).append(logprobs)
 
+    def put_embedding(self, key: RequestKey, embedding_D: np.ndarray) -> None:
+        """The vector of a request that ends in this step. float32."""
+        self._embeddings.setdefault(key.gateway, {})[key.handle] = embedding_D
+
     def put_started(self, key: RequestKey) -> None:
         """An output was scheduled for the first time."""
         self._started.setdefault(key.gateway, []).append(key.handle)
@@ -69,7 +76,7 @@ class OutputBuffer:
 
     def forget(self, gateway: GatewayIndex) -> None:
         """Nobody is there to be told."""
-        for news in (self._tokens, self._logprobs, self._started, self._finished):
+        for news in (self._tokens, self._logprobs, self._started, self._finished, self._embeddings):
             news.pop(gateway, None)  # type: ignore[attr-defined]
 
     def take(self) -> StepOutputs:
@@ -78,6 +85,7 @@ class OutputBuffer:
             return {}
         outputs = {gateway: self._of(gateway) for gateway in sorted({*self._tokens, *self._started, *self._finished})}
         self._tokens, self._logprobs, self._started, self._finished = {}, {}, {}, {}
+        self._embeddings = {}
         return outputs
 
     def _of(self, gateway: GatewayIndex) -> GatewayOutput:
@@ -88,4 +96,5 @@ class OutputBuffer:
             logprobs=self._logprobs.get(gateway, {}),
             started=tuple(self._started.get(gateway, ())),
             finished=tuple(self._finished.get(gateway, ())),
+            embeddings=self._embeddings.get(gateway, {}),
         )

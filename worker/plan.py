@@ -13,7 +13,7 @@ from typing import NewType
 
 import numpy as np
 
-from wire.messages import Sampling
+from wire.messages import Pooling, Sampling
 
 Slot = NewType("Slot", int)
 
@@ -28,6 +28,7 @@ class Join:
 
     token_ids_T: int32, prompt followed by tokens generated before a preemption.
     num_prompt_tokens: where the output starts in it.
+    pooling: the result of its last chunk's step has its embedding; None: none.
     """
 
     slot: Slot
@@ -35,6 +36,7 @@ class Join:
     token_ids_T: np.ndarray
     num_prompt_tokens: int
     sampling: Sampling
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +99,12 @@ class StepResult:
 
     tokens_S: int32. is_finite_S: bool; False where the logits had NaN or no finite entry: that token means nothing.
     logprobs: by index into tokens_S, for rows whose sampling asks for them.
+    embeddings: by index into tokens_S, for rows that joined with a pooling; float32 [hidden size]. Their tokens mean
+        nothing.
     """
 
     step: int
     tokens_S: np.ndarray
     is_finite_S: np.ndarray
     logprobs: dict[int, SlotLogprobs] = field(default_factory=dict)
+    embeddings: dict[int, np.ndarray] = field(default_factory=dict)

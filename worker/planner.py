@@ -135,6 +135,7 @@ class Planner:
                     token_ids_T=request.token_ids_T,
                     num_prompt_tokens=request.num_prompt_tokens,
                     sampling=request.asked.sampling,
+                    pooling=request.asked.pooling,
                 )
             )
             chunks.append(self._next_chunk(request, budget, now_s))

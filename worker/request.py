@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wire.messages import Finished, Sampling, WireFinishReason
+from wire.messages import Finished, Pooling, Sampling, WireFinishReason
 from worker.plan import Slot
 from worker.ports import GatewayIndex
 
@@ -36,7 +36,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AddRequest:
-    """Asks the scheduler for one output. prompt_ids_T: int32. timeout_s: from now on; None: no deadline."""
+    """Asks the scheduler for one output. prompt_ids_T: int32. timeout_s: from now on; None: no deadline.
+
+    pooling: for the prompt's embedding instead of tokens; then sampling.max_tokens is 1, for a token that nobody sees.
+    """
 
     key: RequestKey
     request_id: str
@@ -45,6 +48,7 @@ class AddRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,6 +87,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.asked.prompt_ids_T)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Something is made of every token of the prompt, so that cached ones have to be computed all the same."""
+        return self.asked.pooling is Pooling.MEAN
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -126,7 +135,7 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
         error=ending.error,
         detail=ending.detail,
         prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=len(request.token_ids_T) - request.num_prompt_tokens,
+        completion_tokens=0 if request.asked.pooling else len(request.token_ids_T) - request.num_prompt_tokens,
         cached_tokens=request.num_cached_tokens,
         computed_tokens=request.num_computed_tokens,
         preemptions=request.num_preemptions,

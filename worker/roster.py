@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from blockmgr.ids import PrefixLookup
 from blockmgr.manager import BlockManager
 from wire.messages import WireFinishReason
 from worker.outputs import OutputBuffer
@@ -84,7 +85,11 @@ class Roster:
         nothing has changed."""
         token_ids_T = request.token_ids_T
         admission = self.blocks.admit(
-            request.block_owner, token_ids_T, salt=request.asked.cache_salt, reserve_tokens=len(token_ids_T)
+            request.block_owner,
+            token_ids_T,
+            salt=request.asked.cache_salt,
+            reserve_tokens=len(token_ids_T),
+            lookup=PrefixLookup.NONE if request.needs_whole_prompt else PrefixLookup.LONGEST,
         )
         self.waiting.remove(request, now_s)
         slot = request.slot = Slot(admission.slot)

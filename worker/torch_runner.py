@@ -17,14 +17,17 @@ import numpy as np
 import torch
 
 from model.attention import get_backend
+from model.attention_invariant import InvariantAttention
 from model.kv_pool import KvPool
 from model.numerics import NumericFinding, NumericsWatch
 from model.qwen2 import Qwen2ForCausalLM
-from model.sampler import Sampled
+from model.sampler import Sampled, Sampler
+from model.sampler_each import EachRowSampler
 from model.sampling_logprobs import Logprobs
 from worker.plan import SlotLogprobs, StepPlan, StepResult
 from worker.runner import RunnerError, RunnerOutOfMemory
 from worker.runner_batch import Batch, build_batch
+from worker.runner_pooling import Pooler
 from worker.runner_rows import RunnerRows
 
 OnNumerics = Callable[[int, NumericFinding], None]
@@ -37,7 +40,8 @@ _ALLOCATION_FAILURES = ("can't allocate memory", "not enough memory", "out of me
 class TorchRunnerConfig:
     """num_blocks, block_size: of the KV pool. max_slots: rows. vocab_size: ids that may be sampled (the tokenizer's).
 
-    eos_token_ids: masked while fewer than min_tokens are out. backend: of attention. numerics_limit: None does not
+    eos_token_ids: masked while fewer than min_tokens are out. backend: of attention; with "invariant", for
+    models of model/invariant.py, rows are sampled one by one too. numerics_limit: None does not
     watch activations (watching is slow).
     """
 
@@ -70,7 +74,9 @@ class TorchRunner:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             device=model.device,
+            sampler=EachRowSampler if config.backend == InvariantAttention.name else Sampler,
         )
+        self._pooler = Pooler()
         self._landed: deque[StepResult | RunnerError] = deque()
         self._on_numerics = on_numerics
         self._watch: NumericsWatch | None = None
@@ -111,23 +117,28 @@ class TorchRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._rows.apply(plan)
+        for join in plan.joins:
+            self._pooler.join(join)
         self._copy_blocks(plan)
         if not plan.num_tokens:
             return empty_result(plan.step)
         batch = build_batch(plan, self._rows, block_size=self.config.block_size, device=self._model.device)
         hidden_TD = self._model(batch.ids_T, batch.positions_T, self.kv, batch.inputs, self._backend)
+        embeddings = self._pooler.take(plan, hidden_TD.__getitem__, first_token=len(plan.decode_slots_S))
         if not len(batch.slots_S):
             return empty_result(plan.step)
         hidden_SD = hidden_TD if batch.last_S is None else hidden_TD[batch.last_S]
         sampled = self._rows.sampler.sample(self._model.logits(hidden_SD), batch.slots_S, batch.lengths_S)
-        return self._result(plan, batch, sampled)
+        return self._result(plan, batch, sampled, embeddings)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.block_copies_C2):
             pairs_C2 = torch.from_numpy(plan.block_copies_C2.astype(np.int64)).to(self._model.device)
             self.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
 
-    def _result(self, plan: StepPlan, batch: Batch, sampled: Sampled) -> StepResult:
+    def _result(
+        self, plan: StepPlan, batch: Batch, sampled: Sampled, embeddings: dict[int, torch.Tensor]
+    ) -> StepResult:
         tokens_S = sampled.tokens_S.cpu().numpy().astype(np.int32)
         self._rows.append(batch.slots_S, batch.lengths_S, tokens_S)
         return StepResult(
@@ -135,6 +146,7 @@ class TorchRunner:
             tokens_S=tokens_S,
             is_finite_S=sampled.is_finite_S.cpu().numpy(),
             logprobs={} if sampled.logprobs is None else slot_logprobs(sampled.logprobs),
+            embeddings={index: embedding_D.cpu().numpy() for index, embedding_D in embeddings.items()},
         )
 
     def _report_numerics(self, step: int) -> None:

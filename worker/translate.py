@@ -3,7 +3,7 @@
 import numpy as np
 
 from blockmgr.events import BlockEvent, EventKind
-from wire.messages import Finished, KvEvent, KvEventKind, KvEvents, Run, StepOutput, WireFinishReason
+from wire.messages import Finished, KvEvent, KvEventKind, KvEvents, Run, Sampling, StepOutput, WireFinishReason
 from worker.outputs import GatewayOutput
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, RequestKey
@@ -17,10 +17,11 @@ def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
         key=RequestKey(gateway, run.handle),
         request_id=run.request_id,
         prompt_ids_T=np.frombuffer(run.prompt_ids, np.dtype("<i4")),
-        sampling=run.sampling,
+        sampling=run.sampling if run.pooling is None else Sampling(temperature=0.0, ignore_eos=True, max_tokens=1),
         priority=run.priority,
         cache_salt=run.cache_salt,
         timeout_s=run.timeout_s,
+        pooling=run.pooling,
     )
 
 
@@ -41,6 +42,9 @@ def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> St
         logprobs=output.logprobs,
         started=output.started,
         finished=output.finished,
+        embeddings={
+            handle: embedding_D.astype("<f4", copy=False).tobytes() for handle, embedding_D in output.embeddings.items()
+        },
     )
 
 

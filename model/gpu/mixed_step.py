@@ -18,7 +18,7 @@ from model.gpu.layers import LayerBuffers, run_layers
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.prefill_attention import prefill_attention
 from model.kernels.rope_write import rope_write
-from model.kernels.rows import embed
+from model.kernels.rows import embed, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +62,14 @@ class MixedStep:
         self.end_chunks(inputs)
         if len(inputs.rows_S):
             self._decode.sample(x_TD, inputs.last_S, inputs.rows_S)
+
+    def hidden(self, tokens: slice) -> torch.Tensor:
+        """Hidden states after the final norm, [tokens, D], of these tokens of the step that ran last."""
+        x_TD, weights = self._buffers.x_TD, self.weights
+        index_S = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=x_TD.device)
+        hidden_SD = torch.empty_like(x_TD[tokens])
+        rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
+        return hidden_SD
 
     def end_chunks(self, inputs: MixedInputs) -> None:
         """Rows whose prompt is complete stand at its last token."""

@@ -9,9 +9,9 @@ from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
 from tests.support.plan_checks import BlocksInFlight, Seen, seen
-from wire.messages import Finished, Sampling, TokenLogprobs, WireFinishReason
+from wire.messages import Finished, Pooling, Sampling, TokenLogprobs, WireFinishReason
 from worker.config import SchedulerConfig
-from worker.oracle_model import OracleModel, oracle_tokens
+from worker.oracle_model import OracleModel, oracle_embedding, oracle_tokens
 from worker.oracle_runner import OracleFaults, OracleRunner
 from worker.outputs import StepOutputs
 from worker.plan import StepPlan
@@ -91,6 +91,7 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_started: int = 0
+    embedding: list[float] | None = None
     finished: Finished | None = None
 
 
@@ -120,6 +121,7 @@ class World:
         priority: int = 0,
         salt: str = "",
         timeout_s: float | None = None,
+        pooling: Pooling | None = None,
         **sampling: object,
     ) -> RequestKey:
         """Ask for one output; the seed is its handle unless given."""
@@ -127,10 +129,11 @@ class World:
             key=key(handle, gateway),
             request_id=f"r{gateway}-{handle}",
             prompt_ids_T=np.asarray(prompt, np.int32),
-            sampling=Sampling(**{"temperature": 0.0, "seed": handle, "max_tokens": 4, **sampling}),  # type: ignore[arg-type]
+            sampling=Sampling(**{"temperature": 0.0, "seed": handle, "max_tokens": 1 if pooling else 4, **sampling}),  # type: ignore[arg-type]
             priority=priority,
             cache_salt=salt,
             timeout_s=timeout_s,
+            pooling=pooling,
         )
         self.asked.setdefault(asked.key, asked)
         self.streams.setdefault(asked.key, Stream())
@@ -219,6 +222,8 @@ class World:
                 self._open(gateway, handle).tokens.append(token)
             for handle, logprobs in output.logprobs.items():
                 self._open(gateway, handle).logprobs.extend(logprobs)
+            for handle, embedding_D in output.embeddings.items():
+                self._open(gateway, handle).embedding = embedding_D.tolist()
             for finished in output.finished:
                 self._open(gateway, finished.handle).finished = finished
         return outputs
@@ -270,10 +275,21 @@ class World:
         for which, stream in self.streams.items():
             assert stream.finished is not None, f"{which} never ended"
             assert stream.finished.error != "INTERNAL", stream.finished
+            if pooling := self.asked[which].pooling:
+                self._check_embedding(stream, self.asked[which].prompt_ids_T.tolist(), pooling)
+                continue
             expected = self.expected(which) if stream.finished.error != "INVALID_FIELD" else []
             whole = stream.finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH)
             assert stream.tokens == (expected if whole else expected[: len(stream.tokens)]), which
             assert stream.finished.completion_tokens == len(stream.tokens)
+
+    def _check_embedding(self, stream: Stream, prompt: list[int], pooling: Pooling) -> None:
+        finished = stream.finished
+        assert finished is not None
+        assert (stream.tokens, finished.completion_tokens) == ([], 0)
+        is_whole = finished.reason is WireFinishReason.LENGTH
+        expected = np.float32(oracle_embedding(prompt, pooling)).tolist() if is_whole else None
+        assert stream.embedding == expected
 
     def check_quiet(self) -> None:
         """Nothing is left behind."""

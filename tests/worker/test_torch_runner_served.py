@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from model.attention import AttentionInputs, get_backend
+from model.kv_pool import KvPool
 from model.sampling import SamplingParams
 from tests.support import slow_sampler
 from tests.support.scheduling import World, WorldConfig
+from wire.messages import Pooling
 from worker.oracle_model import OracleModel
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
@@ -107,3 +110,40 @@ def test_outputs_are_those_of_the_oracle_whatever_the_pool_and_the_pipeline(
     here.check_quiet()
     assert (here.scheduler.counters.num_preemptions > 0) == (num_blocks == 11)
     assert here.blocks.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_embeddings_are_the_models_last_hidden_states_among_other_work(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, max_in_flight: int
+) -> None:
+    small = world(model, monkeypatch, num_blocks=14, max_in_flight=max_in_flight)
+    prompts = {index: np.random.default_rng(index).integers(0, VOCAB, 21 + index).tolist() for index in range(4)}
+    poolings = {index: Pooling.MEAN if index % 2 else Pooling.LAST_TOKEN for index in prompts}
+    small.add(90, prompts[0][:12], max_tokens=20)
+    keys = {index: small.add(index, ids, pooling=poolings[index]) for index, ids in prompts.items()}
+    small.add(91, prompts[1][:9], max_tokens=20, priority=1)
+    small.run()
+    small.check_quiet()
+    assert sum(stream.finished.preemptions for stream in small.streams.values() if stream.finished) > 0
+    for index, ids in prompts.items():
+        hidden_TD = last_hidden(model, ids)
+        expected_D = hidden_TD.mean(dim=0) if poolings[index] is Pooling.MEAN else hidden_TD[-1]
+        assert small.streams[keys[index]].embedding == pytest.approx(
+            expected_D.tolist(), abs=2e-4
+        )  # weights that amplify
+
+
+def last_hidden(model: Qwen2ForCausalLM, ids: list[int]) -> torch.Tensor:
+    """hidden_TD of the whole prompt in one step of its own."""
+    num_tokens = len(ids)
+    kv = KvPool(model.config, 1, num_tokens, model.dtype, model.device)
+    positions_T = torch.arange(num_tokens)
+    inputs = AttentionInputs(
+        slot_mapping_T=positions_T,
+        table_SM=torch.zeros(1, 1, dtype=torch.int32),
+        cu_query_lens_S1=torch.tensor([0, num_tokens], dtype=torch.int32),
+        context_lens_S=torch.tensor([num_tokens], dtype=torch.int32),
+        max_query_len=num_tokens,
+        max_context_len=num_tokens,
+    )
+    return model(torch.tensor(ids), positions_T, kv, inputs, get_backend("reference"))
