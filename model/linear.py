@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from model.cpu.panels import can_panel, pack_bf16, pack_int8
 from model.quantization.grouped import GroupedWeight
+from model.quantization.rounding import Fp8Weight
 
 
 class WeightFormat(Enum):
@@ -89,15 +90,17 @@ class Linear(nn.Module):
         """Give a weight that has only a shape (on the meta device) its memory."""
         self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
 
-    def hold(self, weight: GroupedWeight) -> None:
-        """Take a quantised weight instead of the plain one, with this layer's bias. Packing changes nothing then."""
+    def hold(self, weight: GroupedWeight | Fp8Weight) -> None:
+        """Take a quantised weight instead of the plain one, or of the one before, with this layer's bias. Packing
+        changes nothing then."""
+        if self._packed is None:
+            del self.weight
         self._packed = weight.with_bias(self.bias)
-        del self.weight
 
     @property
-    def quantized(self) -> GroupedWeight | None:
+    def quantized(self) -> GroupedWeight | Fp8Weight | None:
         """The weight that `hold` was given."""
-        return self._packed if isinstance(self._packed, GroupedWeight) else None
+        return self._packed if isinstance(self._packed, GroupedWeight | Fp8Weight) else None
 
     @property
     def packed_bytes(self) -> int:

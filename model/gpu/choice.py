@@ -58,6 +58,11 @@ class Paths:
         self.names = {size: name for size, name in names.items() if name in self._candidates}
 
     @classmethod
+    def wide_only(cls, config: Qwen2Config) -> "Paths":
+        """For weights that the kernels for few rows cannot read."""
+        return cls(config, None, dict.fromkeys(range(1, MAX_NARROW_BATCH + 1), "wide"))
+
+    @classmethod
     def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
         """The choice kept for this shape and the weight's dtype and device, if there is one."""
         file = cache_file(config, weight) if weight.is_cuda else None

@@ -37,6 +37,10 @@ class LayerBuffers:
 
 def run_layers(weights: GpuWeights, buffers: LayerBuffers, num_tokens: int, attend: Attend) -> torch.Tensor:
     """Take buffers.x_TD[:num_tokens] through every layer, in place; returns it."""
+    if weights.is_quantized:
+        from model.gpu.quant_layers import run_quantized_layers  # which needs the types above
+
+        return run_quantized_layers(weights, buffers, num_tokens, attend)
     x_TD, qkv_TC = buffers.x_TD[:num_tokens], buffers.qkv_TC[:num_tokens]
     out_TNH, gate_up_T2I = buffers.out_TNH[:num_tokens], buffers.gate_up_T2I[:num_tokens]
     act_TI, eps = buffers.act_TI[:num_tokens], weights.config.rms_norm_eps

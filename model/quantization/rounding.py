@@ -4,7 +4,7 @@ Legend: O outputs · I inputs · G groups · T tokens.
 Must not know: checkpoints, layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -48,6 +48,10 @@ class Fp8Weight:
     def num_bytes(self) -> int:
         """Of codes and scales."""
         return self.code_OI.numel() + 4 * self.scale_O.numel()
+
+    def with_bias(self, bias_O: torch.Tensor | None) -> "Fp8Weight":
+        """The same with another bias."""
+        return replace(self, bias_O=bias_O)
 
     def dequantized(self) -> torch.Tensor:
         """float32 [O, I]."""
