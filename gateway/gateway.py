@@ -18,7 +18,7 @@ from gateway.access.keeper import Keeper
 from gateway.access.prefix_salt import PrefixSalt
 from gateway.config import Dialects, GatewayConfig
 from gateway.desk import Desk
-from gateway.dialects import vllm
+from gateway.dialects import kserve, vllm
 from gateway.errors import Draining
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
@@ -133,11 +133,13 @@ class Gateway:
 
     def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
         """Names of the services that were added."""
-        if self.config.dialects is Dialects.NONE or not vllm.is_installed():
+        if self.config.dialects is Dialects.NONE:
             return ()
-        vllm.attach(server, self.desk, self.is_ready)
-        self.readiness.add(vllm.SERVICE)
-        return (vllm.SERVICE,)
+        dialects = (kserve, vllm) if vllm.is_installed() else (kserve,)
+        for dialect in dialects:
+            dialect.attach(server, self.desk, self.is_ready)
+            self.readiness.add(dialect.SERVICE)
+        return tuple(dialect.SERVICE for dialect in dialects)
 
     def _admin_server(self, address: str) -> grpc.aio.Server:
         check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
