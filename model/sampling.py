@@ -5,7 +5,8 @@ Must not know: requests, slots' lifetimes, text, logits.
 Legend: R rows (stable, one per running request) · W widest list of stop ids.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntFlag
 
 import numpy as np
@@ -14,7 +15,12 @@ from model.sampling_filters import TOP_K_OFF
 
 
 class Feature(IntFlag):
-    """What a row needs beyond the largest logit. A batch in which no row needs anything takes the short way."""
+    """What a row needs beyond the largest logit. A batch in which no row needs anything takes the short way.
+
+    Stages, in this order: LOGPROBS are taken of the raw logits; BIAS is added; PENALTY; then the masks MIN_TOKENS,
+    ALLOWED, BAD_WORDS and GRAMMAR, whose order among themselves says nothing, as each only sets logits to -inf; then,
+    for RANDOM rows, temperature, min-p, top-k and top-p (FILTER), and TYPICAL over what those leave; then the draw.
+    """
 
     NONE = 0
     RANDOM = 1  # temperature above zero
@@ -22,6 +28,15 @@ class Feature(IntFlag):
     PENALTY = 4
     MIN_TOKENS = 8
     LOGPROBS = 16
+    BIAS = 32
+    ALLOWED = 64
+    BAD_WORDS = 128
+    TYPICAL = 256
+    GRAMMAR = 512
+
+
+MASKS = Feature.MIN_TOKENS | Feature.ALLOWED | Feature.BAD_WORDS | Feature.GRAMMAR
+"""Features that forbid tokens; together they may forbid all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +49,9 @@ class SamplingParams:
     repetition_penalty: over prompt and output (CTRL, arXiv:1909.05858); presence and frequency over the output only.
     min_tokens, stop_ids: while fewer than min_tokens are out, none of stop_ids (end tokens included) is sampled.
     num_logprobs: None: none; 0: the chosen token's; n: the n most likely besides.
+    typical_p: locally typical sampling (arXiv:2202.00666), in (0, 1]; 1 keeps all.
+    logit_bias: id -> what is added to its logit. allowed_token_ids: the only ones that are sampled; empty: all.
+    bad_words: token sequences, none of which the output ever holds; the prompt does not count.
     """
 
     temperature: float = 1.0
@@ -47,6 +65,10 @@ class SamplingParams:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
+    typical_p: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def features(self) -> Feature:
@@ -56,12 +78,20 @@ class SamplingParams:
             wanted |= Feature.RANDOM
             if self.top_k > 0 or self.top_p < 1:
                 wanted |= Feature.FILTER
+            if self.typical_p < 1:
+                wanted |= Feature.TYPICAL
         if self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0:
             wanted |= Feature.PENALTY
         if self.min_tokens > 0 and self.stop_ids:
             wanted |= Feature.MIN_TOKENS
         if self.num_logprobs is not None:
             wanted |= Feature.LOGPROBS
+        if self.logit_bias:
+            wanted |= Feature.BIAS
+        if self.allowed_token_ids:
+            wanted |= Feature.ALLOWED
+        if self.bad_words:
+            wanted |= Feature.BAD_WORDS
         return wanted
 
 
@@ -70,11 +100,12 @@ class SamplingRows:
 
     def __init__(self, *, max_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.features_R = np.zeros(max_rows, np.uint8)
+        self.features_R = np.zeros(max_rows, np.uint16)
         self.temperature_R = np.zeros(max_rows, np.float32)
         self.top_k_R = np.zeros(max_rows, np.int64)
         self.top_p_R = np.ones(max_rows, np.float64)
         self.min_p_R = np.zeros(max_rows, np.float64)
+        self.typical_p_R = np.ones(max_rows, np.float64)
         self.seed_R = np.zeros(max_rows, np.uint64)
         self.repetition_R = np.ones(max_rows, np.float32)
         self.presence_R = np.zeros(max_rows, np.float32)
@@ -90,6 +121,7 @@ class SamplingRows:
         self.top_k_R[row] = params.top_k if 0 < params.top_k < self.vocab_size else TOP_K_OFF
         self.top_p_R[row] = params.top_p
         self.min_p_R[row] = params.min_p
+        self.typical_p_R[row] = params.typical_p
         self.seed_R[row] = np.uint64(params.seed & 0xFFFF_FFFF_FFFF_FFFF)
         self.repetition_R[row] = params.repetition_penalty
         self.presence_R[row] = params.presence_penalty

@@ -25,11 +25,13 @@ class Filters:
     """What the rows ask for, on the device of the logits.
 
     top_k_S: int64, TOP_K_OFF where off. top_p_S: float64, 1 where off. log_min_p_S: float32, -inf where off.
+    typical_p_S: float64, 1 where off.
     """
 
     top_k_S: torch.Tensor
     top_p_S: torch.Tensor
     log_min_p_S: torch.Tensor
+    typical_p_S: torch.Tensor
 
     @property
     def has_top_p_only_S(self) -> torch.Tensor:
@@ -38,7 +40,12 @@ class Filters:
 
     def rows(self, index: torch.Tensor) -> "Filters":
         """The same for some of the rows."""
-        return Filters(top_k_S=self.top_k_S[index], top_p_S=self.top_p_S[index], log_min_p_S=self.log_min_p_S[index])
+        return Filters(
+            top_k_S=self.top_k_S[index],
+            top_p_S=self.top_p_S[index],
+            log_min_p_S=self.log_min_p_S[index],
+            typical_p_S=self.typical_p_S[index],
+        )
 
 
 def largest(x_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

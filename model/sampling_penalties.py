@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from model.sampling import SamplingRows
+from model.sampling_places import Places, wide_enough
 
 
 class TokenHistory:
@@ -37,27 +38,24 @@ class Penalties:
         self._rows = rows
         self._history = history
         self._device = device
-        self._place_R = np.full(len(rows.features_R), -1, np.int64)  # row of the counts; -1: has none
-        self._free: list[int] = []
+        self._places = Places(len(rows.features_R))
         self._counts_NV = torch.zeros((0, rows.vocab_size), dtype=torch.int32, device=device)
 
     def put(self, row: int, output_ids_T: np.ndarray) -> None:
         """Start counting for a row that already has these output tokens."""
-        if self._place_R[row] < 0:
-            self._place_R[row] = self._take_place()
+        place = self._places.take(row)
+        self._counts_NV = wide_enough(self._counts_NV, self._places.num_places)
         ids_T = torch.from_numpy(output_ids_T.astype(np.int64)).to(self._device)
-        counts_V = self._counts_NV[int(self._place_R[row])].zero_()
+        counts_V = self._counts_NV[place].zero_()
         counts_V.index_add_(0, ids_T, torch.ones_like(ids_T, dtype=torch.int32))
 
     def drop(self, row: int) -> None:
         """Stop counting for a row. Idempotent."""
-        if self._place_R[row] >= 0:
-            self._free.append(int(self._place_R[row]))
-            self._place_R[row] = -1
+        self._places.drop(row)
 
     def count(self, rows_S: np.ndarray, tokens_S: torch.Tensor) -> None:
         """One more output token (int64) for each of these rows, which are distinct."""
-        places_S = torch.from_numpy(self._place_R[rows_S]).to(self._device)
+        places_S = torch.from_numpy(self._places.of(rows_S)).to(self._device)
         one = torch.ones((), dtype=torch.int32, device=self._device)
         self._counts_NV.index_put_((places_S, tokens_S), one, accumulate=True)
 
@@ -66,7 +64,7 @@ class Penalties:
         tokens."""
         ids_SL = self._seen(rows_S, lengths_S)
         index_S1 = torch.from_numpy(index_S).to(self._device).unsqueeze(1)
-        places_S = torch.from_numpy(self._place_R[rows_S]).to(self._device)
+        places_S = torch.from_numpy(self._places.of(rows_S)).to(self._device)
         count_SL = self._counts_NV[places_S.unsqueeze(1), ids_SL].to(torch.float32)
         score_SL = logits_SV[index_S1, ids_SL]
         factor_S1 = self._column(self._rows.repetition_R, rows_S)
@@ -85,12 +83,3 @@ class Penalties:
 
     def _column(self, column_R: np.ndarray, rows_S: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(column_R[rows_S]).to(self._device).unsqueeze(1)
-
-    def _take_place(self) -> int:
-        """A free row of the counts; their number doubles when there is none."""
-        if not self._free:
-            old = len(self._counts_NV)
-            grown = torch.zeros((max(old, 4), self._rows.vocab_size), dtype=torch.int32, device=self._device)
-            self._counts_NV = torch.cat([self._counts_NV, grown])
-            self._free = list(range(len(self._counts_NV) - 1, old - 1, -1))
-        return self._free.pop()

@@ -30,11 +30,12 @@ class RunnerRows:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        sampler: type[Sampler] = Sampler,
     ) -> None:
         # One token more than a request may have: a step that runs ahead samples after the last one, for nobody.
         self.history = TokenHistory(max_rows=max_slots, max_len=max_model_len + 1)
         self.table_RM = np.full((max_slots, -(-(max_model_len + 1) // block_size)), -1, np.int32)
-        self.sampler = Sampler(vocab_size=vocab_size, history=self.history, device=device)
+        self.sampler = sampler(vocab_size=vocab_size, history=self.history, device=device)
         self._eos_token_ids = eos_token_ids
 
     def apply(self, plan: StepPlan) -> None:
@@ -71,4 +72,8 @@ def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> Sampl
         min_tokens=sampling.min_tokens,
         stop_ids=(*sampling.stop_token_ids, *ends),
         num_logprobs=sampling.num_logprobs,
+        typical_p=sampling.typical_p,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
     )

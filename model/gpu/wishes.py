@@ -20,8 +20,9 @@ from model.kernels.filter_sample import (
     Wishes,
     filter_and_choose,
 )
-from model.sampling import Feature, SamplingParams
+from model.sampling import MASKS, Feature, SamplingParams
 
+_ONLY_WHOLE_SAMPLER = Feature.LOGPROBS | Feature.BIAS | MASKS | Feature.TYPICAL
 LEAST_TEMPERATURE = 1e-4
 """Below it, a logit divided by the temperature leaves what float32 can hold beside others."""
 
@@ -88,8 +89,8 @@ def packed_counts(token_ids_T: np.ndarray, num_prompt_tokens: int) -> tuple[np.n
 
 def wish_of(params: SamplingParams, *, vocab_size: int) -> int | None:
     """The number for wish_R, NO_WISH where the step's own sampler is enough; None where only model/sampler.py can do
-    it: log-probabilities, min_tokens, more than MAX_TOP_K candidates, a temperature next to zero."""
-    if params.features & (Feature.LOGPROBS | Feature.MIN_TOKENS) or 0 < params.temperature < LEAST_TEMPERATURE:
+    it: log-probabilities, bias, masks, typical-p, more than MAX_TOP_K candidates, a temperature next to zero."""
+    if params.features & _ONLY_WHOLE_SAMPLER or 0 < params.temperature < LEAST_TEMPERATURE:
         return None
     is_filtered = params.temperature > 0 and (0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0)
     if is_filtered:

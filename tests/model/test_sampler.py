@@ -62,6 +62,10 @@ wishes_strategy = st.builds(
     frequency_penalty=st.sampled_from([-0.5, 0.0, 1.5]),
     min_tokens=st.integers(0, 12),
     stop_ids=st.lists(st.integers(0, V - 1), max_size=9).map(tuple),
+    typical_p=st.sampled_from([0.2, 0.9, 1.0, 1.0]),
+    logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100.0, -1.5, 3.0]), max_size=5),
+    allowed_token_ids=st.one_of(st.just(()), st.lists(st.integers(0, V - 1), min_size=30, max_size=60).map(tuple)),
+    bad_words=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
 )
 
 
@@ -174,7 +178,8 @@ def test_one_finite_logit_among_minus_infinities_is_taken() -> None:
 
 def test_a_greedy_batch_does_nothing_but_find_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows([SamplingParams(temperature=0, top_k=5, top_p=0.5, seed=9)] * 3)
-    monkeypatch.setattr(Sampler, "_choose", None)
+    for stage in ("_adjust", "_mask", "_draw_random", "_count"):
+        monkeypatch.setattr(Sampler, stage, None)
     monkeypatch.setattr(Sampler, "_raw_logprobs", None)
     logits_SV = torch.randn(3, V)
     assert rows.sample(logits_SV) == logits_SV.argmax(dim=-1).tolist()
@@ -191,6 +196,44 @@ def test_min_tokens_masks_stop_ids_until_enough_are_out() -> None:
         tokens += rows.sample(logits_SV)
         rows.append(0, tokens[-1])
     assert tokens == [50, 50, 7]
+
+
+def test_a_bad_word_is_never_completed_and_its_beginning_in_the_prompt_does_not_count() -> None:
+    rows = Rows([SamplingParams(temperature=0, bad_words=((5, 6), (5, 8, 7), (9,), (400,), ()))])
+    rows.prompts[0], rows.outputs[0] = [1, 5], []
+    rows.join(0)
+    wanted, got = [6, 5, 6, 5, 8, 7, 9], []
+    for token in wanted:
+        logits_SV = torch.zeros(1, V)
+        logits_SV[0, token], logits_SV[0, 50] = 5.0, 1.0
+        got += rows.sample(logits_SV)
+        rows.append(0, token)
+    assert got == [6, 5, 50, 5, 8, 50, 50]
+
+
+def test_a_row_whose_masks_leave_nothing_is_exhausted_and_harms_no_other() -> None:
+    wishes = [
+        SamplingParams(temperature=0.7, seed=3, allowed_token_ids=(4, 5), bad_words=((4,), (5,))),
+        SamplingParams(temperature=0.7, seed=3, allowed_token_ids=(4, 5), bad_words=((4,),)),
+        SamplingParams(temperature=0, allowed_token_ids=(7,), min_tokens=60, stop_ids=(7,)),
+        SamplingParams(temperature=0),
+    ]
+    rows = Rows(wishes)
+    logits_SV = torch.randn(4, V)
+    sampled = rows.sampler.sample(logits_SV.clone(), np.arange(4), rows.lengths(np.arange(4)))
+    assert sampled.is_exhausted_S is not None
+    assert sampled.is_exhausted_S.tolist() == [True, False, True, False]
+    assert sampled.is_finite_S.tolist() == [True] * 4
+    assert sampled.tokens_S.tolist()[1::2] == [5, int(logits_SV[3].argmax())]
+
+
+def test_a_row_that_joins_anew_has_nothing_of_what_the_row_had_forbidden() -> None:
+    rows = Rows([SamplingParams(temperature=0, logit_bias={3: 50.0}, allowed_token_ids=(3,), bad_words=((9,),))])
+    rows.wishes[0] = SamplingParams(temperature=0, logit_bias={4: 50.0})
+    logits_SV = torch.zeros(1, V)
+    assert rows.sample(logits_SV) == [3]
+    rows.join(0)
+    assert rows.sample(logits_SV) == [4]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

@@ -1,5 +1,7 @@
 """Sampled frequencies against the exact distribution: chi-squared tests with fixed seeds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,12 +23,16 @@ MANY_WISHES = [
     SamplingParams(temperature=1.0, top_k=4),
     SamplingParams(temperature=0.9, top_p=0.8),
     SamplingParams(temperature=1.0, min_p=0.2),
+    SamplingParams(temperature=1.0, typical_p=0.6),
+    SamplingParams(
+        temperature=1.0, logit_bias={0: -1.0, 9: 2.5}, allowed_token_ids=(0, 2, 4, 9, 11), bad_words=((2,),)
+    ),
     SamplingParams(temperature=1.3, min_p=0.02, top_k=9, top_p=0.9),
 ]
 
 
 def exact_distribution(params: SamplingParams) -> np.ndarray:
-    x_V = LOGITS_V.astype(np.float64) / params.temperature
+    x_V = slow_sampler.penalised(LOGITS_V, [], [], params) / params.temperature
     probs_V = np.zeros(V)
     kept = slow_sampler.survivors(x_V, params)
     probs_V[kept] = np.exp(x_V[kept])
@@ -50,13 +56,16 @@ def assert_follows(tokens: np.ndarray, probs_V: np.ndarray) -> None:
 
 def sampler_with(params: SamplingParams, seeds: np.ndarray) -> Sampler:
     sampler = Sampler(vocab_size=V, history=TokenHistory(max_rows=BATCH, max_len=2))
-    wishes = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     for row, seed in enumerate(seeds):
-        sampler.join(row, SamplingParams(seed=int(seed), **wishes), np.empty(0, np.int32))
+        sampler.join(row, replace(params, seed=int(seed)), np.empty(0, np.int32))
     return sampler
 
 
-@pytest.mark.parametrize("params", MANY_WISHES, ids=lambda p: f"t{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p}")
+@pytest.mark.parametrize(
+    "params",
+    MANY_WISHES,
+    ids=lambda p: f"t{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p} y{p.typical_p} b{len(p.logit_bias)}",
+)
 def test_positions_of_one_seed_follow_the_exact_distribution(params: SamplingParams) -> None:
     sampler = sampler_with(params, np.full(BATCH, 7))
     logits_SV = torch.from_numpy(np.tile(LOGITS_V, (BATCH, 1)))

@@ -8,16 +8,22 @@ import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from model.sampler import scaled
 from model.sampling import SamplingParams, SamplingRows
+from model.sampling_choice import AllowedIds, BadWords, LogitBias
 from model.sampling_filters import TOP_K_OFF, Filters, largest, masses, thresholds
 from model.sampling_penalties import Penalties, TokenHistory
+from model.sampling_typical import keep_typical
 
 V = 300
 S = 16
@@ -28,6 +34,7 @@ def filters_of(*, top_k: int = TOP_K_OFF, top_p: float = 1.0, min_p: float = 0.0
         top_k_S=torch.full((S,), top_k),
         top_p_S=torch.full((S,), top_p, dtype=torch.float64),
         log_min_p_S=torch.full((S,), math.log(min_p) if min_p else -math.inf),
+        typical_p_S=torch.ones(S, dtype=torch.float64),
     )
 
 
@@ -121,3 +128,80 @@ def test_largest_equals_a_whole_topk(width: int, count: int) -> None:
     assert torch.equal(values_SK, x_SV.topk(min(count, width), dim=-1).values)
     assert torch.equal(x_SV.gather(1, ids_SK), values_SK)
     assert all(len(set(row.tolist())) == min(count, width) for row in ids_SK)
+
+
+@pytest.mark.parametrize("typical_p", [0.05, 0.3, 0.8, 0.95, 0.99])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_typical_p_keeps_what_transformers_keeps(typical_p: float, spread: float) -> None:
+    x_SV = logits(5, spread=spread)
+    theirs_SV = TypicalLogitsWarper(typical_p)(None, x_SV.double()).float()  # its float32 sums miss the border's token
+    ours_SV = keep_typical(x_SV, torch.full((S,), typical_p, dtype=torch.float64))
+    assert torch.equal(ours_SV, theirs_SV)
+
+
+def test_typical_p_after_the_other_filters_keeps_what_transformers_keeps() -> None:
+    x_SV = logits(6)
+    chain = LogitsProcessorList(
+        [MinPLogitsWarper(0.001), TopKLogitsWarper(400), TopPLogitsWarper(0.9), TypicalLogitsWarper(0.7)]
+    )
+    ours_SV = x_SV.masked_fill(~survivors(x_SV, filters_of(min_p=0.001, top_k=400, top_p=0.9)), -torch.inf)
+    assert torch.equal(keep_typical(ours_SV, torch.full((S,), 0.7, dtype=torch.float64)), chain(None, x_SV))
+
+
+def test_bias_equals_that_of_transformers() -> None:
+    bias = {3: 4.5, 17: -100.0, 299: 0.25}
+    theirs_SV = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    logits_SV, ids_ST = torch.randn(4, V), torch.randint(0, V, (4, 7))
+    ours = LogitBias(vocab_size=V, device=torch.device("cpu"))
+    ours.put(2, bias)
+    expected_SV = logits_SV.clone()
+    expected_SV[1] = theirs_SV(ids_ST[1:2], logits_SV[1:2])
+    ours.apply(logits_SV, np.array([1]), np.array([2]))
+    assert torch.equal(logits_SV, expected_SV)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bad_words_are_masked_as_transformers_masks_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids_ST = rng.integers(0, 6, (4, 12))
+    words = [tuple(rng.integers(0, 6, rng.integers(1, 4)).tolist()) for _ in range(8)]
+    history = TokenHistory(max_rows=4, max_len=12)
+    ours = BadWords(history, vocab_size=V, device=torch.device("cpu"))
+    for row in range(4):
+        history.put(row, ids_ST[row].astype(np.int32), 0)
+        ours.put(row, tuple(words[: 2 * row + 2]))
+    logits_SV = torch.randn(4, V)
+    theirs = [NoBadWordsLogitsProcessor([list(word) for word in words[: 2 * row + 2]]) for row in range(4)]
+    expected = [each(torch.from_numpy(ids_ST[[row]]), logits_SV[[row]]) for row, each in enumerate(theirs)]
+    ours.apply(logits_SV, np.arange(4), np.arange(4), np.full(4, 12))
+    assert torch.equal(logits_SV, torch.cat(expected))
+
+
+def test_allowed_ids_are_those_that_a_prefix_constraint_of_transformers_leaves() -> None:
+    ids = (4, 9, 250)
+    theirs = PrefixConstrainedLogitsProcessor(lambda row, tokens: list(ids), num_beams=1)
+    logits_SV = torch.randn(3, V)
+    expected_SV = logits_SV.clone()
+    expected_SV[[0, 2]] = theirs(torch.zeros(2, 1, dtype=torch.long), logits_SV[[0, 2]])
+    ours = AllowedIds(max_rows=5, vocab_size=V, device=torch.device("cpu"))
+    for row in (4, 1):
+        ours.put(row, ids)
+    ours.apply(logits_SV, np.array([0, 2]), np.array([4, 1]))
+    assert torch.equal(logits_SV, expected_SV)
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0.7, 0.0), (0.0, 0.3), (-1.0, 0.5)])
+def test_presence_and_frequency_penalties_equal_their_definition(presence: float, frequency: float) -> None:
+    """transformers has none; the definition is OpenAI's: logit - count * frequency - (count > 0) * presence."""
+    rows, history = SamplingRows(max_rows=4, vocab_size=V), TokenHistory(max_rows=4, max_len=40)
+    penalties = Penalties(rows, history, torch.device("cpu"))
+    ids_ST = torch.randint(0, 20, (4, 40))
+    for row in range(4):
+        rows.put(row, SamplingParams(presence_penalty=presence, frequency_penalty=frequency))
+        history.put(row, ids_ST[row].numpy().astype(np.int32), 10)
+        penalties.put(row, ids_ST[row, 10:].numpy())
+    logits_SV = torch.randn(4, V)
+    counts_SV = torch.stack([torch.bincount(ids_ST[row, 10:], minlength=V) for row in range(4)])
+    expected_SV = logits_SV - counts_SV * frequency - (counts_SV > 0) * presence
+    penalties.apply(logits_SV, np.arange(4), np.arange(4), np.full(4, 40))
+    torch.testing.assert_close(logits_SV, expected_SV)

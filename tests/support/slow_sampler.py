@@ -38,8 +38,10 @@ def log_exponential(seed: int, index: int, token_id: int) -> float:
 
 
 def penalised(logits_V: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray:
-    """Penalties and the min-tokens mask."""
+    """Bias, penalties and masks."""
     out = logits_V.astype(np.float64).copy()
+    for token, bias in params.logit_bias.items():
+        out[token] += bias
     for token in set(prompt) | set(output):
         factor = params.repetition_penalty
         out[token] = out[token] * factor if out[token] < 0 else out[token] / factor
@@ -47,6 +49,12 @@ def penalised(logits_V: np.ndarray, prompt: list[int], output: list[int], params
         out[token] -= params.frequency_penalty * count + params.presence_penalty
     if len(output) < params.min_tokens:
         out[list(params.stop_ids)] = -np.inf
+    for token in range(len(out)):
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
+            out[token] = -np.inf
+    for word in params.bad_words:
+        if len(output) >= len(word) - 1 and output[len(output) - len(word) + 1 :] == list(word[:-1]):
+            out[word[-1]] = -np.inf
     return out
 
 
@@ -54,7 +62,7 @@ def survivors(x_V: np.ndarray, params: SamplingParams) -> list[int]:
     """Ids that min-p, top-k and top-p leave, most likely first."""
     weights = np.exp(x_V - x_V.max())
     order = sorted(range(len(x_V)), key=lambda i: -x_V[i])
-    kept = [i for i in order if weights[i] >= params.min_p]
+    kept = [i for i in order if weights[i] >= params.min_p and x_V[i] > -math.inf]
     if 0 < params.top_k < len(kept):
         kept = [i for i in kept if x_V[i] >= x_V[kept[params.top_k - 1]]]
     if params.top_p < 1:
@@ -66,7 +74,21 @@ def survivors(x_V: np.ndarray, params: SamplingParams) -> list[int]:
             nucleus.append(i)
             before += weights[i]
         kept = [i for i in kept if x_V[i] >= x_V[nucleus[-1]]]
-    return kept
+    return typical(x_V, kept, params.typical_p) if params.typical_p < 1 else kept
+
+
+def typical(x_V: np.ndarray, kept: list[int], typical_p: float) -> list[int]:
+    """Those of the ids whose information content is nearest to the expected one."""
+    total = sum(math.exp(x_V[i] - x_V.max()) for i in kept)
+    logprobs = {i: x_V[i] - x_V.max() - math.log(total) for i in kept if x_V[i] > -math.inf}
+    entropy = -sum(math.exp(logprob) * logprob for logprob in logprobs.values())
+    order = sorted(logprobs, key=lambda i: abs(-logprobs[i] - entropy))
+    mass, last = 0.0, order[0]
+    for last in order:
+        mass += math.exp(logprobs[last])
+        if mass >= typical_p:
+            break
+    return [i for i in order if abs(-logprobs[i] - entropy) <= abs(-logprobs[last] - entropy)]
 
 
 def sample(logits_V: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> int:
