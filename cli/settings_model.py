@@ -23,8 +23,11 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", "Type of weights and activations; auto is the checkpoint's own", panel="Model"
     )
-    quantization: Literal["none", "int8"] = setting(
-        "none", "int8: keep a bf16 model's weights as 8-bit integers, on CPUs with AVX512-BF16", panel="Model"
+    quantization: Literal["none", "int8", "fp8"] = setting(
+        "none",
+        "Round a plain checkpoint's weights to 8 bits at loading: int8 (GPUs; CPUs with AVX512-BF16) or fp8 (GPUs of "
+        "compute capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
+        panel="Model",
     )
     attention_backend: str = setting("auto", "Attention backend: auto, reference or sdpa", panel="Model")
     max_model_len: int | None = setting(

@@ -6,6 +6,7 @@ Knows torch and the model, and nothing of sockets or requests. Imported only whe
 from dataclasses import replace
 
 import structlog
+import torch
 
 from model.gpu.weights import GpuWeights
 from model.qwen2 import Qwen2ForCausalLM
@@ -17,6 +18,7 @@ from worker.memory import size_pool
 from worker.model_card import Described
 from worker.progress import OnProgress
 from worker.runner_memory import weights_bytes
+from worker.runner_weights import weight_format
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +43,12 @@ def make_cuda_runner(
         path_choice=PathChoice.MEASURED,
     )
     on_progress("rehearsing_steps", None, None)
-    weights = GpuWeights.take(model, max_positions=runner_config.table_width * config.block_size)
+    weights = GpuWeights.take(
+        model,
+        max_positions=runner_config.table_width * config.block_size,
+        weight_format=weight_format(config.quantization),
+    )
+    torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
     needs = cuda_memory_needs(
         weights, runner_config, weights_bytes=weights_bytes(model), memory_fraction=config.memory_fraction
     )

@@ -3,7 +3,6 @@
 Knows torch and the model, and nothing of sockets or requests.
 """
 
-import hashlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,10 @@ import structlog
 import torch
 
 from model.checkpoint import resolve_checkpoint
-from model.config import DTYPES
-from model.linear import WeightFormat
+from model.config import DTYPES, load_config
 from model.loading import load_model
 from model.numerics import NumericFinding, default_limit
+from model.packed_loading import Packed
 from model.qwen2 import Qwen2ForCausalLM
 from worker.config import CheckNumerics, WorkerConfig
 from worker.loaded import Loaded, scheduler_config, served_name
@@ -24,6 +23,7 @@ from worker.model_card import Described, describe
 from worker.progress import OnProgress
 from worker.runner_memory import memory_needs, prefer_huge_pages
 from worker.runner_warmup import WarmRunner, warm_up
+from worker.runner_weights import check_format, rounding_of, weight_format, with_rounding
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 log = structlog.get_logger(__name__)
@@ -73,9 +73,19 @@ def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
 
 def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> Qwen2ForCausalLM:
     dtype = None if config.dtype is None else _dtype(config.dtype)
-    model = load_model(folder, dtype=dtype, device=config.device, on_progress=_staged("loading_weights", on_progress))
+    wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
+    is_packed = load_config(folder).quantization is not None
+    check_format(wanted, torch.device(config.device), is_packed=is_packed, has_cuda_runner=has_cuda_runner)
+    model = load_model(
+        folder,
+        dtype=dtype,
+        device=config.device,
+        on_progress=_staged("loading_weights", on_progress),
+        packed=Packed.KEPT if has_cuda_runner else Packed.UNPACKED,
+    )
     on_progress("packing_weights", None, None)
-    model.pack_weights(WeightFormat.BF16 if config.quantization is None else _weight_format(config.quantization))
+    if not has_cuda_runner:  # whose steps take the weights in a layout of their own
+        model.pack_weights(wanted)
     return model
 
 
@@ -133,21 +143,13 @@ def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | No
 
 def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
     """Workers whose weights are rounded differently must not pass for the same model."""
-    if config.quantization is None:
-        return model.fingerprint
-    return hashlib.blake2b(model.fingerprint + config.quantization.encode(), digest_size=32).digest()
+    return with_rounding(model.fingerprint, rounding_of(config.quantization, model.device))
 
 
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _weight_format(name: str) -> WeightFormat:
-    if name != WeightFormat.INT8.value:
-        raise ValueError(f"quantization {name!r} is not {WeightFormat.INT8.value}")
-    return WeightFormat.INT8
 
 
 def _staged(stage: str, on_progress: OnProgress) -> Callable[[int, int], None]:

@@ -1,0 +1,54 @@
+"""What a worker's `quantization` means on its device, checked before anything is loaded.
+
+Must not know: tensors of a model, sockets.
+"""
+
+import hashlib
+
+import torch
+
+from model.linear import FormatUnavailable, WeightFormat
+
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
+
+
+def weight_format(quantization: str | None) -> WeightFormat:
+    """Raises ValueError for a name that there is not."""
+    if quantization is None:
+        return WeightFormat.BF16
+    if quantization not in (WeightFormat.INT8.value, WeightFormat.FP8.value):
+        raise ValueError(f"quantization {quantization!r} is neither int8 nor fp8")
+    return WeightFormat(quantization)
+
+
+def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool, has_cuda_runner: bool) -> None:
+    """Raises FormatUnavailable saying what to do instead. is_packed: the checkpoint is GPTQ's or AWQ's."""
+    if wanted is WeightFormat.BF16:
+        return
+    if device.type == "cuda" and not has_cuda_runner:
+        raise FormatUnavailable(
+            f"{wanted.value} weights on a GPU need triton, and neither --attention-backend nor --check-numerics"
+        )
+    if device.type == "cuda" and is_packed:
+        raise FormatUnavailable(f"the checkpoint is quantised already: leave out --quantization {wanted.value}")
+    if wanted is not WeightFormat.FP8:
+        return
+    if device.type != "cuda":
+        raise FormatUnavailable("fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes")
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
+
+
+def rounding_of(quantization: str | None, device: torch.device) -> bytes:
+    """What enters the model's fingerprint: workers that round differently are not the same model. A GPU folds norms
+    into matrices before it rounds them, so its integers are others than a CPU's."""
+    if quantization is None:
+        return b""
+    return quantization.encode() if device.type == "cpu" else f"{quantization} folded".encode()
+
+
+def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:
+    """The fingerprint of a model that is also rounded so; as it is without any."""
+    said = b"\0".join(roundings).strip(b"\0")
+    return hashlib.blake2b(fingerprint + said, digest_size=32).digest() if said else fingerprint
