@@ -259,7 +259,8 @@ class Run(Message, frozen=True, kw_only=True):
     """Generate one output, or several from one prompt, or turn the prompt into a vector.
 
     fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks. pooling: nothing
-    is sampled, the prompt's embedding is sent; sampling means nothing then.
+    is sampled, the prompt's embedding is sent; sampling means nothing then. num_resumed_tokens: the last so many of
+    prompt_ids are output that a worker gave before it was lost: they count as output, and it goes on behind them.
     """
 
     handle: int
@@ -271,6 +272,7 @@ class Run(Message, frozen=True, kw_only=True):
     timeout_s: float | None = None  # remaining at the time of sending
     fork_handles: tuple[int, ...] = ()
     pooling: Pooling | None = None
+    num_resumed_tokens: int = 0
 
 
 class Cancel(Message, frozen=True, kw_only=True):

@@ -16,15 +16,19 @@ def max_total_tokens(asked: AddRequest, config: SchedulerConfig, *, pool_tokens:
 
 def refusal(asked: AddRequest, config: SchedulerConfig, *, pool_tokens: int) -> Ending | None:
     """Why this request can never be served; None where it can."""
-    prompt_ids_T = asked.prompt_ids_T
-    if not len(prompt_ids_T):
+    if not len(asked.prompt_ids_T):
         return failure("INVALID_FIELD", "prompt_ids: the prompt is empty")
-    if int(prompt_ids_T.min()) < 0 or int(prompt_ids_T.max()) >= config.vocab_size:
-        wrong = prompt_ids_T[(prompt_ids_T < 0) | (prompt_ids_T >= config.vocab_size)]
+    token_ids_T = asked.token_ids_T
+    if int(token_ids_T.min()) < 0 or int(token_ids_T.max()) >= config.vocab_size:
+        wrong = token_ids_T[(token_ids_T < 0) | (token_ids_T >= config.vocab_size)]
         return failure("INVALID_FIELD", f"prompt_ids: {int(wrong[0])} is not in [0, {config.vocab_size})")
     if asked.sampling.max_tokens < 1:
         return failure("INVALID_FIELD", f"sampling.max_tokens: {asked.sampling.max_tokens} is below 1")
-    return _too_long(len(prompt_ids_T), config, pool_tokens)
+    if len(asked.resumed_ids_T) >= asked.sampling.max_tokens:
+        return failure(
+            "INVALID_FIELD", f"num_resumed_tokens: {len(asked.resumed_ids_T)} of {asked.sampling.max_tokens}"
+        )
+    return _too_long(len(token_ids_T), config, pool_tokens)
 
 
 def _too_long(num_prompt_tokens: int, config: SchedulerConfig, pool_tokens: int) -> Ending | None:

@@ -39,6 +39,7 @@ class AddRequest:
     """Asks the scheduler for one output. prompt_ids_T: int32. timeout_s: from now on; None: no deadline.
 
     pooling: for the prompt's embedding instead of tokens; then sampling.max_tokens is 1, for a token that nobody sees.
+    resumed_ids_T: int32, output that another worker gave before it was lost.
     """
 
     key: RequestKey
@@ -49,6 +50,12 @@ class AddRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     pooling: Pooling | None = None
+    resumed_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def token_ids_T(self) -> np.ndarray:
+        """int32: everything that is known of the request when it arrives."""
+        return np.concatenate([self.prompt_ids_T, self.resumed_ids_T]) if len(self.resumed_ids_T) else self.prompt_ids_T
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

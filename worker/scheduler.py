@@ -178,7 +178,7 @@ class Scheduler:
             arrival_s=now_s,
             deadline_s=None if asked.timeout_s is None else now_s + asked.timeout_s,
             max_total_tokens=max_total_tokens(asked, self._config, pool_tokens=self._pool_tokens),
-            token_ids_T=asked.prompt_ids_T,
+            token_ids_T=asked.token_ids_T,
         )
 
     def _refusal(self, asked: AddRequest) -> Ending | None:

@@ -12,11 +12,16 @@ _RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEven
 
 
 def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
-    """What a Run asks for. Raises ValueError where its token ids are no int32."""
+    """What a Run asks for. Raises ValueError where its token ids are no int32, or fewer than it resumes."""
+    token_ids_T = np.frombuffer(run.prompt_ids, np.dtype("<i4"))
+    num_prompt_tokens = len(token_ids_T) - run.num_resumed_tokens
+    if not 0 <= num_prompt_tokens <= len(token_ids_T):
+        raise ValueError(f"num_resumed_tokens: {run.num_resumed_tokens} of {len(token_ids_T)} tokens")
     return AddRequest(
         key=RequestKey(gateway, run.handle),
         request_id=run.request_id,
-        prompt_ids_T=np.frombuffer(run.prompt_ids, np.dtype("<i4")),
+        prompt_ids_T=token_ids_T[:num_prompt_tokens],
+        resumed_ids_T=token_ids_T[num_prompt_tokens:],
         sampling=run.sampling if run.pooling is None else Sampling(temperature=0.0, ignore_eos=True, max_tokens=1),
         priority=run.priority,
         cache_salt=run.cache_salt,
