@@ -1,8 +1,9 @@
 """Time of one decode step on a GPU, whole and by kernel, and prefill throughput: the steps alone, without an engine.
 
-    python -m bench.gpu_step [--shape 0.5B] [--json out/gpu_step.json] [--profile]
+    python -m bench.gpu_step [--shape 0.5B] [--weights bf16 fp8 int4] [--json out/gpu_step.json] [--profile]
 
-Random weights of the published shapes, bf16. Each decode figure is the median of five timings of replays of one CUDA
+Random weights of the published shapes, bf16 or rounded: fp8 and int8 as `--quantization` does, int4 with groups of 128
+as in GPTQ's checkpoints. Each decode figure is the median of five timings of replays of one CUDA
 graph; `floor` is what reading the weights and the live keys and values once would take at the measured copy rate.
 """
 
@@ -20,6 +21,8 @@ from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
 from model.kernels.prefill_attention import list_tiles
+from model.linear import Linear, WeightFormat
+from model.quantization.rounding import round_to_groups
 
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -45,6 +48,22 @@ def config_of(shape: str) -> Qwen2Config:
     )  # fmt: skip
 
 
+WEIGHTS = {
+    "bf16": WeightFormat.BF16,
+    "fp8": WeightFormat.FP8,
+    "int8": WeightFormat.INT8,
+    "int4": WeightFormat.BF16,
+}
+"""How the model's weights are taken; int4 ones are rounded before."""
+
+
+def round_to_int4(model: Qwen2ForCausalLM) -> None:
+    """Every matrix of the layers, as a GPTQ checkpoint would hold it."""
+    for module in model.layers.modules():
+        if isinstance(module, Linear):
+            module.hold(round_to_groups(module.weight.data, bits=4, group_size=128))
+
+
 def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
     """Weights drawn on the device: fast, and of a scale that keeps activations finite."""
     model = Qwen2ForCausalLM(config, dtype=torch.bfloat16, device="cuda")
@@ -58,9 +77,17 @@ def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
 class Bench:
     """The steps of one shape over a pool of random keys and values."""
 
-    def __init__(self, shape: str, *, num_rows: int = 256, pool_tokens: int = 300_000, max_tokens: int = 16384) -> None:
+    def __init__(
+        self,
+        shape: str,
+        *,
+        weights: str = "bf16",
+        num_rows: int = 256,
+        pool_tokens: int = 300_000,
+        max_tokens: int = 16384,
+    ) -> None:
         self.config = config_of(shape)
-        weights = GpuWeights.take(random_model(self.config), max_positions=32768)
+        self.weight_bytes, taken = take_weights(random_model(self.config), weights)
         self.num_blocks = pool_tokens // BLOCK_SIZE
         self.kv = KvPool(self.config, self.num_blocks + 1, BLOCK_SIZE, torch.bfloat16, "cuda")
         for pool in (*self.kv.k_pools, *self.kv.v_pools):
@@ -69,11 +96,9 @@ class Bench:
             num_slots=num_rows, table_width=2048, scratch_block=self.num_blocks, device=torch.device("cuda")
         )
         self.decode = DecodeStep(
-            weights, self.state, self.kv, max_batch=num_rows, vocab_size=min(151665, self.config.vocab_size)
+            taken, self.state, self.kv, max_batch=num_rows, vocab_size=min(151665, self.config.vocab_size)
         )
         self.mixed = MixedStep(self.decode, max_tokens=max_tokens)
-        head = self.config.vocab_size * self.config.hidden_size
-        self.weight_bytes = sum(p.numel() for layer in weights.layers for p in tensors(layer)) * 2 + head * 2
 
     def spread(self, batch: int, context: int) -> None:
         """Rows 0 … batch stand at `context` tokens, each over blocks of its own."""
@@ -91,9 +116,15 @@ class Bench:
         return (self.weight_bytes + batch * context * per_token) / rate * 1e3
 
 
-def tensors(layer: object) -> list[torch.Tensor]:
-    """The tensors of a layer's weights."""
-    return [getattr(layer, name) for name in layer.__dataclass_fields__]  # type: ignore[attr-defined]
+def take_weights(model: Qwen2ForCausalLM, weights: str) -> tuple[int, GpuWeights]:
+    """Bytes that a step reads of them, and the weights themselves."""
+    if weights == "int4":
+        round_to_int4(model)
+    taken = GpuWeights.take(model, max_positions=32768, weight_format=WEIGHTS[weights])
+    linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+    plain = sum(module.weight.numel() * 2 for module in linears if hasattr(module, "weight"))
+    head = model.config.vocab_size * model.config.hidden_size * 2
+    return plain + sum(module.packed_bytes for module in linears) + head, taken
 
 
 def capture(bench: Bench, batch: int) -> torch.cuda.CUDAGraph:
@@ -186,23 +217,26 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["0.5B"])
+    parser.add_argument("--weights", choices=WEIGHTS, nargs="+", default=["bf16"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     rate = copy_rate()
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": rate}
     for shape in arguments.shape:
-        report[shape] = measure(shape, rate, with_profile=arguments.profile)
+        for weights in arguments.weights:
+            name = shape if weights == "bf16" else f"{shape} {weights}"
+            report[name] = measure(shape, rate, weights=weights, with_profile=arguments.profile)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
-def measure(shape: str, rate: float, *, with_profile: bool) -> dict[str, float]:
+def measure(shape: str, rate: float, *, weights: str = "bf16", with_profile: bool) -> dict[str, float]:
     """All figures of one shape."""
-    bench = Bench(shape)
+    bench = Bench(shape, weights=weights)
     figures: dict[str, float] = {}
-    print(f"{shape}: copy {rate / 1e12:.2f} TB/s, weights {bench.weight_bytes / 1e9:.2f} GB")
+    print(f"{shape}, {weights}: copy {rate / 1e12:.2f} TB/s, weights {bench.weight_bytes / 1e9:.2f} GB")
     for batch, context in DECODES:
         greedy, drawn = (time_decode(bench, batch, context, temperature) for temperature in (0.0, 0.6))
         floor = bench.floor_ms(batch, context, rate)
