@@ -7,6 +7,7 @@ from rich.table import Table
 
 from cli import doctor_checks as checks
 from cli.doctor_checks import Finding, Verdict
+from cli.doctor_deterministic import check_deterministic
 from cli.settings import ServeSettings
 
 _MARKS = {Verdict.GOOD: "[green]✓[/]", Verdict.WARNING: "[yellow]![/]", Verdict.BAD: "[bold red]✗[/]"}
@@ -18,6 +19,7 @@ def examine(settings: ServeSettings) -> list[Finding]:
         checks.check_python(),
         *checks.check_packages(),
         *checks.check_torch(),
+        *check_deterministic(settings),
         checks.check_memory(),
         checks.check_shared_memory(),
         checks.check_run_folder(settings),

@@ -29,6 +29,9 @@ class ModelSettings(Settings):
         "compute capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
         panel="Model",
     )
+    deterministic: bool = setting(
+        False, "The same bits for a request whatever else is in the batch, at a price", panel="Model"
+    )
     attention_backend: str = setting("auto", "Attention backend: auto, reference or sdpa", panel="Model")
     max_model_len: int | None = setting(
         None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1

@@ -3,7 +3,7 @@
 from cli.addresses import default_endpoint
 from cli.errors import usage
 from cli.settings import WorkerSettings
-from worker.config import CheckNumerics, CurveConfig, PrefixCacheMode, RunnerKind, WorkerConfig
+from worker.config import CheckNumerics, CurveConfig, Deterministic, PrefixCacheMode, RunnerKind, WorkerConfig
 
 
 def worker_config(settings: WorkerSettings) -> WorkerConfig:
@@ -20,6 +20,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         dtype=None if settings.dtype == "auto" else settings.dtype,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
         quantization=None if settings.quantization == "none" else settings.quantization,
+        deterministic=Deterministic.ON if settings.deterministic else Deterministic.OFF,
         check_numerics=CheckNumerics(settings.check_numerics),
         check_numerics_limit=settings.check_numerics_limit,
         num_threads=settings.num_threads,

@@ -62,16 +62,18 @@ class BackendName(ValueError):
 
 
 BACKENDS = ("reference", "sdpa")
-"""Names for `get_backend`."""
+"""Names for `get_backend`, for any model. "invariant" is for models of model/invariant.py alone."""
 
 
 def get_backend(name: str) -> AttentionBackend:
     """The backend of that name. Raises BackendName."""
     # Imported here, since the backends need the types above.
+    from model.attention_invariant import InvariantAttention
     from model.attention_reference import ReferenceAttention
     from model.attention_sdpa import SdpaAttention
 
-    backends: dict[str, AttentionBackend] = {"reference": ReferenceAttention(), "sdpa": SdpaAttention()}
+    known: tuple[AttentionBackend, ...] = (ReferenceAttention(), SdpaAttention(), InvariantAttention())
+    backends = {backend.name: backend for backend in known}
     if name not in backends:
         raise BackendName(f"no attention backend {name!r}: there are {', '.join(BACKENDS)}")
     return backends[name]

@@ -30,6 +30,14 @@ class CheckNumerics(Enum):
     OFF = "off"
 
 
+class Deterministic(Enum):
+    """Whether a request's tokens have the same bits whatever else is in the batch
+    (docs/decisions/0006-deterministic-mode.md)."""
+
+    ON = "on"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of the scheduler. Raises ValueError naming the field that does not fit.
@@ -87,7 +95,10 @@ class WorkerConfig:
     gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
     num_blocks None: sized from free memory, ``memory_fraction`` of it. max_model_len None: the model's own.
     attention_backend None: the best one for the device.
-    quantization: "int8" keeps a CPU's weights as integers with a scale per output; None: in the model's dtype.
+    quantization: "int8" rounds the weights to integers with a scale per output, "fp8" to e4m3 (GPUs only); None: as
+        they are in the checkpoint.
+    deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
+        check_numerics with it.
     check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
     audit_every_steps 0: never; 1: every step (debugging).
     worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
@@ -105,6 +116,7 @@ class WorkerConfig:
     device: str = "cpu"
     dtype: str | None = None
     attention_backend: str | None = None
+    deterministic: Deterministic = Deterministic.OFF
     check_numerics: CheckNumerics = CheckNumerics.OFF
     check_numerics_limit: float | None = None
     num_threads: int | None = None

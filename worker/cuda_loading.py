@@ -41,6 +41,7 @@ def make_cuda_runner(
         eos_token_ids=described.eos_token_ids,
         max_batch_tokens=config.max_batch_tokens,
         path_choice=PathChoice.MEASURED,
+        deterministic=config.deterministic,
     )
     on_progress("rehearsing_steps", None, None)
     weights = GpuWeights.take(

@@ -13,12 +13,14 @@ from enum import Enum
 import torch
 
 from model.gpu.decode_step import DecodeStep
+from model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
 from model.gpu.wishes import WishState
 from model.kernels.row_changes import HEADER_WORDS, apply_changes
 from model.kv_pool import KvPool
+from worker.config import Deterministic
 from worker.cuda_graphs import Launching, Recorder, batch_sizes, make_recorder
 from worker.cuda_layout import MAX_RECORDED_CHUNKS, MixedLayout, MixedShapes
 
@@ -53,6 +55,7 @@ class CudaRunnerConfig:
     max_in_flight: int = 2
     launching: Launching = Launching.GRAPHS
     path_choice: PathChoice = PathChoice.KEPT
+    deterministic: Deterministic = Deterministic.OFF
 
     @property
     def table_width(self) -> int:
@@ -72,13 +75,10 @@ class StepPrograms:
             device=device,
         )
         self.kv = KvPool(weights.config, config.num_blocks + 1, config.block_size, weights.dtype, device)
-        self.step = DecodeStep(
-            weights,
-            self.state,
-            self.kv,
-            max_batch=config.max_slots + MAX_RECORDED_CHUNKS,
-            vocab_size=config.vocab_size,
-            rows_B=self.state.batch_A,
+        self._shapes = MixedShapes.of(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
+        largest = max(layout.num_tokens for layout in self._shapes.layouts())
+        self.step, self._mixed_step = make_steps(
+            weights, self.state, self.kv, config, max_tokens=max(largest, config.max_batch_tokens)
         )
         self.wishes = WishState(
             num_rows=config.max_slots + 1,
@@ -87,9 +87,6 @@ class StepPrograms:
             device=device,
             state=self.state,
         )
-        self._shapes = MixedShapes.of(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
-        largest = max(layout.num_tokens for layout in self._shapes.layouts())
-        self._mixed_step = MixedStep(self.step, max_tokens=max(largest, config.max_batch_tokens))
         self._sizes = batch_sizes(config.max_slots)
         self._recorder = make_recorder(config.launching)
         self._path_choice = config.path_choice
@@ -180,3 +177,15 @@ class StepPrograms:
             self._mixed_step.run(inputs)
 
         return run
+
+
+def make_steps(
+    weights: GpuWeights, state: RowState, kv: KvPool, config: CudaRunnerConfig, *, max_tokens: int
+) -> tuple[DecodeStep, MixedStep]:
+    """The decode step and the mixed step, of the kind that is wanted."""
+    sizes: dict[str, int] = {"max_batch": config.max_slots + MAX_RECORDED_CHUNKS, "vocab_size": config.vocab_size}
+    if config.deterministic is Deterministic.ON:
+        invariant = InvariantDecodeStep(weights, state, kv, rows_B=state.batch_A, **sizes)
+        return invariant, InvariantMixedStep(invariant, max_tokens=max_tokens)
+    decode = DecodeStep(weights, state, kv, rows_B=state.batch_A, **sizes)
+    return decode, MixedStep(decode, max_tokens=max_tokens)

@@ -18,7 +18,10 @@ import torch
 
 from model.gpu.weights import GpuWeights
 from model.gpu.wishes import wish_columns
+from model.sampler import Sampler
+from model.sampler_each import EachRowSampler
 from model.sampling import Feature
+from worker.config import Deterministic
 from worker.cuda_changes import RowChanges
 from worker.cuda_errors import DeviceLost, runner_error
 from worker.cuda_graphs import Launching
@@ -72,6 +75,7 @@ class CudaRunner:
             device=self._device,
         )
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
+            sampler=EachRowSampler if config.deterministic is Deterministic.ON else Sampler,
         self._flights: deque[_Flight] = deque()
 
     @property

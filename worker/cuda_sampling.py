@@ -29,11 +29,12 @@ class SpecialRows:
         max_model_len: int,
         vocab_size: int,
         device: torch.device,
+        sampler: type[Sampler] = Sampler,
     ) -> None:
         self.has_wish_R = np.zeros(max_slots, np.bool_)
         self.is_special_R = np.zeros(max_slots, np.bool_)
         self._history = TokenHistory(max_rows=max_slots, max_len=max_model_len + 1)
-        self._sampler = Sampler(vocab_size=vocab_size, history=self._history, device=device)
+        self._sampler = sampler(vocab_size=vocab_size, history=self._history, device=device)
 
     def join(self, join: Join, params: SamplingParams) -> None:
         """A request enters the slot; what the slot had is forgotten."""

@@ -10,13 +10,15 @@ from pathlib import Path
 import structlog
 import torch
 
+from model.attention_invariant import InvariantAttention
 from model.checkpoint import resolve_checkpoint
 from model.config import DTYPES, load_config
+from model.invariant import InvarianceUnavailable, arithmetic, make_invariant
 from model.loading import load_model
 from model.numerics import NumericFinding, default_limit
 from model.packed_loading import Packed
 from model.qwen2 import Qwen2ForCausalLM
-from worker.config import CheckNumerics, WorkerConfig
+from worker.config import CheckNumerics, Deterministic, WorkerConfig
 from worker.loaded import Loaded, scheduler_config, served_name
 from worker.memory import PoolSize, size_pool
 from worker.model_card import Described, describe
@@ -34,6 +36,7 @@ DEFAULT_BACKEND = "sdpa"
 def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     """Resolve (download), load, size the pool, warm up. Raises model.CheckpointError, worker.memory.DoesNotFit,
     worker.model_card.CardError, ValueError."""
+    check_deterministic(config)
     prefer_huge_pages()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -58,8 +61,20 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         num_blocks=runner.config.num_blocks,
         block_size=config.block_size,
         scheduler=scheduler,
-        device=str(model.device),
+        device=str(model.device) + (", deterministic" if config.deterministic is Deterministic.ON else ""),
     )
+
+
+def check_deterministic(config: WorkerConfig) -> None:
+    """Raises InvarianceUnavailable for what deterministic mode cannot be had together with."""
+    if config.deterministic is Deterministic.OFF:
+        return
+    if config.attention_backend is not None or config.check_numerics is CheckNumerics.ON:
+        raise InvarianceUnavailable("deterministic mode goes with no --attention-backend and no --check-numerics")
+    if torch.device(config.device).type == "cuda" and not wants_cuda_runner(config):
+        raise InvarianceUnavailable("deterministic mode on a GPU needs triton")
+    if torch.device(config.device).type == "cuda" and config.quantization is not None:
+        raise InvarianceUnavailable("deterministic mode on a GPU is for plain weights: no --quantization")
 
 
 def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
@@ -84,9 +99,16 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -
         packed=Packed.KEPT if has_cuda_runner else Packed.UNPACKED,
     )
     on_progress("packing_weights", None, None)
-    if not has_cuda_runner:  # whose steps take the weights in a layout of their own
+    if config.deterministic is Deterministic.ON and not has_cuda_runner:
+        make_invariant(model, max_positions=_max_positions(config, folder), wanted=wanted)
+    elif not has_cuda_runner:  # whose steps take the weights in a layout of their own
         model.pack_weights(wanted)
     return model
+
+
+def _max_positions(config: WorkerConfig, folder: Path) -> int:
+    """Of the longest request, with one token more: a step that runs ahead has it."""
+    return (config.max_model_len or describe(folder).max_model_len) + 1
 
 
 def _pool_size(config: WorkerConfig, model: Qwen2ForCausalLM, *, max_model_len: int) -> PoolSize:
@@ -129,10 +151,16 @@ def _make_torch_runner(
         max_model_len=max_model_len,
         vocab_size=described.vocab_size,
         eos_token_ids=described.eos_token_ids,
-        backend=config.attention_backend or DEFAULT_BACKEND,
+        backend=_backend(config),
         numerics_limit=_numerics_limit(config, model),
     )
     return TorchRunner(model, runner_config, on_numerics=_log_finding)
+
+
+def _backend(config: WorkerConfig) -> str:
+    if config.deterministic is Deterministic.ON:
+        return InvariantAttention.name
+    return config.attention_backend or DEFAULT_BACKEND
 
 
 def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | None:
@@ -142,8 +170,11 @@ def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | No
 
 
 def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
-    """Workers whose weights are rounded differently must not pass for the same model."""
-    return with_rounding(model.fingerprint, rounding_of(config.quantization, model.device))
+    """Workers whose weights are rounded differently must not pass for the same model; nor deterministic ones, which
+    promise the same tokens, where their sums are rounded differently."""
+    is_deterministic = config.deterministic is Deterministic.ON
+    order_of_sums = arithmetic(model.device).encode() if is_deterministic else b""
+    return with_rounding(model.fingerprint, rounding_of(config.quantization, model.device), order_of_sums)
 
 
 def _dtype(name: str) -> torch.dtype:

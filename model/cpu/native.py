@@ -1,4 +1,4 @@
-"""Compiles `kernels.c` and `matmul.c` with the machine's own C compiler, once per machine, and loads it.
+"""Compiles `kernels.c`, `matmul.c` and `invariant.c` with the machine's own C compiler, once per machine, and loads it.
 
 The result is kept in $XDG_CACHE_HOME/octavo/native (or ~/.cache/octavo/native) under the hash of source, flags,
 compiler and processor. Without a compiler, or where OCTAVO_NATIVE=off, there is no library and callers use torch.
@@ -15,7 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c", "invariant.c"))
+HEADER = Path(__file__).with_name("vectors.h")
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -37,6 +38,10 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "octavo_silu_mul": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_has_matmul": ([], _INT),
     "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, *[_LONG] * 3, _INT], _INT),
+    "octavo_invariant_product": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 2, *[_LONG] * 3, _INT], None),
+    "octavo_rms_norm_f32": ([*[_TENSOR] * 3, _LONG, _LONG, _FLOAT, _INT], None),
+    "octavo_silu_mul_f32": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
+    "octavo_attention_f32": ([*[_TENSOR] * 4, _LONG, *[_TENSOR] * 2, *[_LONG] * 5, _FLOAT, _INT], _INT),
     "octavo_rope_write": ([*[_TENSOR] * 7, *[_LONG] * 5, _INT], None),
 }
 
@@ -47,7 +52,9 @@ def native_library() -> ctypes.CDLL | None:
 
     Torch must be imported before: its OpenMP is the one that the kernels use, so that there is one pool of threads.
     """
-    if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix" or not all(source.exists() for source in SOURCES):
+    if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
+        return None
+    if not all(source.exists() for source in (*SOURCES, HEADER)):
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
@@ -56,6 +63,12 @@ def native_library() -> ctypes.CDLL | None:
         return _load(_compiled(compiler))
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
+
+
+def library_fingerprint() -> str:
+    """Names the compiled code: sources, flags, compiler, processor. Empty where there is no library."""
+    library = native_library()
+    return "" if library is None else Path(library._name).stem
 
 
 def _load(file: Path) -> ctypes.CDLL:
@@ -93,7 +106,12 @@ def _folder() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Of all that decides what the compiler writes: caches are shared between machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10.0).stdout
-    parts = (*(source.read_bytes() for source in SOURCES), " ".join(_FLAGS).encode(), version, _processor().encode())
+    parts = (
+        *(source.read_bytes() for source in (*SOURCES, HEADER)),
+        " ".join(_FLAGS).encode(),
+        version,
+        _processor().encode(),
+    )
     return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
 
 

@@ -11,9 +11,11 @@ import torch
 
 from model import Qwen2Config, Qwen2ForCausalLM
 from model.gpu.weights import GpuWeights
+from tests.support.invariance import Limits
 from tests.support.scheduling import World, WorldConfig
 from tests.support.twin_runner import TwinRunner
 from wire.messages import Sampling
+from worker.config import Deterministic
 from worker.cuda_graphs import Launching
 from worker.cuda_programs import CudaRunnerConfig
 from worker.cuda_runner import CudaRunner
@@ -46,9 +48,9 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
+def random_model(config: Qwen2Config, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
     """Logits that differ clearly, outputs that vary."""
-    model = Qwen2ForCausalLM.random(config, seed=4, device=DEVICE)
+    model = Qwen2ForCausalLM.random(config, seed=4, dtype=dtype, device=DEVICE)
     for parameter in model.parameters():
         parameter.data *= 8 if config.hidden_size < 100 else 3
     return model
@@ -77,6 +79,33 @@ def twins(
     fast.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
     fast.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
     return TwinRunner(slow, fast)
+
+
+def cuda_runner(
+    model_config: Qwen2Config,
+    limits: Limits,
+    *,
+    launching: Launching = Launching.EAGER,
+    deterministic: Deterministic = Deterministic.ON,
+    dtype: torch.dtype = torch.float32,
+) -> CudaRunner:
+    """A CUDA runner alone, in deterministic mode unless told otherwise, over a pool of NaN."""
+    weights = GpuWeights.take(random_model(model_config, dtype), max_positions=limits.max_model_len + limits.block_size)
+    config = CudaRunnerConfig(
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_slots=limits.max_slots,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_batch_tokens=limits.max_batch_tokens,
+        launching=launching,
+        deterministic=deterministic,
+    )
+    runner = CudaRunner(weights, config)
+    runner.record(lambda done, total: None)
+    runner.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
+    runner.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
+    return runner
 
 
 def world(
