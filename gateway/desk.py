@@ -116,6 +116,10 @@ class Desk:
         finally:
             del self._preparing[key]
 
+    def salt_of(self, caller: Caller) -> str:
+        """Under which a caller's prefixes are cached that name no salt of their own."""
+        return self._prefix_salt.of(caller, "")
+
     # No await from here to `close`: nothing can be lost between the send and the caller's hands.
 
     def _send_to_somebody(self, prepared: Prepared, scope: RpcScope) -> LiveRequest:

@@ -10,7 +10,7 @@ from enum import Enum
 import grpc
 
 from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, UnsupportedTokenizer
-from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
 from wire.codec import MessageTooLarge
 
 
@@ -147,6 +147,8 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     QueueFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
     TextQueueFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
     WorkerBusy: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
+    FeedFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
+    FeedCut: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="SLOW_CONSUMER", retry=Retry.LATER),
     SlowConsumer: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="SLOW_CONSUMER", retry=Retry.LATER),
     DeviceOutOfMemory: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="OUT_OF_MEMORY", retry=Retry.LATER),
     NoWorker: ErrorRow(code=_C.UNAVAILABLE, reason="NO_WORKER", retry=Retry.LATER),

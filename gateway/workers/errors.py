@@ -27,3 +27,11 @@ class WorkerGone(PoolError):
     def __init__(self, worker_id: str, detail: str = "no longer connected") -> None:
         super().__init__(f"worker {worker_id} is gone: {detail}")
         self.worker_id = worker_id
+
+
+class FeedFull(PoolError):
+    """Too many follow the prefix cache (reason QUEUE_FULL)."""
+
+
+class FeedCut(PoolError):
+    """A follower of the prefix cache is too slow (reason SLOW_CONSUMER)."""

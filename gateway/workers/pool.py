@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from gateway.workers import router
+from gateway.workers.block_feed import BlockSubscription
 from gateway.workers.config import WorkerPoolConfig
 from gateway.workers.decisions import Peer
 from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
@@ -198,6 +199,15 @@ class WorkerPool:
         for future in asked:
             future.cancel()
         return sorted(answered, key=lambda row: row[0])
+
+    def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
+        """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. Whoever
+        calls this has to call `leave_blocks`."""
+        return self._prefixes.follow(model, salt)
+
+    def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
+        """Hear no more. Idempotent."""
+        self._prefixes.leave(model, subscription)
 
     # ------------------------------------------------------------ events
 

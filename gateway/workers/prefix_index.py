@@ -6,17 +6,23 @@ forgotten costs a recomputation, never a wrong token. Bounded: beyond ``max_node
 Pure; must not know sockets, clocks or loads.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
+from gateway.workers.block_feed import BlockChange, BlockFeed, ChangeKind
 from wire.messages import KvEvent, KvEventKind
+
+_block_ids = count(1)  # of all indexes, so that a feed may tell of several
 
 
 class _Node:
-    __slots__ = ("children", "key", "owners", "parent")
+    __slots__ = ("block_id", "children", "key", "owners", "parent")
 
     def __init__(self, parent: "_Node | None", key: bytes) -> None:
+        self.block_id = next(_block_ids)
         self.parent = parent
         self.key = key
         self.children: dict[bytes, _Node] = {}
@@ -24,10 +30,13 @@ class _Node:
 
 
 class PrefixIndex:
-    """Prefixes of one model in blocks of one size."""
+    """Prefixes of one model in blocks of one size. feed: told of every block that gets its first owner or loses its
+    last."""
 
-    def __init__(self, *, block_size: int, max_nodes: int) -> None:
+    def __init__(self, *, block_size: int, max_nodes: int, feed: BlockFeed | None = None) -> None:
         self.block_size = block_size
+        self._feed = feed
+        self._num_owned: Counter[str] = Counter()  # nodes with owners, by salt
         self._max_nodes = max_nodes
         self._roots: dict[str, _Node] = {}  # by salt; not counted, gone with their last child
         self._by_hash: dict[int, dict[bytes, _Node]] = {}
@@ -69,6 +78,21 @@ class PrefixIndex:
             self._disown(incarnation, block_hash)
         self._by_hash.pop(incarnation, None)
 
+    def num_blocks(self, salt: str) -> int:
+        """Blocks of this salt that some worker has."""
+        return self._num_owned[salt]
+
+    def blocks(self, salt: str) -> Iterator[BlockChange]:
+        """STORED for every block of this salt that some worker has, parents first. What changes while it is walked may
+        be in it or not."""
+        root = self._roots.get(salt)
+        waiting = deque(root.children.values() if root is not None else ())
+        while waiting:
+            node = waiting.popleft()
+            waiting.extend(node.children.values())
+            if node.owners:
+                yield _stored(node)
+
     # ------------------------------------------------------------ parts
 
     def _walk(self, token_ids_T: np.ndarray, salt: str) -> list[_Node]:
@@ -99,9 +123,14 @@ class PrefixIndex:
         former = node.owners.get(incarnation)
         if former is not None:
             hashes.pop(former, None)
+        is_first = not node.owners
         node.owners[incarnation] = event.block_hash
         hashes[event.block_hash] = node
         self._recent[node] = salt
+        if is_first:
+            self._num_owned[salt] += 1
+            if self._feed is not None and self._feed.is_followed:
+                self._feed.tell(salt, _stored(node))
         self._touch([node])
         if len(self._recent) > self._max_nodes:
             self._shrink()
@@ -138,7 +167,17 @@ class PrefixIndex:
         if node is None:
             return
         del node.owners[incarnation]
+        if not node.owners:
+            self._lost_last_owner(node)
         self._prune(node)
+
+    def _lost_last_owner(self, node: _Node) -> None:
+        salt = self._recent[node]
+        self._num_owned[salt] -= 1
+        if not self._num_owned[salt]:
+            del self._num_owned[salt]
+        if self._feed is not None and self._feed.is_followed:
+            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id))
 
     def _prune(self, node: _Node) -> None:
         """Drop nodes that nobody owns and nothing hangs on, up to the root."""
@@ -148,3 +187,10 @@ class PrefixIndex:
             if parent.parent is None and not parent.children:
                 del self._roots[salt]
             node = parent
+
+
+def _stored(node: _Node) -> BlockChange:
+    parent = node.parent
+    is_first = parent is None or parent.parent is None  # a root is no block
+    parent_id = None if is_first or parent is None else parent.block_id
+    return BlockChange(kind=ChangeKind.STORED, block_id=node.block_id, parent_id=parent_id, token_ids=node.key)
