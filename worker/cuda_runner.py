@@ -73,9 +73,9 @@ class CudaRunner:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             device=self._device,
+            sampler=EachRowSampler if config.deterministic is Deterministic.ON else Sampler,
         )
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
-            sampler=EachRowSampler if config.deterministic is Deterministic.ON else Sampler,
         self._flights: deque[_Flight] = deque()
 
     @property
