@@ -15,6 +15,7 @@ from worker.plan import StepPlan
 from worker.ports import (
     Clock,
     GatewayIndex,
+    GatewayJoined,
     GatewayLost,
     Inbox,
     InboxMessage,
@@ -28,7 +29,7 @@ from worker.runner import Runner, RunnerError, RunnerOutOfMemory
 from worker.scheduler import Scheduler
 from worker.snapshot import snapshot
 from worker.stats import EngineStats
-from worker.translate import asked_by, kv_events, refused_run, step_output
+from worker.translate import asked_by, kv_events, refused_run, step_output, whole_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,8 @@ class Engine:
                 self._outbox.put(gateway, self._answer(message))
             case Drain():
                 self.request_drain(message.grace_s)
+            case GatewayJoined():
+                self._tell_cache(gateway)
             case GatewayLost():
                 self._scheduler.drop_gateway(gateway, now_s=now_s)
                 self._seq.pop(gateway, None)
@@ -239,8 +242,15 @@ class Engine:
                 self._observer.on_finished(finished)
 
     def _send_kv_events(self) -> None:
-        if events := self._blocks.take_events():
-            self._outbox.put_all(kv_events(events, epoch=self._config.epoch))
+        for message in kv_events(self._blocks.take_events(), epoch=self._config.epoch):
+            self._outbox.put_all(message)
+
+    def _tell_cache(self, gateway: GatewayIndex) -> None:
+        """What has changed so far goes first: the state that follows has it already."""
+        self._send_kv_events()
+        stored = self._blocks.snapshot_events()
+        for message in whole_cache(stored, epoch=self._config.epoch) if stored else ():
+            self._outbox.put(gateway, message)
 
     def _audit(self) -> tuple[str, ...]:
         violations = self._blocks.audit().violations

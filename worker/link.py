@@ -18,7 +18,7 @@ import zmq
 from wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
 from wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
 from worker.gateway_socket import BacklogFull, CurveKeys, GatewaySocket, Transition
-from worker.ports import GatewayIndex, GatewayLost, InboxMessage, OutboxMessage
+from worker.ports import GatewayIndex, GatewayJoined, GatewayLost, InboxMessage, OutboxMessage
 from worker.registration import LinkState, Registration
 
 log = structlog.get_logger(__name__)
@@ -198,8 +198,10 @@ class WorkerLink:
         if gateway.registration.on_welcome(message.gateway_id):
             self._note_lost(gateway, "restarted")
             received.append((gateway.index, GatewayLost()))
+            is_new = True
         if is_new:
             log.info("gateway_joined", gateway=gateway.socket.address)
+            received.append((gateway.index, GatewayJoined()))
 
     def _refuse(self, gateway: _Gateway, message: Refused, received: Received) -> None:
         log.error("gateway_refused_worker", gateway=gateway.socket.address, reason=message.reason)

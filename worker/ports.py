@@ -19,7 +19,12 @@ class GatewayLost:
     """The gateway is gone (connection lost, or restarted under a new id): all its requests are cancelled silently."""
 
 
-InboxMessage = Run | Cancel | AdminQuery | Drain | GatewayLost
+@dataclass(frozen=True, slots=True)
+class GatewayJoined:
+    """A gateway has welcomed us: it has heard nothing yet of what is cached here."""
+
+
+InboxMessage = Run | Cancel | AdminQuery | Drain | GatewayJoined | GatewayLost
 """What reaches the engine. Welcome, Refused and NeedTokenizer are the link's own business."""
 
 OutboxMessage = StepOutput | KvEvents | AdminReply | Leaving

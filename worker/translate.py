@@ -1,5 +1,7 @@
 """Between the wire's messages and the scheduler's and block manager's own values. Pure; knows no sockets."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from blockmgr.events import BlockEvent, EventKind
@@ -8,6 +10,7 @@ from worker.outputs import GatewayOutput
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, RequestKey
 
+MAX_EVENTS_PER_MESSAGE = 2_048  # of 16 tokens: some 300 KiB; far from what a frame may hold, whatever is cached
 _RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
 
 
@@ -53,18 +56,24 @@ def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> St
     )
 
 
-def kv_events(events: list[BlockEvent], *, epoch: str) -> KvEvents:
-    """Changes of the prefix cache as they travel."""
-    return KvEvents(
-        epoch=epoch,
-        events=tuple(
-            KvEvent(
-                kind=KvEventKind.STORED if event.kind is EventKind.STORED else _RARE_KINDS[event.kind],
-                block_hash=event.block_hash,
-                parent_hash=event.parent_hash,
-                token_ids=event.token_ids,
-                salt=event.salt,
-            )
-            for event in events
-        ),
+def kv_events(events: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
+    """Changes of the prefix cache as they travel, in messages of a bounded size."""
+    for begin in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
+        some = events[begin : begin + MAX_EVENTS_PER_MESSAGE]
+        yield KvEvents(epoch=epoch, events=tuple(_kv_event(event) for event in some))
+
+
+def whole_cache(stored: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
+    """The same for a gateway that knows nothing, or something that is over: first of all everything is forgotten.
+    stored: what is cached now, parents first."""
+    return kv_events([BlockEvent(kind=EventKind.CLEARED), *stored], epoch=epoch)
+
+
+def _kv_event(event: BlockEvent) -> KvEvent:
+    return KvEvent(
+        kind=KvEventKind.STORED if event.kind is EventKind.STORED else _RARE_KINDS[event.kind],
+        block_hash=event.block_hash,
+        parent_hash=event.parent_hash,
+        token_ids=event.token_ids,
+        salt=event.salt,
     )

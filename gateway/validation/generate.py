@@ -22,6 +22,12 @@ def check_complete(request: pb.CompleteRequest) -> None:
     raise_if_any(first_violations(chain(violations(request, ""), across)))
 
 
+def check_embed(request: pb.EmbedRequest) -> None:
+    """Everything about an EmbedRequest that needs no model. Raises InvalidRequest."""
+    chats = (chat_violations(each.chat, f"inputs[{index}].chat.") for index, each in enumerate(request.inputs))
+    raise_if_any(first_violations(chain(violations(request, ""), *chats)))
+
+
 def check_tokenize(request: pb.TokenizeRequest) -> None:
     """Everything about a TokenizeRequest. Raises InvalidRequest."""
     raise_if_any(first_violations(chain(violations(request, ""), chat_violations(request.chat, "chat."))))

@@ -24,6 +24,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 128
+MAX_TIMEOUT_S = 86_400
+MAX_EMBED_INPUTS = 256
 UINT32 = 2**32 - 1
 ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
 
@@ -58,8 +60,8 @@ TABLE: dict[str, MessageRules] = {
             "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
             "num_outputs": not_served,
             "constraint": anything,
-            "timeout_s": not_served,
-            "return_partial_on_deadline": not_served,
+            "timeout_s": Above(0, MAX_TIMEOUT_S),
+            "return_partial_on_deadline": anything,
             "truncate_prompt_tokens": not_served,
         },
         required_oneofs=("input",),
@@ -147,17 +149,17 @@ TABLE: dict[str, MessageRules] = {
             "request_id": _REQUEST_ID,
             "model": _MODEL,
             "inputs": anything,
-            "pooling": not_served,
-            "normalize": not_served,
-            "truncate_prompt_tokens": not_served,
+            "pooling": OneOf(inference_pb2.Pooling.DESCRIPTOR),
+            "normalize": anything,
+            "truncate_prompt_tokens": InRange(1, UINT32),
             "priority": InRange(-100, 100),
             "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
-            "timeout_s": not_served,
+            "timeout_s": Above(0, MAX_TIMEOUT_S),
         },
-        counts={"inputs": Count(1, 256)},
+        counts={"inputs": Count(1, MAX_EMBED_INPUTS)},
     ),
     "octavo.v1.EmbedInput": MessageRules(
-        fields={"text": not_served, "token_ids": anything, "chat": anything}, required_oneofs=("input",)
+        fields={"text": Utf8Bytes(1, ANY_NUMBER), "token_ids": anything, "chat": anything}, required_oneofs=("input",)
     ),
     "octavo.v1.TokenizeRequest": MessageRules(
         fields={"model": _MODEL, "text": anything, "chat": anything}, required_oneofs=("input",)

@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import LostReason, OutputSink
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink
 from wire.messages import Finished, StepOutput, TokenLogprobs, WireFinishReason
 
 log = structlog.get_logger(__name__)
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One live output."""
+    """One live output. embedding_sink: the sink, where it waits for a vector; None once that has come."""
 
     handle: int
     incarnation: int
@@ -27,6 +27,7 @@ class Output:
     max_tokens: int
     wants_logprobs: bool
     sink: OutputSink
+    embedding_sink: EmbeddingSink | None = None
     num_tokens: int = 0
     is_cancelled: bool = False
     is_faulted: bool = False  # ended by us; the worker must be told to stop it
@@ -72,6 +73,10 @@ class Outputs:
             if output is not None and not output.is_cancelled:
                 self._start(output, ended)
         self._take_tokens(incarnation, message, ended)
+        for handle, embedding in message.embeddings.items():
+            output = self._claim(handle, incarnation, ended)
+            if output is not None:
+                self._take_embedding(output, embedding, ended)
         for finished in message.finished:
             output = self._claim(finished.handle, incarnation, ended)
             if output is not None:
@@ -120,6 +125,18 @@ class Outputs:
             except Exception:
                 self._sink_failed(output, ended)
 
+    def _take_embedding(self, output: Output, embedding: bytes, ended: list[Output]) -> None:
+        sink, output.embedding_sink = output.embedding_sink, None
+        is_whole = len(embedding) > 0 and len(embedding) % 4 == 0
+        embedding_D = np.frombuffer(embedding, "<f4") if is_whole else np.full(1, np.nan, np.float32)
+        if sink is None or not np.isfinite(embedding_D).all():
+            self._fault(output, "bad_embedding", ended)
+        elif not output.is_cancelled:
+            try:
+                sink.on_embedding(embedding_D)
+            except Exception:
+                self._sink_failed(output, ended)
+
     def _claim(self, handle: int, incarnation: int, ended: list[Output]) -> Output | None:
         """The live output that a worker may speak of. None: counted as late, or as a lie."""
         output = self._live.get(handle)
@@ -138,6 +155,9 @@ class Outputs:
 
     def _finish(self, output: Output, finished: Finished, ended: list[Output]) -> None:
         is_whole = finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH)
+        if is_whole and output.embedding_sink is not None:
+            self._fault(output, "missing_embedding", ended)
+            return
         if is_whole and finished.completion_tokens != output.num_tokens:
             self._fault(output, "wrong_count", ended)
             return

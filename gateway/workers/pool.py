@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import structlog
@@ -26,7 +27,7 @@ from gateway.workers.queries import Queries
 from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry, RegistryLimits
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, RunRequest, WorkerState, WorkerView
 from gateway.workers.watch import ProcessWatch
 from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Run
@@ -153,8 +154,9 @@ class WorkerPool:
             incarnation=record.incarnation,
             request_id=request.request_id,
             vocab_size=record.card.vocab_size,
-            max_tokens=request.sampling.max_tokens,
+            max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
             wants_logprobs=request.sampling.num_logprobs is not None,
+            embedding_sink=cast(EmbeddingSink, sink) if request.pooling is not None else None,
             sink=sink,
         )
         self._post.send(record, _run(output.handle, request))
@@ -274,4 +276,5 @@ def _run(handle: int, request: RunRequest) -> Run:
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_s=request.timeout_s,
+        pooling=request.pooling,
     )

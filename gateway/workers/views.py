@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from wire.messages import Capacity, Finished, ModelCard, Sampling, TokenLogprobs
+from wire.messages import Capacity, Finished, ModelCard, Pooling, Sampling, TokenLogprobs
 
 
 class LostReason(StrEnum):
@@ -34,9 +34,17 @@ class OutputSink(Protocol):
         """Terminal: WORKER_LOST, WORKER_STALLED, DRAINING, or INTERNAL (the worker broke the protocol)."""
 
 
+class EmbeddingSink(OutputSink, Protocol):
+    """Where one embedding goes: `on_embedding` once before `on_finished`, no tokens."""
+
+    def on_embedding(self, embedding_D: np.ndarray) -> None:
+        """float32, every entry finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunRequest:
-    """One output to generate. prompt_ids: int32 [T]; timeout_s: remaining now, None for no deadline."""
+    """One output to generate. prompt_ids: int32 [T]; timeout_s: remaining now, None for no deadline. pooling: the
+    prompt's embedding is wanted instead, and the sink is an EmbeddingSink."""
 
     request_id: str
     prompt_ids: np.ndarray
@@ -44,6 +52,7 @@ class RunRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    pooling: Pooling | None = None
 
 
 class WorkerState(Enum):

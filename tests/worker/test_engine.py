@@ -19,11 +19,12 @@ from wire.messages import (
     StepOutput,
     WireFinishReason,
 )
+from worker import translate
 from worker.engine import Engine, EngineConfig
 from worker.oracle_model import OracleModel, oracle_tokens
 from worker.oracle_runner import OracleFaults
 from worker.plan import StepPlan
-from worker.ports import GatewayIndex, GatewayLost, InboxMessage, OutboxMessage, StepReport
+from worker.ports import GatewayIndex, GatewayJoined, GatewayLost, InboxMessage, OutboxMessage, StepReport
 from worker.runner import RunnerError
 from worker.scheduler import Scheduler
 
@@ -223,6 +224,28 @@ def test_stored_blocks_are_told_to_every_gateway() -> None:
     assert [event.kind for event in events] == [KvEventKind.STORED, KvEventKind.STORED]
     assert np.frombuffer(events[0].token_ids, "<i4").tolist() == [3, 4]
     assert (events[0].parent_hash, events[1].parent_hash) == (b"", events[0].block_hash)
+
+
+def test_a_gateway_that_joins_late_hears_the_whole_cache_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "MAX_EVENTS_PER_MESSAGE", 2)
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
+    rig.steps()
+    early = [event for message in rig.outbox.sent_to_all if isinstance(message, KvEvents) for event in message.events]
+    rig.inbox.put(GatewayJoined(), gateway=1)
+    rig.steps()
+    late = [message for to, message in rig.outbox.sent if to == 1 and isinstance(message, KvEvents)]
+    assert [len(message.events) for message in late] == [2, 2]
+    events = [event for message in late for event in message.events]
+    assert [events[0].kind, *events[1:]] == [KvEventKind.CLEARED, *early]
+    assert len(early) == 3
+
+
+def test_a_gateway_that_joins_an_empty_worker_hears_nothing() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(GatewayJoined())
+    rig.steps()
+    assert (rig.outbox.sent, rig.outbox.sent_to_all) == ([], [])
 
 
 @pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])

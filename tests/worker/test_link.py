@@ -28,7 +28,7 @@ from wire.messages import (
 from wire.options import new_router
 from worker import gateway_socket
 from worker.link import WorkerLink
-from worker.ports import GatewayIndex, GatewayLost
+from worker.ports import GatewayIndex, GatewayJoined, GatewayLost
 
 EPOCH = "e" * 32
 G0, G1 = GatewayIndex(0), GatewayIndex(1)
@@ -201,7 +201,7 @@ def test_what_a_gateway_said_before_it_died_is_forgotten(joined: Bench) -> None:
 def test_a_welcome_of_another_life_loses_the_former(joined: Bench) -> None:
     joined.gateways[0].send(Welcome(gateway_id="g1", epoch=EPOCH), Welcome(gateway_id="g2", epoch=EPOCH))
     joined.gateways[0].send(Cancel(handles=(1,)))
-    assert joined.take(2) == [(G0, GatewayLost()), (G0, Cancel(handles=(1,)))]
+    assert joined.take(3) == [(G0, GatewayLost()), (G0, GatewayJoined()), (G0, Cancel(handles=(1,)))]
 
 
 def test_orders_before_the_welcome_and_words_to_another_epoch_are_ignored(bench: Bench) -> None:
