@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import torch
 
 from bench.gpu_step import SHAPES, Bench, capture, elapsed_ms, profile, time_prefill
@@ -27,17 +28,34 @@ NARROW_ROWS = {
     "qkv": (2, 4, 8), "output": (2, 4, 8), "gate_up": (2, 4, 8), "down": (1, 2, 4), "head": (8, 16),
 }  # fmt: skip
 NARROW_WARPS = (2, 4, 8)
-DECODE_TILES = ((64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 2, 5), (64, 2, 7), (32, 4, 5), (32, 4, 7), (32, 2, 7))
-PREFILL_TILES = ((128, 4, 3), (128, 4, 5), (64, 4, 5), (64, 8, 5), (128, 8, 5))
+DECODE_TILES = [
+    (DecodeTiles(tokens=tokens, warps=warps, stages=stages), programs)
+    for tokens, warps, stages, programs in (
+        (64, 4, 3, 396), (64, 4, 3, 528), (64, 4, 3, 792), (64, 4, 3, 1056), (64, 4, 5, 528), (64, 2, 3, 528),
+        (32, 4, 3, 528), (32, 2, 3, 792), (128, 4, 3, 396),
+    )
+]  # fmt: skip
+PREFILL_TILES = [
+    (128, 128, 4, 2), (128, 128, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3),
+    (64, 64, 4, 4), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4),
+]  # fmt: skip
 
 
-def time_step(bench: Bench, batch: int, context: int) -> float:
+def ragged(batch: int) -> tuple[int, ...]:
+    """Contexts as they are in the middle of a nano bench."""
+    rng = np.random.default_rng(0)
+    return tuple((rng.integers(100, 1025, batch) + rng.integers(0, 1025, batch) * rng.random(batch)).astype(int))
+
+
+def time_step(bench: Bench, batch: int, context: int | tuple[int, ...]) -> float:
     """Median milliseconds of a recorded decode step."""
-    bench.spread(batch, context)
+    contexts = torch.tensor(context, dtype=torch.int32, device="cuda").expand(batch)
+    bench.spread(batch, int(contexts.max()))
+    bench.state.position_R[:batch] = contexts
     graph = capture(bench, batch)
     times = []
     for _ in range(5):
-        bench.state.position_R[:batch] = context
+        bench.state.position_R[:batch] = contexts
         graph.replay()
         times.append(elapsed_ms(graph.replay, 20))
     return statistics.median(times)
@@ -114,19 +132,16 @@ def tiled(step: DecodeStep, tiles: DecodeTiles) -> Callable[[torch.Tensor], obje
     return lambda rows_B: replace(plan(step, rows_B), tiles=tiles)
 
 
-def sweep_attention(bench: Bench, cases: tuple[tuple[int, int], ...] = ((256, 560), (16, 8192), (32, 256))) -> None:
-    """Tiles, then how finely the work is cut, of the wide path's attention."""
-    step, best = bench.decode, {}
-    for tokens, warps, stages in DECODE_TILES:
-        tiles = DecodeTiles(tokens=tokens, warps=warps, stages=stages)
-        with mock.patch.object(step, "plan", tiled(step, tiles)):
-            times = [time_step(bench, *case) for case in cases]
-        print(f"attention {tokens}x{warps}x{stages} " + " ".join(f"{ms:.4f}" for ms in times), flush=True)
-        best[tiles] = times[0] + times[1]
-    tiles = min(best, key=lambda key: best[key])
-    config, K = bench.config, bench.config.num_key_value_heads
-    for programs, least in itertools.product((396, 528), (128,)):
-        limits = WorkLimits(target_items=programs // K, min_chunk_tokens=least)
+def sweep_attention(bench: Bench) -> None:
+    """Tiles, and how finely the work is cut, of the wide path's attention."""
+    step, config, K = bench.decode, bench.config, bench.config.num_key_value_heads
+    cases = {"256x560": (256, 560), "256 ragged": (256, ragged(256)), "64 ragged": (64, ragged(64)),
+             "16x8192": (16, 8192), "32x256": (32, 256), "128x256": (128, 256)}  # fmt: skip
+    for name, (batch, _) in cases.items():
+        take(bench, batch, Wide())
+        print(f"attention {name}: as it is {time_step(bench, *cases[name]):.4f}", flush=True)
+    for tiles, programs in DECODE_TILES:
+        limits = WorkLimits(target_items=programs // K)
         rows = len(step.token_B)
         work = DecodeWork.allocate(rows, K, "cuda", limits)
         partials = partial_buffers(rows, config.num_attention_heads, config.head_dim, "cuda", limits)
@@ -135,8 +150,9 @@ def sweep_attention(bench: Bench, cases: tuple[tuple[int, int], ...] = ((256, 56
             mock.patch.object(step, "_partials", partials),
             mock.patch.object(step, "plan", tiled(step, tiles)),
         ):
-            times = [time_step(bench, *case) for case in cases]
-        print(f"limits {programs} {least} {tiles} " + " ".join(f"{ms:.4f}" for ms in times), flush=True)
+            times = [time_step(bench, *case) for case in cases.values()]
+        line = f"{tiles.tokens}x{tiles.warps}x{tiles.stages} programs {programs}"
+        print(f"attention {line}: " + " ".join(f"{ms:.4f}" for ms in times), flush=True)
 
 
 def sweep_sampler(bench: Bench) -> None:
@@ -154,24 +170,29 @@ def sweep_sampler(bench: Bench) -> None:
 
 def sweep_prefill(bench: Bench) -> None:
     """Tiles of chunk attention."""
-    for keys, warps, stages in PREFILL_TILES:
+    print(f"prefill as it is {time_prefill(bench, 1, 8192):.3f} {time_prefill(bench, 8, 2048):.3f} ms", flush=True)
+    for queries, keys, warps, stages in PREFILL_TILES:
         tiles = prefill_attention.PrefillTiles(keys=keys, warps=warps, stages=stages)
-        with mock.patch.object(prefill_attention.PrefillTiles, "of", lambda _, tiles=tiles: tiles):
-            ms = time_prefill(bench, 8, 2048)
-        print(f"prefill {keys}x{warps}x{stages} {ms:.3f} ms", flush=True)
+        with (
+            mock.patch.object(prefill_attention.PrefillTiles, "of", lambda _, tiles=tiles: tiles),
+            mock.patch.object(prefill_attention, "QUERY_TILE", queries),
+        ):
+            times = time_prefill(bench, 1, 8192), time_prefill(bench, 8, 2048)
+        print(f"prefill {queries}x{keys}x{warps}x{stages} {times[0]:.3f} {times[1]:.3f} ms", flush=True)
 
 
 def profile_all(bench: Bench) -> None:
     """Kernels of some steps and of a prefill."""
     for batch, context in ((1, 256), (256, 560)):
         profile(bench, batch, context)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        time_prefill(bench, 8, 2048)
-    print("-- kernels of prefills 8 x 2048, percent")
-    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
-    total = sum(event.device_time_total for event in events)
-    for event in events[:14]:
-        print(f"  {event.device_time_total / total:6.1%} {event.count:6d} x  {event.key[:90]}")
+    for prompts, length in ((1, 8192), (8, 2048)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            time_prefill(bench, prompts, length)
+        print(f"-- kernels of prefills {prompts} x {length}, percent")
+        events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
+        total = sum(event.device_time_total for event in events)
+        for event in events[:14]:
+            print(f"  {event.device_time_total / total:6.1%} {event.count:6d} x  {event.key[:90]}")
 
 
 SWEEPS: dict[str, Callable[[Bench], None]] = {
@@ -186,7 +207,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")
     parser.add_argument("sweeps", nargs="+", choices=SWEEPS)
     arguments = parser.parse_args()
-    bench = Bench(arguments.shape)
+    bench = Bench(arguments.shape, pool_tokens=660_000)
     for name in arguments.sweeps:
         SWEEPS[name](bench)
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from model.kernels.checks import check_tensor, next_power_of_2
 
 BLOCK = 1024
-MANY_TOKENS = 1024  # from here on a token's scale is computed once, by one program
+MANY_TOKENS = 1024  # from here on a program takes MOST_BLOCKS of a token, which need its scale once
+MOST_BLOCKS = 8
 
 
 def silu_mul_reference(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,14 +30,21 @@ def _silu_mul_kernel(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
+    i = tl.program_id(1) * BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    gates, ups = (), ()
+    # Everything is loaded before the sum of squares, whose barrier no load crosses.
+    for block in tl.static_range(BLOCKS):
+        at = i + block * BLOCK
+        gates = gates + (tl.load(gate_up + t * 2 * I + at, mask=at < I, other=0.0),)  # noqa: RUF005
+        ups = ups + (tl.load(gate_up + t * 2 * I + I + at, mask=at < I, other=0.0),)  # noqa: RUF005
     x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
     for block in tl.static_range(BLOCKS):
-        i = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        gate = tl.load(gate_up + t * 2 * I + i, mask=i < I, other=0.0).to(tl.float32) * scale
-        up = tl.load(gate_up + t * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32) * scale
+        at = i + block * BLOCK
+        gate = gates[block].to(tl.float32) * scale
+        up = ups[block].to(tl.float32) * scale
         out = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(out_TI + t * I + i, out.to(out_TI.dtype.element_ty), mask=i < I)
+        tl.store(out_TI + t * I + at, out.to(out_TI.dtype.element_ty), mask=at < I)
 
 
 def silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor, eps: float) -> None:
@@ -49,7 +57,7 @@ def silu_mul(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, out_TI: torch.Tensor
     check_tensor("x_TD", x_TD, shape=(T, None), dtype=out_TI.dtype)
     check_tensor("out_TI", out_TI, shape=(T, I), dtype=out_TI.dtype)
     D = x_TD.shape[1]
-    blocks = triton.cdiv(I, BLOCK) if T >= MANY_TOKENS else 1
+    blocks = min(triton.cdiv(I, BLOCK), MOST_BLOCKS) if T >= MANY_TOKENS else 1
     _silu_mul_kernel[(T, triton.cdiv(I, BLOCK * blocks))](
         gate_up_T2I, x_TD, out_TI, eps,
         I=I, D=D, WIDTH=next_power_of_2(D), BLOCK=BLOCK, BLOCKS=blocks,

@@ -122,24 +122,26 @@ def _turned(heads, partner, cos, sin):
 @triton.jit
 def _decode_attention_kernel(
     qkv_BC, x_BD, bias_C, k_pool, v_pool, out_BNH,
-    rows_B, position_R, table_RM, cos_LH, sin_LH,
-    head_4, item_W2, first_B, chunks_B, arrived_BK, partial_out, partial_ml,
+    table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
     table_width, log2_scale, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    if item >= tl.load(head_4):
+    item = item_W8 + tl.program_id(0) * 8
+    num_items = tl.load(count_1)
+    b = tl.load(item)
+    row = tl.load(item + 1)
+    position = tl.load(item + 2)
+    begin = tl.load(item + 3)
+    end = tl.load(item + 4)
+    chunk = tl.load(item + 5)
+    num_chunks = tl.load(item + 6)
+    first = tl.load(item + 7)
+    if tl.program_id(0) >= num_items:
         return
     G: tl.constexpr = N // K
     C: tl.constexpr = (N + 2 * K) * H
-    chunk_tokens = tl.load(head_4 + 1)
-    b = tl.load(item_W2 + item * 2)
-    chunk = tl.load(item_W2 + item * 2 + 1)
-    num_chunks = tl.load(chunks_B + b)
-    row = tl.load(rows_B + b)
-    position = tl.load(position_R + row)
     table = table_RM + row.to(tl.int64) * table_width
     element = k_pool.dtype.element_ty
 
@@ -152,8 +154,6 @@ def _decode_attention_kernel(
 
     q_at = ((kv_head * G + m) * H)[:, None]
     q_mask = is_head[:, None] & (h >= 0)[None, :]
-    begin = chunk * chunk_tokens
-    end = tl.minimum(begin + chunk_tokens, position)
     keys, values, has = load_tile(k_pool, v_pool, table, begin, end, kv_head, K, H, S, TILE)
     q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
     q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
@@ -192,7 +192,7 @@ def _decode_attention_kernel(
     if num_chunks == 1:
         tl.store(out_BNH + out_at, (acc / total[:, None]).to(out_BNH.dtype.element_ty), mask=q_mask)
         return
-    head = item.to(tl.int64) * N + kv_head * G + m
+    head = (first + chunk).to(tl.int64) * N + kv_head * G + m
     tl.store(partial_out + head[:, None] * H + h[None, :], acc, mask=q_mask)
     tl.store(partial_ml + head * 2, most, mask=is_head)
     tl.store(partial_ml + head * 2 + 1, total, mask=is_head)
@@ -204,7 +204,6 @@ def _decode_attention_kernel(
     most = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, H], tl.float32)
-    first = tl.load(first_B + b)
     step = tl.arange(0, STEP)
     for c in range(0, num_chunks, STEP):
         is_part = (c + step < num_chunks)[:, None] & is_head[None, :]
@@ -252,8 +251,8 @@ def decode_attention(
     work, D, tiles, group = args.work, x_BD.shape[1], args.tiles, max(16, next_power_of_2(N // K))
     _decode_attention_kernel[(work.limits.capacity(B), K)](
         qkv_BC, x_BD, bias_C, k_pool_PKSH, v_pool_PKSH, out_BNH,
-        args.rows_B, args.position_R, args.table_RM, args.cos_LH, args.sin_LH,
-        work.head_4, work.item_W2, work.first_B, work.chunks_B, work.arrived_BK, args.partial_out, args.partial_ml,
+        args.table_RM, args.cos_LH, args.sin_LH,
+        work.count_1, work.item_W8, work.arrived_BK, args.partial_out, args.partial_ml,
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,
         N=N, K=K, H=H, D=D, S=S, GROUP=group, WIDTH=next_power_of_2(D), TILE=tiles.tokens, STAGES=tiles.stages,
         STEP=max(1, COMBINED_ELEMENTS // (group * H)), num_warps=tiles.warps,

@@ -2,9 +2,11 @@
 
 Sequences differ in length; a thread block per sequence would leave most of the device waiting for the longest. So a
 context is cut into chunks of one length for the whole batch, chosen so that there are about `target_items` of them, and
-each chunk is one item. The list is made once per step and used by every layer.
+each chunk is one item. The list is made once per step and used by every layer; an item says all that its program needs
+to know, so that nothing is looked up on the way to the first keys. Whole chunks come first, then what is left of each
+sequence, the larger halves before the smaller: programs start in this order, and short ones should end the launch.
 
-    positions   [ 70, 300, 10 ], chunk 128   ->   items (0,0) (1,0) (1,1) (1,2) (2,0);  first 0 1 4;  chunks 1 3 1
+    positions [ 70, 300, 10 ], chunk 128   ->   whole chunks (1,0) (1,1), then ends (0,0) (1,2) (2,0); first parts 0 1 4
 
 Legend: B sequences of the batch · R rows of the state · W capacity of the list.
 """
@@ -19,7 +21,8 @@ from model.kernels.checks import check_tensor, next_power_of_2
 
 TARGET_PROGRAMS = 396  # three per multiprocessor of an H100
 MIN_CHUNK_TOKENS = 128
-CHUNK_MULTIPLE = 64  # a chunk is whole tiles of the attention kernel
+CHUNK_MULTIPLE = 64  # a chunk is whole rounds of the attention kernel
+ITEM_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +49,16 @@ class WorkLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
-    """The list, all int32 on the device. head_4: (number of items, tokens of a chunk, unused, unused).
+    """The list, all int32 on the device. count_1: number of items.
 
-    item_W2: (index in the batch, index of the chunk). first_B: a sequence's first item. chunks_B: how many it has.
-    arrived_BK: how many chunks of a sequence and KV head are done; zero between launches.
+    item_W8: (index in the batch, row, position, first token, end, index of the chunk, chunks of the sequence, where the
+    sequence's parts begin among all parts). arrived_BK: how many chunks of a sequence and KV head are done; zero
+    between launches.
     """
 
     limits: WorkLimits
-    head_4: torch.Tensor
-    item_W2: torch.Tensor
-    first_B: torch.Tensor
-    chunks_B: torch.Tensor
+    count_1: torch.Tensor
+    item_W8: torch.Tensor
     arrived_BK: torch.Tensor
 
     @classmethod
@@ -71,44 +73,65 @@ class DecodeWork:
 
         return cls(
             limits=limits,
-            head_4=zeros(4),
-            item_W2=zeros(limits.capacity(max_batch), 2),
-            first_B=zeros(max_batch),
-            chunks_B=zeros(max_batch),
+            count_1=zeros(1),
+            item_W8=zeros(limits.capacity(max_batch), ITEM_WORDS),
             arrived_BK=zeros(max_batch, num_kv_heads),
         )
 
 
-def plan_work_reference(
-    lengths_B: list[int], limits: WorkLimits
-) -> tuple[int, list[tuple[int, int]], list[int], list[int]]:
-    """The obvious twin of `plan_work`: tokens of a chunk, items, first_B, chunks_B."""
-    chunk = limits.chunk_tokens(sum(lengths_B))
-    chunks_B = [max(1, -(-length // chunk)) for length in lengths_B]
-    items = [(b, c) for b, count in enumerate(chunks_B) for c in range(count)]
-    return chunk, items, [sum(chunks_B[:b]) for b in range(len(chunks_B))], chunks_B
+def plan_work_reference(rows_B: list[int], positions_B: list[int], limits: WorkLimits) -> list[tuple[int, ...]]:
+    """The obvious twin of `plan_work`: the items."""
+    chunk = limits.chunk_tokens(sum(positions_B))
+    whole, large_ends, small_ends, first = [], [], [], 0
+    for b, (row, position) in enumerate(zip(rows_B, positions_B, strict=True)):
+        count = max(1, -(-position // chunk))
+        for c in range(count):
+            end = min((c + 1) * chunk, position)
+            ends = large_ends if 2 * (end - c * chunk) > chunk else small_ends
+            (whole if c + 1 < count else ends).append((b, row, position, c * chunk, end, c, count, first))
+        first += count
+    whole.sort(key=lambda item: (item[0], item[5]))
+    return whole + large_ends + small_ends
+
+
+@triton.jit
+def _put_item(item_W8, at, mask, b, row, position, chunk, c, count, first):
+    item = item_W8 + at * 8
+    begin = c * chunk
+    tl.store(item, b, mask=mask)
+    tl.store(item + 1, row, mask=mask)
+    tl.store(item + 2, position, mask=mask)
+    tl.store(item + 3, begin, mask=mask)
+    tl.store(item + 4, tl.minimum(begin + chunk, position), mask=mask)
+    tl.store(item + 5, c, mask=mask)
+    tl.store(item + 6, count, mask=mask)
+    tl.store(item + 7, first, mask=mask)
 
 
 @triton.jit
 def _plan_work_kernel(
-    rows_B, position_R, head_4, item_W2, first_B, chunks_B, batch_size,
+    rows_B, position_R, count_1, item_W8, batch_size,
     TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BATCH)
     is_row = b < batch_size
-    length = tl.load(position_R + tl.load(rows_B + b, mask=is_row, other=0), mask=is_row, other=0)
-    even = tl.cdiv(tl.sum(length, 0), TARGET)
+    row = tl.load(rows_B + b, mask=is_row, other=0)
+    position = tl.load(position_R + row, mask=is_row, other=0)
+    even = tl.cdiv(tl.sum(position, 0), TARGET)
     chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
-    count = tl.where(is_row, tl.maximum(tl.cdiv(length, chunk), 1), 0)
+    count = tl.where(is_row, tl.maximum(tl.cdiv(position, chunk), 1), 0)
     first = tl.cumsum(count, 0) - count
-    tl.store(head_4, tl.sum(count, 0))
-    tl.store(head_4 + 1, chunk)
-    tl.store(first_B + b, first, mask=is_row)
-    tl.store(chunks_B + b, count, mask=is_row)
-    for c in range(tl.max(count, 0)):
-        has = c < count
-        tl.store(item_W2 + (first + c) * 2, b, mask=has)
-        tl.store(item_W2 + (first + c) * 2 + 1, tl.zeros_like(b) + c, mask=has)
+    whole = tl.where(is_row, count - 1, 0)
+    at = tl.cumsum(whole, 0) - whole
+    for c in range(tl.max(whole, 0)):
+        _put_item(item_W8, at + c, c < whole, b, row, position, chunk, tl.zeros_like(b) + c, count, first)
+    is_large = is_row & (2 * (position - whole * chunk) > chunk)
+    is_small = is_row & (is_large == 0)
+    large, small = is_large.to(tl.int32), is_small.to(tl.int32)
+    num_whole, num_large = tl.sum(whole, 0), tl.sum(large, 0)
+    at = num_whole + tl.where(is_large, tl.cumsum(large, 0) - 1, num_large + tl.cumsum(small, 0) - 1)
+    _put_item(item_W8, at, is_row, b, row, position, chunk, whole, count, first)
+    tl.store(count_1, tl.sum(count, 0))
 
 
 def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) -> None:
@@ -119,10 +142,10 @@ def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) 
     (batch_size,) = rows_B.shape
     check_tensor("rows_B", rows_B, shape=(batch_size,), dtype=torch.int32)
     check_tensor("position_R", position_R, shape=(None,), dtype=torch.int32)
-    if batch_size > len(work.first_B):
-        raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.first_B)}")
+    if batch_size > len(work.arrived_BK):
+        raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.arrived_BK)}")
     _plan_work_kernel[(1,)](
-        rows_B, position_R, work.head_4, work.item_W2, work.first_B, work.chunks_B, batch_size,
+        rows_B, position_R, work.count_1, work.item_W8, batch_size,
         TARGET=work.limits.target_items, LEAST=work.limits.min_chunk_tokens, MULTIPLE=CHUNK_MULTIPLE,
         BATCH=next_power_of_2(batch_size), num_warps=4,
     )  # fmt: skip

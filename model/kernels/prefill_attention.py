@@ -21,6 +21,7 @@ import triton.language as tl
 from model.kernels.checks import check_tensor
 
 QUERY_TILE = 128
+MAX_INT = 2**31
 LOG2_E = 1.4426950408889634
 
 
@@ -77,16 +78,26 @@ def prefill_attention_reference(
 @triton.jit
 def _stream(
     acc, most, total, q, table, k_pool, v_pool, kv_head, begin, end, query_position,
-    K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    OFFSET: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
+    # Blocks are looked up one tile ahead: loads that depend on a load of their own round would cost the compiler's
+    # pipeline one of its buffers. Without causality there are whole tiles only.
     h = tl.arange(0, H)
-    for start in range(begin, end, KEYS):
-        token = start + tl.arange(0, KEYS)
+    key = tl.arange(0, KEYS)
+    block = tl.load(table + (begin + key) // S, mask=begin + key < end, other=0).to(OFFSET)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        token = start + key
         has = token < end
-        block = tl.load(table + token // S, mask=has, other=0).to(tl.int64)
-        at = ((block * K + kv_head) * S + token % S) * H
-        keys = tl.load(k_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
-        values = tl.load(v_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
+        at = (block * K + kv_head) * (S * H) + token % S * H
+        ahead = token + KEYS
+        block = tl.load(table + ahead // S, mask=ahead < end, other=0).to(OFFSET)
+        if IS_CAUSAL:
+            keys = tl.load(k_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
+            values = tl.load(v_pool + at[:, None] + h[None, :], mask=has[:, None], other=0.0)
+        else:
+            keys = tl.load(k_pool + at[:, None] + h[None, :])
+            values = tl.load(v_pool + at[:, None] + h[None, :])
         score = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if IS_CAUSAL:
             score = tl.where(has[None, :] & (token[None, :] <= query_position[:, None]), score, float("-inf"))
@@ -105,6 +116,7 @@ def _stream(
 def _prefill_attention_kernel(
     q_TNH, k_pool, v_pool, out_TNH, table_RM, tiles_W4, table_width, log2_scale,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     tile = tiles_W4 + tl.program_id(1) * 4
@@ -124,11 +136,12 @@ def _prefill_attention_kernel(
     acc = tl.zeros([QUERIES, H], tl.float32)
     seen_by_all = position // KEYS * KEYS
     acc, most, total = _stream(
-        acc, most, total, q, table, k_pool, v_pool, n // (N // K), 0, seen_by_all, position + m, K, H, S, KEYS, False
-    )
+        acc, most, total, q, table, k_pool, v_pool, n // (N // K), 0, seen_by_all, position + m,
+        K, H, S, KEYS, STAGES, OFFSET, False,
+    )  # fmt: skip
     acc, most, total = _stream(
         acc, most, total, q, table, k_pool, v_pool, n // (N // K), seen_by_all, position + count, position + m,
-        K, H, S, KEYS, True,
+        K, H, S, KEYS, STAGES, OFFSET, True,
     )  # fmt: skip
     tl.store(out_TNH + at, (acc / total[:, None]).to(element), mask=is_query)
 
@@ -160,5 +173,6 @@ def prefill_attention(
     tiles = PrefillTiles.of(H)
     _prefill_attention_kernel[(N, len(tiles_W4))](
         q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, table_RM.shape[1], scale * LOG2_E,
-        N=N, K=K, H=H, S=S, QUERIES=QUERY_TILE, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        N=N, K=K, H=H, S=S, QUERIES=QUERY_TILE, KEYS=tiles.keys, STAGES=tiles.stages,
+        OFFSET=tl.int32 if k_pool_PKSH.numel() < MAX_INT else tl.int64, num_warps=tiles.warps,
     )  # fmt: skip

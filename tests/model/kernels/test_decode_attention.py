@@ -26,11 +26,10 @@ def test_the_work_list_covers_every_chunk_once(lengths: list[int]) -> None:
     limits = WorkLimits.of(2)
     work = DecodeWork.allocate(len(lengths), 2, DEVICE)
     plan_work(order.to(DEVICE), positions.to(DEVICE), work)
-    chunk, items, first, chunks = plan_work_reference(lengths, limits)
-    assert work.head_4[:2].tolist() == [len(items), chunk]
+    items = plan_work_reference(order.tolist(), lengths, limits)
+    assert work.count_1.tolist() == [len(items)]
     assert len(items) <= limits.capacity(len(lengths))
-    assert work.item_W2[: len(items)].tolist() == [list(item) for item in items]
-    assert (work.first_B.tolist(), work.chunks_B.tolist()) == (first, chunks)
+    assert work.item_W8[: len(items)].tolist() == [list(item) for item in items]
 
 
 def make_case(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, D: int = 96, S: int = 16) -> tuple:
