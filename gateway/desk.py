@@ -116,9 +116,9 @@ class Desk:
         finally:
             del self._preparing[key]
 
-    def salt_of(self, caller: Caller) -> str:
-        """Under which a caller's prefixes are cached that name no salt of their own."""
-        return self._prefix_salt.of(caller, "")
+    def salt_of(self, scope: RpcScope, cache_salt: str) -> str:
+        """The salt that a caller's cached prefixes are kept under."""
+        return self._prefix_salt.of(scope.caller, cache_salt)
 
     # No await from here to `close`: nothing can be lost between the send and the caller's hands.
 

@@ -15,9 +15,10 @@ from gateway.desk import Desk
 from gateway.dialects import vllm_info
 from gateway.dialects.throughput import Throughput
 from gateway.dialects.tokenizer_zip import archive_of
+from gateway.dialects.vllm_kv_events import KvBatches
 from gateway.dialects.vllm_messages import Positions, aborted_early, chunk_of, complete_of, reason_of
 from gateway.dialects.vllm_translate import in_callers_names, translate
-from gateway.errors import InvalidRequest, RequestAborted
+from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from gateway.live import LiveRequest
 from gateway.rpc.scope import RpcScope, current_rpc
 from wire.messages import ModelCard
@@ -148,8 +149,24 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
-        """Not offered yet."""
-        await _refuse(context, "SubscribeKvEvents")
+        """Which prefixes of the caller's own the workers hold, as one rank: first all of them, then what changes. A
+        number to resume from is answered with all of them too, so that nothing has to be kept for it."""
+        pool, card, batches = self._desk.pool, self._card(), KvBatches()
+        self._desk.check_open()
+        subscription = pool.follow_blocks(card.name, self._desk.salt_of(current_rpc.get(), ""))
+        try:
+            while True:
+                await self._write_batch(batches.of(await subscription.next()), context)
+        finally:
+            pool.leave_blocks(card.name, subscription)
+
+    async def _write_batch(self, batch: common.KvEventBatch, context: Context) -> None:
+        limit_s = self._desk.limits.write_stall_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(batch)
+        except TimeoutError:
+            raise SlowConsumer(f"a batch waited for more than {limit_s:g} s to be read") from None
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
         """Not offered."""

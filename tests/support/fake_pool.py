@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gateway.workers.block_feed import BlockSubscription
 from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from gateway.workers.prefixes import Prefixes
 from gateway.workers.stats import PoolStats
 from gateway.workers.views import OutputSink, RunRequest, WorkerState, WorkerView
 from wire.messages import AdminReply, Capacity, Finished, ModelCard, TokenLogprobs, WireFinishReason
@@ -108,6 +110,7 @@ class FakePool:
     refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
     stats: PoolStats = field(default_factory=PoolStats)
     is_closed: bool = False
+    prefixes: Prefixes = field(default_factory=lambda: Prefixes(max_nodes=1000, now_us=lambda: 1000))
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _handles: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
@@ -163,6 +166,14 @@ class FakePool:
                 run.is_cancelled = True
                 if self.answers_cancels:
                     run.finish(WireFinishReason.CANCELLED)
+
+    def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
+        """As the real one: of `prefixes`."""
+        return self.prefixes.follow(model, salt)
+
+    def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
+        """As the real one."""
+        self.prefixes.leave(model, subscription)
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None

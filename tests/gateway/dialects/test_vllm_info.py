@@ -144,7 +144,6 @@ async def test_what_is_not_offered_is_unimplemented(serve: Any, vllm_stub: Stub)
         stub = vllm_stub(served.channel)
         calls = {
             "Embed": stub.Embed(vllm.EmbedRequest()),
-            "SubscribeKvEvents": stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()),
             "StartProfile": stub.StartProfile(common.StartProfileRequest()),
             "StopProfile": stub.StopProfile(common.StopProfileRequest()),
         }
