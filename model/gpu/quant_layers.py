@@ -26,7 +26,7 @@ from model.kernels.quant_unpack import round_rows, unpack_weight
 from model.quantization.grouped import GroupedWeight
 from model.quantization.rounding import FP8, Fp8Weight
 
-FEW_TOKENS = 64
+FEW_TOKENS, FEW_TOKENS_FP8 = 64, 32
 """Up to here weights are turned into numbers in registers (bench/RESULTS.md)."""
 
 
@@ -52,7 +52,7 @@ class QuantProducts:
 
     def multiply(self, x_TI: torch.Tensor, weight: QuantizedWeight, out_TO: torch.Tensor) -> None:
         """out_TO = x_TI @ weight^T, without bias."""
-        if len(x_TI) <= self.few_tokens and can_multiply(weight):
+        if self._are_few(len(x_TI), weight):
             quant_product(x_TI, weight, out_TO, self.scratch)
         elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
             multiply_rounded(x_TI, weight, out_TO)
@@ -61,7 +61,7 @@ class QuantProducts:
 
     def add_product(self, x_TI: torch.Tensor, weight: QuantizedWeight, out_TO: torch.Tensor) -> None:
         """out_TO += x_TI @ weight^T, without bias."""
-        if len(x_TI) <= self.few_tokens and can_multiply(weight):
+        if self._are_few(len(x_TI), weight):
             quant_add_product(x_TI, weight, out_TO, self.scratch)
         elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
             product_TO = torch.empty_like(out_TO)
@@ -69,6 +69,10 @@ class QuantProducts:
             out_TO.add_(product_TO)
         else:
             out_TO.addmm_(x_TI, self._unpacked(weight).T)
+
+    def _are_few(self, num_tokens: int, weight: QuantizedWeight) -> bool:
+        few = self.few_tokens if self.plain is not None else min(self.few_tokens, FEW_TOKENS_FP8)
+        return num_tokens <= few and can_multiply(weight)
 
     def _unpacked(self, weight: QuantizedWeight) -> torch.Tensor:
         assert self.plain is not None

@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    limit = 3e-5 if dtype == torch.float32 else 1.5e-2
+    limit = 3e-5 if dtype == torch.float32 else 2.5e-2
     torch.testing.assert_close(actual.cpu().float(), expected.float(), atol=limit, rtol=limit)
 
 
@@ -59,7 +59,10 @@ KINDS = ["fp8", "int4", "int8", "int4 zeros order factor", "int8 zeros factor"]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("T", "O", "I", "size"), [(1, 70, 128, 32), (17, 64, 384, 128), (65, 24, 256, None)])
+@pytest.mark.parametrize(
+    ("T", "O", "I", "size"),
+    [(1, 70, 128, 32), (3, 24, 896, 128), (5, 70, 128, 32), (17, 64, 384, 128), (65, 24, 256, None)],
+)
 def test_products_equal_their_twins(T: int, O: int, I: int, size: int | None, kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, x = random_weight(kind, O, I, size), torch.randn(T, I).to(dtype)
