@@ -61,7 +61,7 @@ def count_piece(meters: ModelMeters, live: LiveRequest, piece: Piece, now_s: flo
 
 
 def count_finished(meters: ModelMeters, live: LiveRequest, reason: str) -> None:
-    """An output is complete and was sent. reason: stop or length."""
+    """An output is complete and was sent. reason: of octavo.v1.FinishReason, in lower case."""
     meters.finished[reason] += 1
     meters.end_to_end.observe(time.monotonic() - live.arrived_s)
     meters.request_prompt_tokens.observe(live.num_prompt_tokens)

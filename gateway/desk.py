@@ -6,7 +6,8 @@ Must not know how answers travel (`gateway.servicers`), nor text (`gateway.prepa
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from octavo.v1 import inference_pb2 as pb
@@ -15,6 +16,7 @@ from gateway.access.caller import ANYBODY, Caller, id_in
 from gateway.access.prefix_salt import PrefixSalt
 from gateway.admission import Admission
 from gateway.config import RequestLimits
+from gateway.deadline import BACKSTOP_S, AtDeadline, Deadline, deadline_of
 from gateway.errors import DeadlinePassed, Draining, RequestAborted, RequestError, TenantLimit
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
@@ -40,6 +42,35 @@ class _Preparing:
 
     task: "asyncio.Task[object]"
     error: RequestError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """num_used_tokens: what a tenant's quota is charged in the end."""
+
+    num_used_tokens: int = 0
+
+
+_TOO_LATE = "the deadline passed before the request was sent to a worker"
+
+
+@asynccontextmanager
+async def until(end_s: float | None) -> AsyncIterator[None]:
+    """end_s: monotonic. Raises DeadlinePassed where the time is over before the block."""
+    try:
+        async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
+            yield
+    except TimeoutError:
+        raise DeadlinePassed(_TOO_LATE) from None
+
+
+def _deadline(request: pb.GenerateRequest, scope: RpcScope, wire_timeout_s: float | None) -> Deadline:
+    return deadline_of(
+        arrived_s=scope.started_s,
+        wire_timeout_s=wire_timeout_s,
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+        at_end=AtDeadline.PARTIAL if request.return_partial_on_deadline else AtDeadline.STATUS,
+    )
 
 
 def _current_task() -> "asyncio.Task[object]":
@@ -94,7 +125,7 @@ class Desk:
         The caller of this has to `close` what it gets. Raises RequestError, TextError, PoolError; then nothing is held.
         """
         self.check_open()
-        deadline_s = None if timeout_s is None else scope.started_s + timeout_s
+        deadline = _deadline(request, scope, timeout_s)
         card = self.models.resolve(request.model, self.pool.cards(), path=f"{prefix}model")
         scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
@@ -103,7 +134,8 @@ class Desk:
         preparing = self._preparing[key] = _Preparing(_current_task())
         try:
             self.quotas.enter(key, scope.caller, _now_ns())
-            prepared = await self._preparer.prepare(request, card, prefix=prefix, deadline_s=deadline_s)
+            async with until(deadline.end_s):
+                prepared = await self._preparer.prepare(request, card, prefix=prefix, deadline=deadline)
             return self._send_to_somebody(prepared, scope)
         except BaseException as error:
             self._leave(key, num_used=0)
@@ -114,6 +146,27 @@ class Desk:
                 raise preparing.error from None
             raise
         finally:
+            del self._preparing[key]
+
+    @contextmanager
+    def hold(self, scope: RpcScope) -> Iterator["Held"]:
+        """The place of a request that its task does alone, from admission to its end; `fail` cancels the task."""
+        key, held = scope.key, Held()
+        self.admission.enter(key)
+        preparing = self._preparing[key] = _Preparing(_current_task())
+        try:
+            self.quotas.enter(key, scope.caller, _now_ns())
+            yield held
+        except TenantLimit:
+            self.meters.tenant_refusals += 1
+            raise
+        except asyncio.CancelledError:
+            if preparing.error is None:
+                raise
+            preparing.task.uncancel()
+            raise preparing.error from None
+        finally:
+            self._leave(key, num_used=held.num_used_tokens)
             del self._preparing[key]
 
     def salt_of(self, scope: RpcScope, cache_salt: str) -> str:
@@ -132,8 +185,8 @@ class Desk:
         return self._send(prepared, self._choose(prepared, salt), scope, salt)
 
     def _choose(self, prepared: Prepared, salt: str) -> WorkerView:
-        if prepared.deadline_s is not None and prepared.deadline_s <= time.monotonic():
-            raise DeadlinePassed("the deadline passed before the request was sent to a worker")
+        if prepared.deadline.end_s is not None and prepared.deadline.end_s <= time.monotonic():
+            raise DeadlinePassed(_TOO_LATE)
         worker = self.pool.choose(prepared.card.name, prepared.prompt_ids_T, salt)
         check_capacity(
             num_prompt_tokens=len(prepared.prompt_ids_T),
@@ -163,6 +216,7 @@ class Desk:
             task=_current_task(),
         )
         self.live.add(live)
+        self._set_backstop(live, prepared.deadline)
         scope.worker_id = worker.worker_id
         meters = self.meters.of_model(worker.card.name)
         meters.started += 1
@@ -170,7 +224,7 @@ class Desk:
         return live
 
     def _run_request(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> RunRequest:
-        request, deadline_s = prepared.request, prepared.deadline_s
+        request, deadline_s = prepared.request, prepared.deadline.end_s
         return RunRequest(
             request_id=scope.request_id,
             prompt_ids=prepared.prompt_ids_T,
@@ -186,7 +240,13 @@ class Desk:
             max_pending_tokens=self.limits.max_pending_tokens,
             on_match=self._matched(scope.key),
             on_started=self._started(scope),
+            at_deadline=prepared.deadline.at_end,
         )
+
+    def _set_backstop(self, live: LiveRequest, deadline: Deadline) -> None:
+        if deadline.end_s is not None and deadline.needs_backstop:
+            delay_s = deadline.end_s - time.monotonic() + BACKSTOP_S
+            live.backstop = asyncio.get_running_loop().call_later(delay_s, live.stream.end_at_deadline)
 
     def _started(self, scope: RpcScope) -> Callable[[], None] | None:
         """For tenants, whose requests are no longer queued then."""
@@ -235,6 +295,8 @@ class Desk:
 
     def close(self, live: LiveRequest) -> None:
         """The RPC is over, however: free the worker at once where it still runs, forget the request. Idempotent."""
+        if live.backstop is not None:
+            live.backstop.cancel()
         if live.stream.finished is None:
             self.pool.cancel(live.handle)
         live.stream.fail(Draining("closed"))  # a no-op on a stream that has ended

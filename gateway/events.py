@@ -1,13 +1,14 @@
 """Pieces and ends of outputs as messages of octavo.v1."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.live import LiveRequest
 from gateway.output import Piece
+from gateway.text.tool_calls import CallPiece
 from wire.messages import Finished, TokenLogprobs, WireFinishReason
 
 BytesById = Sequence[bytes]
@@ -27,9 +28,34 @@ def delta_event(piece: Piece, bytes_by_id: BytesById | None) -> pb.GenerateRespo
     delta.text = piece.text
     if piece.token_ids:
         delta.token_ids.extend(piece.token_ids)
+    if piece.tool_calls:
+        delta.tool_calls.extend(map(_call_delta, piece.tool_calls))
     if piece.logprobs:
         delta.logprobs.extend([position_logprobs(*position, bytes_by_id) for position in piece.logprobs])
     return response
+
+
+def _call_delta(piece: CallPiece) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(
+        call_index=piece.index,
+        id=piece.id,
+        name=piece.name,
+        arguments_json=piece.arguments,
+        is_withdrawn=piece.is_withdrawn,
+    )
+
+
+def whole_calls(pieces: Iterable[CallPiece]) -> list[pb.ToolCall]:
+    """The calls of a complete output, without those that were withdrawn."""
+    calls: dict[int, pb.ToolCall] = {}
+    for piece in pieces:
+        if piece.is_withdrawn:
+            del calls[piece.index]
+            continue
+        if piece.index not in calls:
+            calls[piece.index] = pb.ToolCall(id=piece.id, name=piece.name)
+        calls[piece.index].arguments_json += piece.arguments
+    return list(calls.values())
 
 
 def position_logprobs(token_id: int, position: TokenLogprobs, bytes_by_id: BytesById | None) -> pb.TokenLogprobs:
@@ -62,8 +88,11 @@ def finished_event(live: LiveRequest) -> pb.Finished:
 
 
 def _reason(live: LiveRequest, figures: Finished) -> "pb.FinishReason.ValueType":
-    if live.stream.assembler.match is not None or figures.reason is WireFinishReason.STOP:
-        return pb.FINISH_REASON_STOP
+    assembler = live.stream.assembler
+    if live.stream.is_partial:
+        return pb.FINISH_REASON_DEADLINE
+    if assembler.match is not None or figures.reason is WireFinishReason.STOP:
+        return pb.FINISH_REASON_TOOL_CALLS if assembler.num_tool_calls else pb.FINISH_REASON_STOP
     return pb.FINISH_REASON_LENGTH
 
 
@@ -100,4 +129,7 @@ def receipt_of(live: LiveRequest) -> common_pb2.Receipt:
         computed_tokens=figures.computed_tokens,
         preemptions=figures.preemptions,
         seed=live.sampling.seed,
+        inter_token_p50_s=figures.inter_token_p50_s,
+        inter_token_p99_s=figures.inter_token_p99_s,
+        block_seconds=figures.block_seconds,
     )

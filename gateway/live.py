@@ -31,6 +31,7 @@ class LiveRequest:
     sent_s: float
     task: "asyncio.Task[object]"
     last_message_s: float = field(default=0.0)
+    backstop: asyncio.TimerHandle | None = None  # ends the output where the worker is late at the deadline
 
     def fail(self, error: RequestError) -> None:
         """End it from here. Where its task is in a write, the task is cancelled and finds the error in the stream: a

@@ -61,7 +61,7 @@ class ModelMeters:
     generation_tokens: int = 0
     messages: int = 0  # Deltas sent
     started: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # by finish reason: stop, length
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason: stop, length, tool_calls, deadline
     time_to_first_token: Histogram = field(default_factory=_latency)
     inter_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_GAP_BUCKETS_S))
     end_to_end: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))

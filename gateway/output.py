@@ -5,34 +5,39 @@ so that a burst costs one pass; with stop strings every token is looked at as it
 while the caller does not read.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_matcher import StopMatcher, StopStrings
+from gateway.text.tool_calls import CallPiece, ToolCallParser
 from wire.messages import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
     """What the caller asked for. bytes_by_id: a column of ByteTable, None for no text. stop_ids: tokens that end the
-    output, whose text is left out. min_tokens: stop strings are looked for after so many tokens."""
+    output, whose text is left out. min_tokens: stop strings are looked for after so many tokens. make_call_id: tool
+    calls are parsed out of the text and get these ids; None: they stay text."""
 
     bytes_by_id: Sequence[bytes] | None
     wants_ids: bool
     stop_strings: StopStrings | None = None
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    make_call_id: Callable[[], str] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """What goes into one Delta. logprobs: (the chosen token, its position). num_tokens: since the last piece."""
+    """What goes into one Delta. logprobs: (the chosen token, its position). num_tokens: since the last piece.
+    tool_calls: pieces of them, whose text is not part of `text`."""
 
     text: str
     token_ids: list[int]
     logprobs: list[tuple[int, TokenLogprobs]]
     num_tokens: int
+    tool_calls: list[CallPiece] = field(default_factory=list)
 
 
 class OutputAssembler:
@@ -44,6 +49,7 @@ class OutputAssembler:
         "_logprobs",
         "_matcher",
         "_num_taken",
+        "_parser",
         "_text",
         "_to_detokenize",
         "_to_send",
@@ -55,7 +61,9 @@ class OutputAssembler:
         table = output_format.bytes_by_id
         self._detokenizer = Detokenizer(table) if table is not None else None
         self._matcher = StopMatcher(output_format.stop_strings) if output_format.stop_strings else None
-        self._text = ""  # ready to send
+        make_call_id = output_format.make_call_id
+        self._parser = ToolCallParser(make_call_id) if make_call_id is not None else None
+        self._text = ""  # ready to send, or to be parsed
         self._to_detokenize: list[int] = []
         self._to_send: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
@@ -71,6 +79,11 @@ class OutputAssembler:
     def gives_text(self) -> bool:
         """Whether pieces have text at all."""
         return self._detokenizer is not None
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Complete ones, of what was parsed so far."""
+        return self._parser.num_calls if self._parser is not None else 0
 
     @property
     def num_pending(self) -> int:
@@ -101,6 +114,7 @@ class OutputAssembler:
                 continue
             self._text += matcher.feed(text)
             if matcher.match is not None:
+                self._end_calls()
                 return token_ids[: index + 1]
         return token_ids
 
@@ -119,23 +133,42 @@ class OutputAssembler:
         """No more tokens. stop_token_id: the token that ended the output, if one did."""
         if self._detokenizer is None or self.match is not None:
             return
-        ids = self._to_detokenize
-        if ids and ids[-1] == stop_token_id:
-            ids = ids[:-1]
-        text = self._detokenizer.feed(ids) + self._detokenizer.flush()
+        if self._to_detokenize and self._to_detokenize[-1] == stop_token_id:
+            self._to_detokenize.pop()
+        self._end_text(self._detokenizer.feed(self._to_detokenize) + self._detokenizer.flush())
+
+    def cut_short(self) -> None:
+        """No more tokens, in the middle of the output: whole characters alone, and nothing is held back any more."""
+        if self._detokenizer is not None and self.match is None:
+            self._end_text(self._detokenizer.feed(self._to_detokenize))
+
+    def _end_text(self, text: str) -> None:
+        """text: what was not given to the matcher yet."""
         self._to_detokenize = []
         if self._matcher is not None:
             text = self._matcher.feed(text)
             text += self._matcher.flush()
         self._text += text
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        """Nothing follows, so what looks like the beginning of a call is what it is."""
+        if self._parser is not None:
+            self._parser.feed(self._text)
+            self._parser.finish()
+            self._text = ""
 
     def take(self) -> Piece | None:
         """What can be sent now; None where that is nothing."""
         if self._matcher is None and self._to_detokenize:
             self._text += self._detokenize()
-        if not (self._text or self._to_send or self._logprobs):
+        calls: list[CallPiece] = []
+        if self._parser is not None:
+            self._parser.feed(self._text)
+            self._text, calls = self._parser.take_text(), self._parser.take_calls()
+        if not (self._text or self._to_send or self._logprobs or calls):
             return None
-        piece = Piece(self._text, self._to_send, self._logprobs, self.num_tokens - self._num_taken)
+        piece = Piece(self._text, self._to_send, self._logprobs, self.num_tokens - self._num_taken, calls)
         self._text, self._num_taken = "", self.num_tokens
         self._to_send, self._logprobs = [], []
         return piece

@@ -3,19 +3,21 @@
 What takes long runs in the text threads. Must not know admission, workers or streams.
 """
 
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.config import RequestLimits
+from gateway.deadline import Deadline
 from gateway.errors import InvalidRequest, Violation
 from gateway.models import ServedModels
 from gateway.output import OutputFormat
 from gateway.text.model_text import ModelText
 from gateway.text.service import TextService
 from gateway.text.stop_matcher import StopStrings
-from gateway.validation.chat import chat_input
+from gateway.validation.chat import chat_input, may_call_tools
 from gateway.validation.generate import check_context, check_ids
 from wire.messages import ModelCard
 
@@ -24,13 +26,13 @@ _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes millisecond
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """prompt_ids_T: int32, at least one. deadline_s: monotonic, None for none."""
+    """prompt_ids_T: int32, at least one."""
 
     request: pb.GenerateRequest
     card: ModelCard
     prompt_ids_T: np.ndarray
     output: OutputFormat
-    deadline_s: float | None
+    deadline: Deadline
 
 
 class Preparer:
@@ -42,7 +44,7 @@ class Preparer:
         self._limits = limits
 
     async def prepare(
-        self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline_s: float | None
+        self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline
     ) -> Prepared:
         """prefix: the request's path in the message that carries it. Raises RequestError, TextError."""
         prompt_ids_T = await self._prompt_ids(request, card, prefix)
@@ -52,7 +54,7 @@ class Preparer:
         output = self._output_format(
             request, card, frozenset(stop_ids.tolist()), await self._stop_strings(list(request.stop.strings))
         )
-        return Prepared(request=request, card=card, prompt_ids_T=prompt_ids_T, output=output, deadline_s=deadline_s)
+        return Prepared(request=request, card=card, prompt_ids_T=prompt_ids_T, output=output, deadline=deadline)
 
     async def _prompt_ids(self, request: pb.GenerateRequest, card: ModelCard, prefix: str) -> np.ndarray:
         kind = request.WhichOneof("input")
@@ -78,15 +80,29 @@ class Preparer:
         self, request: pb.GenerateRequest, card: ModelCard, stop_ids: frozenset[int], stops: StopStrings | None
     ) -> OutputFormat:
         wants_text = request.output.format != pb.OUTPUT_FORMAT_TOKEN_IDS
+        parses_calls = wants_text and _parses_calls(request)
         return OutputFormat(
-            bytes_by_id=_bytes_by_id(request.output, self._models.text_of(card)) if wants_text else None,
+            bytes_by_id=_bytes_by_id(request, self._models.text_of(card)) if wants_text else None,
             wants_ids=request.output.format in (pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
             stop_strings=stops,
             stop_ids=stop_ids if request.stop.ignore_eos else stop_ids | frozenset(card.eos_token_ids),
             min_tokens=request.stop.min_tokens,
+            make_call_id=_new_call_id if parses_calls else None,
         )
 
 
-def _bytes_by_id(output: pb.OutputOptions, text: ModelText) -> tuple[bytes, ...]:
-    skips = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-    return text.table.visible_bytes if skips else text.table.all_bytes
+def _bytes_by_id(request: pb.GenerateRequest, text: ModelText) -> tuple[bytes, ...]:
+    output = request.output
+    if output.HasField("skip_special_tokens") and not output.skip_special_tokens:
+        return text.table.all_bytes
+    return text.bytes_with_call_tags if _parses_calls(request) else text.table.visible_bytes
+
+
+def _parses_calls(request: pb.GenerateRequest) -> bool:
+    output = request.output
+    is_wanted = output.parse_tool_calls if output.HasField("parse_tool_calls") else True
+    return is_wanted and may_call_tools(request.chat)
+
+
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

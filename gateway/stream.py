@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from gateway.errors import InternalDefect, RequestError, SlowConsumer, from_reason
+from gateway.deadline import AtDeadline
+from gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
 from gateway.output import OutputAssembler, Piece
 from wire.messages import Finished, TokenLogprobs, WireFinishReason
 
@@ -37,9 +38,11 @@ class OutputStream:
         "_on_started",
         "_waiter",
         "assembler",
+        "at_deadline",
         "error",
         "finished",
         "first_token_s",
+        "is_partial",
         "scheduled_s",
         "state",
         "write_since_s",
@@ -52,6 +55,7 @@ class OutputStream:
         max_pending_tokens: int,
         on_match: Callable[["OutputStream"], None],
         on_started: Callable[[], None] | None = None,
+        at_deadline: AtDeadline = AtDeadline.STATUS,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
         begun; called at once."""
@@ -62,6 +66,8 @@ class OutputStream:
         self.scheduled_s = 0.0
         self.first_token_s = 0.0
         self.write_since_s = 0.0  # while a message waits for the reader
+        self.at_deadline = at_deadline
+        self.is_partial = False  # the deadline ended the output, and the caller takes what there is
         self._max_pending = max_pending_tokens
         self._on_match = on_match
         self._on_started = on_started
@@ -98,6 +104,9 @@ class OutputStream:
             self.state = StreamState.ENDED
         elif self.state is StreamState.RUNNING:
             self.finished = finished
+            if finished.reason is WireFinishReason.DEADLINE and self.at_deadline is AtDeadline.PARTIAL:
+                self._end_partial()
+                return
             self.error = _error_of(finished)
             if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
                 self.assembler.finish(finished.stop_token_id)
@@ -119,6 +128,20 @@ class OutputStream:
         if self.state in (StreamState.RUNNING, StreamState.MATCHED):
             self.error, self.state = error, StreamState.FAILED
             self._wake()
+
+    def end_at_deadline(self) -> None:
+        """The time is over and the worker has not said so."""
+        if self.state is not StreamState.RUNNING:
+            return
+        if self.at_deadline is AtDeadline.PARTIAL:
+            self._end_partial()
+        else:
+            self.fail(DeadlinePassed("the deadline passed"))
+
+    def _end_partial(self) -> None:
+        self.assembler.cut_short()
+        self.is_partial, self.state = True, StreamState.ENDED
+        self._wake()
 
     def stop_waiting_for_figures(self) -> None:
         """After a stop string: the worker did not answer in time."""

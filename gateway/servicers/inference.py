@@ -11,10 +11,11 @@ from octavo.v1 import inference_pb2_grpc
 
 from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
 from gateway.desk import Desk
-from gateway.events import delta_event, finished_event, position_logprobs, started_event
+from gateway.events import delta_event, finished_event, position_logprobs, started_event, whole_calls
 from gateway.live import LiveRequest
 from gateway.rpc.scope import current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
+from gateway.text.tool_calls import CallPiece
 from gateway.validation.chat import chat_input
 from gateway.validation.fields import check
 from gateway.validation.generate import check_complete, check_generate, check_ids, check_tokenize
@@ -67,12 +68,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _collect(self, live: LiveRequest) -> pb.CompleteResponse:
         meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
         response, texts = pb.CompleteResponse(request_id=live.request_id, model=live.card.name), list[str]()
+        calls = list[CallPiece]()
         while (piece := await live.stream.next()) is not None:
             texts.append(piece.text)
+            calls += piece.tool_calls
             response.token_ids.extend(piece.token_ids)
             response.logprobs.extend([position_logprobs(*position, table) for position in piece.logprobs])
             count_piece(meters, live, piece, time.monotonic())
         response.text = "".join(texts)
+        response.tool_calls.extend(whole_calls(calls))
         response.finished.CopyFrom(finished_event(live))
         return response
 
@@ -82,7 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self._desk.models.text_of(live.card).table.all_bytes
 
     def _count_finished(self, live: LiveRequest) -> None:
-        reason = "stop" if finished_event(live).reason == pb.FINISH_REASON_STOP else "length"
+        reason = pb.FinishReason.Name(finished_event(live).reason).removeprefix("FINISH_REASON_").lower()
         count_finished(self._desk.meters.of_model(live.card.name), live, reason)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -6,6 +6,7 @@ Thread-safe; its methods take long for long texts, so callers on an event loop g
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -14,6 +15,7 @@ from gateway.text.byte_table import ByteTable, check_byte_level
 from gateway.text.chat_template import ChatInput, ChatTemplate
 from gateway.text.control_tokens import ControlTokens
 from gateway.text.errors import PromptTooLong, TemplateError, UnsupportedTokenizer
+from gateway.text.tool_calls import CLOSE, OPEN
 
 MAX_DECODED_BYTES = 1 << 30
 
@@ -60,6 +62,16 @@ class ModelText:
         self._template = ChatTemplate.from_files(files)
         self._plain: Tokenizer | None = None
         self._plain_lock = threading.Lock()
+
+    @cached_property
+    def bytes_with_call_tags(self) -> tuple[bytes, ...]:
+        """The column of visible tokens with the tags of tool calls, where those are special tokens."""
+        table, rows = self.table, None
+        for tag in (OPEN, CLOSE):
+            if (token_id := self._special_ids.get(tag)) is not None:
+                rows = list(table.visible_bytes) if rows is None else rows
+                rows[token_id] = table.all_bytes[token_id]
+        return table.visible_bytes if rows is None else tuple(rows)
 
     def _load(self) -> Tokenizer:
         try:

@@ -19,9 +19,14 @@ def chat_input(chat: pb.Chat) -> ChatInput:
     """Messages and tools as OpenAI's API has them; checked before (`generate`)."""
     return ChatInput(
         messages=[_message(message) for message in chat.messages],
-        tools=[_tool(tool) for tool in chat.tools] or None,
+        tools=[_tool(tool) for tool in chat.tools] if may_call_tools(chat) else None,
         add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
     )
+
+
+def may_call_tools(chat: pb.Chat) -> bool:
+    """Whether the model is told of tools."""
+    return bool(chat.tools) and chat.tool_choice != pb.TOOL_CHOICE_NONE
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from gateway.errors import ExceedsCapacity, Violation
 from gateway.validation.fields import first_violations, raise_if_any, violations
 from wire.messages import Capacity, ModelCard
 
+_FORCED_CHOICES = (pb.TOOL_CHOICE_REQUIRED, pb.TOOL_CHOICE_NAMED)
+
 
 def check_generate(request: pb.GenerateRequest) -> None:
     """Everything that needs no model. Raises InvalidRequest."""
@@ -37,6 +39,8 @@ def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violati
     yield from _stop_violations(request.stop, prefix)
     yield from _format_violations(request, prefix)
     yield from chat_violations(request.chat, f"{prefix}chat.")
+    if request.chat.tool_choice in _FORCED_CHOICES:
+        yield Violation(field=f"{prefix}chat.tool_choice", description="is not supported yet: AUTO and NONE are")
 
 
 def _stop_violations(stop: pb.StopConditions, prefix: str) -> Iterator[Violation]:
@@ -55,6 +59,10 @@ def _format_violations(request: pb.GenerateRequest, prefix: str) -> Iterator[Vio
         yield Violation(
             field=f"{prefix}output.skip_special_tokens", description="needs text, but output.format is TOKEN_IDS"
         )
+    if request.output.parse_tool_calls:
+        yield Violation(
+            field=f"{prefix}output.parse_tool_calls", description="needs text, but output.format is TOKEN_IDS"
+        )
 
 
 def chat_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
@@ -65,6 +73,22 @@ def chat_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
             yield Violation(field=f"{path}.tool_calls", description="belongs to turns of CHAT_ROLE_ASSISTANT")
         if message.tool_call_id and message.role != pb.CHAT_ROLE_TOOL:
             yield Violation(field=f"{path}.tool_call_id", description="belongs to turns of CHAT_ROLE_TOOL")
+    yield from _tool_choice_violations(chat, prefix)
+
+
+def _tool_choice_violations(chat: pb.Chat, prefix: str) -> Iterator[Violation]:
+    is_named, is_forced = chat.tool_choice == pb.TOOL_CHOICE_NAMED, chat.tool_choice in _FORCED_CHOICES
+    if chat.tool_name and not is_named:
+        yield Violation(field=f"{prefix}tool_name", description="belongs to TOOL_CHOICE_NAMED")
+    if is_forced and not chat.tools:
+        yield Violation(field=f"{prefix}tool_choice", description="needs tools")
+    elif is_named and chat.tool_name not in {tool.name for tool in chat.tools}:
+        yield Violation(field=f"{prefix}tool_name", description="is the name of no tool")
+    names = set[str]()
+    for index, tool in enumerate(chat.tools if is_forced else ()):
+        if tool.name in names:
+            yield Violation(field=f"{prefix}tools[{index}].name", description="is the name of another tool")
+        names.add(tool.name)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:

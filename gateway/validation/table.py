@@ -84,8 +84,8 @@ TABLE: dict[str, MessageRules] = {
             "messages": anything,
             "tools": anything,
             "add_generation_prompt": anything,
-            "tool_choice": not_served,
-            "tool_name": not_served,
+            "tool_choice": OneOf(inference_pb2.ToolChoice.DESCRIPTOR),
+            "tool_name": Utf8Bytes(0, 256),
         },
         counts={"messages": Count(1, 10_000), "tools": Count(0, 1_000)},
     ),
@@ -141,7 +141,7 @@ TABLE: dict[str, MessageRules] = {
             "prompt_logprobs": not_served,
             "echo": not_served,
             "return_prompt": not_served,
-            "parse_tool_calls": not_served,
+            "parse_tool_calls": anything,
         }
     ),
     "octavo.v1.EmbedRequest": MessageRules(

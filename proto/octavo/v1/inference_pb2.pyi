@@ -914,6 +914,7 @@ class ToolCallDelta(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    IS_WITHDRAWN_FIELD_NUMBER: _builtins.int
     call_index: _builtins.int
     """Which call of this output, from 0."""
     id: _builtins.str
@@ -922,6 +923,10 @@ class ToolCallDelta(_message.Message):
     """Name of the function."""
     arguments_json: _builtins.str
     """What follows in the arguments' JSON text."""
+    is_withdrawn: _builtins.bool
+    """What began as this call is none (its JSON broke off, or the output ended within it): forget its pieces. All of it,
+    from its opening tag on, is in `text` from this Delta on. A later call has an index of its own.
+    """
     def __init__(
         self,
         *,
@@ -929,10 +934,11 @@ class ToolCallDelta(_message.Message):
         id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
+        is_withdrawn: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "call_index", b"call_index", "id", b"id", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "call_index", b"call_index", "id", b"id", "is_withdrawn", b"is_withdrawn", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ from octavo.v1 import inference_pb2 as pb
 
 from gateway.errors import InvalidRequest
 from gateway.validation.fields import check
-from gateway.validation.generate import check_complete, check_generate, check_tokenize
+from gateway.validation.generate import check_complete, check_embed, check_generate, check_tokenize
 from gateway.validation.paths import supported_paths
 from gateway.validation.table import TABLE
 
@@ -26,6 +26,7 @@ CHECKS = {
     "octavo.v1.GenerateRequest": check_generate,
     "octavo.v1.CompleteRequest": check_complete,
     "octavo.v1.TokenizeRequest": check_tokenize,
+    "octavo.v1.EmbedRequest": check_embed,
 }
 
 
@@ -107,7 +108,12 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "output.format": ([4, -1], [0, 1, 3]),
     "output.logprobs": ([21, 2**32 - 1], [0, 20]),
     "output.skip_special_tokens": ([], [True, False]),
+    "output.parse_tool_calls": ([], [True, False]),
+    "timeout_s": ([0, -1, 86_400.1, NAN, INF], [1e-3, 86_400]),
+    "return_partial_on_deadline": ([], [True, False]),
     "chat.add_generation_prompt": ([], [True, False]),
+    "chat.tool_choice": ([5, -1], [0, 1, 2]),
+    "chat.tool_name": (["f"], [""]),
 }
 ELEMENTS: dict[str, tuple[list[Any], list[Any]]] = {
     "stop.strings[0]": (["", "x" * 257, "é" * 129], ["é" * 128]),
@@ -219,6 +225,37 @@ def test_fields_that_contradict_each_other_are_named() -> None:
     expected = ("chat.messages[0].tool_calls", "chat.messages[0].tool_call_id")
     assert fields_of(check_generate, pb.GenerateRequest(chat=chat)) == expected
     assert fields_of(check_tokenize, pb.TokenizeRequest(chat=chat)) == expected
+    embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text="x"), pb.EmbedInput(chat=chat)])
+    assert fields_of(check_embed, embed) == tuple(f"inputs[1].{path}" for path in expected)
+
+
+def test_a_forced_choice_needs_its_tools() -> None:
+    def wrong(**fields: Any) -> tuple[str, ...]:
+        chat = pb.Chat(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER)], **fields)
+        return fields_of(check_tokenize, pb.TokenizeRequest(chat=chat))
+
+    f = pb.ToolDefinition(name="f")
+    assert wrong(tool_name="f", tools=[f]) == ("chat.tool_name",)
+    assert wrong(tool_choice=pb.TOOL_CHOICE_REQUIRED) == ("chat.tool_choice",)
+    assert wrong(tool_choice=pb.TOOL_CHOICE_REQUIRED, tools=[f, f]) == ("chat.tools[1].name",)
+    assert wrong(tool_choice=pb.TOOL_CHOICE_NAMED, tools=[f]) == ("chat.tool_name",)
+    assert wrong(tool_choice=pb.TOOL_CHOICE_NAMED, tool_name="g", tools=[f]) == ("chat.tool_name",)
+
+
+def test_an_embed_request_is_checked_by_path() -> None:
+    def request(**fields: Any) -> pb.EmbedRequest:
+        return pb.EmbedRequest(**{"inputs": [pb.EmbedInput(text="x")], **fields})
+
+    check_embed(request(inputs=[pb.EmbedInput(text="x")] * 256, pooling=pb.POOLING_MEAN, normalize=False))
+    check_embed(request(priority=-100, timeout_s=86_400, truncate_prompt_tokens=1, cache_salt="s" * 128))
+    assert fields_of(check_embed, request(inputs=[])) == ("inputs",)
+    assert fields_of(check_embed, request(inputs=[pb.EmbedInput(text="x")] * 257)) == ("inputs",)
+    inputs = [pb.EmbedInput(text="x"), pb.EmbedInput(), pb.EmbedInput(token_ids=common_pb2.TokenIds())]
+    assert fields_of(check_embed, request(inputs=inputs)) == ("inputs[1].input", "inputs[2].token_ids.ids")
+    wrong = {"pooling": 3, "truncate_prompt_tokens": 0, "priority": 101, "timeout_s": 0, "cache_salt": "s" * 129}
+    assert fields_of(check_embed, request(**wrong)) == (
+        "pooling", "truncate_prompt_tokens", "priority", "cache_salt", "timeout_s",
+    )  # fmt: skip
 
 
 def test_the_grace_of_a_drain_is_checked() -> None:
