@@ -107,7 +107,7 @@ class OutputStream:
             if finished.reason is WireFinishReason.DEADLINE and self.at_deadline is AtDeadline.PARTIAL:
                 self._end_partial()
                 return
-            self.error = _error_of(finished)
+            self.error = error_of(finished)
             if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
                 self.assembler.finish(finished.stop_token_id)
             self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
@@ -172,7 +172,7 @@ class OutputStream:
             waiter.set_result(None)
 
 
-def _error_of(finished: Finished) -> RequestError | None:
+def error_of(finished: Finished) -> RequestError | None:
     """None for an output that is complete."""
     if finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH):
         return None

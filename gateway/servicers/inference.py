@@ -1,4 +1,4 @@
-"""InferenceService: Generate and its unary twin, Tokenize, Detokenize."""
+"""InferenceService: Generate and its unary twin, Embed, Tokenize, Detokenize."""
 
 import asyncio
 import time
@@ -11,6 +11,7 @@ from octavo.v1 import inference_pb2_grpc
 
 from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
 from gateway.desk import Desk
+from gateway.embedding import Embedder, embedding_message
 from gateway.events import delta_event, finished_event, position_logprobs, started_event, whole_calls
 from gateway.live import LiveRequest
 from gateway.rpc.scope import current_rpc
@@ -18,7 +19,7 @@ from gateway.rpc.status import REQUEST_ID_TRAILER
 from gateway.text.tool_calls import CallPiece
 from gateway.validation.chat import chat_input
 from gateway.validation.fields import check
-from gateway.validation.generate import check_complete, check_generate, check_ids, check_tokenize
+from gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
 
 Context = grpc.aio.ServicerContext
 
@@ -28,6 +29,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
+        self._embedder = Embedder(desk)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream one output: Started, Deltas, Finished."""
@@ -88,6 +90,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _count_finished(self, live: LiveRequest) -> None:
         reason = pb.FinishReason.Name(finished_event(live).reason).removeprefix("FINISH_REASON_").lower()
         count_finished(self._desk.meters.of_model(live.card.name), live, reason)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """A vector for each input."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        await self._check(lambda: check_embed(request), request)
+        card, embedded = await self._embedder.embed(request, scope, timeout_s=context.time_remaining())
+        scope.log_fields |= {"model": card.name, "inputs": len(embedded)}
+        await context.send_initial_metadata(((REQUEST_ID_TRAILER, scope.request_id),))
+        is_scaled = request.normalize if request.HasField("normalize") else True
+        return pb.EmbedResponse(
+            request_id=scope.request_id,
+            model=card.name,
+            embeddings=[embedding_message(each, card, scope.started_s, is_scaled=is_scaled) for each in embedded],
+        )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text or chat to ids, as Generate would."""
