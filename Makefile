@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TYPED := blockmgr cli gateway model proto/octavo sim wire worker
+TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
 .PHONY: help demo serve test test-gpu sim lint format proto install dev clean

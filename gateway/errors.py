@@ -108,6 +108,10 @@ class SlowConsumer(RequestError):
     """The caller does not read its stream."""
 
 
+class ConstraintFailed(RequestError):
+    """The worker could not follow the constraint on the output."""
+
+
 class InternalDefect(RequestError):
     """A defect of ours; what it was stands in the log."""
 
@@ -160,6 +164,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     RequestAborted: ErrorRow(code=_C.ABORTED, reason="ABORTED"),
     NumericalFault: ErrorRow(code=_C.INTERNAL, reason="NUMERICAL"),
     EngineFailed: ErrorRow(code=_C.INTERNAL, reason="ENGINE_ERROR"),
+    ConstraintFailed: ErrorRow(code=_C.INVALID_ARGUMENT, reason="CONSTRAINT"),
     InternalDefect: INTERNAL,
 }
 
@@ -177,6 +182,7 @@ _BY_REASON: dict[str, type[RequestError]] = {
         NumericalFault,
         EngineFailed,
         DeviceOutOfMemory,
+        ConstraintFailed,
     )
 }
 

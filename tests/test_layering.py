@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-OURS = {"octavo", "wire", "blockmgr", "model", "worker", "gateway", "cli", "sim"}
+OURS = {"octavo", "wire", "blockmgr", "grammar", "model", "worker", "gateway", "cli", "sim"}
 MODEL_FILES_OF_WORKER = ("torch_runner", "cuda_", "runner_", "memory", "main", "model_card")
 
 # folder -> (our folders that it may import, third-party packages that it may never import)
@@ -15,9 +15,10 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "proto/octavo": ({"octavo"}, {"torch", "zmq", "transformers"}),
     "wire": ({"wire"}, {"torch", "grpc", "transformers"}),
     "blockmgr": ({"blockmgr"}, {"torch", "zmq", "grpc", "transformers", "msgspec"}),
+    "grammar": ({"grammar", "wire"}, {"torch", "zmq", "grpc", "transformers"}),
     "model": ({"model"}, {"zmq", "grpc", "msgspec"}),
-    "worker": ({"worker", "blockmgr", "wire"}, {"grpc"}),
-    "gateway": ({"gateway", "wire", "octavo"}, {"torch"}),
+    "worker": ({"worker", "blockmgr", "wire", "grammar"}, {"grpc"}),
+    "gateway": ({"gateway", "wire", "octavo", "grammar"}, {"torch"}),
     "sim": ({"sim", "wire", "blockmgr", "worker", "gateway", "octavo"}, {"torch", "transformers"}),
 }
 
