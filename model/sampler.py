@@ -18,6 +18,7 @@ from model.sampling import MASKS, Feature, SamplingParams, SamplingRows
 from model.sampling_choice import AllowedIds, BadWords, LogitBias
 from model.sampling_filters import TOP_K_OFF, Filters, largest, masses, thresholds
 from model.sampling_logprobs import Logprobs, RawLogprobs
+from model.sampling_masks import TokenMasks
 from model.sampling_noise import log_exponential, row_keys
 from model.sampling_penalties import Penalties, TokenHistory
 from model.sampling_typical import keep_typical
@@ -66,23 +67,29 @@ class Sampler:
         self._allowed.put(row, params.allowed_token_ids)
         self._bad_words.put(row, params.bad_words)
 
-    def sample(self, logits_SV: torch.Tensor, rows_S: np.ndarray, lengths_S: np.ndarray) -> Sampled:
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        masks: TokenMasks | None = None,
+    ) -> Sampled:
         """Draw one token per row.
 
         logits_SV: float32, at least vocab_size wide; overwritten. rows_S: distinct rows. lengths_S: tokens that each
-        row's history holds, the drawn one not counted.
+        row's history holds, the drawn one not counted. masks: of the rows that have a grammar.
         """
         logits_SV = logits_SV[:, : self.vocab_size]
         best_S, tokens_S = logits_SV.max(dim=-1)
         is_finite_S = torch.isfinite(best_S)
         features_S = self._rows.features_R[rows_S]
-        if not features_S.any():
+        if not features_S.any() and masks is None:
             return Sampled(tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=None)
         if not bool(is_finite_S.all()):
             logits_SV[~is_finite_S] = 0.0
         raw = self._raw_logprobs(logits_SV, rows_S, features_S)
         is_changed = self._adjust(logits_SV, rows_S, lengths_S, features_S)
-        is_exhausted_S = self._mask(logits_SV, rows_S, lengths_S, features_S)
+        is_exhausted_S = self._mask(logits_SV, rows_S, lengths_S, features_S, masks)
         if is_changed or is_exhausted_S is not None:
             tokens_S = logits_SV.argmax(dim=-1)
         self._draw_random(logits_SV, tokens_S, rows_S, self._output_lens(rows_S, lengths_S), features_S)
@@ -115,17 +122,25 @@ class Sampler:
         return len(biased) + len(penal) > 0
 
     def _mask(
-        self, logits_SV: torch.Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, features_S: np.ndarray
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        features_S: np.ndarray,
+        masks: TokenMasks | None,
     ) -> torch.Tensor | None:
         """-inf for what must not be sampled; the rows where nothing is left, whose logits become 0."""
-        if not len(_with(features_S, MASKS)):
+        if not len(_with(features_S, MASKS)) and masks is None:
             return None
         is_short_S = self._output_lens(rows_S, lengths_S) < self._rows.min_tokens_R[rows_S]
         short = np.flatnonzero((features_S & Feature.MIN_TOKENS > 0) & is_short_S)
         allowed, banned = _with(features_S, Feature.ALLOWED), _with(features_S, Feature.BAD_WORDS)
-        masked = np.unique(np.concatenate([short, allowed, banned]))
+        of_grammar = masks.index_N if masks is not None else short[:0]
+        masked = np.unique(np.concatenate([short, allowed, banned, of_grammar]))
         if not len(masked):
             return None
+        if masks is not None:
+            masks.apply(logits_SV)
         if len(short):
             self._mask_stop_ids(logits_SV, short, rows_S)
         if len(allowed):

@@ -14,14 +14,23 @@ import torch
 
 from model.sampler import Sampled, Sampler
 from model.sampling_logprobs import Logprobs
+from model.sampling_masks import TokenMasks
 
 
 class EachRowSampler(Sampler):
     """See Sampler. For deterministic mode."""
 
-    def sample(self, logits_SV: torch.Tensor, rows_S: np.ndarray, lengths_S: np.ndarray) -> Sampled:
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: np.ndarray,
+        lengths_S: np.ndarray,
+        masks: TokenMasks | None = None,
+    ) -> Sampled:
         """See Sampler.sample. logits_SV is not overwritten where rows are taken one by one."""
         is_special_S = self._rows.features_R[rows_S] != 0
+        if masks is not None:
+            is_special_S[masks.index_N] = True
         plain, special = np.flatnonzero(~is_special_S), np.flatnonzero(is_special_S)
         if not len(special):
             return super().sample(logits_SV, rows_S, lengths_S)
@@ -31,7 +40,8 @@ class EachRowSampler(Sampler):
         for index in groups:
             # A copy of its own: where a row begins in memory must not matter either.
             logits_NV = logits_SV[torch.from_numpy(index).to(logits_SV.device)]
-            found.append(super().sample(logits_NV, rows_S[index], lengths_S[index]))
+            own = masks.row(int(index[0])) if masks is not None and len(index) == 1 else None
+            found.append(super().sample(logits_NV, rows_S[index], lengths_S[index], own))
         return joined(groups, found)
 
 

@@ -69,7 +69,7 @@ def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> Sampl
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        min_tokens=sampling.min_tokens,
+        min_tokens=0 if sampling.grammar is not None else sampling.min_tokens,  # its masks see to it
         stop_ids=(*sampling.stop_token_ids, *ends),
         num_logprobs=sampling.num_logprobs,
         typical_p=sampling.typical_p,

@@ -69,6 +69,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The caller is known and may not do this."""
     ERROR_REASON_TENANT_LIMIT: _ErrorReason.ValueType  # 21
     """The caller's tenant has reached its own limit; retry after `grpc-retry-pushback-ms`."""
+    ERROR_REASON_CONSTRAINT: _ErrorReason.ValueType  # 22
+    """The constraint on the output could not be compiled for this model within its limits, became too complex while it
+    was followed, or left no token together with what else the request forbids.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -119,6 +123,10 @@ ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 20
 """The caller is known and may not do this."""
 ERROR_REASON_TENANT_LIMIT: ErrorReason.ValueType  # 21
 """The caller's tenant has reached its own limit; retry after `grpc-retry-pushback-ms`."""
+ERROR_REASON_CONSTRAINT: ErrorReason.ValueType  # 22
+"""The constraint on the output could not be compiled for this model within its limits, became too complex while it
+was followed, or left no token together with what else the request forbids.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
