@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from gateway.workers.block_feed import BlockSubscription
 from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from gateway.workers.prefixes import Prefixes
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import OutputSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.views import EmbeddingSink, OutputSink, RunRequest, WorkerState, WorkerView
 from wire.messages import AdminReply, Capacity, Finished, ModelCard, TokenLogprobs, WireFinishReason
 
 
@@ -68,6 +69,12 @@ class FakeRun:
             return
         self.num_tokens += len(ids)
         self.sink.on_tokens(ids, logprobs)
+
+    def embed(self, values: list[float], **figures: object) -> None:
+        """A vector and the end."""
+        if not self.is_cancelled and not self.is_over:
+            cast(EmbeddingSink, self.sink).on_embedding(np.asarray(values, np.float32))
+        self.finish(WireFinishReason.LENGTH, **figures)
 
     def finish(self, reason: WireFinishReason = WireFinishReason.LENGTH, **figures: object) -> None:
         """The terminal call; ignored when there was one."""
