@@ -65,6 +65,7 @@ class LocalEngine:
         max_model_len: int,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         clock: Clock = time.perf_counter,
+        backend: str = "sdpa",
     ) -> None:
         blocks_each = -(-(max_model_len + 1) // BLOCK_SIZE)
         runner = TorchRunner(
@@ -75,6 +76,7 @@ class LocalEngine:
                 max_slots=max_num_seqs,
                 max_model_len=max_model_len,
                 vocab_size=model.config.vocab_size,
+                backend=backend,
             ),
         )
         warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)

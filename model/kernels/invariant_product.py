@@ -23,6 +23,7 @@ from model.kernels.checks import check_tensor
 SPLIT_INPUTS = 1024  # a sum of up to so many inputs is not cut
 WANTED_PROGRAMS = 264  # two for each multiprocessor of an H100, where one tile of tokens is all there is
 LEAST_OUTPUTS = 64
+SPLIT_MULTIPLE = 64  # inputs: whole tiles
 TOKENS_IN_GROUP = 16  # tiles of tokens that share a tile of weights while it is in the cache
 MANY_TOKENS = 256
 BLOCK = 1024
@@ -39,16 +40,22 @@ class ProductTiles:
     stages: int = 4
 
 
-FEW = ProductTiles(outputs=64, tokens=64)
-MANY = ProductTiles(outputs=128, tokens=128, warps=8, stages=3)
 FLOAT32 = ProductTiles(outputs=64, tokens=64, inputs=32, stages=3)
+BY_TOKENS = (
+    (32, ProductTiles(outputs=64, tokens=16)),
+    (64, ProductTiles(outputs=64, tokens=32)),
+    (256, ProductTiles(outputs=64, tokens=64)),
+    (1024, ProductTiles(outputs=128, tokens=128, warps=8, stages=3)),
+)
+"""The most tokens that a tile is for, fewest first."""
+MOST = ProductTiles(outputs=128, tokens=256, warps=8, stages=3)
 
 
 def tiles_of(num_tokens: int, dtype: torch.dtype) -> ProductTiles:
     """What an H100 runs fastest (bench/RESULTS.md); the bits do not depend on it."""
     if dtype == torch.float32:
         return FLOAT32
-    return MANY if num_tokens > MANY_TOKENS else FEW
+    return next((tiles for most, tiles in BY_TOKENS if num_tokens <= most), MOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,7 @@ class Splits:
         """By the matrix alone: a matrix with few outputs and many inputs would leave most of the device idle."""
         wanted = WANTED_PROGRAMS // -(-num_outputs // LEAST_OUTPUTS)
         count = max(1, min(wanted, -(-num_inputs // SPLIT_INPUTS)))
-        inputs = -(-num_inputs // (count * FEW.inputs)) * FEW.inputs
+        inputs = -(-num_inputs // (count * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE
         return cls(count=-(-num_inputs // inputs), inputs=inputs)
 
 

@@ -5,11 +5,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from model.kernels import invariant_product as invariant_product_module
 from model.kernels.activation import silu_mul_reference
 from model.kernels.invariant_product import (
-    FEW,
-    MANY,
+    BY_TOKENS,
     MANY_TOKENS,
+    MOST,
     ProductTiles,
     Splits,
     invariant_add_product,
@@ -23,8 +24,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+WIDE = tuple((most, tiles) for most, tiles in BY_TOKENS if tiles.tokens >= 64)
 LARGEST = 1000 if DEVICE == "cuda" else MANY_TOKENS + 5
-SMALL = ProductTiles(outputs=64, tokens=16)
+
+
+@pytest.fixture(autouse=True)
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a tile is numpy's product, whose order of sums for narrow tiles may be another one."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(invariant_product_module, "BY_TOKENS", WIDE)
 
 
 def product(
@@ -69,9 +77,13 @@ def test_a_row_has_the_same_bits_in_any_batch(O: int, K: int, dtype: torch.dtype
 def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(70, 192).to(dtype) * torch.rand(70, 1).to(dtype) * 8, torch.randn(200, 192).to(dtype)
-    wanted = product(x, weight, tiles=FEW)
-    # In the interpreter a tile is numpy's product, whose order for narrow tiles is another one.
-    for tiles in (MANY, SMALL) if DEVICE == "cuda" else (MANY,):
+    every = [tiles for _, tiles in BY_TOKENS] + [MOST]
+    if DEVICE == "cpu":
+        every = [tiles for _, tiles in WIDE] + [MOST]
+    if dtype == torch.float32:
+        every = [tiles for tiles in every if tiles.outputs == 64]  # the others are too large for shared memory
+    wanted = product(x, weight, tiles=every[0])
+    for tiles in every[1:]:
         assert torch.equal(product(x, weight, tiles=tiles), wanted), tiles
 
 
