@@ -118,6 +118,15 @@ class StepPrograms:
         on_progress(total, total)
         return time.perf_counter() - start_s
 
+    def run_all(self) -> None:
+        """Enqueue every shape of step, the small ones on every path: for whoever compiles what that launches."""
+        for layout in self._shapes.layouts():
+            self._mixed_program(layout)()
+        for size in self._sizes:
+            for _ in self.step.paths.try_all(size):
+                self._decode_program(size)()
+            self.run_wishes(self.step.rows_B[:size])
+
     def forget(self) -> None:
         """Drop what was recorded. Idempotent."""
         self._mixed.clear()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ import torch
 import triton
 
 from model.config import Qwen2Config
-from model.gpu.narrow_layers import MAX_NARROW_BATCH, NarrowCuts, cuts_of
+from model.gpu.narrow_layers import NarrowCuts, cuts_of
 
 FACTORS = {"narrow": 1.0, "narrow-half": 0.5, "narrow-double": 2.0}
 """Of the weights that a program reads, by the candidate's name."""
 DEFAULT_NARROW_BATCH = 2
+MAX_TIMED_BATCH = 2
+"""Beyond, the wide path has always won: each row adds its own latency to each narrow kernel (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 
 
@@ -60,7 +62,9 @@ class Paths:
     @classmethod
     def wide_only(cls, config: Qwen2Config) -> "Paths":
         """For weights that the kernels for few rows cannot read."""
-        return cls(config, None, dict.fromkeys(range(1, MAX_NARROW_BATCH + 1), "wide"))
+        paths = cls(config, None, dict.fromkeys(range(1, DEFAULT_NARROW_BATCH + 1), "wide"))
+        paths._candidates = {"wide": Wide()}
+        return paths
 
     @classmethod
     def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
@@ -78,16 +82,27 @@ class Paths:
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
         """Time `run` of each size that has not been chosen yet, on every path, and keep the fastest. Before serving:
         the device must be idle, and the rows that `run` moves on must be nobody's. Without a CUDA device: the rule."""
-        missing = [size for size in sizes if size <= MAX_NARROW_BATCH and size not in self.names]
+        missing = [size for size in sizes if size <= MAX_TIMED_BATCH and size not in self.names]
         if self._file is None or not missing:
             return
         for size in missing:
-            times_ms = {}
-            for name in self._candidates:
-                self.names[size] = name
-                times_ms[name] = time_graph(partial(run, size))
+            times_ms = {name: time_graph(partial(run, size)) for name in self.try_all(size)}
             self.names[size] = min(times_ms, key=lambda name: times_ms[name])
         write_names(self._file, self.names)
+
+    def try_all(self, size: int) -> Iterator[str]:
+        """Let the size go each way that it may be chosen to go, one after the other, then as before."""
+        if size > MAX_TIMED_BATCH:
+            yield ""
+            return
+        before = self.names.get(size)
+        for name in self._candidates:
+            self.names[size] = name
+            yield name
+        if before is None:
+            del self.names[size]
+        else:
+            self.names[size] = before
 
 
 def time_graph(work: Callable[[], None]) -> float:

@@ -57,6 +57,19 @@ def test_without_a_device_nothing_is_timed() -> None:
     assert paths.names == {}
 
 
+def test_every_way_is_tried_and_then_forgotten() -> None:
+    paths = Paths(CONFIG, None, {2: "wide"})
+    assert [(name, paths.path(1)) for name in paths.try_all(1)] == list(candidates(CONFIG).items())
+    assert [paths.path(2) for _ in paths.try_all(2)] == list(candidates(CONFIG).values())
+    assert [paths.path(64) for _ in paths.try_all(64)] == [Wide()]
+    assert paths.names == {2: "wide"}
+
+
+def test_the_wide_way_alone_is_tried_where_there_is_no_other() -> None:
+    paths = Paths.wide_only(CONFIG)
+    assert [paths.path(size) for size in (1, 2, 8) for _ in paths.try_all(size)] == [Wide()] * 3
+
+
 def test_cuts_are_those_that_were_measured() -> None:
     cuts = cuts_of(CONFIG)
     assert [cuts.qkv, cuts.output, cuts.gate_up, cuts.down, cuts.head] == [
@@ -74,8 +87,8 @@ def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(1 if paths.names[size] == "narrow-half" else 50):
             weight.add_(1)
 
-    paths.choose([1, 4, 64], run)
-    assert paths.names == {1: "narrow-half", 4: "narrow-half"}
+    paths.choose([1, 2, 64], run)
+    assert paths.names == {1: "narrow-half", 2: "narrow-half"}
     again = Paths.find(CONFIG, weight)
-    again.choose([1, 4], lambda size: pytest.fail(f"ran {size}"))
+    again.choose([1, 2], lambda size: pytest.fail(f"ran {size}"))
     assert again.names == paths.names
