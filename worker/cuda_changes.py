@@ -32,10 +32,9 @@ class RowChanges:
         self._seed_R = self.words_W[layout.seed : layout.seed + 2 * R].view(np.uint64)
         self._temperature_R = self.words_W[layout.temperature : layout.temperature + R].view(np.float32)
         self._wishes = {name: self._column(name).view(dtype) for name, dtype in WISH_COLUMNS.items()}
-        words = ("last_token", "position", "num_prompt", "temperature", *WISH_COLUMNS)
-        starts = [getattr(layout, name) for name in words] + [layout.seed, layout.seed + 1]
-        self._places_of_join = np.asarray(starts, np.int32)
-        self._strides_of_join = np.asarray([1] * len(words) + [2, 2], np.int32)
+        single = [layout.last_token, layout.position, layout.num_prompt, layout.temperature, *layout.wishes.values()]
+        self._places_of_join = np.asarray([*single, layout.seed, layout.seed + 1], np.int32)
+        self._strides_of_join = np.asarray([1] * len(single) + [2, 2], np.int32)
         self._pending: list[np.ndarray] = []
 
     def join(self, join: Join, wishes: Mapping[str, float]) -> None:
@@ -52,7 +51,7 @@ class RowChanges:
         self._pending.append(self._places_of_join + slot * self._strides_of_join)
 
     def _column(self, name: str) -> np.ndarray:
-        start: int = getattr(self.layout, name)
+        start = self.layout.wishes[name]
         return self.words_W[start : start + self.layout.num_rows]
 
     def put_blocks(self, updates_U3: np.ndarray) -> None:

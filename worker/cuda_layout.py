@@ -43,7 +43,7 @@ class MixedLayout:
             num_decodes=len(plan.decode_slots_S),
             num_chunk_tokens=sum(chunk.num_tokens for chunk in plan.prefill),
             num_tiles=sum(-(-chunk.num_tokens // QUERY_TILE) for chunk in plan.prefill),
-            num_ends=sum(chunk.is_last for chunk in plan.prefill),
+            num_ends=sum(1 + len(chunk.forks) for chunk in plan.prefill if chunk.is_last),
         )
 
     @property
@@ -100,10 +100,10 @@ class MixedLayout:
             part["row_T"][token:end] = chunk.slot
             part["position_T"][token:end] = np.arange(start, stop)
             placed.append((chunk.slot, token, start, chunk.num_tokens))
-            if chunk.is_last:
+            for slot in (chunk.slot, *chunk.forks) if chunk.is_last else ():
                 part["last_S"][self.num_decodes + num_ended] = end - 1
-                part["rows_S"][self.num_decodes + num_ended] = chunk.slot
-                part["ended_E"][num_ended] = chunk.slot
+                part["rows_S"][self.num_decodes + num_ended] = slot
+                part["ended_E"][num_ended] = slot
                 part["position_E"][num_ended] = stop - 1
                 num_ended += 1
             token = end
@@ -132,7 +132,9 @@ class MixedShapes:
         return [_padded(decodes, tokens) for tokens, decodes in sorted(sizes, reverse=True)]
 
     def find(self, exact: MixedLayout, num_chunks: int) -> MixedLayout | None:
-        """The smallest shape that a step of this layout and so many chunks fits into; None where there is none."""
+        """The smallest shape that a step of this layout and so many chunks fits into; None where there is none. Forks
+        of a prompt end with it: they may be more than the chunks."""
+        num_chunks = max(num_chunks, exact.num_ends)
         if exact.num_chunk_tokens > self.token_sizes[-1] or exact.num_decodes > self.decode_sizes[-1]:
             return None
         decodes = self.decode_sizes[bisect_left(self.decode_sizes, exact.num_decodes)]

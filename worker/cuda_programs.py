@@ -17,7 +17,8 @@ from model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
-from model.gpu.wishes import WishState
+from model.gpu.wish_plan import Stage
+from model.gpu.wishes import DeviceMasks, SampledBatch, WishState
 from model.kernels.row_changes import HEADER_WORDS, apply_changes
 from model.kv_pool import KvPool
 from worker.config import Deterministic
@@ -155,9 +156,13 @@ class StepPrograms:
         program = self._mixed.get(layout)
         program() if program else self._mixed_program(layout)()
 
-    def run_wishes(self, rows_B: torch.Tensor) -> None:
-        """Enqueue other tokens for the rows (int32) of the step before that have a wish."""
-        self.wishes.choose(self.step.logits_BV[: len(rows_B)], rows_B, self.step.token_B[: len(rows_B)], self.state)
+    def run_wishes(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
+        """Enqueue what the rows (int32) of the step before wish for; stages: at least the union of theirs."""
+        step, B = self.step, len(rows_B)
+        batch = SampledBatch(
+            logits_BV=step.logits_BV[:B], rows_B=rows_B, token_B=step.token_B[:B], is_finite_B=step.is_finite_B[:B]
+        )
+        self.wishes.run(stages, batch, masks)
 
     def sampled_rows(self, layout: MixedLayout) -> torch.Tensor:
         """int32: rows that a mixed step of this layout samples, as they lie in the upload."""
@@ -166,6 +171,10 @@ class StepPrograms:
     def run_inputs(self, inputs: MixedInputs) -> None:
         """Enqueue a mixed step of inputs that lie elsewhere, without changes."""
         self._mixed_step.run(inputs)
+
+    def hidden(self, tokens: slice) -> torch.Tensor:
+        """Hidden states after the final norm, [tokens, D], of these tokens of the mixed step enqueued last."""
+        return self._mixed_step.hidden(tokens)
 
     def run_changes(self) -> None:
         """Enqueue the changes alone."""

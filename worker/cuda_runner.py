@@ -1,28 +1,26 @@
 """The runner that executes plans on a CUDA device, one step ahead of its results.
 
-    launch(plan):   changed rows and inputs of the chunks in one copy  ->  a recorded step  ->  copy of the tokens
+    launch(plan):   changed rows and inputs of the chunks in one copy  ->  a recorded step  ->  what rows wish for
+                    ->  copy of the tokens
+    constrain():    where rows have grammars, the last two wait for it
     collect():      wait for the oldest step's copy, and for nothing else
 
 Tokens, positions and block tables stay on the device: a decode step that follows another sends only new blocks, and the
 batch where its rows are other ones. `plan.decode_positions_S` is therefore not sent; it finds missing blocks here. Must
 not know: the block manager, the scheduler, sockets, text.
 
-Legend: S sampled rows · N special ones of them · R slots.
+Legend: S sampled rows · R slots.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from model.gpu.weights import GpuWeights
-from model.gpu.wishes import wish_columns
-from model.sampler import Sampler
-from model.sampler_each import EachRowSampler
-from model.sampling import Feature
-from worker.config import Deterministic
 from worker.cuda_changes import RowChanges
+from worker.cuda_choosing import Choosing, Chosen, RunStep, read_logprobs
 from worker.cuda_errors import DeviceLost, runner_error
 from worker.cuda_graphs import Launching
 from worker.cuda_layout import MixedLayout, worst_layout
@@ -30,24 +28,29 @@ from worker.cuda_programs import CudaRunnerConfig, OnProgress, StepPrograms
 from worker.cuda_results import Results
 from worker.cuda_sampling import SpecialRows
 from worker.cuda_upload import Upload
-from worker.plan import Join, SlotLogprobs, StepPlan, StepResult
+from worker.masks import StepMasks
+from worker.plan import Join, StepPlan, StepResult
 from worker.runner import RunnerError
-from worker.runner_rows import sampling_params
-from worker.torch_runner import empty_result, slot_logprobs
+from worker.runner_pooling import Pooler
+from worker.torch_runner import empty_result
 
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flight:
-    """A launched step. first_end: where the tokens of ended chunks begin in the result."""
+    """A launched step. first_end: where the tokens of ended chunks begin in the result. held: it waits for masks.
+    error: it failed after its launch."""
 
     step: int
     num_decodes: int
     num_ends: int = 0
     first_end: int = 0
     turn: int | None = None
-    logprobs: dict[int, SlotLogprobs] = field(default_factory=dict)
+    chosen: Chosen = field(default_factory=Chosen)
+    held: RunStep | None = None
+    error: RunnerError | None = None
+    embeddings: dict[int, torch.Tensor] = field(default_factory=dict)  # on the host, as complete as the turn
 
 
 class CudaRunner:
@@ -67,16 +70,18 @@ class CudaRunner:
             self._changes, num_payload=worst.num_words, num_buffers=config.max_in_flight, device=self._device
         )
         self.programs.read_from(self._upload.device_U)
-        self._results = Results(self.programs.step.result, num_buffers=config.max_in_flight)
-        self.special = SpecialRows(
-            max_slots=config.max_slots,
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            device=self._device,
-            sampler=EachRowSampler if config.deterministic is Deterministic.ON else Sampler,
+        self._results = Results(
+            self.programs.step.result, self.programs.wishes.logprobs.answer_BX, num_buffers=config.max_in_flight
         )
+        self._choosing = Choosing(self.programs, config, self._device)
+        self._pooler = Pooler()
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
         self._flights: deque[_Flight] = deque()
+
+    @property
+    def special(self) -> SpecialRows:
+        """Rows that the whole sampler serves."""
+        return self._choosing.special
 
     @property
     def kv(self) -> object:
@@ -88,6 +93,7 @@ class CudaRunner:
         if self.config.launching is Launching.EAGER:
             return 0.0
         with torch.inference_mode():
+            self._choosing.warm_up()
             return self.programs.record(on_progress)
 
     # ------------------------------------------------------------ the protocol
@@ -103,22 +109,42 @@ class CudaRunner:
         except (RuntimeError, IndexError, ValueError, MemoryError) as error:
             raise runner_error(error, self._device) from error
 
+    def constrain(self, masks: StepMasks) -> None:
+        """Let the newest step choose its tokens, whose grammars allow what these masks say. Raises LookupError where
+        it does not wait; DeviceLost where the process must end."""
+        flight = self._flights[-1] if self._flights else None
+        if flight is None or flight.held is None:
+            raise LookupError("no step waits for masks")
+        try:
+            with torch.inference_mode():
+                chosen = self._choosing.run(flight.held, masks)
+                turn = self._results.send(num_answers=chosen.num_answers)
+            self._flights[-1] = replace(flight, held=None, chosen=chosen, turn=turn)
+        except (RuntimeError, IndexError, ValueError, MemoryError) as error:
+            self._flights[-1] = replace(flight, held=None, error=runner_error(error, self._device))
+
     def collect(self) -> StepResult:
-        """The oldest launched step. Raises LookupError; DeviceLost where the process must end."""
-        if not self._flights:
-            raise LookupError("no step is in flight")
+        """The oldest launched step. Raises LookupError, also for a step that still waits for masks; RunnerError where
+        choosing failed; DeviceLost where the process must end."""
+        if not self._flights or self._flights[0].held is not None:
+            raise LookupError("no step is in flight, or it waits for masks")
         flight = self._flights.popleft()
+        if flight.error is not None:
+            raise flight.error
         if flight.turn is None:
             return empty_result(flight.step)
         try:
-            tokens_B, is_finite_B = self._results.wait(flight.turn)
+            landed = self._results.wait(flight.turn)
         except RuntimeError as error:
             raise DeviceLost(f"the CUDA device failed in step {flight.step} or before: {error}") from error
+        is_exhausted_S = _sampled(landed.is_exhausted_B, flight)
         return StepResult(
             step=flight.step,
-            tokens_S=_sampled(tokens_B, flight),
-            is_finite_S=_sampled(is_finite_B, flight),
-            logprobs=flight.logprobs,
+            tokens_S=_sampled(landed.token_B, flight),
+            is_finite_S=_sampled(landed.is_finite_B, flight),
+            is_exhausted_S=is_exhausted_S if is_exhausted_S.any() else None,
+            logprobs=read_logprobs(flight.chosen, landed.answer_BX),
+            embeddings={index: embedding_D.numpy() for index, embedding_D in flight.embeddings.items()},
         )
 
     def close(self) -> None:
@@ -135,16 +161,20 @@ class CudaRunner:
             self.programs.run_changes()
             return _Flight(step=plan.step, num_decodes=0)
         self._check_blocks(plan)
-        first_end = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
-        num_decodes = len(plan.decode_slots_S)
-        logprobs = self._choose_again(plan, first_end)
+        run = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
+        num_decodes, first_end = len(plan.decode_slots_S), run.first_end
+        is_held = self._choosing.awaits_masks(plan)
+        chosen = Chosen() if is_held else self._choosing.run(run, None)
+        embeddings = self._pooler.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
         return _Flight(
             step=plan.step,
             num_decodes=num_decodes,
-            num_ends=sum(chunk.is_last for chunk in plan.prefill),
+            num_ends=len(plan.sampled_slots) - num_decodes,
             first_end=first_end,
-            turn=self._results.send(),
-            logprobs=logprobs,
+            held=run if is_held else None,
+            chosen=chosen,
+            embeddings={index: _to_host(embedding_D) for index, embedding_D in embeddings.items()},
+            turn=None if is_held else self._results.send(num_answers=chosen.num_answers),  # last: it finds everything
         )
 
     def _apply(self, plan: StepPlan) -> None:
@@ -157,12 +187,9 @@ class CudaRunner:
             self.programs.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
 
     def _join(self, join: Join) -> None:
-        params = sampling_params(join.sampling, self.config.eos_token_ids)
-        self._changes.join(join, wish_columns(params, vocab_size=self.config.vocab_size))
-        self.special.join(join, params)
+        self._choosing.join(join, self._changes)
+        self._pooler.join(join)
         self._tokens_R[join.slot] = join.token_ids_T
-        if self.special.has_wish_R[join.slot] and params.features & Feature.PENALTY:
-            self.programs.wishes.put_counts(join.slot, join.token_ids_T, join.num_prompt_tokens)
 
     def _check_blocks(self, plan: StepPlan) -> None:
         """A slot without a block where the plan writes is a mistake of the plan: it must not become a write into
@@ -178,51 +205,27 @@ class CudaRunner:
             if table_RM[chunk.slot, chunk.start // block_size : -(-end // block_size)].min() < 0:
                 raise ValueError(f"slot {chunk.slot} has no block somewhere in positions {chunk.start} to {end - 1}")
 
-    def _start_decode(self, plan: StepPlan) -> int:
+    def _start_decode(self, plan: StepPlan) -> RunStep:
         size = self.programs.decode_size(len(plan.decode_slots_S))
         self._changes.set_batch(plan.decode_slots_S, size)
         self._upload.send(0)
         self.programs.run_decode(size)
-        if self.special.has_wish_R[plan.decode_slots_S].any():
-            self.programs.run_wishes(self.programs.step.rows_B[:size])
-        return 0
+        return RunStep(plan=plan, rows_B=self.programs.step.rows_B[:size], first_end=0)
 
-    def _start_mixed(self, plan: StepPlan) -> int:
+    def _start_mixed(self, plan: StepPlan) -> RunStep:
         exact = MixedLayout.exact(plan)
         layout = self.programs.find_shape(exact, len(plan.prefill))
         payload_U = self._upload.payload(layout.num_words)
         layout.fill(payload_U, plan, self._tokens_R, scratch_row=self.config.max_slots)
         self._upload.send(layout.num_words)
         self.programs.run_mixed(layout)
-        if self.special.has_wish_R[plan.sampled_slots].any():
-            self.programs.run_wishes(self.programs.sampled_rows(layout))
-        return layout.num_decodes
-
-    # ------------------------------------------------------------ special rows
-
-    def _choose_again(self, plan: StepPlan, first_end: int) -> dict[int, SlotLogprobs]:
-        """Tokens of rows that only the whole sampler can serve, and their log-probabilities."""
-        slots_S = plan.sampled_slots
-        index_N = np.flatnonzero(self.special.is_special_R[slots_S])
-        if not len(index_N):
-            return {}
-        slots_N, num_decodes = slots_S[index_N], len(plan.decode_slots_S)
-        column_N = np.where(index_N < num_decodes, index_N, index_N - num_decodes + first_end)
-        column = torch.from_numpy(column_N).to(self._device)
-        step, state = self.programs.step, self.programs.state
-        sampled = self.special.sample(step.logits_BV[column].float(), slots_N, _lengths(plan)[index_N])
-        tokens_N = sampled.tokens_S.to(torch.int32)
-        step.token_B[column] = tokens_N
-        state.last_token_R[torch.from_numpy(slots_N).to(self._device)] = tokens_N
-        if sampled.logprobs is None:
-            return {}
-        return {int(index_N[index]): logprobs for index, logprobs in slot_logprobs(sampled.logprobs).items()}
+        return RunStep(plan=plan, rows_B=self.programs.sampled_rows(layout), first_end=layout.num_decodes)
 
 
-def _lengths(plan: StepPlan) -> np.ndarray:
-    """int64: tokens that each sampled row holds, the one to be sampled not counted."""
-    ends = [chunk.start + chunk.num_tokens for chunk in plan.prefill if chunk.is_last]
-    return np.concatenate([plan.decode_positions_S.astype(np.int64) + 1, np.asarray(ends, np.int64)])
+def _to_host(values_D: torch.Tensor) -> torch.Tensor:
+    """Enqueue a copy into pinned memory."""
+    host_D = torch.empty_like(values_D, device="cpu", pin_memory=values_D.is_cuda)
+    return host_D.copy_(values_D, non_blocking=True)
 
 
 def _sampled(values_B: np.ndarray, flight: _Flight) -> np.ndarray:

@@ -44,12 +44,15 @@ class Chunk:
     """Prompt (or re-computed) tokens of one request, positions [start, start + num_tokens).
 
     is_last: the chunk ends at the last known token, so a token is sampled after it.
+    forks: slots of further outputs of the same prompt, which join in this plan: each gets a token from the logits after
+        the last chunk too, by its own sampling, and its table leads to the same blocks.
     """
 
     slot: Slot
     start: int
     num_tokens: int
     is_last: bool
+    forks: tuple[Slot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,14 +82,14 @@ class StepPlan:
 
     @property
     def sampled_slots(self) -> np.ndarray:
-        """int32: decode slots first, then the slots of last chunks."""
-        ends = [chunk.slot for chunk in self.prefill if chunk.is_last]
+        """int32: decode slots first, then the slots of last chunks, each followed by its forks."""
+        ends = [slot for chunk in self.prefill if chunk.is_last for slot in (chunk.slot, *chunk.forks)]
         return np.concatenate([self.decode_slots_S, np.asarray(ends, np.int32)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotLogprobs:
-    """Natural-logarithm probabilities for one sampled row that asked for them."""
+    """Natural-logarithm probabilities for one sampled row, or position of a prompt, that asked for them."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -101,6 +104,9 @@ class StepResult:
     logprobs: by index into tokens_S, for rows whose sampling asks for them.
     embeddings: by index into tokens_S, for rows that joined with a pooling; float32 [hidden size]. Their tokens mean
         nothing.
+    is_exhausted_S: bool; True where the row's masks forbid every token: its output ends without one. None: nowhere.
+    prompt_logprobs: by index into plan.prefill, of the prompt's tokens from position start + 1 on, for rows whose
+        sampling asks for them.
     """
 
     step: int
@@ -108,3 +114,5 @@ class StepResult:
     is_finite_S: np.ndarray
     logprobs: dict[int, SlotLogprobs] = field(default_factory=dict)
     embeddings: dict[int, np.ndarray] = field(default_factory=dict)
+    is_exhausted_S: np.ndarray | None = None
+    prompt_logprobs: dict[int, list[SlotLogprobs]] = field(default_factory=dict)

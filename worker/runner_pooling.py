@@ -53,7 +53,7 @@ class Pooler:
                     done[index] = row.sum_D / row.num_tokens
                     del self._rows[chunk.slot]
             start += chunk.num_tokens
-            index += chunk.is_last
+            index += chunk.is_last + len(chunk.forks)
         return done
 
     def _gather(self, row: _Row, chunk: Chunk, start: int, hidden_of: HiddenOf) -> None:

@@ -9,14 +9,16 @@ Everything lies in one buffer of 32-bit words, so that the host's changes are (i
 Legend: R rows (the runner's slots and one more) · M table width · A longest batch · W words of all of it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 _ALIGNMENT_WORDS = 32
 WISH_COLUMNS = {
-    "wish": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "repetition": "float32",
-    "presence": "float32", "frequency": "float32",
+    "wish": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "typical_p": "float32",
+    "repetition": "float32", "presence": "float32", "frequency": "float32", "num_biases": "int32", "mask": "int32",
+    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32",
 }  # fmt: skip
 """Names and dtypes of the columns that say what a row wishes for beyond a temperature."""
 
@@ -26,6 +28,7 @@ class RowLayout:
     """Where each column of the state begins, in words. num_words: of everything.
 
     seed takes two words a row, table table_width words a row, batch one word for each of max_batch, the others one.
+    wishes: where each of WISH_COLUMNS begins.
     """
 
     num_rows: int
@@ -36,15 +39,9 @@ class RowLayout:
     position: int
     num_prompt: int
     temperature: int
-    wish: int
-    top_k: int
-    top_p: int
-    log_min_p: int
-    repetition: int
-    presence: int
-    frequency: int
     batch: int
     table: int
+    wishes: Mapping[str, int]
     num_words: int
 
     @classmethod
@@ -59,16 +56,17 @@ class RowLayout:
         for name, count in words.items():
             starts[name] = end
             end += -(-count // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS
-        return cls(num_rows=num_rows, table_width=table_width, max_batch=max_batch, num_words=end, **starts)
+        wishes = {name: starts.pop(name) for name in WISH_COLUMNS}
+        sizes = {"num_rows": num_rows, "table_width": table_width, "max_batch": max_batch, "num_words": end}
+        return cls(wishes=wishes, **sizes, **starts)
 
 
 class RowState:
     """position_R: tokens in the cache, which is where the row's last token will be written.
 
     last_token_R, position_R, num_prompt_R, table_RM: int32. temperature_R: float32, 0 is greedy. seed_R: int64 (bits of
-    a uint64). wish_R (int32), top_k_R (int32) and the float32 top_p_R, log_min_p_R, repetition_R, presence_R and
-    frequency_R: read by model/kernels/filter_sample.py alone, for rows whose wish is not 0. batch_A: int32, the rows of
-    the next decode step, then scratch. All are views of words_W, int32.
+    a uint64). wish_columns: by name of WISH_COLUMNS, read behind the step alone (model/gpu/wishes.py). batch_A: int32,
+    the rows of the next decode step, then scratch. All are views of words_W, int32.
     """
 
     def __init__(
@@ -89,13 +87,10 @@ class RowState:
         self.position_R = self._column(layout.position, R)
         self.num_prompt_R = self._column(layout.num_prompt, R)
         self.temperature_R = self._column(layout.temperature, R).view(torch.float32)
-        self.wish_R = self._column(layout.wish, R)
-        self.top_k_R = self._column(layout.top_k, R)
-        self.top_p_R = self._column(layout.top_p, R).view(torch.float32)
-        self.log_min_p_R = self._column(layout.log_min_p, R).view(torch.float32)
-        self.repetition_R = self._column(layout.repetition, R).view(torch.float32)
-        self.presence_R = self._column(layout.presence, R).view(torch.float32)
-        self.frequency_R = self._column(layout.frequency, R).view(torch.float32)
+        self.wish_columns = {
+            name: self._column(layout.wishes[name], R).view(getattr(torch, dtype))
+            for name, dtype in WISH_COLUMNS.items()
+        }
         self.seed_R = self._column(layout.seed, 2 * R).view(torch.int64)
         self.batch_A = self._column(layout.batch, layout.max_batch).fill_(self.scratch_row)
         self.table_RM = self._column(layout.table, R * table_width).view(R, table_width).fill_(scratch_block)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
+from model.kernels.noise import draw_key, log2_exponential
 from model.sampling_noise import log_exponential, row_keys
 
 PART = 2048
@@ -36,38 +37,6 @@ def sample_reference(
 
 
 @triton.jit
-def _mix64(z):
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
-
-
-@triton.jit
-def _log2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log2(x)
-
-
-@triton.jit
-def _log2_exponential(token, key_low, key_high, FAST: tl.constexpr):
-    # The same bits as sampling_noise.hash_bits; u near 0 by a series, where 1 - u would lose it.
-    h = token.to(tl.uint32) * 0x9E3779B9 + key_low
-    h ^= h >> 16
-    h *= 0x7FEB352D
-    h ^= key_high
-    h ^= h >> 15
-    h *= 0x846CA68B
-    h ^= h >> 16
-    u = tl.minimum(((h & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
-    series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
-    exponential = tl.where(u < 0.015625, series, -0.6931471805599453 * _log2(1.0 - u, FAST))
-    return _log2(exponential, FAST)
-
-
-@triton.jit
 def _reduce_parts_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, best_BW, token_BW, bad_BW, width, vocab_size,
     PART: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
@@ -86,12 +55,8 @@ def _reduce_parts_kernel(
     if is_drawn:
         # Base 2 throughout: argmax of x / T * log2(e) - log2(E) is that of x / T - ln(E).
         index = tl.load(position_R + row) + 1 - tl.load(num_prompt_R + row)
-        golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-        key = _mix64(tl.load(seed_R + row).to(tl.uint64, bitcast=True) + golden) + index.to(tl.uint64) * golden
-        key = _mix64(key)
-        key_low = (key & 0xFFFFFFFF).to(tl.uint32)
-        key_high = (key >> 32).to(tl.uint32)
-        x = x * (1.4426950408889634 / temperature) - _log2_exponential(token, key_low, key_high, FAST)
+        key_low, key_high = draw_key(tl.load(seed_R + row), index)
+        x = x * (1.4426950408889634 / temperature) - log2_exponential(token, key_low, key_high, FAST)
     most = tl.max(x, 0)
     at = b * PARTS + part
     tl.store(best_BW + at, most)

@@ -45,22 +45,14 @@ def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -
 def test_a_join_sets_its_row_and_no_other() -> None:
     side = Side()
     before = side.state.words_W.clone()
-    wishes = {
-        "wish": 1,
-        "top_k": 20,
-        "top_p": 0.8,
-        "log_min_p": -np.inf,
-        "repetition": 1.5,
-        "presence": 2,
-        "frequency": 3,
-    }
+    wishes = dict.fromkeys(WISH_COLUMNS, 7) | {"top_p": 0.8, "log_min_p": -np.inf, "repetition": 1.5}
     side.changes.join(join(3, [8, 9, 10], num_prompt=2, temperature=0.5, seed=2**64 - 3), wishes)
     side.send()
     state = side.state
     assert (state.last_token_R[3], state.position_R[3], state.num_prompt_R[3]) == (10, 2, 2)
     assert (state.temperature_R[3].item(), state.seed_R[3].item()) == (0.5, -3)
-    got = (state.wish_R[3], state.top_k_R[3], state.repetition_R[3], state.presence_R[3], state.frequency_R[3])
-    assert (*got, state.log_min_p_R[3], round(state.top_p_R[3].item(), 6)) == (1, 20, 1.5, 2.0, 3.0, -np.inf, 0.8)
+    got = {name: round(column_R[3].item(), 6) for name, column_R in state.wish_columns.items()}
+    assert got == wishes
     assert int((state.words_W != before).sum()) == 6 + len(wishes)
 
 
@@ -103,7 +95,7 @@ def test_columns_do_not_overlap_and_begin_on_128_bytes(rows: int, width: int, ba
         [
             (layout.seed, 2 * rows), (layout.last_token, rows), (layout.position, rows), (layout.num_prompt, rows),
             (layout.temperature, rows), (layout.batch, batch), (layout.table, rows * width),
-            *((getattr(layout, name), rows) for name in WISH_COLUMNS),
+            *((start, rows) for start in layout.wishes.values()),
         ]
     )  # fmt: skip
     assert all(start % 32 == 0 for start, _ in spans)

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.gpu.wishes import WishState
-from model.kernels.filter_sample import filter_and_choose
+from model.gpu.wish_plan import Stage
+from model.gpu.wishes import SampledBatch, WishState
 from model.sampler import Sampler
 from model.sampling import SamplingParams
 from model.sampling_penalties import TokenHistory
@@ -63,8 +63,6 @@ class Both:
             self.history.put(row, ids, int(self.num_prompt[row]))
             self.slow.join(row, params, ids[self.num_prompt[row] :])
             self.state.put(row, params, ids, int(self.num_prompt[row]))
-        for name in ("wish_R", "top_k_R", "top_p_R", "log_min_p_R", "repetition_R", "presence_R", "frequency_R"):
-            assert len(getattr(self.state.wishes, name)) == R + 1
 
     def seen(self) -> torch.Tensor:
         """bool [R, vocab]: tokens that a row has."""
@@ -86,14 +84,20 @@ class Both:
         def put(values: object, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=DEVICE)
 
-        last_R = put([-5] * (R + 1), torch.int32)
-        token_B = put([-7] * (R + 2), torch.int32)
-        filter_and_choose(
-            padded.to(DEVICE), rows_B.to(DEVICE),
-            put([params.temperature for params in self.params] + [0.0], torch.float32),
-            put([*self.seeds.tolist(), 0], torch.int64), put(end, torch.int32),
-            put([*self.num_prompt.tolist(), 0], torch.int32), last_R, token_B, self.state.wishes, self.state.parts,
-        )  # fmt: skip
+        state = self.state.state
+        state.temperature_R.copy_(put([params.temperature for params in self.params] + [0.0], torch.float32))
+        state.seed_R.copy_(put([*self.seeds.tolist(), 0], torch.int64))
+        state.position_R.copy_(put(end, torch.int32))
+        state.num_prompt_R.copy_(put([*self.num_prompt.tolist(), 0], torch.int32))
+        last_R = state.last_token_R.fill_(-5)
+        batch = SampledBatch(
+            logits_BV=padded.to(DEVICE),
+            rows_B=rows_B.to(DEVICE),
+            token_B=put([-7] * (R + 2), torch.int32),
+            is_finite_B=put([1] * (R + 2), torch.int8),
+        )
+        token_B = batch.token_B
+        self.state.run(Stage.CHOICE, batch)
         got = last_R[:R].tolist()
         assert token_B.tolist() == [got[row] for row in order.tolist()] + [-7, -7]
         assert last_R[R] == -5
