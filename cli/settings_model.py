@@ -63,7 +63,13 @@ class SchedulingSettings(Settings):
 
     max_num_seqs: int = setting(256, "Requests that run at once, per worker", panel="Scheduling", ge=1)
     max_waiting: int = setting(1024, "Requests that wait besides; more are refused", panel="Scheduling", ge=0)
-    max_batch_tokens: int = setting(2048, "Tokens of one engine step", panel="Scheduling", ge=1)
+    max_batch_tokens: int | None = setting(
+        None,
+        "Tokens of one engine step; unset: 8192 on a GPU, 512 on a CPU, where a long step would stall who decodes, "
+        "or max_num_seqs where that is more",
+        panel="Scheduling",
+        ge=1,
+    )
     max_chunk_tokens: int | None = setting(
         None, "Prompt tokens of one request in one step; unset: the whole step", panel="Scheduling", ge=1
     )

@@ -6,9 +6,13 @@ from cli.settings import WorkerSettings
 from worker.config import CheckNumerics, CurveConfig, Deterministic, PrefixCacheMode, RunnerKind, WorkerConfig
 
 
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
+
+
 def worker_config(settings: WorkerSettings) -> WorkerConfig:
     """The worker's configuration. Raises CliError where there is not exactly one model."""
     name, checkpoint = split_model(only_model(settings))
+    device = pick_device(settings.device) if settings.runner == "torch" else "cpu"
     return WorkerConfig(
         model=checkpoint,
         served_name=name,
@@ -16,7 +20,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         worker_id=settings.worker_id,
         revision=settings.revision,
         runner=RunnerKind(settings.runner),
-        device=pick_device(settings.device) if settings.runner == "torch" else "cpu",
+        device=device,
         dtype=None if settings.dtype == "auto" else settings.dtype,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
         quantization=None if settings.quantization == "none" else settings.quantization,
@@ -31,7 +35,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_waiting=settings.max_waiting,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=settings.max_batch_tokens or default_batch_tokens(device, settings.max_num_seqs),
         max_chunk_tokens=settings.max_chunk_tokens,
         aging_s=settings.aging_s,
         heartbeat_interval_s=settings.heartbeat_interval_s,
@@ -77,6 +81,11 @@ def pick_device(device: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_batch_tokens(device: str, max_num_seqs: int) -> int:
+    """Tokens of a step: what a device computes without making those who decode wait for long (bench/RESULTS.md)."""
+    return max(CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS, max_num_seqs)
 
 
 def _curve(settings: WorkerSettings) -> CurveConfig | None:

@@ -130,7 +130,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_waiting: int = 1024
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = 512
     max_chunk_tokens: int | None = None
     aging_s: float = 10.0
     # link

@@ -11,6 +11,7 @@ import torch
 from model.gpu.weights import GpuWeights
 from model.qwen2 import Qwen2ForCausalLM
 from worker.config import WorkerConfig
+from worker.cuda_ahead import compile_kernels
 from worker.cuda_memory import cuda_memory_needs
 from worker.cuda_programs import CudaRunnerConfig, PathChoice
 from worker.cuda_runner import CudaRunner
@@ -43,13 +44,15 @@ def make_cuda_runner(
         path_choice=PathChoice.MEASURED,
         deterministic=config.deterministic,
     )
-    on_progress("rehearsing_steps", None, None)
+    on_progress("compiling_kernels", None, None)
     weights = GpuWeights.take(
         model,
         max_positions=runner_config.table_width * config.block_size,
         weight_format=weight_format(config.quantization),
     )
     torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
+    compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
+    on_progress("rehearsing_steps", None, None)
     needs = cuda_memory_needs(
         weights, runner_config, weights_bytes=weights_bytes(model), memory_fraction=config.memory_fraction
     )

@@ -7,7 +7,7 @@ from cli.addresses import default_endpoint, join_address
 from cli.errors import CliError
 from cli.gateway_config import gateway_config
 from cli.settings import GatewaySettings, WorkerSettings
-from cli.worker_config import split_model, worker_config
+from cli.worker_config import default_batch_tokens, split_model, worker_config
 from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
 from gateway.workers.config import WorkerPoolConfig
 from worker.config import CheckNumerics, CurveConfig, Deterministic, PrefixCacheMode, RunnerKind, WorkerConfig
@@ -24,6 +24,11 @@ def test_settings_left_alone_give_the_gateways_own_defaults() -> None:
 def test_settings_left_alone_give_the_workers_own_defaults() -> None:
     expected = WorkerConfig(model="folio-chat", gateway_endpoints=(default_endpoint(RUN_DIR),), device="cpu")
     assert worker_config(WorkerSettings(run_dir=RUN_DIR, device="cpu")) == expected
+
+
+@pytest.mark.parametrize(("device", "seqs", "tokens"), [("cpu", 8, 512), ("cpu", 600, 600), ("cuda:1", 256, 8192)])
+def test_a_step_is_as_large_as_the_device_computes_quickly(device: str, seqs: int, tokens: int) -> None:
+    assert default_batch_tokens(device, seqs) == tokens
 
 
 def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
