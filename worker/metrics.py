@@ -36,6 +36,7 @@ ERROR_REASONS = frozenset(
         "ENGINE_ERROR",
         "OUT_OF_MEMORY",
         "DEADLINE",
+        "CONSTRAINT",
         "INTERNAL",
     )
 )

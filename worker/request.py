@@ -4,6 +4,8 @@
        ▲                      │                                  │
        └──────────────────────┴────────── preempted ─────────────┘
 
+A request whose grammar is not compiled yet is COMPILING before it waits.
+
 Per-step numbers of running requests are not here but in `worker.rows`, where numpy reaches them. Knows no blocks.
 """
 
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wire.messages import Finished, Pooling, Sampling, WireFinishReason
+from worker.matching import Matcher
 from worker.plan import Slot
 from worker.ports import GatewayIndex
 
@@ -28,6 +31,7 @@ class RequestKey(NamedTuple):
 class Phase(Enum):
     """Where a request is; exactly one at a time."""
 
+    COMPILING = "compiling"
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -85,6 +89,7 @@ class Request:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    matcher: Matcher | None = None
     block_owner: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +104,11 @@ class Request:
     def needs_whole_prompt(self) -> bool:
         """Something is made of every token of the prompt, so that cached ones have to be computed all the same."""
         return self.asked.pooling is Pooling.MEAN
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """It cannot run before its grammar is compiled."""
+        return self.asked.sampling.grammar is not None and self.matcher is None
 
     @property
     def rank(self) -> tuple[bool, int, int]:
