@@ -1,12 +1,13 @@
 """The whole service as a user starts it: `octavo serve` in a process of its own, with its gateways and workers."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +101,20 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def serve(folder: Path, *arguments: str) -> Iterator[Service]:
-    """`octavo serve ARGUMENTS`, ready; stopped by SIGTERM at the end, which must leave no process behind."""
+def serve(
+    folder: Path, *arguments: str, injector: Path | None = None, injected: Mapping[str, object] | None = None
+) -> Iterator[Service]:
+    """`octavo serve ARGUMENTS`, ready; stopped by SIGTERM at the end, which must leave no process behind. injector: a
+    folder with a sitecustomize, which reads the faults that are to be injected."""
+    variables = environment()
+    if injector is not None:
+        variables["PYTHONPATH"] = f"{injector}:{variables['PYTHONPATH']}"
+        variables["FAULTS_INJECTED"] = json.dumps(injected or {})
     port, admin_port, log = free_port(), free_port(), folder / "service.log"
     command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
     command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *arguments]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output)
     service = Service(process=process, port=port, admin_port=admin_port, log=log)
     try:
         service.wait_until_ready()

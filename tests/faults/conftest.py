@@ -1,0 +1,31 @@
+"""Whole services on the oracle, with faults inside where a row asks for them."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_bench import FaultBench
+from tests.support.service import serve
+from worker.oracle_model import OracleModel
+
+INJECTED = Path(__file__).parent / "injected"
+ORACLE = (
+    "--model=oracle", "--runner=oracle", "--oracle-step-delay-s=0.005", "--num-blocks=512", "--max-num-seqs=64",
+    "--max-model-len=4096",
+)  # fmt: skip
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[FaultBench]]:
+    """`async with bench("--workers=2", nan_token_id=77) as faults:` serves, warmed up, with those faults inside."""
+
+    @asynccontextmanager
+    async def started(*arguments: str, **injected: object) -> AsyncIterator[FaultBench]:
+        with serve(tmp_path, *ORACLE, *arguments, injected=injected, injector=INJECTED) as service:
+            faults = FaultBench(service=service, model=OracleModel())
+            await faults.begin()
+            yield faults
+
+    return started

@@ -1,0 +1,51 @@
+"""Faults inside the processes of a real service: Python imports this first where its folder is on PYTHONPATH.
+
+``FAULTS_INJECTED`` holds JSON. Only worker processes are touched, and only their runner:
+
+    crash_token_id     a prompt with it ends the process, status 139, as a crash in native code would
+    nan_token_id       a prompt with it turns not-a-number at output index nan_output_index
+    hang_token_id      a prompt with it keeps a step busy for ever, and Python's lock with it
+    raise_token_id     a prompt with it makes its step raise
+    oom_token_id       a prompt with it makes its step run out of memory
+    load_sleep_s       loading takes so long; load_raises: and fails then
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def _faults() -> dict[str, Any]:
+    return json.loads(os.environ.get("FAULTS_INJECTED", "{}"))
+
+
+def _inject(wanted: dict[str, Any]) -> None:
+    from worker import loaded, oracle_runner
+    from worker.runner import RunnerError, RunnerOutOfMemory
+
+    known = {name: wanted[name] for name in ("crash_token_id", "nan_token_id", "nan_output_index") if name in wanted}
+
+    class FaultyRunner(oracle_runner.OracleRunner):
+        def __init__(self, *positional: Any, **named: Any) -> None:
+            time.sleep(wanted.get("load_sleep_s", 0.0))
+            if "load_raises" in wanted:
+                raise RuntimeError(wanted["load_raises"])
+            super().__init__(*positional, **(named | {"faults": oracle_runner.OracleFaults(**known)}))
+
+        def launch(self, plan: Any) -> None:
+            joined = {token for join in plan.joins for token in join.token_ids_T.tolist()}
+            if wanted.get("raise_token_id") in joined:
+                raise RunnerError("illegal memory access (injected)")
+            if wanted.get("oom_token_id") in joined:
+                raise RunnerOutOfMemory("out of memory (injected)")
+            while wanted.get("hang_token_id") in joined:
+                pass
+            super().launch(plan)
+
+    loaded.OracleRunner = FaultyRunner
+
+
+if "worker" in sys.orig_argv and _faults():
+    _inject(_faults())
