@@ -367,6 +367,9 @@ def test_the_end_tells_where_time_and_tokens_went() -> None:
         queue_s=2.0,
         prefill_s=0.0,
         decode_s=2.0,
+        inter_token_p50_s=1.0,
+        inter_token_p99_s=1.0,
+        block_seconds=6.0,  # two blocks and, from the first token on, a third
     )
 
 
