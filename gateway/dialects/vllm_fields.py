@@ -14,7 +14,7 @@ from gateway.validation.fields import first_violations, raise_if_any
 
 # Without a meaning here, so that any value is as good as none: `original_text` is for reference; text leaves no server
 # of this dialect, so nothing says how to write it (`skip_special_tokens` still decides where stop strings are seen);
-# `grammar_from_first_token` qualifies constraints, and those are refused.
+# `grammar_from_first_token` is how constraints work here anyway.
 SERVED: dict[str, frozenset[str]] = {
     "GenerateRequest": frozenset(
         {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
@@ -26,9 +26,11 @@ SERVED: dict[str, frozenset[str]] = {
             *("frequency_penalty", "presence_penalty", "repetition_penalty"),
             *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
             *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-            "grammar_from_first_token",
+            *("logit_bias", "truncate_prompt_tokens"),
+            *("json_schema", "json_object", "regex", "grammar", "choice", "grammar_from_first_token"),
         }
     ),
+    "ChoiceConstraint": frozenset({"choices"}),
 }
 
 
@@ -44,8 +46,14 @@ def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
     params = request.sampling_params
     if params.n > 1:
         yield Violation(field="sampling_params.n", description=f"must be 1, not {params.n}: not supported")
-    if params.logprobs < 0:
-        yield Violation(field="sampling_params.logprobs", description=f"must not be negative, not {params.logprobs}")
+    for name in ("logprobs", "truncate_prompt_tokens"):
+        if (value := getattr(params, name)) < 0:
+            yield Violation(field=f"sampling_params.{name}", description=f"must not be negative, not {value}")
+    for token_id in params.logit_bias:
+        if token_id < 0:
+            yield Violation(field="sampling_params.logit_bias", description=f"{token_id} is no token id")
+    if params.WhichOneof("constraint") == "json_object" and not params.json_object:
+        yield Violation(field="sampling_params.json_object", description="must be true where it is set")
 
 
 def _unserved(message: Message, prefix: str) -> Iterator[Violation]:

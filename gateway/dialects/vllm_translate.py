@@ -17,6 +17,11 @@ _NO_SEED = -1  # vLLM's word for "draw one"
 _PATHS = (
     ("token_ids.ids", "tokenized.input_ids"),
     ("sampling.", "sampling_params."),
+    ("constraint.ebnf", "sampling_params.grammar"),
+    ("constraint.choice.options", "sampling_params.choice.choices"),
+    ("constraint.", "sampling_params."),
+    ("truncate_prompt_tokens", "sampling_params.truncate_prompt_tokens"),
+    ("num_outputs", "sampling_params.n"),
     ("stop.strings", "sampling_params.stop"),
     ("stop.token_ids", "sampling_params.stop_token_ids"),
     ("stop.", "sampling_params."),
@@ -32,8 +37,11 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
         sampling=_sampling(request.sampling_params),
         stop=_stop(request.sampling_params),
         output=_output(request.sampling_params),
+        constraint=_constraint(request.sampling_params),
         **_input(request),
     )
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        translated.truncate_prompt_tokens = request.sampling_params.truncate_prompt_tokens
     try:
         check_generate(translated)
     except InvalidRequest as error:
@@ -72,10 +80,23 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         repetition_penalty=params.repetition_penalty or 1.0,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),  # a copy: the keys are of another type there
     )
     if params.HasField("seed") and params.seed != _NO_SEED:
         sampling.seed = params.seed & _UINT64
     return sampling
+
+
+def _constraint(params: vllm.SamplingParams) -> pb.Constraint | None:
+    match params.WhichOneof("constraint"):
+        case None:
+            return None
+        case "grammar":
+            return pb.Constraint(ebnf=params.grammar)
+        case "choice":
+            return pb.Constraint(choice=pb.Choice(options=params.choice.choices))
+        case kind:
+            return pb.Constraint(**{kind: getattr(params, kind)})
 
 
 def _stop(params: vllm.SamplingParams) -> pb.StopConditions:
