@@ -52,6 +52,11 @@ class MemorySettings(Settings):
         0.9, "Part of the memory that is free after loading which the KV pool takes", panel="Memory", gt=0, le=1
     )
     num_blocks: int | None = setting(None, "KV blocks, instead of sizing the pool from memory", panel="Memory", ge=1)
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "fp8 keeps keys and values as e4m3, twice as many tokens in the same memory; auto is the type of activations",
+        panel="Memory",
+    )
     block_size: int = setting(16, "Tokens of a KV block", panel="Memory", ge=1, le=256)
     prefix_cache: Literal["on", "off"] = setting(
         "on", "Whether prompts reuse blocks that earlier requests computed", panel="Memory"

@@ -24,6 +24,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         dtype=None if settings.dtype == "auto" else settings.dtype,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
         quantization=None if settings.quantization == "none" else settings.quantization,
+        kv_cache_dtype=None if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
         deterministic=Deterministic.ON if settings.deterministic else Deterministic.OFF,
         check_numerics=CheckNumerics(settings.check_numerics),
         check_numerics_limit=settings.check_numerics_limit,

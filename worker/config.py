@@ -97,6 +97,7 @@ class WorkerConfig:
     attention_backend None: the best one for the device.
     quantization: "int8" rounds the weights to integers with a scale per output, "fp8" to e4m3 (GPUs only); None: as
         they are in the checkpoint.
+    kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
     deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
         check_numerics with it.
     check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
@@ -121,6 +122,7 @@ class WorkerConfig:
     check_numerics_limit: float | None = None
     num_threads: int | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     # memory
     memory_fraction: float = 0.9
     num_blocks: int | None = None

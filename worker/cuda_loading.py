@@ -19,7 +19,7 @@ from worker.memory import size_pool
 from worker.model_card import Described
 from worker.progress import OnProgress
 from worker.runner_memory import weights_bytes
-from worker.runner_weights import weight_format
+from worker.runner_weights import cache_dtype, weight_format
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +43,7 @@ def make_cuda_runner(
         max_batch_tokens=config.max_batch_tokens,
         path_choice=PathChoice.MEASURED,
         deterministic=config.deterministic,
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
     on_progress("compiling_kernels", None, None)
     weights = GpuWeights.take(

@@ -35,7 +35,8 @@ def cuda_memory_needs(
     static buffers, the worst step, all recorded graphs. Raises DoesNotFit where not even the rehearsal does."""
     device = weights.embed_VD.device
     available_bytes = _free_bytes(device)
-    block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=weights.dtype)
+    kv_dtype = config.kv_dtype or weights.dtype
+    block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
     try:
         runner_bytes = _rehearse(weights, replace(config, num_blocks=1)) - 2 * block_bytes
     except torch.OutOfMemoryError as error:

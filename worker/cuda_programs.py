@@ -43,7 +43,7 @@ class CudaRunnerConfig:
     """num_blocks, block_size: of the KV pool, which has one block more, for scratch. max_slots: rows.
 
     vocab_size: ids that may be sampled (the tokenizer's). eos_token_ids: masked while fewer than min_tokens are out.
-    max_batch_tokens: of a step.
+    max_batch_tokens: of a step. kv_dtype: of the KV pool, None for the weights' dtype.
     """
 
     num_blocks: int
@@ -57,6 +57,7 @@ class CudaRunnerConfig:
     launching: Launching = Launching.GRAPHS
     path_choice: PathChoice = PathChoice.KEPT
     deterministic: Deterministic = Deterministic.OFF
+    kv_dtype: torch.dtype | None = None
 
     @property
     def table_width(self) -> int:
@@ -75,7 +76,9 @@ class StepPrograms:
             scratch_block=config.num_blocks,
             device=device,
         )
-        self.kv = KvPool(weights.config, config.num_blocks + 1, config.block_size, weights.dtype, device)
+        self.kv = KvPool(
+            weights.config, config.num_blocks + 1, config.block_size, config.kv_dtype or weights.dtype, device
+        )
         self._shapes = MixedShapes.of(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
         largest = max(layout.num_tokens for layout in self._shapes.layouts())
         self.step, self._mixed_step = make_steps(

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from model.attention_invariant import InvariantAttention
+from model.cache_scales import fold_cache_scales
 from model.checkpoint import resolve_checkpoint
 from model.config import DTYPES, load_config
 from model.invariant import InvarianceUnavailable, arithmetic, make_invariant
@@ -25,7 +26,15 @@ from worker.model_card import Described, describe
 from worker.progress import OnProgress
 from worker.runner_memory import memory_needs, prefer_huge_pages
 from worker.runner_warmup import WarmRunner, warm_up
-from worker.runner_weights import check_format, rounding_of, weight_format, with_rounding
+from worker.runner_weights import (
+    cache_dtype,
+    check_cache_dtype,
+    check_format,
+    rounding_of,
+    rounding_of_cache,
+    weight_format,
+    with_rounding,
+)
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 log = structlog.get_logger(__name__)
@@ -90,16 +99,21 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -
     dtype = None if config.dtype is None else _dtype(config.dtype)
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
     is_packed = load_config(folder).quantization is not None
-    check_format(wanted, torch.device(config.device), is_packed=is_packed, has_cuda_runner=has_cuda_runner)
+    device, is_deterministic = torch.device(config.device), config.deterministic is Deterministic.ON
+    check_format(wanted, device, is_packed=is_packed, has_cuda_runner=has_cuda_runner)
+    check_cache_dtype(config.kv_cache_dtype, device, is_deterministic=is_deterministic)
     model = load_model(
         folder,
         dtype=dtype,
         device=config.device,
         on_progress=_staged("loading_weights", on_progress),
-        packed=Packed.KEPT if has_cuda_runner else Packed.UNPACKED,
+        # Deterministic steps multiply with plain weights only.
+        packed=Packed.KEPT if has_cuda_runner and not is_deterministic else Packed.UNPACKED,
     )
+    if config.kv_cache_dtype is not None:
+        fold_cache_scales(model)
     on_progress("packing_weights", None, None)
-    if config.deterministic is Deterministic.ON and not has_cuda_runner:
+    if is_deterministic and not has_cuda_runner:
         make_invariant(model, max_positions=_max_positions(config, folder), wanted=wanted)
     elif not has_cuda_runner:  # whose steps take the weights in a layout of their own
         model.pack_weights(wanted)
@@ -119,6 +133,7 @@ def _pool_size(config: WorkerConfig, model: Qwen2ForCausalLM, *, max_model_len: 
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
         memory_fraction=config.memory_fraction,
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
     return size_pool(needs, num_blocks=config.num_blocks)
 
@@ -153,6 +168,7 @@ def _make_torch_runner(
         eos_token_ids=described.eos_token_ids,
         backend=_backend(config),
         numerics_limit=_numerics_limit(config, model),
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
     return TorchRunner(model, runner_config, on_numerics=_log_finding)
 
@@ -174,7 +190,8 @@ def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
     promise the same tokens, where their sums are rounded differently."""
     is_deterministic = config.deterministic is Deterministic.ON
     order_of_sums = arithmetic(model.device).encode() if is_deterministic else b""
-    return with_rounding(model.fingerprint, rounding_of(config.quantization, model.device), order_of_sums)
+    roundings = rounding_of(config.quantization, model.device), rounding_of_cache(config.kv_cache_dtype)
+    return with_rounding(model.fingerprint, *roundings, order_of_sums)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -28,15 +28,16 @@ def memory_needs(
     max_num_seqs: int,
     max_batch_tokens: int,
     memory_fraction: float,
+    kv_dtype: torch.dtype | None = None,
 ) -> MemoryNeeds:
-    """Ask once, after the weights are loaded and packed and before the pool is made."""
+    """Ask once, after the weights are loaded and packed and before the pool is made. kv_dtype None: the model's."""
     return MemoryNeeds(
         available_bytes=available_bytes(model.device),
         weights_bytes=weights_bytes(model),
         activation_bytes=activation_bytes(
             model.config, dtype=model.dtype, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
         ),
-        block_bytes=kv_block_bytes(model.config, block_size=block_size, dtype=model.dtype),
+        block_bytes=kv_block_bytes(model.config, block_size=block_size, dtype=kv_dtype or model.dtype),
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

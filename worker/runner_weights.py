@@ -8,6 +8,7 @@ import hashlib
 import torch
 
 from model.linear import FormatUnavailable, WeightFormat
+from model.quantization.rounding import FP8
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
@@ -38,6 +39,30 @@ def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool,
         raise FormatUnavailable("fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes")
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
+
+
+def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
+    """None for the model's own. Raises ValueError for a name that there is not."""
+    if kv_cache_dtype is None:
+        return None
+    if kv_cache_dtype != "fp8":
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not fp8")
+    return FP8
+
+
+def rounding_of_cache(kv_cache_dtype: str | None) -> bytes:
+    """What enters the fingerprint for it."""
+    return b"" if kv_cache_dtype is None else f"kv {kv_cache_dtype}".encode()
+
+
+def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_deterministic: bool) -> None:
+    """Raises FormatUnavailable, ValueError."""
+    if cache_dtype(kv_cache_dtype) is None:
+        return
+    if is_deterministic:
+        raise FormatUnavailable("deterministic mode keeps keys and values in the model's dtype: no --kv-cache-dtype")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise FormatUnavailable("an fp8 KV cache needs a GPU of compute capability 8.9 or more")
 
 
 def rounding_of(quantization: str | None, device: torch.device) -> bytes:

@@ -42,7 +42,7 @@ class TorchRunnerConfig:
 
     eos_token_ids: masked while fewer than min_tokens are out. backend: of attention; with "invariant", for
     models of model/invariant.py, rows are sampled one by one too. numerics_limit: None does not
-    watch activations (watching is slow).
+    watch activations (watching is slow). kv_dtype: of the KV pool, None for the model's.
     """
 
     num_blocks: int
@@ -55,6 +55,7 @@ class TorchRunnerConfig:
     max_in_flight: int = 1
     numerics_limit: float | None = None
 
+    kv_dtype: torch.dtype | None = None
 
 class TorchRunner:
     """Implements `worker.runner.Runner`."""
@@ -66,7 +67,9 @@ class TorchRunner:
         self.config = config
         self._model = model
         self._backend = get_backend(config.backend)
-        self.kv = KvPool(model.config, config.num_blocks, config.block_size, model.dtype, model.device)
+        self.kv = KvPool(
+            model.config, config.num_blocks, config.block_size, config.kv_dtype or model.dtype, model.device
+        )
         self._rows = RunnerRows(
             max_slots=config.max_slots,
             max_model_len=config.max_model_len,
