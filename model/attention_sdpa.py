@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention import AttentionInputs
 from model.cpu.ops import decode_attention, takes
+from model.kv_pool import indexable
 
 
 class SdpaAttention:
@@ -99,8 +100,8 @@ def attend_decodes(
         tables = (part.table_SM, part.context_S)
         return decode_attention(q_SNH, k_pool_PKBH, v_pool_PKBH, *tables, scale, max_context_len=part.max_context_len)
     q_SKGH = q_SNH.unflatten(1, (k_pool_PKBH.shape[1], -1))
-    k_SKCH = gather(k_pool_PKBH, part.gathered.index_SKC)
-    v_SKCH = gather(v_pool_PKBH, part.gathered.index_SKC)
+    k_SKCH = gather(k_pool_PKBH, part.gathered.index_SKC).to(q_SNH.dtype)
+    v_SKCH = gather(v_pool_PKBH, part.gathered.index_SKC).to(q_SNH.dtype)
     out_SKGH = scaled_dot_product_attention(q_SKGH, k_SKCH, v_SKCH, attn_mask=part.gathered.mask_S1GC, scale=scale)
     return out_SKGH.flatten(1, 2)
 
@@ -111,8 +112,8 @@ def attend_chunk(
     """Several new tokens of one sequence over its prefix and themselves."""
     out_1NQH = scaled_dot_product_attention(
         q_QNH.transpose(0, 1)[None],
-        gather(k_pool_PKBH, part.index_KC)[None],
-        gather(v_pool_PKBH, part.index_KC)[None],
+        gather(k_pool_PKBH, part.index_KC)[None].to(q_QNH.dtype),
+        gather(v_pool_PKBH, part.index_KC)[None].to(q_QNH.dtype),
         attn_mask=part.mask_QC,
         is_causal=part.mask_QC is None,
         scale=scale,
@@ -123,8 +124,8 @@ def attend_chunk(
 
 def gather(pool_PKBH: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of H of the pool at an index of any shape: [*index.shape, H]."""
-    rows = pool_PKBH.flatten(0, 2).index_select(0, index.flatten())
-    return rows.unflatten(0, index.shape)
+    rows = indexable(pool_PKBH).flatten(0, 2).index_select(0, index.flatten())
+    return rows.unflatten(0, index.shape).view(pool_PKBH.dtype)
 
 
 def plan_of(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:

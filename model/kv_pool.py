@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from model.config import Qwen2Config
+from model.quantization.rounding import FP8, to_fp8
 
 
 def kv_block_bytes(config: Qwen2Config, *, block_size: int, dtype: torch.dtype) -> int:
@@ -21,6 +22,7 @@ class KvPool:
     """Keys and values of every layer: `k_pools[l]` and `v_pools[l]` are [P, K, B, H].
 
     Slot s of the cache is block s // B, offset s % B. Blocks start as zeros; nothing reads what was not written.
+    dtype: the model's, or e4m3, for models with the scales of model/cache_scales.py; readers convert.
     """
 
     def __init__(
@@ -43,7 +45,13 @@ class KvPool:
     def copy_blocks(self, source_C: torch.Tensor, destination_C: torch.Tensor) -> None:
         """Copy whole blocks on every layer (int64 ids). All sources are read before any destination is written."""
         for pool_LPKBH in (self.k_pool_LPKBH, self.v_pool_LPKBH):
-            pool_LPKBH[:, destination_C] = pool_LPKBH[:, source_C]
+            plain = indexable(pool_LPKBH)
+            plain[:, destination_C] = plain[:, source_C]
+
+
+def indexable(pool: torch.Tensor) -> torch.Tensor:
+    """The pool, or its bytes where it is e4m3: torch indexes no such tensors on a CPU."""
+    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +77,9 @@ class WriteRows:
     def write(self, new_TKH: torch.Tensor, pool_PKBH: torch.Tensor) -> None:
         """Put the rows into the pool."""
         new_RKH = new_TKH if self.token_R is None else new_TKH[self.token_R]
-        pool_PKBH[self.block_R, :, self.offset_R] = new_RKH
+        if pool_PKBH.dtype == FP8:
+            new_RKH = to_fp8(new_RKH.float()).view(torch.uint8)
+        indexable(pool_PKBH)[self.block_R, :, self.offset_R] = new_RKH
 
 
 def write_kv(

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
         """q_TNH; keys and values are in the pool."""
-        if takes(x_TD, width=k_pool_PKBH.shape[3]):
+        if takes(x_TD, width=k_pool_PKBH.shape[3]) and k_pool_PKBH.dtype == x_TD.dtype:
             angles, slots_T = step.angles, step.inputs.slot_mapping_T
             qkv_TC = self.qkv_proj(x_TD)
             return rope_write(qkv_TC, angles.cos_TH, angles.sin_TH, slots_T, k_pool_PKBH, v_pool_PKBH)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor, next_power_of_2
+from model.kernels.checks import check_pools, check_tensor, next_power_of_2
 from model.kernels.decode_work import DecodeWork, WorkLimits
 from model.kernels.paged_tile import add_tile, load_tile
 
@@ -143,7 +143,8 @@ def _decode_attention_kernel(
     G: tl.constexpr = N // K
     C: tl.constexpr = (N + 2 * K) * H
     table = table_RM + row.to(tl.int64) * table_width
-    element = k_pool.dtype.element_ty
+    element = qkv_BC.dtype.element_ty
+    cached = k_pool.dtype.element_ty
 
     m = tl.arange(0, GROUP)
     h = tl.arange(0, H)
@@ -173,8 +174,8 @@ def _decode_attention_kernel(
         k = tl.load(qkv + k_at + h).to(tl.float32) * scale + tl.load(bias_C + k_at + h).to(tl.float32)
         k_other = tl.load(qkv + k_at + other_h).to(tl.float32) * scale
         k_other += tl.load(bias_C + k_at + other_h).to(tl.float32)
-        k = _turned(k, k_other, cos, sin).to(element)
-        v = (tl.load(qkv + v_at + h).to(tl.float32) * scale + tl.load(bias_C + v_at + h).to(tl.float32)).to(element)
+        k = _turned(k, k_other, cos, sin).to(cached)
+        v = (tl.load(qkv + v_at + h).to(tl.float32) * scale + tl.load(bias_C + v_at + h).to(tl.float32)).to(cached)
         block = tl.load(table + position // S).to(tl.int64)
         at = ((block * K + kv_head) * S + position % S) * H + h
         tl.store(k_pool + at, k)
@@ -235,7 +236,7 @@ def decode_attention(
     """Write the new keys and values and put the attention of each sequence's new token into out_BNH.
 
     qkv_BC: x_BD @ W^T with the norm's weight in W, without scale and bias. args.work is planned for these rows. All of
-    one dtype (float32, float16, bfloat16). Raises ValueError where a tensor does not fit.
+    one dtype (float32, float16, bfloat16), but for pools of e4m3. Raises ValueError where a tensor does not fit.
     """
     (B,) = args.rows_B.shape
     N, K, H = args.num_heads, args.num_kv_heads, args.head_dim
@@ -243,8 +244,7 @@ def decode_attention(
     check_tensor("qkv_BC", qkv_BC, shape=(B, (N + 2 * K) * H), dtype=dtype)
     check_tensor("x_BD", x_BD, shape=(B, None), dtype=dtype)
     check_tensor("bias_C", bias_C, shape=((N + 2 * K) * H,), dtype=dtype)
-    check_tensor("k_pool_PKSH", k_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
-    check_tensor("v_pool_PKSH", v_pool_PKSH, shape=tuple(k_pool_PKSH.shape), dtype=dtype)
+    check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("out_BNH", out_BNH, shape=(B, N, H), dtype=dtype)
     if N % K or H & (H - 1) or H < 16:
         raise ValueError(f"{N} heads over {K} KV heads of {H}: need whole groups and a power of two from 16")

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor, next_power_of_2
+from model.kernels.checks import check_pools, check_tensor, next_power_of_2
 from model.kernels.narrow import Overlap, begin, wait
 from model.kernels.paged_tile import add_tile, load_tile
 
@@ -107,7 +107,7 @@ def _narrow_attention_kernel(
     new_at = (tl.load(table + position // S).to(tl.int64) * K + kv_head) * S + position % S
     wait(PDL)
     q = tl.load(q_BNH + (b * N + head)[:, None] * H + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * log2_scale
-    q = q.to(keys.dtype)
+    q = q.to(q_BNH.dtype.element_ty)
     most = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, H], tl.float32)
@@ -148,8 +148,7 @@ def narrow_attention(
     B, N, H = q_BNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_BNH.dtype
     check_tensor("q_BNH", q_BNH, shape=(B, N, H), dtype=dtype)
-    check_tensor("k_pool_PKSH", k_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
-    check_tensor("v_pool_PKSH", v_pool_PKSH, shape=tuple(k_pool_PKSH.shape), dtype=dtype)
+    check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("part_BWNH", part_BWNH, shape=(None, MAX_SPLITS, N, H), dtype=torch.float32)
     check_tensor("log_BWN", log_BWN, shape=(len(part_BWNH), MAX_SPLITS, N), dtype=torch.float32)
     check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)

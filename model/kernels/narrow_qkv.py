@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor
+from model.kernels.checks import check_pools, check_tensor
 from model.kernels.narrow import (
     Cut,
     Overlap,
@@ -74,7 +74,8 @@ def _narrow_qkv_kernel(
     first_bias = tl.load(bias_C + c).to(tl.float32)
     second_bias = tl.load(bias_C + c + H // 2).to(tl.float32)
     is_turned = head < N + K
-    element = k_pool.dtype.element_ty
+    element = q_BNH.dtype.element_ty
+    cached = k_pool.dtype.element_ty
     cosines, sines, slots = (), (), ()
     for b in tl.static_range(B):
         row = tl.load(rows_B + b)
@@ -90,17 +91,17 @@ def _narrow_qkv_kernel(
         scale = inverse_rms(x, eps, D, BLOCK, COUNT)
         first = product(first_tiles, x, PAIRS, BLOCK, COUNT) * scale + first_bias
         second = product(second_tiles, x, PAIRS, BLOCK, COUNT) * scale + second_bias
-        new_first = tl.where(is_turned, first * cos - second * sin, first).to(element)
-        new_second = tl.where(is_turned, second * cos + first * sin, second).to(element)
+        new_first = tl.where(is_turned, first * cos - second * sin, first)
+        new_second = tl.where(is_turned, second * cos + first * sin, second)
         q_at = q_BNH + b * N * H + c
-        tl.store(q_at, new_first, mask=head < N)
-        tl.store(q_at + H // 2, new_second, mask=head < N)
+        tl.store(q_at, new_first.to(element), mask=head < N)
+        tl.store(q_at + H // 2, new_second.to(element), mask=head < N)
         at = slots[b] * H + half
         is_key = (head >= N) & is_turned
-        tl.store(k_pool + at, new_first, mask=is_key)
-        tl.store(k_pool + at + H // 2, new_second, mask=is_key)
-        tl.store(v_pool + at, new_first, mask=head >= N + K)
-        tl.store(v_pool + at + H // 2, new_second, mask=head >= N + K)
+        tl.store(k_pool + at, new_first.to(cached), mask=is_key)
+        tl.store(k_pool + at + H // 2, new_second.to(cached), mask=is_key)
+        tl.store(v_pool + at, new_first.to(cached), mask=head >= N + K)
+        tl.store(v_pool + at + H // 2, new_second.to(cached), mask=head >= N + K)
 
 
 def narrow_qkv(
@@ -122,8 +123,8 @@ def narrow_qkv(
 ) -> None:
     """Put the turned queries into q_BNH and the new keys and values of rows_B into the pools.
 
-    rows_B, position_R, table_RM: int32. cos_LH, sin_LH: float32 [L, H / 2]. The others of one dtype. cut.rows: pairs of
-    columns. Raises ValueError where a tensor does not fit.
+    rows_B, position_R, table_RM: int32. cos_LH, sin_LH: float32 [L, H / 2]. The others of one dtype, or pools of e4m3.
+    cut.rows: pairs of columns. Raises ValueError where a tensor does not fit.
     """
     B, N, H = q_BNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_BNH.dtype
@@ -132,8 +133,7 @@ def narrow_qkv(
     check_tensor("qkv_CD", qkv_CD, shape=(C, D), dtype=dtype)
     check_tensor("bias_C", bias_C, shape=(C,), dtype=dtype)
     check_tensor("q_BNH", q_BNH, shape=(B, N, H), dtype=dtype)
-    check_tensor("k_pool_PKSH", k_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
-    check_tensor("v_pool_PKSH", v_pool_PKSH, shape=tuple(k_pool_PKSH.shape), dtype=dtype)
+    check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)
     check_tensor("table_RM", table_RM, shape=(len(position_R), None), dtype=torch.int32)
     check_size("qkv_CD", qkv_CD)

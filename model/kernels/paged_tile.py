@@ -2,6 +2,7 @@
 
 A loop over tiles has one buffer with three or four stages and two from five on: the loads depend on the table's, and
 the compiler spends two stages on that (triton 3.6). With many programs on a multiprocessor one buffer is faster.
+Pools of e4m3 become the queries' dtype when they are multiplied.
 
 Legend: K kv heads · H head dim · P blocks · S block size; pools are [P, K, S, H], q is scaled by log2(e) / sqrt(H).
 """
@@ -28,12 +29,12 @@ def load_tile(
 @triton.jit
 def add_tile(acc, most, total, q, keys, values, has):
     """One step of the streaming softmax (base 2): acc, most and total with a tile's tokens added."""
-    score = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    score = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
     score = tl.where(has[None, :], score, float("-inf"))
     new_most = tl.maximum(most, tl.max(score, 1))
     base = tl.where(new_most == float("-inf"), 0.0, new_most)
     shrink = tl.exp2(most - base)
     weight = tl.exp2(score - base[:, None])
     total = total * shrink + tl.sum(weight, 1)
-    acc = acc * shrink[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    acc = acc * shrink[:, None] + tl.dot(weight.to(q.dtype), values.to(q.dtype), input_precision="ieee")
     return acc, new_most, total

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor
+from model.kernels.checks import check_pools, check_tensor
 
 QUERY_TILE = 128
 MAX_INT = 2**31
@@ -98,7 +98,7 @@ def _stream(
         else:
             keys = tl.load(k_pool + at[:, None] + h[None, :])
             values = tl.load(v_pool + at[:, None] + h[None, :])
-        score = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        score = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
         if IS_CAUSAL:
             score = tl.where(has[None, :] & (token[None, :] <= query_position[:, None]), score, float("-inf"))
         new_most = tl.maximum(most, tl.max(score, 1))
@@ -107,7 +107,7 @@ def _stream(
         shrink = tl.exp2(most - base)
         weight = tl.exp2(score - base[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(weight.to(q.dtype), values.to(q.dtype), input_precision="ieee")
         most = new_most
     return acc, most, total
 
@@ -129,7 +129,7 @@ def _prefill_attention_kernel(
     h = tl.arange(0, H)
     at = ((first + m) * N + n)[:, None] * H + h[None, :]
     is_query = (m < count)[:, None] & (h >= 0)[None, :]
-    element = k_pool.dtype.element_ty
+    element = q_TNH.dtype.element_ty
     q = (tl.load(q_TNH + at, mask=is_query, other=0.0).to(tl.float32) * log2_scale).to(element)
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -157,15 +157,14 @@ def prefill_attention(
 ) -> None:
     """Put the attention of every token that a tile covers into out_TNH; other rows stay as they are.
 
-    q, pools, out of one dtype; table_RM and tiles_W4 int32 (`list_tiles`). Raises ValueError where a tensor does not
-    fit.
+    q, pools, out of one dtype, or pools of e4m3; table_RM and tiles_W4 int32 (`list_tiles`). Raises ValueError where a
+    tensor does not fit.
     """
     T, N, H = q_TNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_TNH.dtype
     check_tensor("q_TNH", q_TNH, shape=(T, N, H), dtype=dtype)
     check_tensor("out_TNH", out_TNH, shape=(T, N, H), dtype=dtype)
-    check_tensor("k_pool_PKSH", k_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
-    check_tensor("v_pool_PKSH", v_pool_PKSH, shape=tuple(k_pool_PKSH.shape), dtype=dtype)
+    check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("tiles_W4", tiles_W4, shape=(None, 4), dtype=torch.int32)
     check_tensor("table_RM", table_RM, shape=(None, None), dtype=torch.int32)
     if not len(tiles_W4):

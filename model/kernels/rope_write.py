@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor, next_power_of_2
+from model.kernels.checks import check_pools, check_tensor, next_power_of_2
 
 
 def rope_write_reference(
@@ -72,7 +72,8 @@ def _rope_write_kernel(
     is_turned = (a < N + K)[:, None]
     new_first = tl.where(is_turned, first * cos[None, :] - second * sin[None, :], first)
     new_second = tl.where(is_turned, second * cos[None, :] + first * sin[None, :], second)
-    element = k_pool.dtype.element_ty
+    element = q_TNH.dtype.element_ty
+    cached = k_pool.dtype.element_ty
     is_query = mask & (a < N)[:, None]
     tl.store(q_TNH + t * N * H + at, new_first.to(element), mask=is_query)
     tl.store(q_TNH + t * N * H + at + H // 2, new_second.to(element), mask=is_query)
@@ -83,10 +84,10 @@ def _rope_write_kernel(
     at = slot[:, None] + half[None, :]
     is_key = mask & ((a >= N) & (a < N + K))[:, None]
     is_value = mask & (a >= N + K)[:, None]
-    tl.store(k_pool + at, new_first.to(element), mask=is_key)
-    tl.store(k_pool + at + H // 2, new_second.to(element), mask=is_key)
-    tl.store(v_pool + at, new_first.to(element), mask=is_value)
-    tl.store(v_pool + at + H // 2, new_second.to(element), mask=is_value)
+    tl.store(k_pool + at, new_first.to(cached), mask=is_key)
+    tl.store(k_pool + at + H // 2, new_second.to(cached), mask=is_key)
+    tl.store(v_pool + at, new_first.to(cached), mask=is_value)
+    tl.store(v_pool + at + H // 2, new_second.to(cached), mask=is_value)
 
 
 def rope_write(
@@ -106,7 +107,7 @@ def rope_write(
     """Put the turned queries into q_TNH and the new keys and values into the pools.
 
     row_T, position_T, table_RM: int32; tokens of a negative row are padding and write no cache. cos_LH, sin_LH: float32
-    [L, H / 2]. The others of one dtype. Raises ValueError where a tensor does not fit.
+    [L, H / 2]. The others of one dtype, or pools of e4m3. Raises ValueError where a tensor does not fit.
     """
     T, N, H = q_TNH.shape
     K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_TNH.dtype
@@ -114,8 +115,7 @@ def rope_write(
     check_tensor("x_TD", x_TD, shape=(T, None), dtype=dtype)
     check_tensor("bias_C", bias_C, shape=((N + 2 * K) * H,), dtype=dtype)
     check_tensor("q_TNH", q_TNH, shape=(T, N, H), dtype=dtype)
-    check_tensor("k_pool_PKSH", k_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
-    check_tensor("v_pool_PKSH", v_pool_PKSH, shape=tuple(k_pool_PKSH.shape), dtype=dtype)
+    check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("row_T", row_T, shape=(T,), dtype=torch.int32)
     check_tensor("position_T", position_T, shape=(T,), dtype=torch.int32)
     D = x_TD.shape[1]

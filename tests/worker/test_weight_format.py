@@ -9,7 +9,7 @@ from model import load_model, resolve_checkpoint
 from model.cpu.panels import can_panel
 from model.linear import FormatUnavailable, WeightFormat
 from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
-from worker.config import WorkerConfig
+from worker.config import Deterministic, WorkerConfig
 from worker.loaded import Loaded
 from worker.runner_loading import load_torch
 from worker.runner_memory import weights_bytes
@@ -20,9 +20,18 @@ needs_panels = pytest.mark.skipif(
 )
 
 
-def load(quantization: str | None, *, dtype: str | None = None, model: str = "folio-chat") -> Loaded:
+def load(
+    quantization: str | None,
+    *,
+    dtype: str | None = None,
+    model: str = "folio-chat",
+    kv_cache_dtype: str | None = None,
+    deterministic: Deterministic = Deterministic.OFF,
+) -> Loaded:
     config = WorkerConfig(
         model=model,
+        kv_cache_dtype=kv_cache_dtype,
+        deterministic=deterministic,
         gateway_endpoints=(),
         num_blocks=64,
         max_num_seqs=4,
@@ -78,6 +87,22 @@ def test_integers_take_half_the_bytes() -> None:
         kept = model.embed_tokens.weight.numel() * 2
         sizes.append(weights_bytes(model) - kept)
     assert 0.5 <= sizes[1] / sizes[0] < 0.52
+
+
+@pytest.mark.parametrize("runner", ["cpu kernels", "float32"])
+def test_an_fp8_cache_holds_twice_the_tokens_in_the_same_bytes(runner: str) -> None:
+    dtype = "float32" if runner == "float32" else None
+    plain, small = load(None, dtype=dtype), load(None, dtype=dtype, kv_cache_dtype="fp8")
+    sizes = [loaded.runner.kv.num_bytes for loaded in (plain, small)]  # type: ignore[attr-defined]
+    assert sizes[0] == sizes[1] * (4 if runner == "float32" else 2)
+    assert small.fingerprint != plain.fingerprint
+
+
+def test_what_an_fp8_cache_cannot_be_had_with_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype 'fp4' is not fp8"):
+        load(None, kv_cache_dtype="fp4")
+    with pytest.raises(FormatUnavailable, match="deterministic mode keeps keys and values in the model's dtype"):
+        load(None, kv_cache_dtype="fp8", deterministic=Deterministic.ON)
 
 
 @pytest.mark.parametrize("quantization", [GPTQ_CONFIG | {"group_size": 32}, AWQ_CONFIG | {"group_size": 32}])

@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from model import KvPool, Qwen2Config, Qwen2ForCausalLM
 from model.attention import get_backend, make_inputs
+from model.cache_scales import fold_cache_scales
+from model.gpu.choice import Narrow, Wide
 from model.gpu.decode_step import DecodeStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
@@ -17,7 +19,8 @@ from model.gpu.weights import GpuWeights
 from model.kernels.prefill_attention import list_tiles
 from model.layers import DecoderLayer
 from model.linear import Linear, WeightFormat
-from model.quantization.rounding import Fp8Weight, round_to_groups
+from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
+from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,6 +57,8 @@ def prepare(kind: str) -> tuple[Qwen2ForCausalLM, WeightFormat, Qwen2ForCausalLM
     model, floats = random_model(), random_model()
     for layer, twin in zip(model.decoder_layers, floats.decoder_layers, strict=True):
         for (linear, _), (twin_linear, norm) in zip(linears(layer), linears(twin), strict=True):
+            if kind == "bf16":
+                continue
             if kind == "int4":
                 grouped = round_to_groups(linear.weight.data, bits=4, group_size=32)
                 order = torch.randperm(grouped.num_inputs, device=DEVICE).int()
@@ -63,11 +68,11 @@ def prepare(kind: str) -> tuple[Qwen2ForCausalLM, WeightFormat, Qwen2ForCausalLM
             folded = twin_linear.weight.data * (1.0 if norm is None else norm)
             quantized = Fp8Weight.quantize(folded) if kind == "fp8" else round_to_groups(folded, bits=8)
             twin_linear.weight.data = quantized.dequantized() / (1.0 if norm is None else norm)
-    return model, {"fp8": WeightFormat.FP8, "int8": WeightFormat.INT8, "int4": WeightFormat.BF16}[kind], floats
+    return model, {"fp8": WeightFormat.FP8, "int8": WeightFormat.INT8}.get(kind, WeightFormat.BF16), floats
 
 
-def expected_logits(model: Qwen2ForCausalLM, ids: list[int]) -> torch.Tensor:
-    kv = KvPool(model.config, 20, S, model.dtype, DEVICE)
+def expected_logits(model: Qwen2ForCausalLM, ids: list[int], kv_dtype: torch.dtype) -> torch.Tensor:
+    kv = KvPool(model.config, 20, S, kv_dtype, DEVICE)
     positions, inputs = make_inputs([list(range(20))], [0], [len(ids)], block_size=S, device=DEVICE)
     ids_T = torch.tensor(ids, device=DEVICE)
     return model.logits(model(ids_T, positions, kv, inputs, get_backend("reference")))
@@ -76,15 +81,39 @@ def expected_logits(model: Qwen2ForCausalLM, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("few_tokens", [64, 2])
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_steps_compute_what_the_same_weights_in_floats_do(kind: str, few_tokens: int) -> None:
+    check_steps(*prepare(kind), few_tokens=few_tokens, kv_dtype=torch.float32, limit=2e-4)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.slow), "int4"])
+def test_steps_over_a_cache_of_e4m3(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        convert_to_e4m3_as_devices_do(monkeypatch)
     model, weight_format, floats = prepare(kind)
+    fold_cache_scales(model)
+    fold_cache_scales(floats)
+    # What lies on the border of two e4m3 numbers may become either.
+    check_steps(model, weight_format, floats, few_tokens=64, kv_dtype=FP8, limit=2e-2)
+
+
+def check_steps(
+    model: Qwen2ForCausalLM,
+    weight_format: WeightFormat,
+    floats: Qwen2ForCausalLM,
+    *,
+    few_tokens: int,
+    kv_dtype: torch.dtype,
+    limit: float,
+) -> None:
+    """A prefill and a decode on the wide path have the logits of the model of floats."""
     weights = GpuWeights.take(model, max_positions=S * M, weight_format=weight_format)
-    assert weights.products is not None
-    weights = replace(weights, products=replace(weights.products, few_tokens=few_tokens))
+    if weights.products is not None:
+        weights = replace(weights, products=replace(weights.products, few_tokens=few_tokens))
     state = RowState(num_slots=5, table_width=M, scratch_block=20, device=DEVICE)
     state.table_RM[:5] = ints([range(M)] * 5)
-    kv = KvPool(CONFIG, 21, S, torch.float32, DEVICE)
+    kv = KvPool(CONFIG, 21, S, kv_dtype, DEVICE)
     decode = DecodeStep(weights, state, kv, max_batch=4, vocab_size=300)
-    assert {decode.paths.path(size).__class__.__name__ for size in range(1, 9)} == {"Wide"}
+    paths = {type(decode.paths.path(size)) for size in range(1, 9)}
+    assert paths == ({Wide} if weights.is_quantized else {Wide, Narrow})
     mixed = MixedStep(decode, max_tokens=256)
     ids = np.random.default_rng(0).integers(0, 290, 37).tolist()
     mixed.run(
@@ -94,12 +123,13 @@ def test_steps_compute_what_the_same_weights_in_floats_do(kind: str, few_tokens:
             position_E=ints([36]),
         )
     )  # fmt: skip
-    expected = expected_logits(floats, ids)
-    torch.testing.assert_close(decode.logits_BV[0].float(), expected[-1], atol=2e-4, rtol=2e-4)
+    expected = expected_logits(floats, ids, kv_dtype)
+    torch.testing.assert_close(decode.logits_BV[0].float(), expected[-1], atol=limit, rtol=limit)
     ids.append(int(decode.token_B[0]))
     decode.rows_B[:2] = ints([0, state.scratch_row])
     decode.run(2)
-    torch.testing.assert_close(decode.logits_BV[0].float(), expected_logits(floats, ids)[-1], atol=2e-4, rtol=2e-4)
+    expected = expected_logits(floats, ids, kv_dtype)
+    torch.testing.assert_close(decode.logits_BV[0].float(), expected[-1], atol=limit, rtol=limit)
 
 
 def test_the_model_holds_what_was_taken() -> None:
