@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from blockmgr.manager import BlockManager
 from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Run
+from worker.grammar_desk import GrammarDesk
 from worker.outputs import StepOutputs
 from worker.plan import StepPlan
 from worker.ports import (
@@ -61,6 +62,7 @@ class Engine:
         outbox: Outbox,
         clock: Clock,
         observer: Observer | None = None,
+        grammars: GrammarDesk | None = None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -70,7 +72,9 @@ class Engine:
         self._outbox = outbox
         self._clock = clock
         self._observer = observer or NullObserver()
+        self._grammars = grammars
         self._launched: deque[_Launched] = deque()
+        self._awaits_masks = False  # the newest launched step does
         self._seq: dict[GatewayIndex, int] = {}
         self._drain_until_s: float | None = None
         self._wanted_grace_s: float | None = None
@@ -94,11 +98,15 @@ class Engine:
             )
         finally:
             self._runner.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def step(self) -> None:
         """Everything that can be done now; blocks only while the device works."""
         for gateway, message in self._inbox.drain():
             self._handle(gateway, message)
+        if self._grammars is not None:
+            self._grammars.deliver(self._scheduler, self._clock())
         self._heed_drain()
         if self._scheduler.has_work and not self.stats.has_work:
             self._take_stats()  # should this very step hang, whoever watches must know that there was work
@@ -147,7 +155,12 @@ class Engine:
         except ValueError as error:
             self._send({gateway: refused_run(run, f"prompt_ids: {error}")})
             return
+        if asked.sampling.grammar is not None and self._grammars is None:
+            self._send({gateway: refused_run(run, "constraint: this worker compiles no grammars")})
+            return
         self._scheduler.add(asked, now_s=now_s)
+        if self._grammars is not None and asked.sampling.grammar is not None and self._scheduler.keeps(asked):
+            self._grammars.submit(asked, now_s)
         fault_point("engine.added")
 
     def _answer(self, query: AdminQuery) -> AdminReply:
@@ -174,7 +187,7 @@ class Engine:
     # ------------------------------------------------------------ steps
 
     def _launch_ahead(self) -> None:
-        while len(self._launched) < self._runner.max_in_flight:
+        while len(self._launched) < self._runner.max_in_flight and not self._awaits_masks:
             plan = self._scheduler.plan(now_s=self._clock())
             if plan is None:
                 return
@@ -185,6 +198,15 @@ class Engine:
                 self._fail_launch(error)
                 return
             fault_point("engine.launched")
+            self._awaits_masks = self._grammars is not None and self._scheduler.constraints.any_in_newest
+            self._constrain()
+
+    def _constrain(self) -> None:
+        """Masks for the newest step, once the tokens of all former ones are known: until then the device is busy with
+        the rest of it."""
+        if self._awaits_masks and len(self._launched) == 1 and self._grammars is not None:
+            self._awaits_masks = False
+            self._runner.constrain(self._grammars.masks(self._scheduler, self._clock()))
 
     def _collect(self) -> StepOutputs:
         launched = self._launched.popleft()
@@ -192,10 +214,12 @@ class Engine:
             result = self._runner.collect()
         except RunnerError as error:
             outputs = self._failed(launched.plan, error)
+            self._constrain()
             self._report(launched, self._clock(), type(error).__name__)
             return outputs
         landed_s = self._clock()
         outputs = self._scheduler.apply(result, now_s=landed_s)
+        self._constrain()
         fault_point("engine.applied")
         self._report(launched, landed_s)
         return outputs

@@ -68,6 +68,14 @@ class Entrance:
         headroom = min(self._roster.num_running, self._headroom_cap)
         return self._blocks.num_free + self._blocks.num_cached - headroom
 
+    def may_fork(self, leader: Request, num_forked: int, now_s: float) -> bool:
+        """Whether the leader's next follower can run now, after others that forked in the same plan: a slot is free,
+        there is a block for each to write to, and nobody who waits goes before it."""
+        if not leader.followers or self._roster.num_running >= self._max_num_seqs:
+            return False
+        head = self._roster.waiting.head(now_s)
+        return self._room > num_forked + 1 and (head is None or leader.followers[0].rank < head.rank)
+
     # ------------------------------------------------------------ priorities
 
     def make_way(self, pipeline: Pipeline, now_s: float) -> None:

@@ -13,6 +13,7 @@ from wire.messages import Pooling, Sampling
 EMBEDDING_WIDTH = 8
 MASK_64 = (1 << 64) - 1
 TOKEN_FACTOR = 0x9E3779B97F4A7C15
+ALLOWED_EOS_EVERY = 8  # outputs with a grammar end soon, once they may
 POSITION_FACTOR = 0xD1B54A32D192ED03
 
 
@@ -40,19 +41,66 @@ def mix_token(token: int, position: int) -> int:
     return mix((token * TOKEN_FACTOR + position * POSITION_FACTOR) & MASK_64)
 
 
-def choose_token(model: OracleModel, state: int, sampling: Sampling, output_index: int) -> int:
-    """The token that follows a context of this state: not before ``min_tokens`` one that would end the output."""
+def choose_token(
+    model: OracleModel, state: int, sampling: Sampling, output_index: int, output: Sequence[int] = ()
+) -> int | None:
+    """The token that follows a context of this state; None where the sampling forbids all. Not before ``min_tokens``
+    one that would end the output. output: what is out, where bad words ask for it. A bias of 100 is a must, one of
+    -100 a ban; others are not felt."""
     noise = mix((state ^ mix((sampling.seed + output_index * TOKEN_FACTOR) & MASK_64)) & MASK_64)
-    enders = set(model.eos_token_ids)
-    may_end = output_index >= sampling.min_tokens
+    may_end, banned = output_index >= sampling.min_tokens, _banned(sampling, output)
+    wanted = {token for token, bias in sampling.logit_bias.items() if bias >= 100.0} or set(range(model.vocab_size))
+    if sampling.allowed_token_ids:
+        wanted &= set(sampling.allowed_token_ids)
+    enders = set(model.eos_token_ids) & wanted - banned
     if model.eos_every and enders and may_end and (noise >> 32) % model.eos_every == 0:
-        return model.eos_token_ids[noise % len(model.eos_token_ids)]
+        return sorted(enders)[noise % len(enders)]
+    banned.update(model.eos_token_ids)
     if not may_end:
-        enders.update(sampling.stop_token_ids)
-    token = noise % model.vocab_size
-    while token in enders:
-        token = (token + 1) % model.vocab_size
-    return token
+        banned.update(sampling.stop_token_ids)
+    if len(wanted) == model.vocab_size:
+        return _next_free(noise % model.vocab_size, model.vocab_size, banned)
+    choices = sorted(wanted - banned) or (sorted(enders) if may_end else [])
+    return choices[noise % len(choices)] if choices else None
+
+
+def choose_allowed(
+    model: OracleModel,
+    state: int,
+    sampling: Sampling,
+    output_index: int,
+    allowed: Sequence[int],
+    output: Sequence[int] = (),
+) -> int | None:
+    """The same for an output with a grammar, which allows these tokens, in rising order: an end token now and then
+    where there is one, and where there is nothing else."""
+    noise = mix((state ^ mix((sampling.seed + output_index * TOKEN_FACTOR) & MASK_64)) & MASK_64)
+    wanted = {token for token, bias in sampling.logit_bias.items() if bias >= 100.0}
+    choices = [token for token in allowed if token not in _banned(sampling, output)]
+    choices = [token for token in choices if token in wanted] or choices
+    if sampling.allowed_token_ids:
+        choices = [token for token in choices if token in sampling.allowed_token_ids]
+    ends = [token for token in choices if token in model.eos_token_ids]
+    others = [token for token in choices if token not in model.eos_token_ids]
+    if ends and (not others or (noise >> 32) % ALLOWED_EOS_EVERY == 0):
+        return ends[noise % len(ends)]
+    return others[noise % len(others)] if others else None
+
+
+def _banned(sampling: Sampling, output: Sequence[int]) -> set[int]:
+    banned = {token for token, bias in sampling.logit_bias.items() if bias <= -100.0}
+    for word in sampling.bad_words:
+        begin = list(word[:-1])
+        if list(output[len(output) - len(begin) :]) == begin:
+            banned.add(word[-1])
+    return banned
+
+
+def _next_free(token: int, vocab_size: int, banned: set[int]) -> int | None:
+    for offset in range(vocab_size):
+        if (token + offset) % vocab_size not in banned:
+            return (token + offset) % vocab_size
+    return None
 
 
 def oracle_embedding(prompt_ids: Sequence[int], pooling: Pooling) -> list[float]:
@@ -80,13 +128,14 @@ def oracle_tokens(
     last token needs no place in the KV cache.
     """
     state = 0
-    for position, token in enumerate(prompt_ids):
-        state = (state + mix_token(int(token), position)) & MASK_64
+    for position, prompt_id in enumerate(prompt_ids):
+        state = (state + mix_token(int(prompt_id), position)) & MASK_64
     enders = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(model.eos_token_ids))
     room = min(sampling.max_tokens, max_total_tokens - len(prompt_ids))
     output: list[int] = []
     while len(output) < room:
-        token = choose_token(model, state, sampling, len(output))
+        if (token := choose_token(model, state, sampling, len(output), output)) is None:
+            break
         state = (state + mix_token(token, len(prompt_ids) + len(output))) & MASK_64
         output.append(token)
         if token in enders and len(output) > sampling.min_tokens:

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from wire.messages import Pooling, Sampling
+from worker.masks import MaskedSlots, StepMasks
 from worker.oracle_model import (
     EMBEDDING_WIDTH,
     MASK_64,
     POSITION_FACTOR,
     TOKEN_FACTOR,
     OracleModel,
+    choose_allowed,
     choose_token,
     state_vector,
 )
@@ -93,6 +95,9 @@ class OracleRunner:
         self._table_SM = np.full((max_slots, max_blocks_per_slot), -1, np.int32)
         self._rows: dict[int, _Row] = {}
         self._launched: deque[StepPlan] = deque()
+        self._masked = MaskedSlots(max_slots=max_slots)
+        self._awaits_masks = False
+        self._masks: dict[int, StepMasks] = {}  # by step
         self._step_delay_s = step_delay_s
         self._faults = faults or OracleFaults()
 
@@ -100,15 +105,32 @@ class OracleRunner:
         """Take the plan; it is executed by ``collect``."""
         if len(self._launched) >= self.max_in_flight:
             raise OracleViolation(f"step {plan.step} is one more in flight than {self.max_in_flight}")
+        if self._awaits_masks:
+            raise OracleViolation(f"step {plan.step} is launched while the former one waits for masks")
         if error := self._faults.launch_errors.get(plan.step):
             raise error
         self._launched.append(plan)
+        for join in plan.joins:
+            self._masked.join(join)
+        self._awaits_masks = len(self._masked.index_of(plan)) > 0
+
+    def constrain(self, masks: StepMasks) -> None:
+        """Keep the masks of the newest plan until it is executed."""
+        plan = self._launched[-1]
+        index_N = self._masked.index_of(plan)
+        if not self._awaits_masks or masks.index_N.tolist() != index_N.tolist():
+            raise OracleViolation(
+                f"step {plan.step} needs masks for {index_N.tolist()}, not {masks.index_N.tolist()}"
+            )
+        self._masks[plan.step], self._awaits_masks = masks, False
 
     def collect(self) -> StepResult:
         """Execute the oldest launched plan."""
         if not self._launched:
             raise LookupError("no step is in flight")
         plan = self._launched.popleft()
+        if self._awaits_masks and not self._launched:
+            raise OracleViolation(f"step {plan.step} is collected without its masks")
         if self._step_delay_s:
             time.sleep(self._step_delay_s)
         self._apply_differences(plan)
@@ -148,7 +170,7 @@ class OracleRunner:
         return _Row(token_ids, join.num_prompt_tokens, join.sampling, has_nan_token, join.pooling)
 
     def _suspect_rows_of(self, plan: StepPlan) -> None:
-        for slot in {*plan.decode_slots_S.tolist(), *(int(chunk.slot) for chunk in plan.prefill)}:
+        for slot in {*plan.sampled_slots.tolist(), *(int(chunk.slot) for chunk in plan.prefill)}:
             self._rows[slot].is_suspect = True
 
     # ------------------------------------------------------------ writes
@@ -198,7 +220,8 @@ class OracleRunner:
         slots = plan.sampled_slots
         tokens_S = np.zeros(len(slots), np.int32)
         is_finite_S = np.ones(len(slots), np.bool_)
-        logprobs, embeddings = {}, {}
+        is_exhausted_S = np.zeros(len(slots), np.bool_)
+        allowed, logprobs, embeddings = self._allowed(plan), {}, {}
         for index, slot in enumerate(slots.tolist()):
             row = self._rows[slot]
             state = None if row.is_suspect else self._read_state(slot, len(row.token_ids))
@@ -206,15 +229,39 @@ class OracleRunner:
                 is_finite_S[index], row.is_suspect = False, True
                 continue
             output_index = len(row.token_ids) - row.num_prompt_tokens
-            tokens_S[index] = choose_token(self._model, state, row.sampling, output_index)
+            output = row.token_ids[row.num_prompt_tokens :] if row.sampling.bad_words else ()
+            if index in allowed:
+                token = choose_allowed(self._model, state, row.sampling, output_index, allowed[index], output)
+            else:
+                token = choose_token(self._model, state, row.sampling, output_index, output)
+            is_exhausted_S[index] = token is None
+            tokens_S[index] = token or 0
             row.token_ids.append(int(tokens_S[index]))
             if row.sampling.num_logprobs is not None:
-                logprobs[index] = self._fake_logprobs(row)
+                logprobs[index] = self._fake_logprobs(row.token_ids[-1], row.sampling.num_logprobs)
             if row.pooling is not None:
                 embeddings[index] = (row.pooled_D / row.num_pooled).astype(np.float32)
         return StepResult(
-            step=plan.step, tokens_S=tokens_S, is_finite_S=is_finite_S, logprobs=logprobs, embeddings=embeddings
+            step=plan.step,
+            tokens_S=tokens_S,
+            is_finite_S=is_finite_S,
+            logprobs=logprobs,
+            embeddings=embeddings,
+            is_exhausted_S=is_exhausted_S if is_exhausted_S.any() else None,
+            prompt_logprobs={
+                index: self._prompt_logprobs(chunk)
+                for index, chunk in enumerate(plan.prefill)
+                if self._rows[chunk.slot].sampling.num_prompt_logprobs is not None
+            },
         )
+
+    def _allowed(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Tokens by sampled row, for those with a grammar."""
+        masks = self._masks.pop(plan.step, None)
+        if masks is None:
+            return {}
+        bits_NV = np.unpackbits(masks.bits_NW.view(np.uint8), axis=1, count=self._model.vocab_size, bitorder="little")
+        return {index: bits_NV[n].nonzero()[0].tolist() for n, index in enumerate(masks.index_N.tolist())}
 
     def _read_state(self, slot: int, num_tokens: int) -> int | None:
         """The sum over everything the table leads to; None where a NaN is among it."""
@@ -227,12 +274,18 @@ class OracleRunner:
             return None
         return int(_mix_tokens(tokens_T, positions_T).sum(dtype=np.uint64)) & MASK_64
 
-    def _fake_logprobs(self, row: _Row) -> SlotLogprobs:
+    def _prompt_logprobs(self, chunk: Chunk) -> list[SlotLogprobs]:
+        row = self._rows[chunk.slot]
+        end = min(chunk.start + chunk.num_tokens, row.num_prompt_tokens - 1)
+        num_top = row.sampling.num_prompt_logprobs or 0
+        return [self._fake_logprobs(row.token_ids[index + 1], num_top) for index in range(chunk.start, end)]
+
+    def _fake_logprobs(self, token: int, num_top: int) -> SlotLogprobs:
         """Plausible and reproducible: the chosen token first, its neighbours behind it, each half as likely."""
-        scale, num_top = float(np.log(2.0)), row.sampling.num_logprobs or 0
+        scale = float(np.log(2.0))
         return SlotLogprobs(
             logprob=-scale,
-            top_ids=tuple((row.token_ids[-1] + index) % self._model.vocab_size for index in range(num_top)),
+            top_ids=tuple((token + index) % self._model.vocab_size for index in range(num_top)),
             top_logprobs=tuple(-scale * (index + 1) for index in range(num_top)),
         )
 

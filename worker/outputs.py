@@ -22,7 +22,7 @@ class GatewayOutput:
     """News for one gateway. handles_N int64 and tokens_N int32 are aligned; ``finished`` comes after them.
 
     started: handles scheduled for the first time. logprobs: by handle, one per token of that handle. embeddings: by
-    handle, float32 [hidden size].
+    handle, float32 [hidden size]. prompt_logprobs: by handle, what follows what was told before.
     """
 
     handles_N: np.ndarray = field(default_factory=lambda: _NO_HANDLES)
@@ -31,6 +31,7 @@ class GatewayOutput:
     started: tuple[int, ...] = ()
     finished: tuple[Finished, ...] = ()
     embeddings: dict[int, np.ndarray] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 StepOutputs = dict[GatewayIndex, GatewayOutput]
@@ -46,6 +47,7 @@ class OutputBuffer:
         self._started: dict[GatewayIndex, list[int]] = {}
         self._finished: dict[GatewayIndex, list[Finished]] = {}
         self._embeddings: dict[GatewayIndex, dict[int, np.ndarray]] = {}
+        self._prompt_logprobs: dict[GatewayIndex, dict[int, list[TokenLogprobs]]] = {}
 
     def put_tokens(self, gateways_N: np.ndarray, handles_N: np.ndarray, tokens_N: np.ndarray) -> None:
         """The new tokens of one step; at most once before each ``take``."""
@@ -62,6 +64,10 @@ class OutputBuffer:
         """For one of the tokens put in this step."""
         self._logprobs.setdefault(key.gateway, {}).setdefault(key.handle, []).append(logprobs)
 
+    def put_prompt_logprobs(self, key: RequestKey, logprobs: list[TokenLogprobs]) -> None:
+        """For the next positions of the prompt."""
+        self._prompt_logprobs.setdefault(key.gateway, {}).setdefault(key.handle, []).extend(logprobs)
+
     def put_embedding(self, key: RequestKey, embedding_D: np.ndarray) -> None:
         """The vector of a request that ends in this step. float32."""
         self._embeddings.setdefault(key.gateway, {})[key.handle] = embedding_D
@@ -76,16 +82,19 @@ class OutputBuffer:
 
     def forget(self, gateway: GatewayIndex) -> None:
         """Nobody is there to be told."""
-        for news in (self._tokens, self._logprobs, self._started, self._finished, self._embeddings):
+        for news in (
+            self._tokens, self._logprobs, self._started, self._finished, self._embeddings, self._prompt_logprobs,
+        ):  # fmt: skip
             news.pop(gateway, None)  # type: ignore[attr-defined]
 
     def take(self) -> StepOutputs:
         """All news since the last call."""
-        if not (self._tokens or self._started or self._finished):
+        gateways = {*self._tokens, *self._started, *self._finished, *self._prompt_logprobs}
+        if not gateways:
             return {}
-        outputs = {gateway: self._of(gateway) for gateway in sorted({*self._tokens, *self._started, *self._finished})}
+        outputs = {gateway: self._of(gateway) for gateway in sorted(gateways)}
         self._tokens, self._logprobs, self._started, self._finished = {}, {}, {}, {}
-        self._embeddings = {}
+        self._embeddings, self._prompt_logprobs = {}, {}
         return outputs
 
     def _of(self, gateway: GatewayIndex) -> GatewayOutput:
@@ -97,4 +106,5 @@ class OutputBuffer:
             started=tuple(self._started.get(gateway, ())),
             finished=tuple(self._finished.get(gateway, ())),
             embeddings=self._embeddings.get(gateway, {}),
+            prompt_logprobs=self._prompt_logprobs.get(gateway, {}),
         )

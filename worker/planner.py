@@ -12,7 +12,7 @@ from wire.messages import WireFinishReason
 from worker.config import SchedulerConfig
 from worker.entrance import Entrance
 from worker.pipeline import Pause, Pipeline
-from worker.plan import Chunk, Join, StepPlan
+from worker.plan import Chunk, Join, Slot, StepPlan
 from worker.preemption import least_disturbed, least_important
 from worker.request import Ending, Request
 from worker.roster import Roster
@@ -27,31 +27,32 @@ class Planner:
         self._rows = roster.rows
         self._blocks = roster.blocks
         self._entrance = Entrance(config, roster)
+        self._joins: list[Join] = []  # of the plan that is being made
 
     def plan(self, step: int, pipeline: Pipeline, now_s: float) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Raises Pause."""
+        self._joins = []
         self._entrance.make_way(pipeline, now_s)
         num_preempted = self._roster.counters.num_preemptions
         self._disturb(step, pipeline, now_s)
         decode_slots_S = self._schedule_decodes(pipeline, now_s)
         budget = self._config.max_batch_tokens - len(decode_slots_S)
         chunks = self._continue_prefills(budget, now_s)
-        joins: list[Join] = []
         if self._roster.counters.num_preemptions == num_preempted:
             budget -= sum(chunk.num_tokens for chunk in chunks)
-            joins = self._admit_waiting(budget, chunks, pipeline, now_s)
+            self._admit_waiting(budget, chunks, pipeline, now_s)
         if not len(decode_slots_S) and not chunks:
             return None
-        return self._seal(step, decode_slots_S, tuple(chunks), tuple(joins))
+        return self._seal(step, decode_slots_S, tuple(chunks))
 
-    def _seal(self, step: int, slots_S: np.ndarray, chunks: tuple[Chunk, ...], joins: tuple[Join, ...]) -> StepPlan:
+    def _seal(self, step: int, slots_S: np.ndarray, chunks: tuple[Chunk, ...]) -> StepPlan:
         positions_S = self._rows.num_scheduled_S[slots_S]
         self._rows.num_scheduled_S[slots_S] = positions_S + 1
         self._roster.counters.num_decode_tokens += len(slots_S)
         updates_U3, copies_C2 = self._blocks.take_updates()
         return StepPlan(
             step=step,
-            joins=joins,
+            joins=tuple(self._joins),
             block_updates_U3=updates_U3,
             block_copies_C2=copies_C2,
             prefill=chunks,
@@ -84,7 +85,20 @@ class Planner:
     def _grow(self, slots_S: np.ndarray) -> np.ndarray:
         if not len(slots_S):
             return slots_S
-        return self._blocks.grow_many(slots_S, self._rows.num_scheduled_S[slots_S] + 1)
+        refused_S = self._blocks.grow_many(slots_S, self._rows.num_scheduled_S[slots_S] + 1)
+        return refused_S if not self._roster.sharing else self._separate(slots_S, refused_S)
+
+    def _separate(self, slots_S: np.ndarray, refused_S: np.ndarray) -> np.ndarray:
+        """Copy on write: forks that are about to write into a block that they share get one of their own. Returns the
+        slots that found no room, also those of `refused_S`."""
+        sharing = [slot for slot in slots_S.tolist() if slot in self._roster.sharing and slot not in refused_S]
+        if not sharing:
+            return refused_S
+        sharing_S = np.asarray(sharing, np.intp)
+        stuck_S = self._blocks.prepare_write_many(sharing_S, self._rows.num_scheduled_S[sharing_S])
+        self._roster.sharing.difference_update(sharing)
+        self._roster.sharing.update(stuck_S.tolist())
+        return np.concatenate([refused_S, stuck_S])
 
     def _give_up_one(self, now_s: float) -> None:
         running = self._roster.running
@@ -113,7 +127,29 @@ class Planner:
         is_last = start + num_tokens == num_known
         if is_last:
             self._roster.begin_decoding(request)
-        return Chunk(slot=slot, start=start, num_tokens=num_tokens, is_last=is_last)
+        forks = self._fork(request, now_s) if is_last and request.followers else ()
+        return Chunk(slot=slot, start=start, num_tokens=num_tokens, is_last=is_last, forks=forks)
+
+    def _fork(self, leader: Request, now_s: float) -> tuple[Slot, ...]:
+        """Followers that find room share what the leader has computed; the others go on following."""
+        forks: list[Slot] = []
+        while self._entrance.may_fork(leader, len(forks), now_s):
+            follower = self._roster.fork(leader, now_s)
+            self._join(follower)
+            forks.append(follower.held_slot)
+        return tuple(forks)
+
+    def _join(self, request: Request) -> None:
+        self._joins.append(
+            Join(
+                slot=request.held_slot,
+                request_id=request.asked.request_id,
+                token_ids_T=request.token_ids_T,
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=request.asked.sampling,
+                pooling=request.asked.pooling,
+            )
+        )
 
     def _note_scheduled(self, request: Request, num_tokens: int, now_s: float) -> None:
         request.num_computed_tokens += num_tokens
@@ -125,19 +161,8 @@ class Planner:
 
     # ------------------------------------------------------------ admission
 
-    def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: Pipeline, now_s: float) -> list[Join]:
-        joins: list[Join] = []
+    def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: Pipeline, now_s: float) -> None:
         while budget and (request := self._entrance.admit_head(pipeline, now_s)):
-            joins.append(
-                Join(
-                    slot=request.held_slot,
-                    request_id=request.asked.request_id,
-                    token_ids_T=request.token_ids_T,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    sampling=request.asked.sampling,
-                    pooling=request.asked.pooling,
-                )
-            )
+            self._join(request)
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens
-        return joins

@@ -4,21 +4,26 @@
        ▲                      │                                  │
        └──────────────────────┴────────── preempted ─────────────┘
 
+An output after the first one of a prompt is FOLLOWING its leader at first. When the leader's prompt has been scheduled
+it is DECODING at once, in a fork of the leader's blocks; or, where there is no room for it, it waits as others do.
+
 A request whose grammar is not compiled yet is COMPILING before it waits.
 
 Per-step numbers of running requests are not here but in `worker.rows`, where numpy reaches them. Knows no blocks.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from wire.messages import Finished, Pooling, Sampling, WireFinishReason
 from worker.matching import Matcher
 from worker.plan import Slot
 from worker.ports import GatewayIndex
+from worker.token_times import NO_TICKS, gap_percentiles
 
 
 class RequestKey(NamedTuple):
@@ -31,6 +36,7 @@ class RequestKey(NamedTuple):
 class Phase(Enum):
     """Where a request is; exactly one at a time."""
 
+    FOLLOWING = "following"
     COMPILING = "compiling"
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -44,6 +50,7 @@ class AddRequest:
 
     pooling: for the prompt's embedding instead of tokens; then sampling.max_tokens is 1, for a token that nobody sees.
     resumed_ids_T: int32, output that another worker gave before it was lost.
+    fork_handles: of outputs 1 and up of the same prompt, which draw with seed + 1 and up; not with resumed output.
     """
 
     key: RequestKey
@@ -55,6 +62,22 @@ class AddRequest:
     timeout_s: float | None = None
     pooling: Pooling | None = None
     resumed_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    fork_handles: tuple[int, ...] = ()
+
+    @property
+    def keys(self) -> list[RequestKey]:
+        """Of all outputs."""
+        return [self.key, *(RequestKey(self.key.gateway, handle) for handle in self.fork_handles)]
+
+    def output(self, index: int) -> "AddRequest":
+        """What a request for this output alone would ask. The prompt's log-probabilities are told with output 0."""
+        sampling, wanted = self.sampling, self.sampling.num_prompt_logprobs
+        sampling = msgspec.structs.replace(
+            sampling,
+            seed=(sampling.seed + index) % (1 << 64),
+            num_prompt_logprobs=None if index else wanted,
+        )
+        return replace(self, key=self.keys[index], sampling=sampling, fork_handles=())
 
     @property
     def token_ids_T(self) -> np.ndarray:
@@ -69,6 +92,12 @@ class Request:
     token_ids_T: int32, prompt and what was generated before the last preemption (while it runs: see the rows).
     waited_s: spent waiting in all, without the current spell, which began at ``waiting_since_s``.
     is_aged: it waited so long that it goes first and nobody younger displaces it.
+    leader, followers: outputs of one prompt whose fate is still the leader's (both in order).
+    origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
+    num_told_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
+    matcher: how far the output has come in its grammar; None without one, and until it is compiled.
+    slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
+    token_ticks_T: uint32, when the tokens of this worker's own came, while it holds no slot (else: see the rows).
     Times are the engine's monotonic seconds; None: not yet.
     """
 
@@ -89,6 +118,13 @@ class Request:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    slot_since_s: float = 0.0
+    block_seconds: float = 0.0
+    token_ticks_T: np.ndarray = field(default_factory=lambda: NO_TICKS)
+    leader: "Request | None" = None
+    followers: "list[Request]" = field(default_factory=list)
+    origin: "Request | None" = None
+    num_told_prompt_logprobs: int = 0
     matcher: Matcher | None = None
     block_owner: str = field(init=False)
 
@@ -103,7 +139,7 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """Something is made of every token of the prompt, so that cached ones have to be computed all the same."""
-        return self.asked.pooling is Pooling.MEAN
+        return self.asked.pooling is Pooling.MEAN or self.asked.sampling.num_prompt_logprobs is not None
 
     @property
     def awaits_grammar(self) -> bool:
@@ -145,6 +181,7 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
     """The end of an output with its statistics."""
     scheduled_s = request.first_scheduled_s
     first_s, last_s = request.first_token_s, request.last_token_s
+    p50_s, p99_s = gap_percentiles(request.token_ticks_T)
     return Finished(
         handle=request.asked.key.handle,
         reason=ending.reason,
@@ -159,4 +196,7 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
         queue_s=(now_s if scheduled_s is None else scheduled_s) - request.arrival_s,
         prefill_s=0.0 if scheduled_s is None else (now_s if first_s is None else first_s) - scheduled_s,
         decode_s=0.0 if first_s is None or last_s is None else last_s - first_s,
+        inter_token_p50_s=p50_s,
+        inter_token_p99_s=p99_s,
+        block_seconds=request.block_seconds,
     )

@@ -20,11 +20,15 @@ from worker.request import Ending, Phase, Request, RequestKey, finished_message
 from worker.rows import Rows
 from worker.stats import SchedulerCounters
 from worker.stops import stop_ids
+from worker.token_times import block_seconds
 from worker.waiting import WaitingQueue
 
 
 class Roster:
-    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute."""
+    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute.
+
+    sharing: slots whose next write may go into a block that another slot holds too.
+    """
 
     def __init__(
         self, *, rows: Rows, blocks: BlockManager, waiting: WaitingQueue, eos_token_ids: tuple[int, ...]
@@ -35,6 +39,7 @@ class Roster:
         self.outputs = OutputBuffer()
         self.counters = SchedulerCounters()
         self.prefilling: list[Request] = []
+        self.sharing: set[int] = set()
         self._eos_token_ids = eos_token_ids
         self._by_key: dict[RequestKey, Request] = {}
         self._by_slot: dict[int, Request] = {}
@@ -77,8 +82,44 @@ class Roster:
     def accept(self, request: Request, now_s: float) -> None:
         """A new request waits."""
         self._by_key[request.asked.key] = request
-        self.waiting.push(request, now_s)
+        self._queue(request, now_s)
         self.counters.num_accepted += 1
+
+    def accept_followers(self, leader: Request, followers: list[Request]) -> None:
+        """Outputs whose prompt the leader computes for them."""
+        for follower in followers:
+            follower.phase, follower.leader = Phase.FOLLOWING, leader
+            self._by_key[follower.asked.key] = follower
+        leader.followers = followers
+        self.counters.num_accepted += len(followers)
+
+    def fork(self, leader: Request, now_s: float) -> Request:
+        """The next follower takes a slot and shares the leader's prompt, whose last chunk is being planned; it decodes
+        from now on. Raises OutOfSlots; then nothing has changed."""
+        follower, num_tokens = leader.followers[0], leader.num_prompt_tokens
+        slot = Slot(self.blocks.fork(leader.held_slot, follower.block_owner, num_tokens=num_tokens))
+        del leader.followers[0]
+        follower.leader, follower.origin = None, leader
+        follower.slot, follower.phase = slot, Phase.DECODING
+        follower.first_scheduled_s, follower.num_cached_tokens = now_s, num_tokens
+        follower.slot_since_s = now_s
+        self.outputs.put_started(follower.asked.key)
+        self._take_row(follower, num_tokens)
+        self.rows.is_decoding_S[slot] = True
+        self.rows.num_computed_S[slot] = 0  # scheduled, but not verified before its own first token
+        if num_tokens % self.blocks.config.block_size:
+            self.sharing |= {int(leader.held_slot), int(slot)}
+        return follower
+
+    def promote_follower(self, leader: Request, now_s: float) -> None:
+        """The followers that are left go on without the leader: the next one waits, and leads the others."""
+        if not leader.followers:
+            return
+        heir, *others = leader.followers
+        leader.followers, heir.followers, heir.leader = [], others, None
+        for other in others:
+            other.leader = heir
+        self._queue(heir, now_s)
 
     def admit(self, request: Request, now_s: float) -> None:
         """From the queue into a slot, with blocks for all tokens known. Raises OutOfBlocks or OutOfSlots; then
@@ -92,16 +133,13 @@ class Roster:
             lookup=PrefixLookup.NONE if request.needs_whole_prompt else PrefixLookup.LONGEST,
         )
         self.waiting.remove(request, now_s)
-        slot = request.slot = Slot(admission.slot)
-        request.phase = Phase.PREFILLING
+        request.slot = Slot(admission.slot)
+        request.phase, request.slot_since_s = Phase.PREFILLING, now_s
         if request.num_preemptions == 0:
             request.num_cached_tokens = admission.num_cached_tokens
             self.counters.num_cached_tokens += admission.num_cached_tokens
-        self._by_slot[slot] = request
-        self._running_priorities[request.asked.priority] += 1
         self.prefilling.append(request)
-        ids = stop_ids(request.asked.sampling, self._eos_token_ids)
-        self.rows.join(slot, request, num_cached_tokens=admission.num_cached_tokens, stop_ids=ids)
+        self._take_row(request, admission.num_cached_tokens)
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is scheduled: from now on one token a step."""
@@ -111,7 +149,7 @@ class Roster:
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Back into the queue; what it has generated is kept as tokens, its blocks are anybody's."""
-        self._leave_slot(request)
+        self._leave_slot(request, now_s)
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self.waiting.push(request, now_s)
@@ -119,10 +157,13 @@ class Roster:
     def end(self, request: Request, ending: Ending, now_s: float) -> None:
         """The one end of a request, wherever it is."""
         if request.is_running:
-            self._leave_slot(request)
-        else:
+            self._leave_slot(request, now_s)
+        elif request.leader is not None:
+            request.leader.followers.remove(request)
+        elif request.phase is Phase.WAITING:
             self.waiting.remove(request, now_s)
         self._forget(request)
+        self.promote_follower(request, now_s)
         finished = finished_message(request, ending, now_s)
         self.counters.count(finished)
         self.outputs.put_finished(request.asked.key.gateway, finished)
@@ -146,9 +187,24 @@ class Roster:
 
     # ------------------------------------------------------------ inside
 
-    def _leave_slot(self, request: Request) -> None:
+    def _queue(self, request: Request, now_s: float) -> None:
+        """Or, where its grammar is still being compiled, into no queue yet."""
+        if request.awaits_grammar:
+            request.phase = Phase.COMPILING
+        else:
+            self.waiting.push(request, now_s)
+
+    def _take_row(self, request: Request, num_cached_tokens: int) -> None:
+        slot = request.held_slot
+        self._by_slot[slot] = request
+        self._running_priorities[request.asked.priority] += 1
+        ids = stop_ids(request.asked.sampling, self._eos_token_ids)
+        self.rows.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
+
+    def _leave_slot(self, request: Request, now_s: float) -> None:
         slot = request.held_slot
         self.commit(request)
+        self._keep_times(request, now_s)
         request.token_ids_T = self.rows.known_tokens(slot).copy()
         last_token_s = float(self.rows.last_token_s_S[slot])
         request.last_token_s = None if np.isnan(last_token_s) else last_token_s
@@ -157,8 +213,24 @@ class Roster:
         self.rows.leave(slot)
         self.blocks.release(slot, request.block_owner)
         del self._by_slot[slot]
+        self.sharing.discard(int(slot))
         self._drop_priority(request.asked.priority)
         request.slot = None
+
+    def _keep_times(self, request: Request, now_s: float) -> None:
+        """What the receipt tells of the slot that is being left; token_ids_T is still what it was taken with."""
+        slot, blocks = request.held_slot, self.blocks
+        ticks_T = self.rows.token_ticks_SL[slot, : self.rows.num_known_S[slot]]
+        block_size = blocks.config.block_size
+        request.block_seconds += block_seconds(
+            ticks_T,
+            since_s=request.slot_since_s,
+            now_s=now_s,
+            block_size=block_size,
+            num_tokens_then=len(request.token_ids_T),
+            num_blocks=blocks.capacity(slot) // block_size,
+        )
+        request.token_ticks_T = ticks_T[len(request.asked.token_ids_T) :].copy()
 
     def _drop_priority(self, priority: int) -> None:
         self._running_priorities[priority] -= 1

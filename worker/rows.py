@@ -15,6 +15,7 @@ import numpy as np
 
 from worker.plan import Slot
 from worker.request import Request
+from worker.token_times import tick
 
 NO_TOKEN = -1  # pads rows of stop tokens; no token has this id
 
@@ -25,11 +26,13 @@ class Rows:
     token_ids_SL: prompt and output. limit_S: where the output ends at the latest, in tokens of prompt and output.
     has_grammar_S: bool. first_stop_S: the first position where a stop token counts. stops_KS: padded with NO_TOKEN.
     generation_S: int64, how many requests have held the slot; tells late results from those of its present holder.
-    handle_S: int64. last_token_s_S: float64.
+    handle_S: int64. last_token_s_S: float64. token_ticks_SL: uint32, when each token came (worker/token_times.py); of
+    prompts: anything.
     """
 
     def __init__(self, *, num_slots: int, max_total_tokens: int) -> None:
         self.token_ids_SL = np.empty((num_slots, max_total_tokens), np.int32)
+        self.token_ticks_SL = np.empty((num_slots, max_total_tokens), np.uint32)
         self.num_known_S = np.zeros(num_slots, np.int32)
         self.num_scheduled_S = np.zeros(num_slots, np.int32)
         self.num_computed_S = np.zeros(num_slots, np.int32)
@@ -47,6 +50,7 @@ class Rows:
         """A request takes the slot; its cached tokens count as computed."""
         num_known = len(request.token_ids_T)
         self.token_ids_SL[slot, :num_known] = request.token_ids_T
+        self.token_ticks_SL[slot, num_known - len(request.token_ticks_T) : num_known] = request.token_ticks_T
         self.num_known_S[slot] = num_known
         self.num_scheduled_S[slot] = self.num_computed_S[slot] = num_cached_tokens
         self.limit_S[slot] = request.max_total_tokens
@@ -75,6 +79,7 @@ class Rows:
         """One sampled token for each of these rows, which verifies what was computed before it."""
         num_known_N = self.num_known_S[slots_N]
         self.token_ids_SL[slots_N, num_known_N] = tokens_N
+        self.token_ticks_SL[slots_N, num_known_N] = tick(now_s)
         self.num_known_S[slots_N] = num_known_N + 1
         self.num_computed_S[slots_N] = num_computed_N
         self.last_token_s_S[slots_N] = now_s

@@ -38,7 +38,7 @@ class Batch:
 
 def build_batch(plan: StepPlan, rows: RunnerRows, *, block_size: int, device: torch.device) -> Batch:
     """The plan's tokens, looked up in the rows. Raises MissingBlock."""
-    slots_A, starts_A, lens_A, is_sampled_A = _sequences(plan)
+    slots_A, starts_A, lens_A, source_S = _sequences(plan)
     cu_A1 = np.zeros(len(slots_A) + 1, np.int64)
     np.cumsum(lens_A, out=cu_A1[1:])
     slot_T = np.repeat(slots_A, lens_A)
@@ -60,21 +60,23 @@ def build_batch(plan: StepPlan, rows: RunnerRows, *, block_size: int, device: to
         ids_T=put(rows.history.tokens_RT[slot_T, positions_T].astype(np.int64)),
         positions_T=put(positions_T),
         inputs=inputs,
-        last_S=None if not plan.prefill else put(cu_A1[1:][is_sampled_A] - 1),
-        slots_S=slots_A[is_sampled_A],
-        lengths_S=contexts_A[is_sampled_A],
+        last_S=None if not plan.prefill else put(cu_A1[1:][source_S] - 1),
+        slots_S=plan.sampled_slots,
+        lengths_S=contexts_A[source_S],
     )
 
 
 def _sequences(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Slot (int32), first position, number of new tokens (int64), and whether a token is sampled, of each sequence."""
+    """Slot (int32), first position and number of new tokens (int64) of each sequence; and the sequence (int64) after
+    which each sampled slot's token comes: forks have none of their own yet."""
     num_decodes = len(plan.decode_slots_S)
-    chunks = np.asarray([(c.slot, c.start, c.num_tokens, c.is_last) for c in plan.prefill], np.int64).reshape(-1, 4)
+    chunks = np.asarray([(c.slot, c.start, c.num_tokens) for c in plan.prefill], np.int64).reshape(-1, 3)
+    num_tokens = [(1 + len(c.forks)) * c.is_last for c in plan.prefill]
     return (
         np.concatenate([plan.decode_slots_S, chunks[:, 0].astype(np.int32)]),
         np.concatenate([plan.decode_positions_S.astype(np.int64), chunks[:, 1]]),
         np.concatenate([np.ones(num_decodes, np.int64), chunks[:, 2]]),
-        np.concatenate([np.ones(num_decodes, np.bool_), chunks[:, 3].astype(np.bool_)]),
+        np.concatenate([np.arange(num_decodes), num_decodes + np.repeat(np.arange(len(chunks)), num_tokens)]),
     )
 
 

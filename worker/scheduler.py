@@ -16,6 +16,7 @@ from blockmgr.manager import BlockManager
 from wire.messages import WireFinishReason
 from worker.admission import max_total_tokens, refusal
 from worker.config import SchedulerConfig
+from worker.constraints import Constraints
 from worker.flights import Flight
 from worker.landing import Landing
 from worker.outputs import StepOutputs
@@ -50,6 +51,7 @@ class Scheduler:
         self._planner = Planner(config, self._roster)
         self._landing = Landing(self._roster)
         self._flights: deque[Flight] = deque()
+        self.constraints = Constraints(self._roster, self._flights, config.eos_token_ids)
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._num_accepted = 0
         self._step = 0
@@ -64,8 +66,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones among them."""
-        return len(self._roster.waiting)
+        """Requests in the queue, preempted ones among them, and outputs whose prompt another one computes for them."""
+        return len(self._roster) - self._roster.num_running
 
     @property
     def num_in_flight(self) -> int:
@@ -95,19 +97,29 @@ class Scheduler:
     # ------------------------------------------------------------ events
 
     def add(self, asked: AddRequest, *, now_s: float) -> None:
-        """A new request waits, or its refusal is in the next outputs. A key that is in use is counted and ignored."""
-        if asked.key in self._roster:
+        """A new request waits, or its refusal is in the next outputs. A key that is in use is counted and ignored, and
+        all outputs with it."""
+        if any(key in self._roster for key in asked.keys):
             self.counters.num_duplicates += 1
             return
-        request = self._new_request(asked, now_s)
+        wanted = [asked] if not asked.fork_handles else [asked.output(index) for index in range(len(asked.keys))]
+        requests = [self._new_request(each, self._num_accepted + index, now_s) for index, each in enumerate(wanted)]
         if ending := self._refusal(asked):
-            self.counters.num_refused += 1
-            self._roster.outputs.put_finished(asked.key.gateway, finished_message(request, ending, now_s))
+            self.counters.num_refused += len(requests)
+            for request in requests:
+                self._roster.outputs.put_finished(asked.key.gateway, finished_message(request, ending, now_s))
             return
-        self._num_accepted += 1
-        self._roster.accept(request, now_s)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.order, asked.key))
+        self._num_accepted += len(requests)
+        self._roster.accept(requests[0], now_s)
+        self._roster.accept_followers(requests[0], requests[1:])
+        for request in requests:
+            if request.deadline_s is not None:
+                heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.asked.key))
+
+    def keeps(self, asked: AddRequest) -> bool:
+        """Whether this very request was accepted and has not ended."""
+        request = self._roster.find(asked.key)
+        return request is not None and request.asked.sampling.grammar is asked.sampling.grammar
 
     def cancel(self, key: RequestKey, *, now_s: float) -> None:
         """End a request wherever it is; its blocks are free once no step in flight can touch them. Unknown and
@@ -171,10 +183,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ inside
 
-    def _new_request(self, asked: AddRequest, now_s: float) -> Request:
+    def _new_request(self, asked: AddRequest, order: int, now_s: float) -> Request:
         return Request(
             asked=asked,
-            order=self._num_accepted,
+            order=order,
             arrival_s=now_s,
             deadline_s=None if asked.timeout_s is None else now_s + asked.timeout_s,
             max_total_tokens=max_total_tokens(asked, self._config, pool_tokens=self._pool_tokens),
@@ -188,7 +200,7 @@ class Scheduler:
             return Ending(WireFinishReason.DEADLINE)
         if ending := refusal(asked, self._config, pool_tokens=self._pool_tokens):
             return ending
-        if self.num_waiting >= self._config.max_waiting + self._num_idle_slots:
+        if self.num_waiting + len(asked.fork_handles) >= self._config.max_waiting + self._num_idle_slots:
             return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting")
         return None
 

@@ -11,7 +11,7 @@ Legend: S sampled rows.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from model.numerics import NumericFinding, NumericsWatch
 from model.qwen2 import Qwen2ForCausalLM
 from model.sampler import Sampled, Sampler
 from model.sampler_each import EachRowSampler
-from model.sampling_logprobs import Logprobs
+from model.sampling_masks import TokenMasks
+from worker.masks import MaskedSlots, StepMasks
 from worker.plan import SlotLogprobs, StepPlan, StepResult
 from worker.runner import RunnerError, RunnerOutOfMemory
 from worker.runner_batch import Batch, build_batch
+from worker.runner_logprobs import PromptScorer, slot_logprobs
 from worker.runner_pooling import Pooler
 from worker.runner_rows import RunnerRows
 
@@ -53,9 +55,20 @@ class TorchRunnerConfig:
     eos_token_ids: tuple[int, ...] = ()
     backend: str = "sdpa"
     max_in_flight: int = 1
+    kv_dtype: torch.dtype | None = None
     numerics_limit: float | None = None
 
-    kv_dtype: torch.dtype | None = None
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """A step whose forward pass is done and whose tokens are not chosen yet."""
+
+    plan: StepPlan
+    batch: Batch
+    logits_SV: torch.Tensor
+    embeddings: dict[int, torch.Tensor]
+    scores: dict[int, list[SlotLogprobs]]
+
 
 class TorchRunner:
     """Implements `worker.runner.Runner`."""
@@ -80,7 +93,9 @@ class TorchRunner:
             sampler=EachRowSampler if config.backend == InvariantAttention.name else Sampler,
         )
         self._pooler = Pooler()
-        self._landed: deque[StepResult | RunnerError] = deque()
+        self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
+        self._masked = MaskedSlots(max_slots=config.max_slots)
+        self._landed: deque[StepResult | RunnerError | _Held] = deque()
         self._on_numerics = on_numerics
         self._watch: NumericsWatch | None = None
         if config.numerics_limit is not None:
@@ -92,7 +107,15 @@ class TorchRunner:
         copies have happened by then. Raises RunnerError where more steps are in flight than `max_in_flight`."""
         if len(self._landed) >= self.max_in_flight:
             raise RunnerError(f"step {plan.step} would be one more in flight than {self.max_in_flight}")
-        self._landed.append(self._outcome(plan))
+        self._landed.append(self._outcome(plan.step, lambda: self._execute(plan)))
+
+    def constrain(self, masks: StepMasks) -> None:
+        """Choose the tokens of the newest launched step. What goes wrong is raised by its `collect`."""
+        held = self._landed[-1]
+        if isinstance(held, _Held):
+            step = held  # of this very type, inside the lambda too
+            chosen = TokenMasks(index_N=masks.index_N, bits_NW=masks.bits_NW)
+            self._landed[-1] = self._outcome(step.plan.step, lambda: self._choose(step, chosen))
 
     def collect(self) -> StepResult:
         """The oldest launched step. Raises RunnerError, RunnerOutOfMemory, LookupError."""
@@ -101,6 +124,7 @@ class TorchRunner:
         outcome = self._landed.popleft()
         if isinstance(outcome, RunnerError):
             raise outcome
+        assert not isinstance(outcome, _Held), "this step waits for masks"
         return outcome
 
     def close(self) -> None:
@@ -109,30 +133,42 @@ class TorchRunner:
         if self._watch is not None:
             self._watch.detach()
 
-    def _outcome(self, plan: StepPlan) -> StepResult | RunnerError:
+    def _outcome(self, step: int, work: Callable[[], StepResult | _Held]) -> StepResult | RunnerError | _Held:
         try:
             with torch.inference_mode():
-                return self._execute(plan)
+                return work()
         except (RuntimeError, IndexError, MemoryError) as error:
             return as_runner_error(error)
         finally:
-            self._report_numerics(plan.step)
+            self._report_numerics(step)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> StepResult | _Held:
         self._rows.apply(plan)
         for join in plan.joins:
             self._pooler.join(join)
+            self._scorer.join(join)
+            self._masked.join(join)
         self._copy_blocks(plan)
         if not plan.num_tokens:
             return empty_result(plan.step)
         batch = build_batch(plan, self._rows, block_size=self.config.block_size, device=self._model.device)
         hidden_TD = self._model(batch.ids_T, batch.positions_T, self.kv, batch.inputs, self._backend)
-        embeddings = self._pooler.take(plan, hidden_TD.__getitem__, first_token=len(plan.decode_slots_S))
+        first_token = len(plan.decode_slots_S)
+        embeddings = self._pooler.take(plan, hidden_TD.__getitem__, first_token=first_token)
+        scores = self._scorer.take(plan, hidden_TD.__getitem__, first_token=first_token)
         if not len(batch.slots_S):
-            return empty_result(plan.step)
+            return replace(empty_result(plan.step), prompt_logprobs=scores)
         hidden_SD = hidden_TD if batch.last_S is None else hidden_TD[batch.last_S]
-        sampled = self._rows.sampler.sample(self._model.logits(hidden_SD), batch.slots_S, batch.lengths_S)
-        return self._result(plan, batch, sampled, embeddings)
+        held = _Held(
+            plan=plan, batch=batch, logits_SV=self._model.logits(hidden_SD), embeddings=embeddings, scores=scores
+        )
+        return held if len(self._masked.index_of(plan)) else self._choose(held, None)
+
+    def _choose(self, held: _Held, masks: TokenMasks | None) -> StepResult:
+        batch = held.batch
+        sampled = self._rows.sampler.sample(held.logits_SV, batch.slots_S, batch.lengths_S, masks)
+        result = self._result(held.plan, batch, sampled, held.embeddings)
+        return replace(result, prompt_logprobs=held.scores)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.block_copies_C2):
@@ -150,6 +186,7 @@ class TorchRunner:
             is_finite_S=sampled.is_finite_S.cpu().numpy(),
             logprobs={} if sampled.logprobs is None else slot_logprobs(sampled.logprobs),
             embeddings={index: embedding_D.cpu().numpy() for index, embedding_D in embeddings.items()},
+            is_exhausted_S=None if sampled.is_exhausted_S is None else sampled.is_exhausted_S.cpu().numpy(),
         )
 
     def _report_numerics(self, step: int) -> None:
@@ -173,19 +210,3 @@ def as_runner_error(error: Exception) -> RunnerError:
     wrapped = kind(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def slot_logprobs(logprobs: Logprobs) -> dict[int, SlotLogprobs]:
-    """By position in the batch, each with as many alternatives as its row asked for."""
-    rows = zip(
-        logprobs.index_N.tolist(),
-        logprobs.count_N.tolist(),
-        logprobs.chosen_N.tolist(),
-        logprobs.top_ids_NK.tolist(),
-        logprobs.top_NK.tolist(),
-        strict=True,
-    )
-    return {
-        index: SlotLogprobs(logprob=chosen, top_ids=tuple(ids[:count]), top_logprobs=tuple(top[:count]))
-        for index, count, chosen, ids, top in rows
-    }

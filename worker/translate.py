@@ -20,6 +20,10 @@ def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
     num_prompt_tokens = len(token_ids_T) - run.num_resumed_tokens
     if not 0 <= num_prompt_tokens <= len(token_ids_T):
         raise ValueError(f"num_resumed_tokens: {run.num_resumed_tokens} of {len(token_ids_T)} tokens")
+    if run.fork_handles and (run.num_resumed_tokens or run.pooling is not None):
+        raise ValueError("fork_handles: with resumed output or pooling")
+    if len({run.handle, *run.fork_handles}) <= len(run.fork_handles):
+        raise ValueError("fork_handles: not distinct")
     return AddRequest(
         key=RequestKey(gateway, run.handle),
         request_id=run.request_id,
@@ -30,13 +34,18 @@ def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
         cache_salt=run.cache_salt,
         timeout_s=run.timeout_s,
         pooling=run.pooling,
+        fork_handles=run.fork_handles,
     )
 
 
 def refused_run(run: Run, detail: str) -> GatewayOutput:
     """The answer to a Run that cannot even be read."""
-    finished = Finished(handle=run.handle, reason=WireFinishReason.ERROR, error="INVALID_FIELD", detail=detail)
-    return GatewayOutput(finished=(finished,))
+    return GatewayOutput(
+        finished=tuple(
+            Finished(handle=handle, reason=WireFinishReason.ERROR, error="INVALID_FIELD", detail=detail)
+            for handle in dict.fromkeys((run.handle, *run.fork_handles))
+        )
+    )
 
 
 def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> StepOutput:
@@ -50,6 +59,7 @@ def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> St
         logprobs=output.logprobs,
         started=output.started,
         finished=output.finished,
+        prompt_logprobs=output.prompt_logprobs,
         embeddings={
             handle: embedding_D.astype("<f4", copy=False).tobytes() for handle, embedding_D in output.embeddings.items()
         },

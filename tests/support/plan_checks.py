@@ -48,10 +48,12 @@ class BlocksInFlight:
 
     def check(self, plan: StepPlan, blocks: BlockManager, by_slot: Mapping[int, Request]) -> None:
         """Everybody in the plan runs and is in it once, and nobody writes to a block that another one's step in
-        flight still uses."""
+        flight still uses, nor to one that somebody else's table leads to."""
         assert plan.num_tokens > 0
         ranges, size, owners = _ranges(plan), blocks.config.block_size, dict[int, set[int]]()
         assert len({slot for slot, _, _ in ranges}) == len(ranges)
+        fork_slots = {int(chunk.slot): chunk.forks for chunk in plan.prefill}
+        forks = {int(chunk.slot): {by_slot[slot].order for slot in chunk.forks} for chunk in plan.prefill}
         for slot, start, end in ranges:
             order = by_slot[slot].order
             for column in range(-(-end // size)):
@@ -59,7 +61,10 @@ class BlocksInFlight:
                 assert block >= 0, f"slot {slot} has no block for column {column}"
                 if (column + 1) * size > start:
                     self._check_writable(block, order)
+                    holders = (blocks.table_SM == block).any(axis=1).nonzero()[0].tolist()
+                    assert set(holders) <= {slot, *fork_slots.get(slot, ())}, f"block {block} of {slot} in {holders}"
                 owners.setdefault(block, set()).add(order)
+                owners[block].update(forks.get(slot, ()))
         self._owners[plan.step] = owners
 
     def forget(self, step: int) -> None:
@@ -69,4 +74,5 @@ class BlocksInFlight:
     def _check_writable(self, block: int, order: int) -> None:
         for step, owners in self._owners.items():
             others = owners.get(block, set()) - {order}
-            assert not others, f"block {block} is written for {order}, step {step} in flight uses it for {others}"
+            is_shared = order in owners.get(block, set())  # forks share until one writes, and steps run in order
+            assert is_shared or not others, f"block {block} is written for {order}, step {step} in flight uses it for {others}"

@@ -90,6 +90,7 @@ class Stream:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_started: int = 0
     embedding: list[float] | None = None
     finished: Finished | None = None
@@ -122,9 +123,10 @@ class World:
         salt: str = "",
         timeout_s: float | None = None,
         pooling: Pooling | None = None,
+        num_outputs: int = 1,
         **sampling: object,
     ) -> RequestKey:
-        """Ask for one output; the seed is its handle unless given."""
+        """Ask for one output; the seed is its handle unless given. Further outputs have handles 1000, 2000 … higher."""
         asked = AddRequest(
             key=key(handle, gateway),
             request_id=f"r{gateway}-{handle}",
@@ -134,9 +136,11 @@ class World:
             cache_salt=salt,
             timeout_s=timeout_s,
             pooling=pooling,
+            fork_handles=tuple(handle + 1000 * index for index in range(1, num_outputs)),
         )
-        self.asked.setdefault(asked.key, asked)
-        self.streams.setdefault(asked.key, Stream())
+        for index, which in enumerate(asked.keys):
+            self.asked.setdefault(which, asked.output(index))
+            self.streams.setdefault(which, Stream())
         self.scheduler.add(asked, now_s=self.now_s)
         return asked.key
 
@@ -222,6 +226,8 @@ class World:
                 self._open(gateway, handle).tokens.append(token)
             for handle, logprobs in output.logprobs.items():
                 self._open(gateway, handle).logprobs.extend(logprobs)
+            for handle, logprobs in output.prompt_logprobs.items():
+                self._open(gateway, handle).prompt_logprobs.extend(logprobs)
             for handle, embedding_D in output.embeddings.items():
                 self._open(gateway, handle).embedding = embedding_D.tolist()
             for finished in output.finished:

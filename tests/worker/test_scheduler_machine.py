@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from blockmgr.ids import PrefixCache
-from tests.support.scheduling import World, WorldConfig
+from tests.support.scheduling import Stream, World, WorldConfig
 from worker.oracle_model import OracleModel
 from worker.oracle_runner import OracleFaults
 from worker.ports import GatewayIndex
-from worker.request import Phase
+from worker.request import Phase, RequestKey
 from worker.runner import RunnerError, RunnerOutOfMemory
 
 MAX_ADDED = 12
@@ -87,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         gateway=st.sampled_from([0, 0, 1]),
         timeout_s=st.sampled_from([None, None, None, 3.0, 9.0]),
         seed=st.integers(0, 1),
+        num_outputs=st.sampled_from([1, 1, 1, 2, 3, 5]),
+        num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     )
     def add(
         self,
@@ -99,6 +101,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         gateway: int,
         timeout_s: float | None,
         seed: int,
+        num_outputs: int,
+        num_prompt_logprobs: int | None,
     ) -> None:
         self.num_added += 1
         self.world.add(
@@ -112,6 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min_tokens,
             stop_token_ids=stops,
             seed=seed,
+            num_outputs=num_outputs,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
 
     @rule(index=st.integers(0, MAX_ADDED - 1))
@@ -178,8 +184,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         requests = list(scheduler.roster)
         running = [request for request in requests if request.is_running]
         waiting = [request for request in requests if request.phase is Phase.WAITING]
-        assert len(running) + len(waiting) == len(requests)
-        assert (len(running), len(waiting)) == (scheduler.num_running, scheduler.num_waiting)
+        following = [request for request in requests if request.phase is Phase.FOLLOWING]
+        assert len(running) + len(waiting) + len(following) == len(requests)
+        assert (len(running), len(waiting)) == (scheduler.num_running, len(scheduler.roster.waiting))
+        assert scheduler.num_waiting == len(waiting) + len(following)
+        led = [follower for request in requests for follower in request.followers]
+        assert {id(request) for request in led} == {id(request) for request in following}
+        assert all(follower.leader is request for request in requests for follower in request.followers)
         assert {id(request) for request in running} == {id(request) for request in scheduler.roster.running}
         assert all(request.slot is None for request in waiting)
         assert len(running) <= self.world.config.max_num_seqs
@@ -206,8 +217,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.check_complete()
         self.world.check_quiet()
         for which, stream in self.world.streams.items():
+            self.check_prompt_logprobs(which, stream)
             if stream.finished and stream.finished.error == "NUMERICAL":
                 assert NAN_TOKEN in self.world.asked[which].prompt_ids_T
+
+
+    def check_prompt_logprobs(self, which: RequestKey, stream: Stream) -> None:
+        """One for each token of the prompt after the first, once, whatever happened on the way."""
+        asked = self.world.asked[which]
+        if asked.sampling.num_prompt_logprobs is None:
+            assert stream.prompt_logprobs == []
+        elif stream.tokens:
+            tops = [each.top_ids[:1] for each in stream.prompt_logprobs]
+            wanted = asked.prompt_ids_T[1:].tolist()
+            assert tops == [(token,) if asked.sampling.num_prompt_logprobs else () for token in wanted]
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)

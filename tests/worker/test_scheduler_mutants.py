@@ -198,7 +198,7 @@ def preemption_forgets_what_was_generated(patch: pytest.MonkeyPatch) -> None:
 
 def preemption_loses_the_request(patch: pytest.MonkeyPatch) -> None:
     def preempt(self: Roster, request: Request, now_s: float) -> None:
-        self._leave_slot(request)
+        self._leave_slot(request, now_s)
         self.counters.num_preemptions += 1
 
     patch.setattr(Roster, "preempt", preempt)
