@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from gateway.workers.config import WorkerPoolConfig
+from grammar.limits import GrammarLimits
 
 MIB = 1024 * 1024
 
@@ -55,6 +56,8 @@ class RequestLimits:
     max_pending_tokens: int = 16_384  # tokens that a slow reader may leave unread before its stream ends
     write_stall_s: float = 30.0  # how long one message may wait for the reader
     pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)  # of constraints on outputs
+    constraint_timeout_s: float = 2.0  # how long checking one may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

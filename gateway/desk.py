@@ -228,7 +228,9 @@ class Desk:
         return RunRequest(
             request_id=scope.request_id,
             prompt_ids=prepared.prompt_ids_T,
-            sampling=complete_sampling(request, worker.card, num_prompt_tokens=len(prepared.prompt_ids_T)),
+            sampling=complete_sampling(
+                request, worker.card, num_prompt_tokens=len(prepared.prompt_ids_T), grammar=prepared.grammar
+            ),
             priority=request.priority,
             cache_salt=salt,
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),

@@ -10,6 +10,7 @@ import numpy as np
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.config import RequestLimits
+from gateway.constraints import ConstraintChecker
 from gateway.deadline import Deadline
 from gateway.errors import InvalidRequest, Violation
 from gateway.models import ServedModels
@@ -19,20 +20,21 @@ from gateway.text.service import TextService
 from gateway.text.stop_matcher import StopStrings
 from gateway.validation.chat import chat_input, may_call_tools
 from gateway.validation.generate import check_context, check_ids
-from wire.messages import ModelCard
+from wire.messages import Grammar, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """prompt_ids_T: int32, at least one."""
+    """prompt_ids_T: int32, at least one. grammar: what the output must look like."""
 
     request: pb.GenerateRequest
     card: ModelCard
     prompt_ids_T: np.ndarray
     output: OutputFormat
     deadline: Deadline
+    grammar: Grammar | None = None
 
 
 class Preparer:
@@ -42,11 +44,13 @@ class Preparer:
         self._models = models
         self._text = text
         self._limits = limits
+        self._constraints = ConstraintChecker(text, limits.grammar, timeout_s=limits.constraint_timeout_s)
 
     async def prepare(
         self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline
     ) -> Prepared:
         """prefix: the request's path in the message that carries it. Raises RequestError, TextError."""
+        grammar = await self._constraints.check(request, prefix=prefix)
         prompt_ids_T = await self._prompt_ids(request, card, prefix)
         if len(prompt_ids_T) == 0:
             raise InvalidRequest((Violation(field=f"{prefix}input", description="gives no tokens"),))
@@ -54,7 +58,9 @@ class Preparer:
         output = self._output_format(
             request, card, frozenset(stop_ids.tolist()), await self._stop_strings(list(request.stop.strings))
         )
-        return Prepared(request=request, card=card, prompt_ids_T=prompt_ids_T, output=output, deadline=deadline)
+        return Prepared(
+            request=request, card=card, prompt_ids_T=prompt_ids_T, output=output, deadline=deadline, grammar=grammar
+        )
 
     async def _prompt_ids(self, request: pb.GenerateRequest, card: ModelCard, prefix: str) -> np.ndarray:
         kind = request.WhichOneof("input")

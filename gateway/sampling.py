@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.v1 import inference_pb2 as pb
 
-from wire.messages import ModelCard, Sampling
+from wire.messages import Grammar, ModelCard, Sampling
 
 # What an unset field means where generation_config.json says nothing.
 _NEUTRAL: dict[str, float] = {
@@ -25,8 +25,10 @@ def default_sampling(card: ModelCard) -> dict[str, float]:
     return _NEUTRAL | known
 
 
-def complete_sampling(request: pb.GenerateRequest, card: ModelCard, *, num_prompt_tokens: int) -> Sampling:
-    """A validated request's parameters. max_tokens is cut at the end of the context."""
+def complete_sampling(
+    request: pb.GenerateRequest, card: ModelCard, *, num_prompt_tokens: int, grammar: Grammar | None = None
+) -> Sampling:
+    """A validated request's parameters. max_tokens is cut at the end of the context. grammar: its constraint."""
     params, stop = request.sampling, request.stop
     values: dict[str, Any] = {
         name: getattr(params, name) if params.HasField(name) else default  # type: ignore[arg-type]
@@ -42,4 +44,5 @@ def complete_sampling(request: pb.GenerateRequest, card: ModelCard, *, num_promp
         stop_token_ids=tuple(stop.token_ids),
         ignore_eos=stop.ignore_eos,
         num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
+        grammar=grammar,
     )

@@ -39,8 +39,10 @@ def _across_fields(request: pb.GenerateRequest, prefix: str) -> Iterator[Violati
     yield from _stop_violations(request.stop, prefix)
     yield from _format_violations(request, prefix)
     yield from chat_violations(request.chat, f"{prefix}chat.")
-    if request.chat.tool_choice in _FORCED_CHOICES:
-        yield Violation(field=f"{prefix}chat.tool_choice", description="is not supported yet: AUTO and NONE are")
+    if request.chat.tool_choice in _FORCED_CHOICES and request.HasField("constraint"):
+        yield Violation(
+            field=f"{prefix}constraint", description="is one thing, calls that chat.tool_choice asks for are another"
+        )
 
 
 def _stop_violations(stop: pb.StopConditions, prefix: str) -> Iterator[Violation]:

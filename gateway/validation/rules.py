@@ -29,6 +29,11 @@ def not_served(value: object) -> str | None:
     return "is not supported"
 
 
+def must_be_true(value: object) -> str | None:
+    """A choice between fields that has no other value."""
+    return None if value is True else "must be true"
+
+
 @dataclass(frozen=True, slots=True)
 class InRange:
     """A finite number in [low, high]."""

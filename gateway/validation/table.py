@@ -15,6 +15,7 @@ from gateway.validation.rules import (
     Visible,
     anything,
     json_object,
+    must_be_true,
     not_served,
 )
 
@@ -22,6 +23,9 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_REGEX_BYTES = 4096
+MAX_CHOICES = 1024
+MAX_CHOICE_BYTES = 4096
 MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 128
 MAX_TIMEOUT_S = 86_400
@@ -68,15 +72,18 @@ TABLE: dict[str, MessageRules] = {
     ),
     "octavo.v1.Constraint": MessageRules(
         fields={
-            "json_schema": not_served,
-            "json_object": not_served,
-            "regex": not_served,
-            "ebnf": not_served,
+            # How long a source may be is a setting (`gateway.constraints`).
+            "json_schema": Utf8Bytes(1, ANY_NUMBER),
+            "json_object": must_be_true,
+            "regex": Utf8Bytes(1, MAX_REGEX_BYTES),
+            "ebnf": Utf8Bytes(1, ANY_NUMBER),
             "choice": anything,
         },
         required_oneofs=("kind",),
     ),
-    "octavo.v1.Choice": MessageRules(fields={"options": not_served}),
+    "octavo.v1.Choice": MessageRules(
+        fields={"options": Utf8Bytes(1, MAX_CHOICE_BYTES)}, counts={"options": Count(1, MAX_CHOICES)}
+    ),
     "octavo.v1.CompleteRequest": MessageRules(fields={"generate": anything}, required=("generate",)),
     "octavo.v1.TokenIds": MessageRules(fields={"ids": anything}, counts={"ids": Count(1, ANY_NUMBER)}),
     "octavo.v1.Chat": MessageRules(

@@ -66,6 +66,7 @@ def good() -> pb.GenerateRequest:
         ),
         priority=5,
         cache_salt="s",
+        constraint=pb.Constraint(choice=pb.Choice(options=["yes", "no"])),
     )  # fmt: skip
 
 
@@ -109,6 +110,10 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "output.logprobs": ([21, 2**32 - 1], [0, 20]),
     "output.skip_special_tokens": ([], [True, False]),
     "output.parse_tool_calls": ([], [True, False]),
+    "constraint.json_schema": ([""], ["{}"]),
+    "constraint.json_object": ([False], [True]),
+    "constraint.regex": (["", "x" * 4097], ["x" * 4096]),
+    "constraint.ebnf": ([""], ['root ::= "x"']),
     "timeout_s": ([0, -1, 86_400.1, NAN, INF], [1e-3, 86_400]),
     "return_partial_on_deadline": ([], [True, False]),
     "chat.add_generation_prompt": ([], [True, False]),
@@ -117,6 +122,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
 }
 ELEMENTS: dict[str, tuple[list[Any], list[Any]]] = {
     "stop.strings[0]": (["", "x" * 257, "é" * 129], ["é" * 128]),
+    "constraint.choice.options[0]": (["", "x" * 4097], ["é" * 2048]),
     "chat.messages[0].role": ([0, 5, -1], [1, 2]),
     "chat.messages[0].content": ([], ["", "x" * 100_000]),
     "chat.messages[2].tool_call_id": (["x" * 257], ["", "x"]),
