@@ -1,12 +1,14 @@
-"""Products with quantised weights on a GPU, one by one, against cuBLAS in bf16: what FEW_TOKENS and QuantTiles rest on.
+"""Quantised weights and caches on a GPU: products one by one against cuBLAS in bf16 (what FEW_TOKENS and QuantTiles rest
+on), and whole steps.
 
-    python -m bench.gpu_quant [tiles] [tokens]
+    python -m bench.gpu_quant [tiles] [tokens] [steps]
 
 Random weights of 7B's and 0.5B's shapes, several copies in turn so that none is in the cache. Microseconds, median of
 replays of a CUDA graph; the bf16 floor is 2 bytes a weight at 3 TB/s.
 """
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +17,10 @@ from typing import Any
 import torch
 import triton
 
+from bench.gpu_step import Bench, copy_rate, time_decode, time_prefill
 from model.gpu.quant_layers import QuantProducts
 from model.kernels.quant_product import QuantizedWeight, QuantScratch, QuantTiles, quant_product
-from model.quantization.rounding import Fp8Weight, round_to_groups
+from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
 
 SHAPES = {"7B qkv": (4608, 3584), "7B down": (3584, 18944), "0.5B gate_up": (9728, 896), "0.5B o": (896, 896)}
 TILES = [
@@ -29,6 +32,16 @@ TILES = [
 ]  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 2048)
 COLD_BYTES = 160e6
+WAYS = {
+    "bf16": ("bf16", torch.bfloat16),
+    "fp8 weights": ("fp8", torch.bfloat16),
+    "int8 weights": ("int8", torch.bfloat16),
+    "int4 weights": ("int4", torch.bfloat16),
+    "fp8 cache": ("bf16", FP8),
+    "fp8 weights and cache": ("fp8", FP8),
+}
+STEPS = [(1, 256), (4, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
+PROMPTS = [(1, 512), (8, 2048)]
 
 
 def quantized(kind: str, O: int, I: int) -> QuantizedWeight:
@@ -123,16 +136,38 @@ def sweep_tokens() -> None:
             print(f"  T={T}: " + "  ".join(cells), flush=True)
 
 
+def time_steps(shape: str) -> None:
+    """Decode and prefill of whole steps, a line for each way to keep weights and cache."""
+    rate = copy_rate()
+    for name, (weights, kv_dtype) in WAYS.items():
+        bench = Bench(shape, weights=weights, kv_dtype=kv_dtype)
+        cells = []
+        for batch, context in STEPS:
+            ms, floor = time_decode(bench, batch, context, 0.0), bench.floor_ms(batch, context, rate)
+            cells.append(f"{batch}x{context} {ms:.3f} ({floor:.2f})")
+        for prompts, length in PROMPTS:
+            ms = time_prefill(bench, prompts, length)
+            cells.append(f"prefill {prompts}x{length} {prompts * length / ms:.0f}k tok/s")
+        print(f"{shape} {name}, weights {bench.weight_bytes / 1e9:.2f} GB: " + "  ".join(cells), flush=True)
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Print the tables asked for, all of them by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["tiles", "tokens"])
-    what = parser.parse_args().what
+    parser.add_argument("what", nargs="*", default=["tiles", "tokens", "steps"])
+    parser.add_argument("--shape", nargs="+", default=["0.5B", "7B"])
+    arguments = parser.parse_args()
+    what = arguments.what
     print(torch.cuda.get_device_name())
     if "tiles" in what:
         sweep_tiles()
     if "tokens" in what:
         sweep_tokens()
+    for shape in arguments.shape if "steps" in what else ():
+        time_steps(shape)
 
 
 if __name__ == "__main__":

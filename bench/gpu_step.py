@@ -82,6 +82,7 @@ class Bench:
         shape: str,
         *,
         weights: str = "bf16",
+        kv_dtype: torch.dtype = torch.bfloat16,
         num_rows: int = 256,
         pool_tokens: int = 300_000,
         max_tokens: int = 16384,
@@ -89,9 +90,9 @@ class Bench:
         self.config = config_of(shape)
         self.weight_bytes, taken = take_weights(random_model(self.config), weights)
         self.num_blocks = pool_tokens // BLOCK_SIZE
-        self.kv = KvPool(self.config, self.num_blocks + 1, BLOCK_SIZE, torch.bfloat16, "cuda")
+        self.kv = KvPool(self.config, self.num_blocks + 1, BLOCK_SIZE, kv_dtype, "cuda")
         for pool in (*self.kv.k_pools, *self.kv.v_pools):
-            pool.normal_()
+            pool.copy_(torch.randn(pool.shape, dtype=torch.bfloat16, device="cuda"))
         self.state = RowState(
             num_slots=num_rows, table_width=2048, scratch_block=self.num_blocks, device=torch.device("cuda")
         )
@@ -112,7 +113,7 @@ class Bench:
 
     def floor_ms(self, batch: int, context: int, rate: float) -> float:
         """Reading everything once, at `rate` bytes a second."""
-        per_token = 2 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim * 2
+        per_token = self.kv.num_bytes / (self.kv.num_blocks * BLOCK_SIZE)
         return (self.weight_bytes + batch * context * per_token) / rate * 1e3
 
 
