@@ -26,9 +26,11 @@ from bench.gpu_step import config_of, random_model
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
+from cli.worker_config import GPU_BATCH_TOKENS
 from model.gpu.weights import GpuWeights
 from wire.messages import Run, Sampling, StepOutput
 from worker.config import SchedulerConfig
+from worker.cuda_ahead import compile_kernels
 from worker.cuda_memory import cuda_memory_needs
 from worker.cuda_programs import CudaRunnerConfig, PathChoice
 from worker.cuda_runner import CudaRunner
@@ -251,6 +253,9 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
         path_choice=PathChoice.MEASURED,
     )
     weights = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE)
+    drawn_s = time.perf_counter()
+    compile_kernels(weights, config, lambda done, total: None)
+    compiled_s = time.perf_counter()
     needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9)
     pool = size_pool(needs)
     measured_s = time.perf_counter()
@@ -261,8 +266,9 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
     gc.collect()
     gc.freeze()
     print(
-        f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights and rehearsal "
-        f"{measured_s - start_s:.1f} s, {runner.programs.num_shapes} graphs {recorded_s:.1f} s, in all "
+        f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights {drawn_s - start_s:.1f} s, kernels "
+        f"{compiled_s - drawn_s:.1f} s, rehearsal {measured_s - compiled_s:.1f} s, "
+        f"{runner.programs.num_shapes} graphs {recorded_s:.1f} s, in all "
         f"{time.perf_counter() - start_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB by rehearsal, "
         f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {pool.num_tokens} tokens",
         flush=True,
@@ -293,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--max-batch-tokens", type=int, nargs="+", default=[2048])
+    parser.add_argument("--max-batch-tokens", type=int, nargs="+", default=[GPU_BATCH_TOKENS])
     parser.add_argument("--max-model-len", type=int, default=10_240)
     parser.add_argument("--only", nargs="+", default=["nano", "wishes", "first", "decode", "host"])
     parser.add_argument("--profile", action="store_true")

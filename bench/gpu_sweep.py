@@ -135,8 +135,10 @@ def tiled(step: DecodeStep, tiles: DecodeTiles) -> Callable[[torch.Tensor], obje
 def sweep_attention(bench: Bench) -> None:
     """Tiles, and how finely the work is cut, of the wide path's attention."""
     step, config, K = bench.decode, bench.config, bench.config.num_key_value_heads
-    cases = {"256x560": (256, 560), "256 ragged": (256, ragged(256)), "64 ragged": (64, ragged(64)),
-             "16x8192": (16, 8192), "32x256": (32, 256), "128x256": (128, 256)}  # fmt: skip
+    cases: dict[str, tuple[int, int | tuple[int, ...]]] = {
+        "256x560": (256, 560), "256 ragged": (256, ragged(256)), "64 ragged": (64, ragged(64)), "16x8192": (16, 8192),
+        "32x256": (32, 256), "128x256": (128, 256),
+    }  # fmt: skip
     for name, (batch, _) in cases.items():
         take(bench, batch, Wide())
         print(f"attention {name}: as it is {time_step(bench, *cases[name]):.4f}", flush=True)
