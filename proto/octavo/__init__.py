@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from octavo.client_options import tls_credentials
     from octavo.client_requests import generate_request
+    from octavo.client_tools import assistant_turn, tool_result
 
 _HOMES = {
     "Client": "client",
@@ -36,6 +37,8 @@ _HOMES = {
     "AsyncClient": "client_aio",
     "AsyncTextStream": "client_aio",
     "generate_request": "client_requests",
+    "assistant_turn": "client_tools",
+    "tool_result": "client_tools",
     "Cancelled": "client_errors",
     "DeadlineExceeded": "client_errors",
     "InvalidRequest": "client_errors",
@@ -62,8 +65,10 @@ __all__ = [
     "TextStream",
     "Unauthorized",
     "Unavailable",
+    "assistant_turn",
     "generate_request",
     "tls_credentials",
+    "tool_result",
 ]
 
 

@@ -6,6 +6,7 @@ from typing import Self, Unpack
 
 import grpc
 
+from octavo.client_embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client_errors import error_from
 from octavo.client_events import AsyncStreamCall, StreamEvents
 from octavo.client_options import call_metadata, open_aio_channel
@@ -38,6 +39,11 @@ class AsyncTextStream:
     def token_ids(self) -> list[int]:
         """All ids so far, where the request asked for ids."""
         return self._events.token_ids
+
+    @property
+    def tool_calls(self) -> list[inference_pb2.ToolCall]:
+        """All calls so far, where the request had tools; complete once `finished` is set."""
+        return self._events.calls.all()
 
     async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
@@ -111,6 +117,20 @@ class AsyncClient:
         wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
         try:
             return await self._inference.Complete(wrapped, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+
+    async def embed(
+        self,
+        inputs: Sequence[EmbedInput],
+        *,
+        timeout_s: float | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> inference_pb2.EmbedResponse:
+        """A vector for each input: `[each.values for each in await client.embed(["a", "b"]).embeddings]`."""
+        request = embed_request(inputs, **fields)
+        try:
+            return await self._inference.Embed(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from(error) from None
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import grpc
 
 from octavo.client_errors import ServerFault
+from octavo.client_tools import ToolCalls
 from octavo.v1 import inference_pb2
 
 
@@ -31,6 +32,7 @@ class StreamEvents:
     started: inference_pb2.Started | None = None
     finished: inference_pb2.Finished | None = None
     token_ids: list[int] = field(default_factory=list)
+    calls: ToolCalls = field(default_factory=ToolCalls)
 
     def take(self, response: inference_pb2.GenerateResponse) -> inference_pb2.Delta | None:
         """Keep the event; returns it where it is new output."""
@@ -41,6 +43,7 @@ class StreamEvents:
                 self.finished = response.finished
             case "delta":
                 self.token_ids.extend(response.delta.token_ids)
+                self.calls.take(response.delta.tool_calls)
                 return response.delta
         return None
 

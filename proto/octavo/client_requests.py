@@ -1,12 +1,14 @@
 """Builds `GenerateRequest` from plain Python values. Pure: no channel, no clock."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from octavo.client_tools import Tool, set_tools, tool_call
 from octavo.v1 import common_pb2, inference_pb2
 
-Message = inference_pb2.ChatMessage | tuple[str, str] | Mapping[str, str]
-"""A turn of a conversation: a ChatMessage, (role, content), or {"role": …, "content": …}."""
+Message = inference_pb2.ChatMessage | tuple[str, str] | Mapping[str, Any]
+"""A turn of a conversation: a ChatMessage, (role, content), or {"role": …, "content": …} with "tool_calls" and
+"tool_call_id" where they belong."""
 
 _ROLES = {
     "system": inference_pb2.CHAT_ROLE_SYSTEM,
@@ -30,13 +32,17 @@ _SAMPLING = {*inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {*_SAMPL
 class GenerateFields(TypedDict, total=False):
     """Fields of a request; what is left out takes the model's default.
 
-    Exactly one of text, token_ids, messages. The others are the fields of the same names in
+    Exactly one of text, token_ids, messages. tools and tool_choice (auto, none, required, or the name of the tool that
+    must be called) belong to messages. timeout_s is an argument of the call: its deadline, which is the request's too.
+    The others are the fields of the same names in
     `octavo/v1/inference.proto`, where their units and limits stand.
     """
 
     text: str
     token_ids: Sequence[int]
     messages: Sequence[Message]
+    tools: Sequence[Tool]
+    tool_choice: str
     request_id: str
     model: str
     temperature: float
@@ -95,10 +101,18 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
     """The message as the contract has it. Raises ValueError for an unknown role."""
     if isinstance(message, inference_pb2.ChatMessage):
         return message
-    role, content = (message["role"], message["content"]) if isinstance(message, Mapping) else message
+    fields: Mapping[str, Any] = (
+        message if isinstance(message, Mapping) else dict(zip(("role", "content"), message, strict=True))
+    )
+    role = fields["role"]
     if role not in _ROLES:
         raise ValueError(f"role {role!r} is none of {', '.join(_ROLES)}")
-    return inference_pb2.ChatMessage(role=_ROLES[role], content=content)
+    return inference_pb2.ChatMessage(
+        role=_ROLES[role],
+        content=fields.get("content") or "",
+        tool_calls=map(tool_call, fields.get("tool_calls") or ()),
+        tool_call_id=fields.get("tool_call_id", ""),
+    )
 
 
 def _set_input(request: inference_pb2.GenerateRequest, given: dict) -> None:
@@ -112,6 +126,7 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict) -> None:
         request.token_ids.CopyFrom(common_pb2.TokenIds(ids=value))
     else:
         request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
+        set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
 
 
 def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict) -> None:

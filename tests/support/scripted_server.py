@@ -1,6 +1,7 @@
 """A server of the contract that answers from a script, so that the clients are tested without the service."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ class Script:
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
     authorizations: list[str] = field(default_factory=list)  # of the calls that had one
+    tool_calls: tuple[inference_pb2.ToolCallDelta, ...] = ()  # each in a Delta of its own, after the texts
+    embed_requests: list[inference_pb2.EmbedRequest] = field(default_factory=list)
+    peers: set[str] = field(default_factory=set)  # connections that streams came over
+    pause_s: float = 0.0  # before each text
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
@@ -36,12 +41,16 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self._script.requests.append(request)
+        self._script.peers.add(context.peer())
         if not self._script.fails_after_text:
             self._fail(context)
         context.add_callback(self._script.ended.set)
         yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=3))
         for index, text in enumerate(self._script.texts):
+            time.sleep(self._script.pause_s)
             yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text, token_ids=[index]))
+        for piece in self._script.tool_calls:
+            yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(tool_calls=[piece]))
         self._fail(context)
         ended = threading.Event()
         context.add_callback(ended.set)
@@ -55,6 +64,12 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self._script.requests.append(request.generate)
         self._fail(context)
         return inference_pb2.CompleteResponse(text="".join(self._script.texts), finished=finished())
+
+    def Embed(self, request: inference_pb2.EmbedRequest, context: grpc.ServicerContext) -> inference_pb2.EmbedResponse:
+        self._script.embed_requests.append(request)
+        self._fail(context)
+        vectors = [inference_pb2.Embedding(values=[index, 0.5]) for index, _ in enumerate(request.inputs)]
+        return inference_pb2.EmbedResponse(request_id="r", model="m", embeddings=vectors)
 
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
@@ -121,9 +136,9 @@ class _Listener(grpc.ServerInterceptor):
 
 
 @contextmanager
-def running(script: Script) -> Iterator[str]:
-    """The address of a server that plays the script."""
-    server = grpc.server(ThreadPoolExecutor(max_workers=4), interceptors=[_Listener(script)])
+def running(script: Script, *options: tuple[str, int]) -> Iterator[str]:
+    """The address of a server that plays the script. options: of its channel."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=4), interceptors=[_Listener(script)], options=options)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(ScriptedInference(script), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ScriptedModels(), server)
     port = server.add_insecure_port("127.0.0.1:0")
