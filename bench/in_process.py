@@ -11,7 +11,7 @@ import numpy as np
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
-from wire.messages import Cancel, Finished, Run, Sampling, StepOutput
+from wire.messages import Cancel, Finished, Run, Sampling, StepOutput, TokenLogprobs
 from worker.config import SchedulerConfig
 from worker.engine import Engine, EngineConfig
 from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
@@ -24,10 +24,12 @@ GATEWAY = GatewayIndex(0)
 
 @dataclass
 class KeptMail:
-    """Inbox and outbox of one gateway that lives here. tokens, finished: by handle, until somebody takes them."""
+    """Inbox and outbox of one gateway that lives here. tokens, logprobs, finished: by handle, until somebody takes
+    them."""
 
     coming: list[tuple[GatewayIndex, InboxMessage]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     num_tokens: int = 0
 
@@ -46,6 +48,8 @@ class KeptMail:
             for handle, token in zip(handles.tolist(), tokens.tolist(), strict=True):
                 self.tokens[handle].append(token)
             self.num_tokens += len(tokens)
+            for handle, logprobs in message.logprobs.items():
+                self.logprobs[handle].extend(logprobs)
             for finished in message.finished:
                 self.finished[finished.handle] = finished
 
