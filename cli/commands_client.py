@@ -1,4 +1,4 @@
-"""The commands that call a service: chat, generate, models, health, tour."""
+"""The commands that call a service: chat, generate, embed, models, health, tour."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -20,10 +20,18 @@ class InputKind(StrEnum):
     IDS = "ids"
 
 
+class PoolingKind(StrEnum):
+    """What of the last hidden state becomes a vector."""
+
+    LAST_TOKEN = "last_token"
+    MEAN = "mean"
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("chat", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
     app.command("generate", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
+    app.command("embed", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(embed))
     app.command("models", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
     app.command("health", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(health))
     app.command("tour", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
@@ -60,6 +68,21 @@ def generate(
     fields = prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
     output = "token_ids" if token_ids else "text_and_token_ids" if json else "text"
     return run(resolved.settings, fields, output=output, wants_receipt=receipt, wants_json=json)
+
+
+def embed(
+    resolved: Resolved[ClientSettings],
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; - or nothing reads stdin, one a line.")] = None,
+    pooling: Annotated[
+        PoolingKind, typer.Option("--pooling", help="What becomes the vector.")
+    ] = PoolingKind.LAST_TOKEN,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave vectors as long as they are, instead of length 1.")] = False,
+) -> int:
+    """Turn texts into vectors: one JSON object a line, with text, values and figures."""
+    from cli.embed import embed as run
+    from cli.embed import read_texts
+
+    return run(resolved.settings, read_texts(texts or []), pooling=pooling.value, normalize=not raw)
 
 
 def models(resolved: Resolved[ClientSettings]) -> int:

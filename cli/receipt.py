@@ -1,6 +1,6 @@
 """A request's receipt and usage as people read them. Pure."""
 
-from octavo.v1 import inference_pb2
+from octavo.v1 import common_pb2, inference_pb2
 from rich.table import Table
 
 
@@ -18,12 +18,15 @@ def receipt_rows(finished: inference_pb2.Finished) -> list[tuple[str, str]]:
         ),
         ("first token", _ms(receipt.time_to_first_token_s)),
         ("per token", f"{_ms(per_token_s)} ({1 / per_token_s:,.0f} tokens/s)" if per_token_s else "–"),
+        ("between tokens", _gaps(receipt)),
         ("gateway", _ms(receipt.gateway_s)),
         ("queue", _ms(receipt.queue_s)),
         ("prefill", f"{_ms(receipt.prefill_s)} ({receipt.computed_tokens} tokens computed)"),
         ("decode", _ms(receipt.decode_s)),
         ("total", _ms(receipt.total_s)),
+        ("memory", f"{receipt.block_seconds:,.2f} block-seconds"),
         ("preemptions", str(receipt.preemptions)),
+        ("migrations", str(receipt.migrations)),
         ("worker", f"{receipt.worker_id}, model {receipt.model_fingerprint[:12]}"),
         ("seed", str(receipt.seed)),
     ]
@@ -48,6 +51,12 @@ def receipt_line(finished: inference_pb2.Finished) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.1f} ms"
+
+
+def _gaps(receipt: common_pb2.Receipt) -> str:
+    if not receipt.inter_token_p50_s:
+        return "–"
+    return f"p50 {_ms(receipt.inter_token_p50_s)}, p99 {_ms(receipt.inter_token_p99_s)}"
 
 
 def _stop(stop: inference_pb2.StopMatch) -> str:

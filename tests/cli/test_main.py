@@ -12,7 +12,7 @@ from cli.settings import ALL_KEYS, COMMANDS
 
 USERS = {
     "serve": "serve", "tour": "serve", "doctor": "serve", "gateway": "gateway", "worker": "worker", "chat": "client",
-    "generate": "client", "models": "client", "health": "client",
+    "generate": "client", "embed": "client", "models": "client", "health": "client",
 }  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
     own = {
         "chat": {"--system", "--receipt"},
         "generate": {"--as", "--chat", "--system", "--token-ids", "--receipt", "--json", "prompt"},
+        "embed": {"--pooling", "--raw", "texts"},
         "health": {"--live"},
     }
     assert flags - {"--help", "-h"} == {flag_of(name) for name in settings} | {"--config"} | own.get(command, set())

@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 
+from worker.masks import StepMasks
 from worker.plan import StepPlan, StepResult
 from worker.runner import Runner
 
@@ -23,6 +24,11 @@ class TwinRunner:
         self.fast.launch(plan)
         self._plans.append(plan)
 
+    def constrain(self, masks: StepMasks) -> None:
+        """Both."""
+        self.slow.constrain(masks)
+        self.fast.constrain(masks)
+
     def collect(self) -> StepResult:
         """Both. AssertionError where they differ in more than rounding."""
         plan = self._plans.popleft()
@@ -30,7 +36,13 @@ class TwinRunner:
         self.num_steps += 1
         assert (fast.step, fast.tokens_S.dtype) == (slow.step, np.dtype(np.int32))
         assert fast.is_finite_S.tolist() == slow.is_finite_S.tolist(), plan
-        assert fast.tokens_S.tolist() == slow.tokens_S.tolist(), plan
+        exhausted = [
+            np.zeros(len(fast.tokens_S), np.bool_) if each is None else each
+            for each in (fast.is_exhausted_S, slow.is_exhausted_S)
+        ]
+        assert exhausted[0].tolist() == exhausted[1].tolist(), plan
+        has_token_S = ~exhausted[0]
+        assert fast.tokens_S[has_token_S].tolist() == slow.tokens_S[has_token_S].tolist(), plan
         assert fast.logprobs.keys() == slow.logprobs.keys()
         for index, wanted in slow.logprobs.items():
             got = fast.logprobs[index]
@@ -38,6 +50,18 @@ class TwinRunner:
             np.testing.assert_allclose(
                 [got.logprob, *got.top_logprobs], [wanted.logprob, *wanted.top_logprobs], atol=2e-3, rtol=1e-3
             )
+        assert fast.prompt_logprobs.keys() == slow.prompt_logprobs.keys()
+        for index, positions in slow.prompt_logprobs.items():
+            assert [each.top_ids for each in fast.prompt_logprobs[index]] == [each.top_ids for each in positions]
+            np.testing.assert_allclose(
+                [each.logprob for each in fast.prompt_logprobs[index]],
+                [each.logprob for each in positions],
+                atol=2e-3,
+                rtol=1e-3,
+            )
+        assert fast.embeddings.keys() == slow.embeddings.keys()
+        for index, embedding_D in slow.embeddings.items():
+            np.testing.assert_allclose(fast.embeddings[index], embedding_D, atol=2e-3, rtol=1e-3)
         return fast
 
     def close(self) -> None:
