@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: help demo serve test test-gpu sim lint format proto install dev clean
+.PHONY: help demo serve test test-gpu sanitize-gpu sim lint format proto install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -32,8 +32,14 @@ serve: install ## serve the embedded model until Ctrl-C
 test: dev ## the whole CPU suite
 	@$(BIN)/python -m pytest -m "not gpu"
 
-test-gpu: dev ## the tests that need a CUDA device
-	@$(BIN)/python -m pytest tests/gpu tests/model/kernels tests/model/gpu
+GPU_TESTS := tests/gpu tests/model/kernels tests/model/gpu
+JOBS ?= 8
+test-gpu: dev ## the tests that need a CUDA device, JOBS=8 at once since compiling kernels takes longest
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not alone" $(GPU_TESTS)
+	@$(BIN)/python -m pytest -m alone $(GPU_TESTS)
+
+sanitize-gpu: dev ## the kernel tests under compute-sanitizer, memcheck and racecheck
+	@$(BIN)/python -m tests.support.sanitize --jobs $(JOBS)
 
 SEEDS ?= 0:100
 sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with SIM="--requests 1000 --jobs 4 --shrink"

@@ -15,7 +15,7 @@ from worker.oracle_model import OracleModel
 from worker.runner_loading import load_torch
 from worker.torch_runner import TorchRunner
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def load(**settings: object) -> tuple[Loaded, dict[str, list[tuple[int | None, int | None]]]]:

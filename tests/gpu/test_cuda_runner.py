@@ -80,6 +80,7 @@ def test_a_step_without_memory_is_that_step_alone(monkeypatch: pytest.MonkeyPatc
     hand.step(decode={0: 6})
 
 
+@pytest.mark.alone
 def test_memory_stays_where_it_was_after_many_steps() -> None:
     hand = Hand(twins(launching=Launching.GRAPHS))
 
