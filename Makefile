@@ -39,7 +39,7 @@ test-gpu: dev ## the tests that need a CUDA device, JOBS=8 at once since compili
 	@$(BIN)/python -m pytest -m alone $(GPU_TESTS)
 
 sanitize-gpu: dev ## the kernel tests under compute-sanitizer, memcheck and racecheck
-	@$(BIN)/python -m tests.support.sanitize --jobs $(JOBS)
+	@$(BIN)/python -m bench.gpu_sanitize --jobs $(JOBS)
 
 SEEDS ?= 0:100
 sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with SIM="--requests 1000 --jobs 4 --shrink"

@@ -1,7 +1,7 @@
 """The kernel tests under compute-sanitizer: memcheck (reads and writes out of bounds, or misaligned) and racecheck
 (hazards in shared memory). `make sanitize-gpu`, or
 
-    python -m tests.support.sanitize [--tools memcheck racecheck] [--jobs 8] [--timeout 500] [--select EXPRESSION] [FILES]
+    python -m bench.gpu_sanitize [--tools memcheck racecheck] [--jobs 8] [--timeout 500] [--select EXPRESSION] [FILES]
 
 Every test file and tool is a process of its own. torch's caching allocator is off, so that a step behind an allocation
 is seen. The tests run once without the tool before, which compiles the kernels. The exit code is 1 where an error was
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/nvidia/compute-sanitizer/compute-sanitizer")
 SUMMARIES = (
     re.compile(r"ERROR SUMMARY: (\d+) error"),
