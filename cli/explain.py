@@ -81,6 +81,7 @@ def _of_call(error: BaseException) -> CliError:
         "MODEL_NOT_FOUND": "`octavo models` lists what is served; choose with --model-name",
         "INVALID_FIELD": "change that field",
         "EXCEEDS_CAPACITY": "shorten the prompt, or give fewer --max-tokens",
+        "CONSTRAINT": "ask for something simpler; docs/structured-output.md tells the limits",
         "UNAUTHENTICATED": "give the key in OCTAVO_API_KEY, or a certificate with --client-cert-file",
         "PERMISSION_DENIED": "ask the operator for a key with that scope",
         "TENANT_LIMIT": "try again in a moment, or ask the operator for more",

@@ -30,6 +30,8 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             max_pending_tokens=settings.max_pending_tokens,
             write_stall_s=settings.write_stall_s,
             pushback_ms=settings.pushback_ms,
+            grammar=settings.grammar_limits,
+            constraint_timeout_s=settings.constraint_timeout_s,
         ),
         connection=ConnectionConfig(
             keepalive_time_s=settings.keepalive_time_s, keepalive_timeout_s=settings.keepalive_timeout_s

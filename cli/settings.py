@@ -6,6 +6,7 @@ from typing import Literal
 
 from cli.setting import Names, Settings, setting
 from cli.settings_access import AccessSettings, CredentialSettings
+from cli.settings_constraints import ConstraintCheckSettings, GrammarSettings
 from cli.settings_gateway import (
     AddressSettings,
     LimitSettings,
@@ -74,6 +75,7 @@ class WorkerSettings(
     WorkerWatchSettings,
     WorkerLinkSettings,
     ProcessSettings,
+    GrammarSettings,
     SchedulingSettings,
     MemorySettings,
     ModelSettings,
@@ -85,6 +87,7 @@ class GatewaySettings(
     MetricsHostSettings,
     ProcessSettings,
     SupervisionSettings,
+    ConstraintCheckSettings,
     LimitSettings,
     WorkerDoorSettings,
     AccessSettings,
@@ -98,6 +101,8 @@ class ServeSettings(
     WorkerWatchSettings,
     ProcessSettings,
     SupervisionSettings,
+    ConstraintCheckSettings,
+    GrammarSettings,
     LimitSettings,
     AccessSettings,
     ListenSettings,

@@ -3,8 +3,15 @@
 from cli.addresses import default_endpoint
 from cli.errors import usage
 from cli.settings import WorkerSettings
-from worker.config import CheckNumerics, CurveConfig, Deterministic, PrefixCacheMode, RunnerKind, WorkerConfig
-
+from worker.config import (
+    CheckNumerics,
+    CurveConfig,
+    Deterministic,
+    GrammarConfig,
+    PrefixCacheMode,
+    RunnerKind,
+    WorkerConfig,
+)
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 
@@ -24,8 +31,8 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         dtype=None if settings.dtype == "auto" else settings.dtype,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
         quantization=None if settings.quantization == "none" else settings.quantization,
-        kv_cache_dtype=None if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
         deterministic=Deterministic.ON if settings.deterministic else Deterministic.OFF,
+        kv_cache_dtype=None if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
         check_numerics=CheckNumerics(settings.check_numerics),
         check_numerics_limit=settings.check_numerics_limit,
         num_threads=settings.num_threads,
@@ -39,6 +46,13 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         max_batch_tokens=settings.max_batch_tokens or default_batch_tokens(device, settings.max_num_seqs),
         max_chunk_tokens=settings.max_chunk_tokens,
         aging_s=settings.aging_s,
+        grammars=GrammarConfig(
+            limits=settings.grammar_limits,
+            timeout_s=settings.grammar_timeout_s,
+            num_threads=settings.grammar_threads,
+            cache_entries=settings.grammar_cache_entries,
+            cache_bytes=settings.grammar_cache_bytes,
+        ),
         heartbeat_interval_s=settings.heartbeat_interval_s,
         drain_grace_s=settings.drain_grace_s,
         stall_exit_s=settings.stall_exit_s,

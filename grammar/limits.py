@@ -1,8 +1,10 @@
 """How large a grammar may be, and how much work it may cause."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import llguidance
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +28,11 @@ class GrammarLimits:
     max_states: int = 30_000
     max_symbols: int = 100_000
 
-    def for_parser(self) -> llguidance.LLParserLimits:
+    def for_parser(self) -> "LLParserLimits":
         """The library's form."""
-        return llguidance.LLParserLimits(
+        from llguidance import LLParserLimits  # settings are read by commands that need no library
+
+        return LLParserLimits(
             max_items_in_row=self.max_row_items,
             initial_lexer_fuel=self.max_compile_fuel,
             step_lexer_fuel=self.max_step_fuel,

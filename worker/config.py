@@ -4,9 +4,11 @@ What is learned later (number of blocks, the model's own limits) goes from `Work
 the block manager's configuration when the model is loaded. This file knows no model, socket or environment variable.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+
+from grammar.limits import GrammarLimits
 
 
 class RunnerKind(Enum):
@@ -88,6 +90,18 @@ class CurveConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """How constraints on outputs are compiled. timeout_s: from a request's arrival; the queue of the threads is in it.
+    cache_bytes: estimated."""
+
+    limits: GrammarLimits = field(default_factory=GrammarLimits)
+    timeout_s: float = 10.0
+    num_threads: int = 2
+    cache_entries: int = 256
+    cache_bytes: int = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Everything that `worker.main.main` needs to start one worker process.
 
@@ -135,6 +149,7 @@ class WorkerConfig:
     max_batch_tokens: int = 512
     max_chunk_tokens: int | None = None
     aging_s: float = 10.0
+    grammars: GrammarConfig = field(default_factory=GrammarConfig)
     # link
     heartbeat_interval_s: float = 0.5
     drain_grace_s: float = 30.0

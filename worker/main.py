@@ -26,6 +26,7 @@ from worker.busy_log import BusyLog
 from worker.config import RunnerKind, WorkerConfig
 from worker.engine import Engine, EngineConfig
 from worker.gateway_socket import CurveKeys
+from worker.grammar_loading import make_grammars
 from worker.heartbeat import HeartbeatThread
 from worker.link import WorkerLink
 from worker.loaded import Loaded, load_oracle
@@ -90,6 +91,7 @@ def _assemble(
         outbox=link,
         clock=time.monotonic,
         observer=BusyLog(metrics, lambda: engine.stats),
+        grammars=make_grammars(config.grammars, loaded, registry, wake=link.wake),
     )
     shutdown.attach(engine, link.wake)
     link.on_refused = shutdown.refuse

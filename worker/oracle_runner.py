@@ -119,9 +119,7 @@ class OracleRunner:
         plan = self._launched[-1]
         index_N = self._masked.index_of(plan)
         if not self._awaits_masks or masks.index_N.tolist() != index_N.tolist():
-            raise OracleViolation(
-                f"step {plan.step} needs masks for {index_N.tolist()}, not {masks.index_N.tolist()}"
-            )
+            raise OracleViolation(f"step {plan.step} needs masks for {index_N.tolist()}, not {masks.index_N.tolist()}")
         self._masks[plan.step], self._awaits_masks = masks, False
 
     def collect(self) -> StepResult:

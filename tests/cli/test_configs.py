@@ -10,7 +10,16 @@ from cli.settings import GatewaySettings, WorkerSettings
 from cli.worker_config import default_batch_tokens, split_model, worker_config
 from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
 from gateway.workers.config import WorkerPoolConfig
-from worker.config import CheckNumerics, CurveConfig, Deterministic, PrefixCacheMode, RunnerKind, WorkerConfig
+from grammar.limits import GrammarLimits
+from worker.config import (
+    CheckNumerics,
+    CurveConfig,
+    Deterministic,
+    GrammarConfig,
+    PrefixCacheMode,
+    RunnerKind,
+    WorkerConfig,
+)
 
 RUN_DIR = Path("/run/octavo")
 
@@ -42,7 +51,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         keepalive_time_s=18.5, keepalive_timeout_s=19.5, log_format="json", log_level="debug",
         tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
-        status_socket=Path("/run/octavo/s"),
+        status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
     )  # fmt: skip
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
@@ -65,6 +74,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         heartbeat_timeout_s=1.5,
         stall_timeout_s=2.5,
     )
+    assert config.limits.grammar == GrammarLimits(max_source_bytes=21, max_depth=22)
     assert unchanged(config.limits) == {"max_metadata_bytes", "max_tokenizing"}
     assert unchanged(config.connection) == {"min_ping_interval_s", "max_ping_strikes", "handshake_timeout_s"}
 
@@ -80,6 +90,8 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         gateway_public_key_file=Path("g.pub"), registration_token="word", heartbeat_interval_s=14.5,
         drain_grace_s=20.5, stall_exit_s=21.5,
         worker_metrics_port=15, metrics_host="::1", audit_every_steps=16, log_format="json", log_level="error",
+        max_schema_bytes=22, max_schema_depth=23, grammar_timeout_s=24.5, grammar_threads=25, grammar_cache_entries=26,
+        grammar_cache_bytes=27,
         runner="torch", oracle_vocab_size=17, oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
     )  # fmt: skip
     config = worker_config(settings)
@@ -93,6 +105,10 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         curve=CurveConfig(secret_key_file=Path("w.key"), gateway_public_key_file=Path("g.pub")),
         registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5,
         metrics_port=15, metrics_host="::1",
+        grammars=GrammarConfig(
+            limits=GrammarLimits(max_source_bytes=22, max_depth=23), timeout_s=24.5, num_threads=25, cache_entries=26,
+            cache_bytes=27,
+        ),
         audit_every_steps=16, log_format="json", log_level="error", runner=RunnerKind.TORCH, oracle_vocab_size=17,
         oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
     )  # fmt: skip
