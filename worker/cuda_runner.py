@@ -110,11 +110,11 @@ class CudaRunner:
             raise runner_error(error, self._device) from error
 
     def constrain(self, masks: StepMasks) -> None:
-        """Let the newest step choose its tokens, whose grammars allow what these masks say. Raises LookupError where
-        it does not wait; DeviceLost where the process must end."""
+        """Let the newest step choose its tokens, whose grammars allow what these masks say. Nothing where it does not
+        wait. Raises DeviceLost where the process must end."""
         flight = self._flights[-1] if self._flights else None
         if flight is None or flight.held is None:
-            raise LookupError("no step waits for masks")
+            return
         try:
             with torch.inference_mode():
                 chosen = self._choosing.run(flight.held, masks)

@@ -45,6 +45,8 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 60.0, "top_k": 6, "top_p": 0.9, "presence_penalty": 150.0},
     {"temperature": 0.0, "repetition_penalty": 3.0},
     {"temperature": 60.0, "min_p": 0.5, "min_tokens": 3, "stop_token_ids": (5, 6)},
+    {"temperature": 60.0, "logit_bias": {9: 40.0, 3: -100.0}, "typical_p": 0.7, "num_logprobs": 0},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(0, 120, 3)), "bad_words": ((0, 3), (6,), (9, 12, 15))},
 ]
 
 

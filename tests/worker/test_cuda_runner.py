@@ -7,9 +7,12 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from model.kernels import decode_work
+from model.kernels.mask import packed_mask
 from tests.support.cuda_twins import DEVICE, VOCAB, WISHES, Hand, chunk, prompt, twins, world
+from wire.messages import Grammar, GrammarKind
 from worker.cuda_graphs import batch_sizes
-from worker.plan import StepPlan
+from worker.masks import StepMasks
+from worker.plan import Chunk, Slot, StepPlan
 from worker.runner import RunnerError
 
 pytestmark = [
@@ -103,6 +106,104 @@ def test_rows_of_nan_are_told_and_leave_the_others_alone() -> None:
     slow, fast = hand.runner.slow.collect(), hand.runner.fast.collect()
     assert slow.is_finite_S.tolist() == fast.is_finite_S.tolist() == [True, False, True]
     assert slow.tokens_S[[0, 2]].tolist() == fast.tokens_S[[0, 2]].tolist()
+
+
+def forked(slot: int, start: int, num_tokens: int, forks: tuple[int, ...]) -> Chunk:
+    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=True, forks=tuple(map(Slot, forks)))
+
+
+def test_forks_of_a_prompt_draw_their_own_tokens_from_its_last_logits() -> None:
+    hand = Hand(twins())
+    hand.join(0, prompt(10, 5), temperature=60.0, seed=1)
+    hand.step(prefill=(chunk(0, 0, 5),))
+    wishes = ({"temperature": 60.0, "seed": 2}, {"temperature": 60.0, "seed": 3, "num_logprobs": 2}, {"top_k": 3})
+    for slot, wish in zip((1, 3, 2), wishes, strict=True):
+        hand.join(slot, prompt(11, 6), **wish)
+    first, second = hand.free.pop(0), hand.free.pop(0)
+    for slot in (1, 3, 2):
+        hand.tables[slot] = [first, second]
+        hand.updates += [(slot, 0, first), (slot, 1, second)]
+    hand.step(decode={0: 5}, prefill=(forked(1, 0, 6, (3, 2)),))
+    for slot in (3, 2):  # the half full block becomes each one's own
+        hand.tables[slot][1] = hand.free.pop(0)
+        hand.updates.append((slot, 1, hand.tables[slot][1]))
+    copies = np.asarray([(second, hand.tables[slot][1]) for slot in (3, 2)], np.int32)
+    hand.step(decode={2: 6, 0: 6, 1: 6, 3: 6}, block_copies_C2=copies)
+    hand.step(decode={2: 7, 0: 7, 1: 7, 3: 7})
+
+
+ONE_OF = Grammar(kind=GrammarKind.REGEX, source="unread here")
+
+
+def masks_of(allowed: dict[int, list[int]]) -> StepMasks:
+    """By position in the sampled slots."""
+    bits_NV = np.zeros((len(allowed), VOCAB), np.bool_)
+    for n, ids in enumerate(allowed.values()):
+        bits_NV[n, ids] = True
+    return StepMasks(
+        index_N=np.asarray(list(allowed), np.int64), bits_NW=np.stack([packed_mask(row) for row in bits_NV])
+    )
+
+
+def test_a_step_holds_its_tokens_back_until_the_masks_come() -> None:
+    hand = Hand(twins())
+    hand.join(0, prompt(12, 5), grammar=ONE_OF)
+    hand.join(1, prompt(13, 5))
+    hand.join(2, prompt(14, 7), grammar=ONE_OF, temperature=60.0, seed=5, num_logprobs=3, logit_bias={4: 9.0})
+    hand.launch(prefill=(chunk(0, 0, 5), chunk(1, 0, 5)))
+    hand.runner.constrain(masks_of({0: [3, 9]}))
+    assert hand.runner.collect().tokens_S[0] in (3, 9)
+    hand.launch(decode={1: 5, 0: 5}, prefill=(chunk(2, 0, 7),))
+    with pytest.raises(LookupError, match="waits for masks"):
+        hand.runner.fast.collect()
+    hand.runner.constrain(masks_of({1: [8, 11, 60], 2: [4, 7, 119]}))
+    tokens = hand.runner.collect().tokens_S.tolist()
+    assert (tokens[1] in (8, 11, 60), tokens[2] in (4, 7, 119)) == (True, True)
+    for position in range(6, 9):
+        hand.launch(decode={0: position, 1: position, 2: position + 1})
+        hand.runner.constrain(masks_of({0: [position, 80], 2: list(range(50))}))
+        assert hand.runner.collect().tokens_S[0] in (position, 80)
+    hand.launch(decode={0: 9, 2: 10})
+    hand.runner.constrain(masks_of({0: [], 1: [5]}))
+    result = hand.runner.collect()
+    assert (result.is_exhausted_S is not None, result.tokens_S[1]) == (True, 5)
+
+
+def test_masks_overtake_the_tokens_of_the_step_before_in_flight() -> None:
+    hand = Hand(twins())
+    hand.join(0, prompt(15, 5), grammar=ONE_OF)
+    hand.launch(prefill=(chunk(0, 0, 5),))
+    hand.runner.constrain(masks_of({0: [1]}))
+    for position in range(5, 9):
+        hand.launch(decode={0: position})
+        assert hand.runner.collect().tokens_S.tolist() == [position - 4]
+        hand.runner.constrain(masks_of({0: [position - 3]}))
+    assert hand.runner.collect().tokens_S.tolist() == [5]
+
+
+def test_a_choice_that_fails_is_told_where_the_step_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = Hand(twins())
+    hand.join(0, prompt(16, 5), grammar=ONE_OF)
+    hand.launch(prefill=(chunk(0, 0, 5),))
+    fast = hand.runner.fast
+    with monkeypatch.context() as patch:
+        patch.setattr(fast.programs, "run_wishes", lambda *args: (_ for _ in ()).throw(RuntimeError("no luck")))  # type: ignore[attr-defined]
+        fast.constrain(masks_of({0: [1]}))
+    with pytest.raises(RunnerError, match="no luck"):
+        fast.collect()
+
+
+def test_wishes_without_room_on_the_device_are_served_by_the_whole_sampler() -> None:
+    hand = Hand(twins())
+    hand.join(0, prompt(17, 5), num_logprobs=25, bad_words=((1, 2),))
+    hand.join(1, prompt(18, 5), bad_words=(tuple(range(40)),), allowed_token_ids=(5, 6, 7), temperature=60.0, seed=1)
+    hand.join(2, prompt(19, 5), temperature=60.0, seed=2, num_logprobs=1)
+    hand.step(prefill=tuple(chunk(slot, 0, 5) for slot in range(3)))
+    for position in range(5, 9):
+        hand.step(decode={0: position, 1: position, 2: position})
+    hand.join(1, prompt(20, 5), temperature=60.0, seed=1)  # the slot's next request wants nothing special
+    hand.step(decode={0: 9, 2: 9}, prefill=(chunk(1, 0, 5),))
+    hand.step(decode={0: 10, 2: 10, 1: 5})
 
 
 def test_a_plan_without_a_block_is_refused_before_it_writes_anywhere() -> None:
