@@ -6,7 +6,7 @@ from enum import Enum
 PARTIAL_MARGIN_S = 0.05
 """A partial output leaves so long before the wire's deadline: its way through the loop, the network, the caller's
 library. Callers who are further away than that set `timeout_s` themselves."""
-BACKSTOP_S = 0.02
+BACKSTOP_S = 0.03
 """So long after the worker should have ended the output, the gateway does: a step of the model may be long."""
 
 
