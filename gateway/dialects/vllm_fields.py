@@ -19,6 +19,7 @@ SERVED: dict[str, frozenset[str]] = {
     "GenerateRequest": frozenset(
         {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
     ),
+    "EmbedRequest": frozenset({"request_id", "tokenized"}),
     "TokenizedInput": frozenset({"original_text", "input_ids"}),
     "SamplingParams": frozenset(
         {
@@ -37,6 +38,11 @@ SERVED: dict[str, frozenset[str]] = {
 def check_served(request: vllm.GenerateRequest) -> None:
     """Raises InvalidRequest with the paths of what is not served."""
     raise_if_any(first_violations(_violations(request)))
+
+
+def check_embed_served(request: vllm.EmbedRequest) -> None:
+    """The same for an EmbedRequest."""
+    raise_if_any(first_violations(_unserved(request, "")))
 
 
 def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:

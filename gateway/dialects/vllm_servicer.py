@@ -17,7 +17,8 @@ from gateway.dialects.throughput import Throughput
 from gateway.dialects.tokenizer_zip import archive_of
 from gateway.dialects.vllm_kv_events import KvBatches
 from gateway.dialects.vllm_messages import Positions, aborted_early, chunk_of, complete_of, reason_of
-from gateway.dialects.vllm_translate import in_callers_names, translate
+from gateway.dialects.vllm_translate import in_callers_names, translate, translate_embed
+from gateway.embedding import Embedder, normalized
 from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from gateway.live import LiveRequest
 from gateway.rpc.scope import RpcScope, current_rpc
@@ -35,6 +36,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self._desk = desk
         self._is_ready = is_ready
         self._started_s = time.monotonic()
+        self._embedder = Embedder(desk)
         self._throughput = Throughput(now_s=self._started_s)
 
     # ------------------------------------------------------------ requests
@@ -103,8 +105,19 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
-        """Not offered."""
-        await _refuse(context, "Embed")
+        """One prompt's vector."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        num_bytes = request.ByteSize()
+        translated = await self._desk.text.run_by_size(lambda: translate_embed(request), num_bytes=num_bytes)
+        try:
+            card, embedded = await self._embedder.embed(translated, scope, timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+        (each,) = embedded
+        scope.log_fields |= {"model": card.name, "prompt_tokens": each.num_prompt_tokens}
+        values = normalized(each.vector_D).tolist()
+        return vllm.EmbedResponse(embedding=values, prompt_tokens=each.num_prompt_tokens, embedding_dim=len(values))
 
     # ------------------------------------------------------------ the server
 

@@ -6,9 +6,9 @@ from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
-from gateway.dialects.vllm_fields import check_served
+from gateway.dialects.vllm_fields import check_embed_served, check_served
 from gateway.errors import InvalidRequest, Violation
-from gateway.validation.generate import check_generate
+from gateway.validation.generate import check_embed, check_generate
 
 _UINT64 = (1 << 64) - 1
 _NO_SEED = -1  # vLLM's word for "draw one"
@@ -16,6 +16,8 @@ _NO_SEED = -1  # vLLM's word for "draw one"
 # octavo.v1 -> here; the first prefix that fits.
 _PATHS = (
     ("token_ids.ids", "tokenized.input_ids"),
+    ("inputs[0].token_ids.ids", "tokenized.input_ids"),
+    ("inputs", "tokenized"),
     ("sampling.", "sampling_params."),
     ("constraint.ebnf", "sampling_params.grammar"),
     ("constraint.choice.options", "sampling_params.choice.choices"),
@@ -44,6 +46,18 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
         translated.truncate_prompt_tokens = request.sampling_params.truncate_prompt_tokens
     try:
         check_generate(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
+    """Checked: the last token's vector, of length 1. Raises InvalidRequest naming the caller's fields."""
+    check_embed_served(request)
+    token_ids = common_pb2.TokenIds(ids=request.tokenized.input_ids)
+    translated = pb.EmbedRequest(request_id=request.request_id, inputs=[pb.EmbedInput(token_ids=token_ids)])
+    try:
+        check_embed(translated)
     except InvalidRequest as error:
         raise in_callers_names(error) from None
     return translated

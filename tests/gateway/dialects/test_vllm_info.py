@@ -143,7 +143,6 @@ async def test_what_is_not_offered_is_unimplemented(serve: Any, vllm_stub: Stub)
     async with serve() as served:
         stub = vllm_stub(served.channel)
         calls = {
-            "Embed": stub.Embed(vllm.EmbedRequest()),
             "StartProfile": stub.StartProfile(common.StartProfileRequest()),
             "StopProfile": stub.StopProfile(common.StopProfileRequest()),
         }
