@@ -25,8 +25,8 @@ _REFUSED_WORDS = (
     "$recursiveAnchor $vocabulary extends disallow"
 )
 _REFUSED = frozenset(_REFUSED_WORDS.split())
-# A space, or a new line with its indentation: as people and models write JSON, and never white space without end. No key
-# is written with \u, which could hide its name.
+# A space, or a new line with its indentation: as people and models write JSON, and never white space without end. No
+# key is written with \u, which could hide its name.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,32})?", "json_allowed_escapes": 'nrtbf\\"'}
 
 Json = dict[str, Any]

@@ -2,7 +2,7 @@
 
 import json
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 
 from grammar.choice import choice_to_lark
 from grammar.errors import GrammarRefused, Refusal
@@ -21,7 +21,7 @@ def to_llguidance(grammar: Grammar, limits: GrammarLimits) -> str:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(json.dumps({"type": "object", "x-guidance": WHITE_SPACE}))
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(_checked_regex(grammar.source, limits))
+            return LLMatcher.grammar_from_lark(_regex_to_lark(grammar.source, limits))
         case GrammarKind.EBNF:
             return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source, limits))
         case GrammarKind.CHOICE:
@@ -30,8 +30,9 @@ def to_llguidance(grammar: Grammar, limits: GrammarLimits) -> str:
             return LLMatcher.grammar_from_lark(tool_calls_to_lark(grammar.source, limits))
 
 
-def _checked_regex(source: str, limits: GrammarLimits) -> str:
+def _regex_to_lark(source: str, limits: GrammarLimits) -> str:
+    r"""\d, \w and \s mean ASCII: tables of other characters differ from one library to the next."""
     num_bytes = len(source.encode())
     if not 1 <= num_bytes <= limits.max_regex_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has {num_bytes} bytes, 1 to {limits.max_regex_bytes} are allowed")
-    return source
+    return f"start: /{regex_to_lark(source, use_ascii='dws')}/\n"

@@ -92,7 +92,7 @@ class GrammarRig:
 
     def ask(self, handle: int, prompt: Iterable[int], grammar: Grammar | None = None, **sampling: Any) -> None:
         """One request; fork_handles and num_resumed_tokens go to the Run."""
-        run = {name: sampling.pop(name) for name in ("fork_handles", "num_resumed_tokens") if name in sampling}
+        run = {name: sampling.pop(name) for name in ("fork_handles", "num_resumed_tokens", "timeout_s") if name in sampling}
         wishes = msgspec.structs.replace(Sampling(max_tokens=256, grammar=grammar), **sampling)
         prompt_ids = np.array(list(prompt), "<i4").tobytes()
         for each in (handle, *run.get("fork_handles", ())):

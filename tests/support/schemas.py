@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 Json = dict[str, Any]
-NAMES = "id name title status tags price email address city country items total kind notes score created owner".split()
-WORDS = "new open closed red green blue small medium large admin user guest low high eu us asap never".split()
+_NAMES = "id name title status tags price email address city country items total kind notes score created owner"
+_WORDS = "new open closed red green blue small medium large admin user guest low high eu us asap never"
+NAMES, WORDS = _NAMES.split(), _WORDS.split()
 PATTERNS = (
-    r"^[A-Z]{2}-[0-9]{3}$", r"^[a-z]+@[a-z]{1,5}\.(com|org)$", r"^#[0-9a-f]{6}$", r"^(foo|bar){1,2}$", r"^[^\"\\]{1,4}$",
-    r"^\d{1,3}(\.\d{1,3}){3}$", r"^é?[äöü]{1,2}$", r"[0-9]x",
+    r"^[A-Z]{2}-[0-9]{3}$", r"^[a-z]+@[a-z]{1,5}\.(com|org)$", r"^#[0-9a-f]{6}$", r"^(foo|bar){1,2}$",
+    r"^[^\"\\]{1,4}$", r"^\d{1,3}(\.\d{1,3}){3}$", r"^é?[äöü]{1,2}$", r"[0-9]x",
 )  # fmt: skip
 FORMATS = ("date", "time", "date-time", "email", "uuid", "ipv4", "ipv6", "hostname", "uri")
 MAX_DEPTH = 4
