@@ -1,6 +1,7 @@
 """VllmEngine's Generate and Abort over a real channel."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untype
 from gateway.text.model_text import ModelText
 from tests.support.fake_pool import FakePool, FakeRun, busy
 from tests.support.rpc_errors import refused
-from wire.messages import Sampling, TokenLogprobs, WireFinishReason
+from wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
 
 Stub = Callable[[Any], Any]
 
@@ -101,6 +102,33 @@ async def test_everything_that_is_served_reaches_the_worker(serve: Any, vllm_stu
     }
     assert run.sampling == Sampling(**fields, num_logprobs=2)
     assert run.prompt_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "grammar"),
+    [
+        ({"json_schema": '{"type": "object"}'}, Grammar(kind=GrammarKind.JSON_SCHEMA, source='{"type": "object"}')),
+        ({"json_object": True}, Grammar(kind=GrammarKind.JSON_OBJECT)),
+        ({"regex": "[ab]+"}, Grammar(kind=GrammarKind.REGEX, source="[ab]+")),
+        ({"grammar": 'root ::= "a"'}, Grammar(kind=GrammarKind.EBNF, source='root ::= "a"')),
+        (
+            {"choice": vllm.ChoiceConstraint(choices=["yes", "no"])},
+            Grammar(kind=GrammarKind.CHOICE, source='["yes", "no"]'),
+        ),
+    ],
+)
+async def test_constraints_reach_the_worker(
+    serve: Any, vllm_stub: Stub, constraint: dict[str, Any], grammar: Grammar
+) -> None:
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        async for _ in vllm_stub(served.channel).Generate(request(**constraint)):
+            pass
+        (run,) = served.pool.runs
+    got = run.request.sampling.grammar
+    if grammar.kind is GrammarKind.CHOICE:
+        assert (got.kind, json.loads(got.source)) == (grammar.kind, json.loads(grammar.source))
+    else:
+        assert got == grammar
 
 
 async def test_text_is_tokenized(serve: Any, vllm_stub: Stub, tiny_text: ModelText) -> None:
@@ -240,12 +268,12 @@ async def test_errors_are_statuses_with_the_reasons_of_the_gateway(serve: Any, v
         ({"prompt_logprobs": 0}, ("sampling_params.prompt_logprobs",)),
         ({"truncate_prompt_tokens": 3}, ("sampling_params.truncate_prompt_tokens",)),
         ({"logit_bias": {1: 2.0}}, ("sampling_params.logit_bias",)),
-        ({"json_schema": "{}"}, ("sampling_params.json_schema",)),
-        ({"regex": "a"}, ("sampling_params.regex",)),
-        ({"grammar": "a"}, ("sampling_params.grammar",)),
+        ({"json_schema": '{"type": "nothing"}'}, ("sampling_params.json_schema",)),
+        ({"regex": "("}, ("sampling_params.regex",)),
+        ({"grammar": "no rule"}, ("sampling_params.grammar",)),
         ({"structural_tag": "a"}, ("sampling_params.structural_tag",)),
         ({"json_object": False}, ("sampling_params.json_object",)),
-        ({"choice": vllm.ChoiceConstraint(choices=["a"])}, ("sampling_params.choice.choices",)),
+        ({"choice": vllm.ChoiceConstraint()}, ("sampling_params.choice.choices",)),
         ({"logit_bias": {-1: 2.0}}, ("sampling_params.logit_bias",)),
         ({"truncate_prompt_tokens": -1}, ("sampling_params.truncate_prompt_tokens",)),
         ({"temperature": -1, "top_p": 2}, ("sampling_params.temperature", "sampling_params.top_p")),
@@ -261,7 +289,7 @@ async def test_errors_are_statuses_with_the_reasons_of_the_gateway(serve: Any, v
 async def test_a_parameter_that_is_wrong_or_not_served_is_refused_by_its_path(
     serve: Any, vllm_stub: Stub, changes: dict[str, Any], fields: tuple[str, ...]
 ) -> None:
-    async with serve() as served:
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
         refusal = await refused(vllm_stub(served.channel).Generate(request(**changes)))
         assert served.pool.runs == []
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
