@@ -4,7 +4,7 @@
 
 nano: 256 requests at once, prompts and outputs U[100,1024], ids U[0,10000], temperature 0.6, end tokens ignored; output
 tokens per second; also with Qwen's own wishes: temperature 0.7, top-k 20, top-p 0.8, repetition penalty 1.05. first
-token: from the request in the inbox to its token in the outbox. decode: milliseconds per token of B greedy requests,
+token: from the request in the inbox to its token in the outbox. prefill: 64 prompts of 2048 tokens, a token each. decode: milliseconds per token of B greedy requests,
 (time for 257 tokens - time for 1) / 256 at prompt 128. host: microseconds that the engine's thread works per steady
 decode step, everything but waiting for the device. Random weights, bf16.
 """
@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_step import config_of, random_model
+from bench.gpu_floors import Floors
+from bench.gpu_step import config_of, copy_rate, random_model
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
@@ -178,11 +179,16 @@ class GpuEngine:
         self.spent.steps += self.engine.num_steps - before
 
 
+def nano_lengths(rng: np.random.Generator) -> np.ndarray:
+    """[256, 2] prompt and output tokens of nano-vllm's bench.py."""
+    return rng.integers(100, 1025, (256, 2))
+
+
 def nano(engine: GpuEngine, seed: int, wishes: dict[str, Any] | None = None) -> dict[str, float]:
     """The workload of nano-vllm's bench.py. Raises RuntimeError where tokens are missing."""
     wishes = wishes or {"temperature": 0.6}
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(100, 1025, (256, 2))
+    lengths = nano_lengths(rng)
     for num_prompt, num_output in lengths.tolist():
         engine.ask(rng.integers(0, 10001, num_prompt), num_output, **wishes)
     engine.spent, start_s = Spent(), time.perf_counter()
@@ -207,6 +213,16 @@ def first_token_ms(engine: GpuEngine, length: int) -> float:
         engine.finish()
         times.append(engine.mail.first_s - start_s)
     return statistics.median(times) * 1e3
+
+
+def prefill(engine: GpuEngine, num_prompts: int, length: int) -> dict[str, float]:
+    """Prompts all at once, one token each: the second of two times."""
+    rng = np.random.default_rng(length)
+    for _ in range(2):
+        for _ in range(num_prompts):
+            engine.ask(rng.integers(0, 10001, length), 1, temperature=0.0)
+        seconds = engine.finish()
+    return {"tokens_per_s": num_prompts * length / seconds, "seconds": seconds}
 
 
 def decode_ms(engine: GpuEngine, batch: int) -> float:
@@ -301,13 +317,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-batch-tokens", type=int, nargs="+", default=[GPU_BATCH_TOKENS])
     parser.add_argument("--max-model-len", type=int, default=10_240)
-    parser.add_argument("--only", nargs="+", default=["nano", "wishes", "first", "decode", "host"])
+    parser.add_argument("--only", nargs="+", default=["nano", "wishes", "first", "prefill", "decode", "host"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    report: dict[str, object] = {"device": torch.cuda.get_device_name(), "shape": arguments.shape}
+    rate = copy_rate()
+    torch.cuda.empty_cache()
+    report: dict[str, object] = {
+        "device": torch.cuda.get_device_name(), "shape": arguments.shape, "copy_bytes_per_s": rate,
+    }  # fmt: skip
     for max_batch_tokens in arguments.max_batch_tokens:
-        report[f"max_batch_tokens {max_batch_tokens}"] = measure(arguments, max_batch_tokens)
+        report[f"max_batch_tokens {max_batch_tokens}"] = measure(arguments, max_batch_tokens, rate)
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
@@ -316,32 +336,44 @@ def main() -> None:
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
-def measure(arguments: argparse.Namespace, max_batch_tokens: int) -> dict[str, object]:
+def measure(arguments: argparse.Namespace, max_batch_tokens: int, rate: float) -> dict[str, object]:
     """All figures of one token budget; the widest batches with a runner of their own."""
     only = set(arguments.only)
     found: dict[str, object] = {}
     sizes = {"max_batch_tokens": max_batch_tokens, "max_model_len": arguments.max_model_len}
     runner = make_runner(arguments.shape, max_slots=256, **sizes)
     engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
+    floors = Floors(config=config_of(arguments.shape), bytes_per_s=rate)
 
-    def note(name: str, measure_one: Callable[..., float | dict[str, float]], *of: object) -> None:
+    def note(
+        name: str, measure_one: Callable[..., float | dict[str, float]], *of: object, floor_ms: float | None = None
+    ) -> None:
         value = measure_one(*of)
-        found[name] = value
-        show(f"  {name:24s}", value if isinstance(value, dict) else {"ms": value})
+        figures = dict(value) if isinstance(value, dict) else {"ms": value}
+        if floor_ms is not None:
+            ms = figures["ms"] if "ms" in figures else 1e3 * figures["seconds"]
+            figures |= {"floor_ms": floor_ms, "percent_of_floor": 100 * floor_ms / ms}
+        found[name] = figures
+        show(f"  {name:24s}", figures)
+
+    def nano_floor_ms(seed: int) -> float:
+        return floors.serve_ms(nano_lengths(np.random.default_rng(seed)))
 
     if "nano" in only:
         nano(engine, 99)  # libraries choose their kernels once
         for seed in arguments.seeds:
-            note(f"nano seed {seed}", nano, engine, seed)
+            note(f"nano seed {seed}", nano, engine, seed, floor_ms=nano_floor_ms(seed))
         engine = GpuEngine(runner, prefix_cache=PrefixCache.ON)
-        note("nano seed 0, cache on", nano, engine, 0)
+        note("nano seed 0, cache on", nano, engine, 0, floor_ms=nano_floor_ms(0))
         engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
     if "wishes" in only:
-        note("nano seed 0, Qwen's wishes", nano, engine, 0, QWENS_WISHES)
+        note("nano seed 0, Qwen's wishes", nano, engine, 0, QWENS_WISHES, floor_ms=nano_floor_ms(0))
     for length in (16, 512, 2048, 8192) if "first" in only else ():
-        note(f"first token of {length}", first_token_ms, engine, length)
+        note(f"first token of {length}", first_token_ms, engine, length, floor_ms=floors.prefill_ms([length]))
+    if "prefill" in only:
+        note("prefill 64 x 2048", prefill, engine, 64, 2048, floor_ms=floors.prefill_ms([2048] * 64))
     for batch in (1, 8, 32, 128, 256) if "decode" in only else ():
-        note(f"decode batch {batch}", decode_ms, engine, batch)
+        note(f"decode batch {batch}", decode_ms, engine, batch, floor_ms=floors.decode_ms(batch, 256))
     for batch in (1, 64, 256) if "host" in only else ():
         note(f"host at {batch}", host_us, engine, batch)
     if arguments.profile:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.gpu_floors import Floors
 from model import KvPool, Qwen2Config, Qwen2ForCausalLM
 from model.gpu.decode_step import DecodeStep
 from model.gpu.mixed_step import MixedInputs, MixedStep
@@ -241,14 +242,17 @@ def measure(shape: str, rate: float, *, weights: str = "bf16", with_profile: boo
     for batch, context in DECODES:
         greedy, drawn = (time_decode(bench, batch, context, temperature) for temperature in (0.0, 0.6))
         floor = bench.floor_ms(batch, context, rate)
+        figures[f"decode {batch}x{context} floor"] = floor
         figures[f"decode {batch}x{context}"] = greedy
         figures[f"decode {batch}x{context} sampled"] = drawn
         line = f"  decode {batch:4d} x {context:5d}  {greedy:7.3f} ms  sampled {drawn:7.3f}"
         print(f"{line}  floor {floor:6.3f}  {floor / greedy:4.0%}", flush=True)
     for prompts, length in PREFILLS:
-        ms = time_prefill(bench, prompts, length)
+        ms, floor = time_prefill(bench, prompts, length), floors.prefill_ms([length] * prompts)
         figures[f"prefill {prompts}x{length}"] = ms
-        print(f"  prefill {prompts:3d} x {length:5d}  {ms:7.2f} ms  {prompts * length / ms * 1e3:10.0f} tok/s")
+        figures[f"prefill {prompts}x{length} floor"] = floor
+        line = f"  prefill {prompts:3d} x {length:5d}  {ms:7.2f} ms  {prompts * length / ms * 1e3:10.0f} tok/s"
+        print(f"{line}  floor {floor:7.2f}  {floor / ms:4.0%}", flush=True)
     if with_profile:
         for batch, context in ((1, 256), (32, 256), (256, 560)):
             profile(bench, batch, context)
