@@ -1,6 +1,7 @@
 """The commands that call a service: chat, generate, embed, models, health, tour."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -56,16 +57,31 @@ def generate(
     ] = InputKind.TEXT,
     chat: Annotated[bool, typer.Option("--chat", help="The same as --as chat.")] = False,
     system: Annotated[str, typer.Option("--system", help="System message before a chat prompt.")] = "",
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="File of a JSON schema that the output must satisfy.")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="The output must be a JSON object.")] = False,
+    regex: Annotated[str, typer.Option("--regex", help="Regular expression that the output must match.")] = "",
+    ebnf: Annotated[
+        Path | None, typer.Option("--ebnf", help="File of a grammar (GBNF) that the output must be of.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option("--choice", help="What the output may be; repeat for several.")
+    ] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Print token ids; nothing is detokenized.")] = False,
     receipt: Annotated[bool, typer.Option("--receipt", help="Print where the time went, to stderr.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, ids, usage, receipt.")] = False,
 ) -> int:
     """Generate once, streaming to stdout."""
+    from cli.constraint_fields import constraint_fields
     from cli.generate import generate as run
     from cli.generate import prompt_fields, read_prompt
 
     kind = InputKind.CHAT if chat else as_
-    fields = prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
+    constraint = constraint_fields(
+        json_schema=json_schema, json_object=json_object, regex=regex, ebnf=ebnf, choices=choice or ()
+    )
+    fields = prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system) | constraint
     output = "token_ids" if token_ids else "text_and_token_ids" if json else "text"
     return run(resolved.settings, fields, output=output, wants_receipt=receipt, wants_json=json)
 

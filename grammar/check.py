@@ -22,6 +22,8 @@ def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
 
 def refused(message: str) -> GrammarRefused:
     """What the library says, sorted by kind."""
+    message = next((line for line in message.splitlines() if line.startswith("error: ")), message)
+    message = message.removeprefix("error: ").partition("\n<")[0]
     lower = message.lower()
     if any(words in lower for words in _LIMIT_WORDS):
         return GrammarRefused(Refusal.LIMIT, f"is too complex: {one_line(message)}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from octavo.client_constraints import JsonSchema, set_constraint
 from octavo.client_tools import Tool, set_tools, tool_call
 from octavo.v1 import common_pb2, inference_pb2
 
@@ -34,6 +35,7 @@ class GenerateFields(TypedDict, total=False):
 
     Exactly one of text, token_ids, messages. tools and tool_choice (auto, none, required, or the name of the tool that
     must be called) belong to messages. timeout_s is an argument of the call: its deadline, which is the request's too.
+    json_schema, json_object, regex, ebnf and choice say what the output must look like; at most one of them.
     The others are the fields of the same names in
     `octavo/v1/inference.proto`, where their units and limits stand.
     """
@@ -72,6 +74,11 @@ class GenerateFields(TypedDict, total=False):
     parse_tool_calls: bool
     priority: int
     cache_salt: str
+    json_schema: JsonSchema
+    json_object: bool
+    regex: str
+    ebnf: str
+    choice: Sequence[str]
     num_outputs: int
     return_partial_on_deadline: bool
     truncate_prompt_tokens: int
@@ -89,6 +96,7 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
     for name in _PLAIN:
         if name in given:
             setattr(request, name, given.pop(name))
+    set_constraint(request, given)
     _set_sampling(request.sampling, given)
     _set_stop(request.stop, given)
     _set_output(request.output, given)

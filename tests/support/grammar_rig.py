@@ -91,8 +91,9 @@ class GrammarRig:
         )
 
     def ask(self, handle: int, prompt: Iterable[int], grammar: Grammar | None = None, **sampling: Any) -> None:
-        """One request; fork_handles and num_resumed_tokens go to the Run."""
-        run = {name: sampling.pop(name) for name in ("fork_handles", "num_resumed_tokens", "timeout_s") if name in sampling}
+        """One request; fields of the Run's own go there."""
+        of_run = ("fork_handles", "num_resumed_tokens", "timeout_s")
+        run = {name: sampling.pop(name) for name in of_run if name in sampling}
         wishes = msgspec.structs.replace(Sampling(max_tokens=256, grammar=grammar), **sampling)
         prompt_ids = np.array(list(prompt), "<i4").tobytes()
         for each in (handle, *run.get("fork_handles", ())):
