@@ -3,9 +3,10 @@
 
     python -m bench.gpu_sanitize [--tools memcheck racecheck] [--jobs 8] [--timeout 500] [--select EXPRESSION] [FILES]
 
-Every test file and tool is a process of its own. torch's caching allocator is off, so that a step behind an allocation
-is seen. The tests run once without the tool before, which compiles the kernels. The exit code is 1 where an error was
-found or a process did not end well.
+First a control: kernels with a planted mistake (bench/gpu_planted.py), which the tools must find. Then every test file
+and tool is a process of its own. torch's caching allocator is off, so that a step behind an allocation is seen. The
+tests run once without the tool before, which compiles the kernels. The exit code is 1 where an error was found, a
+control was missed or a process did not end well.
 """
 
 import argparse
@@ -60,13 +61,13 @@ def pytest_command(file: str, select: str) -> list[str]:
     return [sys.executable, *PYTEST, file, *(["-k", select] if select else [])]
 
 
-def run(sanitizer: str, tool: str, file: str, select: str, timeout_s: float) -> Finding:
-    """One process."""
+def run(sanitizer: str, tool: str, file: str, command: list[str], timeout_s: float) -> Finding:
+    """One process. file: what the command is about."""
     options = ["--tool", tool, "--error-exitcode", "99", "--print-limit", "20"]
     start_s = time.monotonic()
     try:
         done = subprocess.run(
-            [sanitizer, *options, *pytest_command(file, select)],
+            [sanitizer, *options, *command],
             cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False,
             env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )  # fmt: skip
@@ -85,6 +86,18 @@ def run(sanitizer: str, tool: str, file: str, select: str, timeout_s: float) -> 
         seconds=time.monotonic() - start_s,
         log=log,
     )
+
+
+def check_controls(sanitizer: str, tools: list[str], timeout_s: float) -> list[str]:
+    """Tools that did not find the mistake planted for them."""
+    missed = []
+    for tool in tools:
+        found = run(sanitizer, tool, "planted", [sys.executable, "-m", "bench.gpu_planted", tool], timeout_s)
+        print(f"control: {tool} found {found.num_errors} of what was planted", flush=True)
+        if not found.num_errors:
+            missed.append(tool)
+            print(found.log[-3000:])
+    return missed
 
 
 def compile_kernels(files: list[str], select: str, jobs: int) -> None:
@@ -106,11 +119,12 @@ def main() -> None:
     files = arguments.files or sorted(
         str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests/model/kernels").glob("test_*.py")
     )
+    missed = check_controls(sanitizer, arguments.tools, arguments.timeout)
     compile_kernels(files, arguments.select, arguments.jobs)
     findings = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         waiting = [
-            pool.submit(run, sanitizer, tool, file, arguments.select, arguments.timeout)
+            pool.submit(run, sanitizer, tool, file, pytest_command(file, arguments.select), arguments.timeout)
             for file in files
             for tool in arguments.tools
         ]
@@ -126,7 +140,7 @@ def main() -> None:
     for found in unclean:
         print(f"---- {found.tool} {found.file}\n{found.log[-6000:]}")
     print(f"{len(findings) - len(unclean)} of {len(findings)} runs clean: {', '.join(arguments.tools)}")
-    raise SystemExit(1 if unclean else 0)
+    raise SystemExit(1 if unclean or missed else 0)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class Canary:
         """Once more, where the last one has been answered."""
         if self.handle is None:
             self.handle = self.engine.ask(
-                self.prompt_ids_T, max_tokens=CANARY_OUTPUT, ignore_eos=True, temperature=0.0, num_logprobs=2
+                self.prompt_ids_T, max_tokens=CANARY_OUTPUT, ignore_eos=True, temperature=0.0, seed=0, num_logprobs=2
             )
 
     def take(self) -> None:
