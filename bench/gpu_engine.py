@@ -4,9 +4,10 @@
 
 nano: 256 requests at once, prompts and outputs U[100,1024], ids U[0,10000], temperature 0.6, end tokens ignored; output
 tokens per second; also with Qwen's own wishes: temperature 0.7, top-k 20, top-p 0.8, repetition penalty 1.05. first
-token: from the request in the inbox to its token in the outbox. prefill: 64 prompts of 2048 tokens, a token each. decode: milliseconds per token of B greedy requests,
-(time for 257 tokens - time for 1) / 256 at prompt 128. host: microseconds that the engine's thread works per steady
-decode step, everything but waiting for the device. Random weights, bf16.
+token: from the request in the inbox to its token in the outbox. prefill: 64 prompts of 2048 tokens, a token each.
+decode: milliseconds per token of B greedy requests, (time for 257 tokens - time for 1) / 256 at prompt 128. host:
+microseconds that the engine's thread works per steady decode step, everything but waiting for the device. The floor
+(bench/gpu_floors.py) stands beside each figure. Random weights, bf16.
 """
 
 import argparse

@@ -237,6 +237,7 @@ def main() -> None:
 def measure(shape: str, rate: float, *, weights: str = "bf16", with_profile: bool) -> dict[str, float]:
     """All figures of one shape."""
     bench = Bench(shape, weights=weights)
+    floors = Floors(config=bench.config, bytes_per_s=rate)
     figures: dict[str, float] = {}
     print(f"{shape}, {weights}: copy {rate / 1e12:.2f} TB/s, weights {bench.weight_bytes / 1e9:.2f} GB")
     for batch, context in DECODES:
