@@ -19,7 +19,8 @@ from model.qwen2 import Qwen2ForCausalLM
 class PagedSequences:
     """Sequences 0 to num_sequences - 1, each with room for max_tokens, all empty at first.
 
-    lengths: tokens of each that are in the cache. tables: its block ids. kv: the pool.
+    lengths: tokens of each that are in the cache. tables: its block ids. kv: the pool, of the model's dtype where
+    kv_dtype is None.
     """
 
     def __init__(
@@ -31,13 +32,14 @@ class PagedSequences:
         max_tokens: int,
         block_size: int = 16,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.backend = model, backend
         width = -(-max_tokens // block_size)
         order = torch.randperm(num_sequences * width, generator=torch.Generator().manual_seed(seed)).tolist()
         self.tables = [order[start : start + width] for start in range(0, len(order), width)]
         self.lengths = [0] * num_sequences
-        self.kv = KvPool(model.config, len(order), block_size, model.dtype, model.device)
+        self.kv = KvPool(model.config, len(order), block_size, kv_dtype or model.dtype, model.device)
 
     def step(self, new_ids: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """One forward pass: sequence -> its next token ids, one or many. Returns its hidden states [Q, D]."""
@@ -64,10 +66,15 @@ class PagedSequences:
 
 
 def paged_logits(
-    model: Qwen2ForCausalLM, backend: AttentionBackend, ids: Sequence[int], chunk_lens: Sequence[int]
+    model: Qwen2ForCausalLM,
+    backend: AttentionBackend,
+    ids: Sequence[int],
+    chunk_lens: Sequence[int],
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """float32 [T, V] at every position of one sequence that is fed in chunks. The chunks must add up to it."""
-    sequences = PagedSequences(model, backend, num_sequences=1, max_tokens=len(ids))
+    sequences = PagedSequences(model, backend, num_sequences=1, max_tokens=len(ids), kv_dtype=kv_dtype)
     rows, start = [], 0
     for length in chunk_lens:
         rows.append(sequences.step({0: ids[start : start + length]})[0])
@@ -86,10 +93,11 @@ def paged_generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
     """The greedy continuations of all prompts, decoded as one batch; nothing ends early. Twin of `generate`."""
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    sequences = PagedSequences(model, backend, num_sequences=len(prompts), max_tokens=longest)
+    sequences = PagedSequences(model, backend, num_sequences=len(prompts), max_tokens=longest, kv_dtype=kv_dtype)
     last = sequences.next_tokens(dict(enumerate(prompts)))
     outputs = [[last[s]] for s in range(len(prompts))]
     for _ in range(max_new_tokens - 1):

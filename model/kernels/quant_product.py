@@ -27,7 +27,7 @@ QuantizedWeight = GroupedWeight | Fp8Weight
 MAX_SPLITS = 16
 MIN_BLOCK = 32
 FLOATS, NIBBLES, BYTES = 0, 1, 2
-VECTOR_TOKENS = 4
+VECTOR_TOKENS = 1
 """Up to here sums are made without matrix instructions, whose operands take longer to lay out than to multiply."""
 VECTOR_OUTPUTS, VECTOR_UNROLL, VECTOR_PROGRAMS = 16, 4, 792
 

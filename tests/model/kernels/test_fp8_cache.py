@@ -43,7 +43,7 @@ class Cache:
         for row, position in zip(self.rows_B.tolist(), positions, strict=True):
             for token in range(position):
                 for pool in self.plain:
-                    pool[self.table_RM[row, token // S], :, token % S] = to_fp8(torch.randn(K, H) * 4).float()
+                    pool[self.table_RM[row, token // S], :, token % S] = to_fp8(torch.randn(K, H)).float()
         self.small = [to_fp8(pool).to(DEVICE) for pool in self.plain]
         angle = torch.rand(max(positions) + 1, H // 2) * 6.28
         self.cos_LH, self.sin_LH = angle.cos(), angle.sin()
