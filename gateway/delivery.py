@@ -16,6 +16,7 @@ from gateway.live import LiveRequest
 from gateway.meters import ModelMeters
 from gateway.output import Piece
 from gateway.rpc.scope import RpcScope
+from gateway.stream import OutputStreams
 from wire.fault_points import fault_point
 
 Context = grpc.aio.ServicerContext
@@ -35,6 +36,29 @@ async def pump(
         stream.write_since_s = now_s = time.monotonic()
         await context.write(to_message(piece))
         stream.write_since_s = 0.0
+        fault_point("delivery.written")
+        scope.tokens_delivered += piece.num_tokens
+        count_piece(meters, live, piece, now_s)
+
+
+async def pump_all(
+    live: LiveRequest,
+    scope: RpcScope,
+    context: Context,
+    meters: ModelMeters,
+    to_message: Callable[[int, Piece], Any],
+    to_end: Callable[[int], Any],
+) -> None:
+    """`pump` for several outputs, each with its end as soon as that is known. Both callables get the output's index.
+    Raises the RequestError that ended one of them."""
+    streams = OutputStreams(live.streams)
+    while (news := await streams.next()) is not None:
+        index, piece = news
+        if piece is None:
+            await write(live, context, to_end(index))
+            continue
+        now_s = time.monotonic()
+        await write(live, context, to_message(index, piece))
         fault_point("delivery.written")
         scope.tokens_delivered += piece.num_tokens
         count_piece(meters, live, piece, now_s)
@@ -60,12 +84,12 @@ def count_piece(meters: ModelMeters, live: LiveRequest, piece: Piece, now_s: flo
     live.last_message_s = now_s
 
 
-def count_finished(meters: ModelMeters, live: LiveRequest, reason: str) -> None:
+def count_finished(meters: ModelMeters, live: LiveRequest, reason: str, index: int = 0) -> None:
     """An output is complete and was sent. reason: of octavo.v1.FinishReason, in lower case."""
     meters.finished[reason] += 1
     meters.end_to_end.observe(time.monotonic() - live.arrived_s)
     meters.request_prompt_tokens.observe(live.num_prompt_tokens)
-    meters.request_generation_tokens.observe(live.stream.assembler.num_tokens)
+    meters.request_generation_tokens.observe(live.streams[index].assembler.num_tokens)
 
 
 def close(desk: Desk, live: LiveRequest, scope: RpcScope) -> None:
@@ -75,7 +99,7 @@ def close(desk: Desk, live: LiveRequest, scope: RpcScope) -> None:
         "model": live.card.name,
         "worker": live.worker.worker_id,
         "prompt_tokens": live.num_prompt_tokens,
-        "completion_tokens": live.stream.assembler.num_tokens,
+        "completion_tokens": live.num_tokens,
         "first_token_s": round(first_s - live.arrived_s, 4) if first_s else None,
     }
     desk.close(live)
@@ -83,7 +107,7 @@ def close(desk: Desk, live: LiveRequest, scope: RpcScope) -> None:
 
 def error_behind(live: LiveRequest) -> BaseException:
     """Why the task was cancelled: an error that we put into the stream, or the caller is gone."""
-    error: RequestError | None = live.stream.error
+    error: RequestError | None = next((stream.error for stream in live.streams if stream.error), None)
     task = asyncio.current_task()
     if error is None:
         return asyncio.CancelledError()

@@ -21,14 +21,14 @@ from gateway.errors import DeadlinePassed, Draining, RequestAborted, RequestErro
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
-from gateway.output import OutputAssembler
+from gateway.output import OutputAssembler, OutputFormat
 from gateway.preparation import Prepared, Preparer
 from gateway.quotas import TenantQuotas
 from gateway.rpc.scope import RpcScope
 from gateway.sampling import complete_sampling
-from gateway.stream import OutputStream
+from gateway.stream import Bell, OutputStream
 from gateway.text.service import TextService
-from gateway.validation.generate import check_capacity
+from gateway.validation.generate import check_capacity, check_outputs
 from gateway.workers.errors import WorkerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.views import RunRequest, WorkerView
@@ -194,21 +194,28 @@ class Desk:
             card=worker.card,
             capacity=worker.capacity,
         )
+        check_outputs(len(prepared.outputs), worker.capacity)
         return worker
 
     def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> LiveRequest:
         max_on_worker = worker.capacity.max_num_seqs + worker.capacity.max_waiting
         self.admission.place(scope.key, worker.worker_id, max_on_worker=max_on_worker)
-        run, stream = self._run_request(prepared, worker, scope, salt), self._stream(prepared, scope)
-        self.quotas.reserve(scope.key, len(prepared.prompt_ids_T) + run.sampling.max_tokens, _now_ns())
-        handle = self.pool.open(worker, run, stream)
+        run, bell = self._run_request(prepared, worker, scope, salt), Bell()
+        streams = [self._stream(output, prepared, scope, bell) for output in prepared.outputs]
+        num_tokens = len(prepared.prompt_ids_T) + len(streams) * run.sampling.max_tokens
+        self.quotas.reserve(scope.key, num_tokens, _now_ns())
+        handles = self.pool.open_all(worker, run, streams)
+        tells_prompt = prepared.request.output.return_prompt
         live = LiveRequest(
             request_id=scope.request_id,
             key=scope.key,
             card=worker.card,
             worker=worker,
-            handle=handle,
-            stream=stream,
+            handle=handles[0],
+            stream=streams[0],
+            further=tuple(zip(handles[1:], streams[1:], strict=True)),
+            prompt_text=prepared.prompt_text if tells_prompt else "",
+            prompt_ids=prepared.prompt_ids_T.tolist() if tells_prompt else (),
             sampling=run.sampling,
             num_prompt_tokens=len(prepared.prompt_ids_T),
             arrived_s=scope.started_s,
@@ -229,26 +236,31 @@ class Desk:
             request_id=scope.request_id,
             prompt_ids=prepared.prompt_ids_T,
             sampling=complete_sampling(
-                request, worker.card, num_prompt_tokens=len(prepared.prompt_ids_T), grammar=prepared.grammar
+                request,
+                worker.card,
+                num_prompt_tokens=len(prepared.prompt_ids_T),
+                grammar=prepared.grammar,
+                bad_words=prepared.bad_words,
             ),
             priority=request.priority,
             cache_salt=salt,
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),
         )
 
-    def _stream(self, prepared: Prepared, scope: RpcScope) -> OutputStream:
+    def _stream(self, output: OutputFormat, prepared: Prepared, scope: RpcScope, bell: Bell) -> OutputStream:
         return OutputStream(
-            OutputAssembler(prepared.output),
+            OutputAssembler(output),
             max_pending_tokens=self.limits.max_pending_tokens,
             on_match=self._matched(scope.key),
             on_started=self._started(scope),
             at_deadline=prepared.deadline.at_end,
+            bell=bell,
         )
 
     def _set_backstop(self, live: LiveRequest, deadline: Deadline) -> None:
         if deadline.end_s is not None and deadline.needs_backstop:
             delay_s = deadline.end_s - time.monotonic() + BACKSTOP_S
-            live.backstop = asyncio.get_running_loop().call_later(delay_s, live.stream.end_at_deadline)
+            live.backstop = asyncio.get_running_loop().call_later(delay_s, live.end_at_deadline)
 
     def _started(self, scope: RpcScope) -> Callable[[], None] | None:
         """For tenants, whose requests are no longer queued then."""
@@ -260,8 +272,9 @@ class Desk:
 
         def cancel(stream: OutputStream) -> None:
             live = self.live.get(key)
-            if live is not None and live.stream is stream:
-                self.pool.cancel(live.handle)
+            handles = [handle for handle, other in live.outputs if other is stream] if live is not None else []
+            for handle in handles:
+                self.pool.cancel(handle)
                 asyncio.get_running_loop().call_later(self._receipt_timeout_s, stream.stop_waiting_for_figures)
 
         return cancel
@@ -287,8 +300,9 @@ class Desk:
         error, live = RequestAborted("the request was aborted"), self.live.get(key)
         if live is None:
             return self._fail(key, error)
-        live.stream.fail(error)  # a message that is being written is left to reach its reader
-        self.pool.cancel(live.handle)
+        for handle, stream in live.outputs:
+            stream.fail(error)  # a message that is being written is left to reach its reader
+            self.pool.cancel(handle)
         return True
 
     def fail_all(self, error: RequestError) -> int:
@@ -299,11 +313,12 @@ class Desk:
         """The RPC is over, however: free the worker at once where it still runs, forget the request. Idempotent."""
         if live.backstop is not None:
             live.backstop.cancel()
-        if live.stream.finished is None:
-            self.pool.cancel(live.handle)
-        live.stream.fail(Draining("closed"))  # a no-op on a stream that has ended
+        for handle, stream in live.outputs:
+            if stream.finished is None:
+                self.pool.cancel(handle)
+            stream.fail(Draining("closed"))  # a no-op on a stream that has ended
         self.live.remove(live.key)
-        self._leave(live.key, num_used=live.num_prompt_tokens + live.stream.assembler.num_tokens)
+        self._leave(live.key, num_used=live.num_prompt_tokens + live.num_tokens)
 
     def _leave(self, key: str, *, num_used: int) -> None:
         self.admission.leave(key)

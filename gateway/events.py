@@ -8,6 +8,7 @@ from octavo.v1 import inference_pb2 as pb
 
 from gateway.live import LiveRequest
 from gateway.output import Piece
+from gateway.stream import OutputStream
 from gateway.text.tool_calls import CallPiece
 from wire.messages import Finished, TokenLogprobs, WireFinishReason
 
@@ -17,12 +18,18 @@ _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
 
 def started_event(live: LiveRequest) -> pb.GenerateResponse:
     """The first event."""
-    started = pb.Started(request_id=live.request_id, model=live.card.name, prompt_tokens=live.num_prompt_tokens)
+    started = pb.Started(
+        request_id=live.request_id,
+        model=live.card.name,
+        prompt_tokens=live.num_prompt_tokens,
+        prompt_text=live.prompt_text,
+        prompt_token_ids=live.prompt_ids,
+    )
     return pb.GenerateResponse(started=started)
 
 
-def delta_event(piece: Piece, bytes_by_id: BytesById | None) -> pb.GenerateResponse:
-    """bytes_by_id: for the texts of log-probabilities; None where the caller wants no text."""
+def delta_event(piece: Piece, bytes_by_id: BytesById | None, index: int = 0) -> pb.GenerateResponse:
+    """bytes_by_id: for the texts of log-probabilities; None where the caller wants no text. index: of the output."""
     response = pb.GenerateResponse()
     delta = response.delta
     delta.text = piece.text
@@ -32,6 +39,10 @@ def delta_event(piece: Piece, bytes_by_id: BytesById | None) -> pb.GenerateRespo
         delta.tool_calls.extend(map(_call_delta, piece.tool_calls))
     if piece.logprobs:
         delta.logprobs.extend([position_logprobs(*position, bytes_by_id) for position in piece.logprobs])
+    if piece.prompt_logprobs:
+        delta.prompt_logprobs.extend([position_logprobs(*each, bytes_by_id) for each in piece.prompt_logprobs])
+    if index:
+        delta.output_index = index
     return response
 
 
@@ -76,47 +87,50 @@ def _token_logprob(token_id: int, logprob: float, bytes_by_id: BytesById | None)
     return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=text)
 
 
-def finished_event(live: LiveRequest) -> pb.Finished:
+def finished_event(live: LiveRequest, index: int = 0) -> pb.Finished:
     """The end of a complete output, with what is known of it."""
-    figures = live.stream.finished or _NO_FIGURES
+    stream = live.streams[index]
+    figures = stream.finished or _NO_FIGURES
     return pb.Finished(
-        reason=_reason(live, figures),
-        stop=_stop(live, figures),
-        usage=usage_of(live),
-        receipt=receipt_of(live),
+        reason=_reason(stream, figures),
+        stop=_stop(stream, figures),
+        usage=usage_of(live, index),
+        receipt=receipt_of(live, index),
+        output_index=index,
     )
 
 
-def _reason(live: LiveRequest, figures: Finished) -> "pb.FinishReason.ValueType":
-    assembler = live.stream.assembler
-    if live.stream.is_partial:
+def _reason(stream: OutputStream, figures: Finished) -> "pb.FinishReason.ValueType":
+    assembler = stream.assembler
+    if stream.is_partial:
         return pb.FINISH_REASON_DEADLINE
     if assembler.match is not None or figures.reason is WireFinishReason.STOP:
         return pb.FINISH_REASON_TOOL_CALLS if assembler.num_tool_calls else pb.FINISH_REASON_STOP
     return pb.FINISH_REASON_LENGTH
 
 
-def _stop(live: LiveRequest, figures: Finished) -> pb.StopMatch | None:
-    match = live.stream.assembler.match
+def _stop(stream: OutputStream, figures: Finished) -> pb.StopMatch | None:
+    match = stream.assembler.match
     if match is not None:
         return pb.StopMatch(text=match)
     return None if figures.stop_token_id is None else pb.StopMatch(token_id=figures.stop_token_id)
 
 
-def usage_of(live: LiveRequest) -> common_pb2.Usage:
+def usage_of(live: LiveRequest, index: int = 0) -> common_pb2.Usage:
     """completion_tokens is what the output has: a worker may have been some tokens ahead of a stop string."""
-    figures = live.stream.finished or _NO_FIGURES
+    stream = live.streams[index]
+    figures = stream.finished or _NO_FIGURES
     return common_pb2.Usage(
         prompt_tokens=live.num_prompt_tokens,
-        completion_tokens=live.stream.assembler.num_tokens,
+        completion_tokens=stream.assembler.num_tokens,
         cached_tokens=figures.cached_tokens,
     )
 
 
-def receipt_of(live: LiveRequest) -> common_pb2.Receipt:
+def receipt_of(live: LiveRequest, index: int = 0) -> common_pb2.Receipt:
     """Where the time went; the worker's part is 0 where its figures did not come."""
-    figures = live.stream.finished or _NO_FIGURES
-    first_s = live.stream.first_token_s
+    stream = live.streams[index]
+    figures, first_s = stream.finished or _NO_FIGURES, stream.first_token_s
     return common_pb2.Receipt(
         worker_id=live.worker.worker_id,
         model_fingerprint=live.card.fingerprint,
@@ -128,7 +142,7 @@ def receipt_of(live: LiveRequest) -> common_pb2.Receipt:
         total_s=time.monotonic() - live.arrived_s,
         computed_tokens=figures.computed_tokens,
         preemptions=figures.preemptions,
-        seed=live.sampling.seed,
+        seed=(live.sampling.seed + index) % (1 << 64),
         inter_token_p50_s=figures.inter_token_p50_s,
         inter_token_p99_s=figures.inter_token_p99_s,
         block_seconds=figures.block_seconds,

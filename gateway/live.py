@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gateway.errors import RequestError, SlowConsumer
@@ -16,7 +16,8 @@ class LiveRequest:
     """One request that a worker has. Times are monotonic seconds.
 
     key: its id as no other tenant can have it. sent_s: when it was sent to the worker. task: the one that answers the
-    RPC.
+    RPC. handle, stream, sampling: of output 0; further: of the outputs after it, which draw with the seeds after its.
+    prompt_text, prompt_ids: where the caller asked for them.
     """
 
     request_id: str
@@ -31,12 +32,36 @@ class LiveRequest:
     sent_s: float
     task: "asyncio.Task[object]"
     last_message_s: float = field(default=0.0)
+    further: tuple[tuple[int, OutputStream], ...] = ()
+    prompt_text: str = ""
+    prompt_ids: Sequence[int] = ()
     backstop: asyncio.TimerHandle | None = None  # ends the output where the worker is late at the deadline
+
+    @property
+    def outputs(self) -> tuple[tuple[int, OutputStream], ...]:
+        """Handle and stream of each output."""
+        return ((self.handle, self.stream), *self.further)
+
+    @property
+    def streams(self) -> list[OutputStream]:
+        """Of each output."""
+        return [stream for _, stream in self.outputs]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated, in all outputs."""
+        return sum(stream.assembler.num_tokens for stream in self.streams)
+
+    def end_at_deadline(self) -> None:
+        """The time is over and the worker has not said so."""
+        for stream in self.streams:
+            stream.end_at_deadline()
 
     def fail(self, error: RequestError) -> None:
         """End it from here. Where its task is in a write, the task is cancelled and finds the error in the stream: a
         caller that does not read would keep even a complete output open."""
-        self.stream.fail(error)
+        for stream in self.streams:
+            stream.fail(error)
         if self.stream.write_since_s:
             self.interrupt(error)
 

@@ -7,18 +7,39 @@ while the caller does not read.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
 
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_matcher import StopMatcher, StopStrings
 from gateway.text.tool_calls import CallPiece, ToolCallParser
 from wire.messages import TokenLogprobs
 
+_PROMPT_POSITIONS = 256  # in one piece: a message has a size
+
+
+class StopText(Enum):
+    """Whether the stop string, or the text of the stop token, is part of the text."""
+
+    LEFT_OUT = "left out"
+    INCLUDED = "included"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """The prompt, as the output repeats it."""
+
+    text: str
+    token_ids: Sequence[int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
     """What the caller asked for. bytes_by_id: a column of ByteTable, None for no text. stop_ids: tokens that end the
     output, whose text is left out. min_tokens: stop strings are looked for after so many tokens. make_call_id: tool
-    calls are parsed out of the text and get these ids; None: they stay text."""
+    calls are parsed out of the text and get these ids; None: they stay text. stop_text: what becomes of what ended the
+    output. echo: stands before the output; None: nothing does. prompt_ids: the prompt's, where its log-probabilities
+    are told."""
 
     bytes_by_id: Sequence[bytes] | None
     wants_ids: bool
@@ -26,18 +47,23 @@ class OutputFormat:
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     make_call_id: Callable[[], str] | None = None
+    stop_text: StopText = StopText.LEFT_OUT
+    echo: Echo | None = None
+    prompt_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
     """What goes into one Delta. logprobs: (the chosen token, its position). num_tokens: since the last piece.
-    tool_calls: pieces of them, whose text is not part of `text`."""
+    tool_calls: pieces of them, whose text is not part of `text`. prompt_logprobs: as logprobs, of the prompt's tokens
+    from the second one on; at most a few hundred in a piece."""
 
     text: str
     token_ids: list[int]
     logprobs: list[tuple[int, TokenLogprobs]]
     num_tokens: int
     tool_calls: list[CallPiece] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
 
 class OutputAssembler:
@@ -45,11 +71,15 @@ class OutputAssembler:
 
     __slots__ = (
         "_detokenizer",
+        "_echo",
         "_format",
+        "_is_over",
         "_logprobs",
         "_matcher",
         "_num_taken",
+        "_num_told_of_prompt",
         "_parser",
+        "_prompt_logprobs",
         "_text",
         "_to_detokenize",
         "_to_send",
@@ -68,6 +98,10 @@ class OutputAssembler:
         self._to_send: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
         self._num_taken = 0
+        self._echo = output_format.echo  # until it was sent
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._num_told_of_prompt = 0
+        self._is_over = False
         self.num_tokens = 0  # of the output; those after a stop string do not count
 
     @property
@@ -89,6 +123,10 @@ class OutputAssembler:
     def num_pending(self) -> int:
         """Tokens that no piece has carried yet."""
         return self.num_tokens - self._num_taken
+
+    def feed_prompt(self, logprobs: list[TokenLogprobs]) -> None:
+        """What follows of the prompt's log-probabilities; before any token."""
+        self._prompt_logprobs += logprobs
 
     def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """New tokens, in order; after a stop string they are dropped."""
@@ -114,6 +152,8 @@ class OutputAssembler:
                 continue
             self._text += matcher.feed(text)
             if matcher.match is not None:
+                if self._format.stop_text is StopText.INCLUDED:
+                    self._text += matcher.match
                 self._end_calls()
                 return token_ids[: index + 1]
         return token_ids
@@ -131,14 +171,17 @@ class OutputAssembler:
 
     def finish(self, stop_token_id: int | None) -> None:
         """No more tokens. stop_token_id: the token that ended the output, if one did."""
+        self._is_over = True
         if self._detokenizer is None or self.match is not None:
             return
-        if self._to_detokenize and self._to_detokenize[-1] == stop_token_id:
+        is_left_out = self._format.stop_text is StopText.LEFT_OUT
+        if is_left_out and self._to_detokenize and self._to_detokenize[-1] == stop_token_id:
             self._to_detokenize.pop()
         self._end_text(self._detokenizer.feed(self._to_detokenize) + self._detokenizer.flush())
 
     def cut_short(self) -> None:
         """No more tokens, in the middle of the output: whole characters alone, and nothing is held back any more."""
+        self._is_over = True
         if self._detokenizer is not None and self.match is None:
             self._end_text(self._detokenizer.feed(self._to_detokenize))
 
@@ -166,9 +209,35 @@ class OutputAssembler:
         if self._parser is not None:
             self._parser.feed(self._text)
             self._text, calls = self._parser.take_text(), self._parser.take_calls()
+        if (self._prompt_logprobs or self._echo) and (self.num_tokens or self._is_over):
+            return self._take_prompt(calls)
         if not (self._text or self._to_send or self._logprobs or calls):
             return None
         piece = Piece(self._text, self._to_send, self._logprobs, self.num_tokens - self._num_taken, calls)
         self._text, self._num_taken = "", self.num_tokens
         self._to_send, self._logprobs = [], []
+        return piece
+
+    def _take_prompt(self, calls: list[CallPiece]) -> Piece:
+        """What stands before the output: its last part goes with what there is of the output."""
+        told = self._num_told_of_prompt
+        news, self._prompt_logprobs = (
+            self._prompt_logprobs[:_PROMPT_POSITIONS],
+            self._prompt_logprobs[_PROMPT_POSITIONS:],
+        )
+        self._num_told_of_prompt += len(news)
+        scores = list(zip(self._format.prompt_ids[told + 1 : told + 1 + len(news)], news, strict=True))
+        if self._prompt_logprobs:
+            return Piece("", [], [], 0, calls, scores)
+        echo, self._echo = self._echo, None
+        text, ids = (echo.text, echo.token_ids) if echo is not None else ("", ())
+        piece = Piece(
+            text * self.gives_text + self._text,
+            list(chain(ids if self._format.wants_ids else (), self._to_send)),
+            self._logprobs,
+            self.num_tokens - self._num_taken,
+            calls,
+            scores,
+        )
+        self._text, self._num_taken, self._to_send, self._logprobs = "", self.num_tokens, [], []
         return piece

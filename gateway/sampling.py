@@ -26,10 +26,16 @@ def default_sampling(card: ModelCard) -> dict[str, float]:
 
 
 def complete_sampling(
-    request: pb.GenerateRequest, card: ModelCard, *, num_prompt_tokens: int, grammar: Grammar | None = None
+    request: pb.GenerateRequest,
+    card: ModelCard,
+    *,
+    num_prompt_tokens: int,
+    grammar: Grammar | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
-    """A validated request's parameters. max_tokens is cut at the end of the context. grammar: its constraint."""
-    params, stop = request.sampling, request.stop
+    """A validated request's parameters. max_tokens is cut at the end of the context. grammar: its constraint.
+    bad_words: as tokens."""
+    params, stop, output = request.sampling, request.stop, request.output
     values: dict[str, Any] = {
         name: getattr(params, name) if params.HasField(name) else default  # type: ignore[arg-type]
         for name, default in default_sampling(card).items()
@@ -43,6 +49,11 @@ def complete_sampling(
         min_tokens=stop.min_tokens,
         stop_token_ids=tuple(stop.token_ids),
         ignore_eos=stop.ignore_eos,
-        num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
+        num_logprobs=output.logprobs if output.HasField("logprobs") else None,
+        num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        typical_p=params.typical_p if params.HasField("typical_p") else 1.0,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        bad_words=bad_words,
         grammar=grammar,
     )

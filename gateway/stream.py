@@ -10,7 +10,7 @@ idle, several when writing is slow or tokens come in bursts. Knows no gRPC; must
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from gateway.deadline import AtDeadline
@@ -28,17 +28,41 @@ class StreamState(Enum):
     FAILED = "failed"
 
 
+class Bell:
+    """Wakes the one task that waits for news of any of its streams."""
+
+    __slots__ = ("_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Until it rings; what rang before does not count."""
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def ring(self) -> None:
+        """There is news."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
 class OutputStream:
-    """An OutputSink (see gateway.workers.views). Times are monotonic seconds, 0.0 for "not yet"."""
+    """An OutputSink and PromptSink (see gateway.workers.views). Times are monotonic seconds, 0.0 for "not yet"."""
 
     __slots__ = (
         "_loop",
         "_max_pending",
         "_on_match",
         "_on_started",
-        "_waiter",
         "assembler",
         "at_deadline",
+        "bell",
         "error",
         "finished",
         "first_token_s",
@@ -56,9 +80,10 @@ class OutputStream:
         on_match: Callable[["OutputStream"], None],
         on_started: Callable[[], None] | None = None,
         at_deadline: AtDeadline = AtDeadline.STATUS,
+        bell: Bell | None = None,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
-        begun; called at once."""
+        begun; called at once. bell: shared by the streams of one request; None: a bell of its own."""
         self.assembler = assembler
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
@@ -72,7 +97,7 @@ class OutputStream:
         self._on_match = on_match
         self._on_started = on_started
         self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
+        self.bell = bell or Bell()
 
     # ------------------------------------------------------------ the pool's side
 
@@ -96,6 +121,11 @@ class OutputStream:
         elif assembler.num_pending > self._max_pending:
             self.fail(SlowConsumer(f"{assembler.num_pending} tokens wait to be read"))
         self._wake()
+
+    def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """What follows of the prompt's log-probabilities."""
+        if self.state is StreamState.RUNNING:
+            self.assembler.feed_prompt(logprobs)
 
     def on_finished(self, finished: Finished) -> None:
         """The worker ended the output."""
@@ -160,16 +190,35 @@ class OutputStream:
                 return None
             if self.state is StreamState.FAILED:
                 raise self.error or InternalDefect("a stream failed without an error")
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self.bell.wait()
 
     def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.bell.ring()
+
+
+class OutputStreams:
+    """Several outputs of one request, as one source of pieces. They share a bell."""
+
+    def __init__(self, streams: Sequence[OutputStream]) -> None:
+        self._open = dict(enumerate(streams))
+        self._bell = streams[0].bell
+
+    async def next(self) -> tuple[int, Piece | None] | None:
+        """Of some output its next piece, or None once where it has ended; None after the last of all. Outputs take
+        turns. Raises the RequestError that ended one of them. For one caller at a time."""
+        while self._open:
+            for index, stream in tuple(self._open.items()):
+                piece = stream.assembler.take()
+                if piece is not None:
+                    self._open[index] = self._open.pop(index)  # to the end of the line
+                    return index, piece
+                if stream.state is StreamState.ENDED:
+                    del self._open[index]
+                    return index, None
+                if stream.state is StreamState.FAILED:
+                    raise stream.error or InternalDefect("a stream failed without an error")
+            await self._bell.wait()
+        return None
 
 
 def error_of(finished: Finished) -> RequestError | None:

@@ -179,6 +179,10 @@ class StepPrograms:
         """Hidden states after the final norm, [tokens, D], of these tokens of the mixed step enqueued last."""
         return self._mixed_step.hidden(tokens)
 
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [S, V] of hidden states after the final norm, in memory of their own."""
+        return (hidden_SD @ self.step.weights.head_VD.T).float()
+
     def run_changes(self) -> None:
         """Enqueue the changes alone."""
         apply_changes(self._upload_U, self.state.words_W)

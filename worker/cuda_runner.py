@@ -29,8 +29,9 @@ from worker.cuda_results import Results
 from worker.cuda_sampling import SpecialRows
 from worker.cuda_upload import Upload
 from worker.masks import StepMasks
-from worker.plan import Join, StepPlan, StepResult
+from worker.plan import Join, SlotLogprobs, StepPlan, StepResult
 from worker.runner import RunnerError
+from worker.runner_logprobs import PromptScorer
 from worker.runner_pooling import Pooler
 from worker.torch_runner import empty_result
 
@@ -51,6 +52,7 @@ class _Flight:
     held: RunStep | None = None
     error: RunnerError | None = None
     embeddings: dict[int, torch.Tensor] = field(default_factory=dict)  # on the host, as complete as the turn
+    prompt_logprobs: dict[int, list[SlotLogprobs]] = field(default_factory=dict)
 
 
 class CudaRunner:
@@ -75,6 +77,7 @@ class CudaRunner:
         )
         self._choosing = Choosing(self.programs, config, self._device)
         self._pooler = Pooler()
+        self._scorer = PromptScorer(self.programs.logits, vocab_size=config.vocab_size)
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
         self._flights: deque[_Flight] = deque()
 
@@ -145,6 +148,7 @@ class CudaRunner:
             is_exhausted_S=is_exhausted_S if is_exhausted_S.any() else None,
             logprobs=read_logprobs(flight.chosen, landed.answer_BX),
             embeddings={index: embedding_D.numpy() for index, embedding_D in flight.embeddings.items()},
+            prompt_logprobs=flight.prompt_logprobs,
         )
 
     def close(self) -> None:
@@ -166,6 +170,7 @@ class CudaRunner:
         is_held = self._choosing.awaits_masks(plan)
         chosen = Chosen() if is_held else self._choosing.run(run, None)
         embeddings = self._pooler.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
+        scores = self._scorer.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
         return _Flight(
             step=plan.step,
             num_decodes=num_decodes,
@@ -174,6 +179,7 @@ class CudaRunner:
             held=run if is_held else None,
             chosen=chosen,
             embeddings={index: _to_host(embedding_D) for index, embedding_D in embeddings.items()},
+            prompt_logprobs=scores,
             turn=None if is_held else self._results.send(num_answers=chosen.num_answers),  # last: it finds everything
         )
 
@@ -189,6 +195,7 @@ class CudaRunner:
     def _join(self, join: Join) -> None:
         self._choosing.join(join, self._changes)
         self._pooler.join(join)
+        self._scorer.join(join)
         self._tokens_R[join.slot] = join.token_ids_T
 
     def _check_blocks(self, plan: StepPlan) -> None:

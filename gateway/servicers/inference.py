@@ -1,7 +1,6 @@
 """InferenceService: Generate and its unary twin, Embed, Tokenize, Detokenize."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import grpc
@@ -9,14 +8,14 @@ from google.protobuf.message import Message
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
-from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
+from gateway.collected import collect
+from gateway.delivery import close, count_finished, error_behind, pump, pump_all, write
 from gateway.desk import Desk
 from gateway.embedding import Embedder, embedding_message
-from gateway.events import delta_event, finished_event, position_logprobs, started_event, whole_calls
+from gateway.events import delta_event, finished_event, started_event
 from gateway.live import LiveRequest
-from gateway.rpc.scope import current_rpc
+from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
-from gateway.text.tool_calls import CallPiece
 from gateway.validation.chat import chat_input
 from gateway.validation.fields import check
 from gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
@@ -32,7 +31,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._embedder = Embedder(desk)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        """Stream one output: Started, Deltas, Finished."""
+        """Stream the outputs: Started, Deltas, a Finished for each."""
         scope = current_rpc.get()
         scope.request_id = request.request_id
         await self._check(lambda: check_generate(request), request)
@@ -41,14 +40,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # Only now: a refusal stays a trailers-only response, which the client's library may retry.
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
             await write(live, context, started_event(live))
-            meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
-            await pump(live, scope, context, meters, lambda piece: delta_event(piece, table))
-            await write(live, context, pb.GenerateResponse(finished=finished_event(live)))
-            self._count_finished(live)
+            await (self._stream_all if live.further else self._stream)(live, scope, context)
         except asyncio.CancelledError:
             raise error_behind(live) from None
         finally:
             close(self._desk, live, scope)
+
+    async def _stream(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
+        await pump(live, scope, context, meters, lambda piece: delta_event(piece, table))
+        await write(live, context, pb.GenerateResponse(finished=finished_event(live)))
+        self._count_finished(live, 0)
+
+    async def _stream_all(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
+
+        def end(index: int) -> pb.GenerateResponse:
+            self._count_finished(live, index)
+            return pb.GenerateResponse(finished=finished_event(live, index))
+
+        await pump_all(live, scope, context, meters, lambda index, piece: delta_event(piece, table, index), end)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """The same in one message."""
@@ -59,8 +70,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             response = await self._collect(live)
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
-            scope.tokens_delivered = live.stream.assembler.num_tokens
-            self._count_finished(live)
+            scope.tokens_delivered = live.num_tokens
+            for index in range(len(live.streams)):
+                self._count_finished(live, index)
             return response
         except asyncio.CancelledError:
             raise error_behind(live) from None
@@ -68,28 +80,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             close(self._desk, live, scope)
 
     async def _collect(self, live: LiveRequest) -> pb.CompleteResponse:
-        meters, table = self._desk.meters.of_model(live.card.name), self._logprob_table(live)
-        response, texts = pb.CompleteResponse(request_id=live.request_id, model=live.card.name), list[str]()
-        calls = list[CallPiece]()
-        while (piece := await live.stream.next()) is not None:
-            texts.append(piece.text)
-            calls += piece.tool_calls
-            response.token_ids.extend(piece.token_ids)
-            response.logprobs.extend([position_logprobs(*position, table) for position in piece.logprobs])
-            count_piece(meters, live, piece, time.monotonic())
-        response.text = "".join(texts)
-        response.tool_calls.extend(whole_calls(calls))
+        wholes = await collect(live, self._desk.meters.of_model(live.card.name), self._logprob_table(live))
+        response = pb.CompleteResponse(
+            request_id=live.request_id,
+            model=live.card.name,
+            prompt_text=live.prompt_text,
+            prompt_token_ids=live.prompt_ids,
+            prompt_logprobs=wholes[0].prompt_logprobs,
+            further_outputs=[each.further_output(finished_event(live, i)) for i, each in enumerate(wholes) if i],
+        )
+        wholes[0].fill(response)
         response.finished.CopyFrom(finished_event(live))
         return response
 
     def _logprob_table(self, live: LiveRequest) -> tuple[bytes, ...] | None:
-        if live.sampling.num_logprobs is None or not live.stream.assembler.gives_text:
+        has_none = live.sampling.num_logprobs is None and live.sampling.num_prompt_logprobs is None
+        if has_none or not live.stream.assembler.gives_text:
             return None
         return self._desk.models.text_of(live.card).table.all_bytes
 
-    def _count_finished(self, live: LiveRequest) -> None:
-        reason = pb.FinishReason.Name(finished_event(live).reason).removeprefix("FINISH_REASON_").lower()
-        count_finished(self._desk.meters.of_model(live.card.name), live, reason)
+    def _count_finished(self, live: LiveRequest, index: int) -> None:
+        reason = pb.FinishReason.Name(finished_event(live, index).reason).removeprefix("FINISH_REASON_").lower()
+        count_finished(self._desk.meters.of_model(live.card.name), live, reason, index)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """A vector for each input."""

@@ -128,6 +128,20 @@ class ModelText:
                 ids.append(self._special_ids[control])
         return Encoded(text=text, ids_T=np.array(ids, np.int32))
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell the words, at the begin of a text and behind a space, as vLLM has them; without
+        doubles and without those that end in another one. Raises ValueError with the index of a word without tokens."""
+        found: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(words):
+            bare = tuple(_ids(self._tokenizer, word.lstrip()))
+            if not bare:
+                raise ValueError(index)
+            spaced = tuple(_ids(self._tokenizer, f" {word.lstrip()}"))
+            found[bare] = None
+            if spaced[-len(bare) :] != bare:
+                found[spaced] = None
+        return tuple(found)
+
     def decode_all(self, token_ids: Sequence[int], *, max_bytes: int = MAX_DECODED_BYTES) -> str:
         """Every token, special ones too. Raises PromptTooLong."""
         return _decode(token_ids, self.table.all_bytes, max_bytes)

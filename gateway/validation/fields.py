@@ -61,6 +61,9 @@ def _field_violations(field: FieldDescriptor, value: object, path: str) -> Itera
         yield Violation(field=path, description="is not supported")
     elif not field.is_repeated:
         yield from _value_violations(field, value, path)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        for key in sorted(value):  # type: ignore[call-overload]
+            yield from _value_violations(field, value[key], f"{path}[{key}]")  # type: ignore[index]
     elif field.message_type is not None or field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         for index, element in enumerate(value):  # type: ignore[arg-type, var-annotated]
             yield from _value_violations(field, element, f"{path}[{index}]")

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 from octavo.v1 import inference_pb2 as pb
 
-from gateway.errors import ExceedsCapacity, Violation
+from gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from gateway.validation.fields import first_violations, raise_if_any, violations
 from wire.messages import Capacity, ModelCard
 
@@ -104,6 +104,43 @@ def check_ids(ids: Sequence[int], vocab_size: int, path: str) -> np.ndarray:
         )
     )
     return ids_T.astype(np.int32)
+
+
+def check_choice(
+    sampling: pb.SamplingParams,
+    card: ModelCard,
+    *,
+    path: str,
+    stop_ids: frozenset[int],
+    bad_words: Sequence[Sequence[int]],
+    min_tokens: int,
+) -> None:
+    """What forbids tokens: ids that the model has, of which something is left to sample. path: of the sampling.
+    stop_ids: that end the output. bad_words: as tokens. Raises InvalidRequest."""
+    check_ids(sampling.allowed_token_ids, card.vocab_size, f"{path}allowed_token_ids")
+    wrong = [token for token in sorted(sampling.logit_bias) if token >= card.vocab_size][:16]
+    raise_if_any(
+        tuple(
+            Violation(field=f"{path}logit_bias[{token}]", description=f"is not below vocab_size ({card.vocab_size})")
+            for token in wrong
+        )
+    )
+    allowed = set(sampling.allowed_token_ids)
+    if allowed and not (allowed := allowed - {word[0] for word in bad_words if len(word) == 1}):
+        raise _nothing_left(path, "bad_words forbid each of them")
+    if allowed and min_tokens and allowed <= stop_ids:
+        raise _nothing_left(path, "each of them ends the output, and stop.min_tokens asks for others before that")
+
+
+def _nothing_left(path: str, why: str) -> InvalidRequest:
+    return InvalidRequest((Violation(field=f"{path}allowed_token_ids", description=why),))
+
+
+def check_outputs(num_outputs: int, capacity: Capacity) -> None:
+    """Raises ExceedsCapacity where a worker can never hold so many outputs, running or waiting."""
+    room = capacity.max_num_seqs + capacity.max_waiting
+    if num_outputs > room:
+        raise ExceedsCapacity(f"num_outputs: {num_outputs} are more than the {room} that a worker runs and queues")
 
 
 def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, capacity: Capacity) -> None:

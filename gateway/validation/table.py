@@ -16,7 +16,6 @@ from gateway.validation.rules import (
     anything,
     json_object,
     must_be_true,
-    not_served,
 )
 
 MAX_STOP_STRINGS = 64
@@ -26,6 +25,12 @@ MAX_LOGPROBS = 20
 MAX_REGEX_BYTES = 4096
 MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 4096
+MAX_OUTPUTS = 128
+MAX_BIAS = 100
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 65_536
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
 MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 128
 MAX_TIMEOUT_S = 86_400
@@ -62,11 +67,11 @@ TABLE: dict[str, MessageRules] = {
             "output": anything,
             "priority": InRange(-100, 100),
             "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
-            "num_outputs": not_served,
+            "num_outputs": InRange(1, MAX_OUTPUTS),
             "constraint": anything,
             "timeout_s": Above(0, MAX_TIMEOUT_S),
             "return_partial_on_deadline": anything,
-            "truncate_prompt_tokens": not_served,
+            "truncate_prompt_tokens": InRange(1, UINT32),
         },
         required_oneofs=("input",),
     ),
@@ -123,11 +128,16 @@ TABLE: dict[str, MessageRules] = {
             "repetition_penalty": Above(0, 100),
             "presence_penalty": InRange(-10, 10),
             "frequency_penalty": InRange(-10, 10),
-            "typical_p": not_served,
-            "logit_bias": not_served,
-            "allowed_token_ids": not_served,
-            "bad_words": not_served,
-        }
+            "typical_p": Above(0, 1),
+            "logit_bias": InRange(-MAX_BIAS, MAX_BIAS),
+            "allowed_token_ids": anything,
+            "bad_words": Utf8Bytes(1, MAX_BAD_WORD_BYTES),
+        },
+        counts={
+            "logit_bias": Count(0, MAX_BIASES),
+            "allowed_token_ids": Count(0, MAX_ALLOWED_IDS),
+            "bad_words": Count(0, MAX_BAD_WORDS),
+        },
     ),
     "octavo.v1.StopConditions": MessageRules(
         fields={
@@ -136,7 +146,7 @@ TABLE: dict[str, MessageRules] = {
             "strings": Utf8Bytes(1, MAX_STOP_STRING_BYTES),
             "token_ids": anything,
             "ignore_eos": anything,
-            "include_stop": not_served,
+            "include_stop": anything,
         },
         counts={"strings": Count(0, MAX_STOP_STRINGS), "token_ids": Count(0, MAX_STOP_TOKEN_IDS)},
     ),
@@ -145,9 +155,9 @@ TABLE: dict[str, MessageRules] = {
             "format": OneOf(inference_pb2.OutputFormat.DESCRIPTOR),
             "logprobs": InRange(0, MAX_LOGPROBS),
             "skip_special_tokens": anything,
-            "prompt_logprobs": not_served,
-            "echo": not_served,
-            "return_prompt": not_served,
+            "prompt_logprobs": InRange(0, MAX_LOGPROBS),
+            "echo": anything,
+            "return_prompt": anything,
             "parse_tool_calls": anything,
         }
     ),

@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import EmbeddingSink, LostReason, OutputSink
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink
 from wire.messages import Finished, StepOutput, TokenLogprobs, WireFinishReason
 
 log = structlog.get_logger(__name__)
@@ -18,7 +18,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One live output. embedding_sink: the sink, where it waits for a vector; None once that has come."""
+    """One live output. embedding_sink: the sink, where it waits for a vector; None once that has come. prompt_sink: the
+    sink, where it wants the prompt's log-probabilities, of which num_unscored are still to come."""
 
     handle: int
     incarnation: int
@@ -28,6 +29,8 @@ class Output:
     wants_logprobs: bool
     sink: OutputSink
     embedding_sink: EmbeddingSink | None = None
+    prompt_sink: PromptSink | None = None
+    num_unscored: int = 0
     num_tokens: int = 0
     is_cancelled: bool = False
     is_faulted: bool = False  # ended by us; the worker must be told to stop it
@@ -72,6 +75,10 @@ class Outputs:
             output = self._claim(handle, incarnation, ended)
             if output is not None and not output.is_cancelled:
                 self._start(output, ended)
+        for handle, scores in message.prompt_logprobs.items():
+            output = self._claim(handle, incarnation, ended)
+            if output is not None:
+                self._take_scores(output, scores, ended)
         self._take_tokens(incarnation, message, ended)
         for handle, embedding in message.embeddings.items():
             output = self._claim(handle, incarnation, ended)
@@ -110,6 +117,9 @@ class Outputs:
                 kind = "too_many_tokens" if 0 <= token < output.vocab_size else "token_out_of_range"
                 self._fault(output, kind, ended)
                 continue
+            if output.num_unscored:
+                self._fault(output, "missing_prompt_logprobs", ended)
+                continue
             logprobs: list[TokenLogprobs] | None = None
             if output.wants_logprobs:
                 position = positions.get(handle, 0)
@@ -122,6 +132,16 @@ class Outputs:
                 continue
             try:
                 output.sink.on_tokens([token], logprobs)
+            except Exception:
+                self._sink_failed(output, ended)
+
+    def _take_scores(self, output: Output, scores: list[TokenLogprobs], ended: list[Output]) -> None:
+        output.num_unscored -= len(scores)
+        if output.prompt_sink is None or output.num_unscored < 0:
+            self._fault(output, "bad_prompt_logprobs", ended)
+        elif not output.is_cancelled:
+            try:
+                output.prompt_sink.on_prompt_logprobs(scores)
             except Exception:
                 self._sink_failed(output, ended)
 

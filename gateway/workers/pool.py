@@ -7,7 +7,7 @@ no locks. Must not know gRPC or text.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -27,7 +27,7 @@ from gateway.workers.queries import Queries
 from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry, RegistryLimits
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest, WorkerState, WorkerView
 from gateway.workers.watch import ProcessWatch
 from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Run
@@ -145,11 +145,26 @@ class WorkerPool:
     def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
         """Send the request; its handle. Raises WorkerBusy, WorkerGone (nothing was sent, sink is not used), and
         wire.codec.MessageTooLarge."""
+        return self.open_all(worker, request, [sink])[0]
+
+    def open_all(self, worker: WorkerView, request: RunRequest, sinks: Sequence[OutputSink]) -> list[int]:
+        """The same for an output per sink, which share the prompt; output i draws with seed + i."""
         fault_point("pool.opening")
         record = self._present(worker)
-        if record.in_flight >= record.max_requests:
+        if record.in_flight + len(sinks) > record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
-        output = Output(
+        outputs = [self._output(record, request, sink) for sink in sinks]
+        if request.sampling.num_prompt_logprobs is not None:
+            outputs[0].prompt_sink, outputs[0].num_unscored = cast(PromptSink, sinks[0]), len(request.prompt_ids) - 1
+        handles = [output.handle for output in outputs]
+        self._post.send(record, _run(handles, request))
+        for output in outputs:
+            self._outputs.add(output)
+            self._registry.opened(record, time.monotonic())
+        return handles
+
+    def _output(self, record: WorkerRecord, request: RunRequest, sink: OutputSink) -> Output:
+        return Output(
             handle=self._outputs.draw_handle(),
             incarnation=record.incarnation,
             request_id=request.request_id,
@@ -159,10 +174,6 @@ class WorkerPool:
             embedding_sink=cast(EmbeddingSink, sink) if request.pooling is not None else None,
             sink=sink,
         )
-        self._post.send(record, _run(output.handle, request))
-        self._outputs.add(output)
-        self._registry.opened(record, time.monotonic())
-        return output.handle
 
     def cancel(self, handle: int) -> None:
         """Ask the worker to end an output: no more tokens; on_finished(CANCELLED) or on_lost follows. Unknown and
@@ -267,9 +278,10 @@ class WorkerPool:
             log.error("ipc_socket_lost", error=str(error))
 
 
-def _run(handle: int, request: RunRequest) -> Run:
+def _run(handles: Sequence[int], request: RunRequest) -> Run:
     return Run(
-        handle=handle,
+        handle=handles[0],
+        fork_handles=tuple(handles[1:]),
         request_id=request.request_id,
         prompt_ids=np.ascontiguousarray(request.prompt_ids, "<i4").tobytes(),
         sampling=request.sampling,

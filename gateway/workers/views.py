@@ -34,6 +34,13 @@ class OutputSink(Protocol):
         """Terminal: WORKER_LOST, WORKER_STALLED, DRAINING, or INTERNAL (the worker broke the protocol)."""
 
 
+class PromptSink(Protocol):
+    """Where log-probabilities of a prompt go, from its second token on, before the first token of the output."""
+
+    def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """For the next positions."""
+
+
 class EmbeddingSink(OutputSink, Protocol):
     """Where one embedding goes: `on_embedding` once before `on_finished`, no tokens."""
 

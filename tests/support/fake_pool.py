@@ -1,7 +1,7 @@
 """A worker pool without workers: tests say what comes back, and read what was asked for."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -157,13 +157,18 @@ class FakePool:
 
     def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
         """Remember, and let the script begin."""
+        return self.open_all(worker, request, [sink])[0]
+
+    def open_all(self, worker: WorkerView, request: RunRequest, sinks: Sequence[OutputSink]) -> list[int]:
+        """A run for each sink."""
         if self.refuse:
             raise self.refuse.pop(0)
-        run = FakeRun(next(self._handles), worker, request, sink)
-        self.runs.append(run)
-        if self.on_run is not None:
-            self.on_run(run)
-        return run.handle
+        runs = [FakeRun(next(self._handles), worker, request, sink) for sink in sinks]
+        self.runs += runs
+        for run in runs:
+            if self.on_run is not None:
+                self.on_run(run)
+        return [run.handle for run in runs]
 
     def cancel(self, handle: int) -> None:
         """Counted; answered where answers_cancels."""

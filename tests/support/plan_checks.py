@@ -75,4 +75,4 @@ class BlocksInFlight:
         for step, owners in self._owners.items():
             others = owners.get(block, set()) - {order}
             is_shared = order in owners.get(block, set())  # forks share until one writes, and steps run in order
-            assert is_shared or not others, f"block {block} is written for {order}, step {step} in flight uses it for {others}"
+            assert is_shared or not others, f"block {block} is written for {order}; step {step} uses it for {others}"

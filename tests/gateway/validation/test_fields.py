@@ -58,12 +58,18 @@ def good() -> pb.GenerateRequest:
         ),
         sampling=pb.SamplingParams(
             temperature=0.5, top_p=0.5, top_k=5, min_p=0.5, seed=5, repetition_penalty=1.5,
-            presence_penalty=0.5, frequency_penalty=0.5,
+            presence_penalty=0.5, frequency_penalty=0.5, typical_p=0.5, logit_bias={7: 1.5}, allowed_token_ids=[1, 2],
+            bad_words=["w"],
         ),
-        stop=pb.StopConditions(max_tokens=5, min_tokens=2, strings=["x"], token_ids=[3], ignore_eos=True),
+        stop=pb.StopConditions(
+            max_tokens=5, min_tokens=2, strings=["x"], token_ids=[3], ignore_eos=True, include_stop=True
+        ),
         output=pb.OutputOptions(
-            format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, logprobs=2, skip_special_tokens=False
+            format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, logprobs=2, skip_special_tokens=False, prompt_logprobs=3,
+            echo=True, return_prompt=True,
         ),
+        num_outputs=2,
+        truncate_prompt_tokens=9,
         priority=5,
         cache_salt="s",
         constraint=pb.Constraint(choice=pb.Choice(options=["yes", "no"])),
@@ -103,6 +109,13 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "sampling.repetition_penalty": ([0, -1, 100.1, NAN], [0.01, 100]),
     "sampling.presence_penalty": ([-10.1, 10.1, NAN], [-10, 10]),
     "sampling.frequency_penalty": ([-10.1, 10.1, NAN], [-10, 10]),
+    "sampling.typical_p": ([0, -0.1, 1.0001, NAN, INF], [1e-30, 1]),
+    "num_outputs": ([0, 129, 2**32 - 1], [1, 128]),
+    "truncate_prompt_tokens": ([0], [1, 2**32 - 1]),
+    "output.prompt_logprobs": ([21, 2**32 - 1], [0, 20]),
+    "output.echo": ([], [True, False]),
+    "output.return_prompt": ([], [True, False]),
+    "stop.include_stop": ([], [True, False]),
     "stop.max_tokens": ([0], [2, 2**32 - 1]),
     "stop.min_tokens": ([6], [0, 5]),
     "stop.ignore_eos": ([], [True, False]),
@@ -121,6 +134,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "chat.tool_name": (["f"], [""]),
 }
 ELEMENTS: dict[str, tuple[list[Any], list[Any]]] = {
+    "sampling.logit_bias[7]": ([-100.1, 100.1, NAN, INF, -INF], [-100, 0, 100]),
+    "sampling.bad_words[0]": (["", "x" * 257, "é" * 129], ["é" * 128]),
     "stop.strings[0]": (["", "x" * 257, "é" * 129], ["é" * 128]),
     "constraint.choice.options[0]": (["", "x" * 4097], ["é" * 2048]),
     "chat.messages[0].role": ([0, 5, -1], [1, 2]),
@@ -166,7 +181,7 @@ def test_every_field_of_generate_is_in_the_tables_above_or_refers_to_the_model()
     import re
 
     tested = {re.sub(r"\[\d+\]", "", path) for path in [*BORDERS, *ELEMENTS]}
-    of_the_model = {"text", "token_ids.ids", "stop.token_ids"}
+    of_the_model = {"text", "token_ids.ids", "stop.token_ids", "sampling.allowed_token_ids"}
     assert set(supported_paths(pb.GenerateRequest.DESCRIPTOR)) == tested | of_the_model
 
 
