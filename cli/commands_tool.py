@@ -43,13 +43,35 @@ def verify(
         float | None,
         typer.Option(help="With --check-numerics: the largest magnitude; unset: half of what dtype holds."),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Instead compare a GPTQ or AWQ checkpoint with the plain one it was made from.")
+    ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Instead compare with the same weights rounded to int8 or fp8.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option("--kv-cache-dtype", help="Instead compare with a KV cache rounded to fp8.")
+    ] = None,
 ) -> int:
     """Compare a checkpoint with transformers: RoPE, hidden states, logits, greedy tokens, for every backend."""
     from cli.verify import check_numerics as look
+    from cli.verify import is_packed
+    from cli.verify import rounding as run_rounding
     from cli.verify import verify as run
 
     if check_numerics:
         return look(model, revision=revision, dtype=dtype, limit=limit, num_prompts=prompts)
+    if against or quantization or kv_cache_dtype or is_packed(model, revision=revision):
+        return run_rounding(
+            model,
+            revision=revision,
+            dtype=dtype,
+            against=against,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            num_prompts=prompts,
+            max_new_tokens=max_new_tokens,
+        )
     return run(
         model,
         revision=revision,

@@ -6,8 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 from model.checkpoint import resolve_checkpoint
-from model.verify import VerifyReport, find_numeric_fault, verify_checkpoint
+from model.config import load_config
+from model.rounding_error import RoundingError
+from model.verify import VerifyReport, find_numeric_fault, parse_dtype, verify_checkpoint
 from model.verify_checks import VerifyRow
+from model.verify_rounding import verify_rounding
 
 
 def verify(
@@ -47,6 +50,51 @@ def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit:
         return 0
     console.print(f"[bold red]{finding}[/]", soft_wrap=True)
     return 1
+
+
+def rounding(
+    name: str,
+    *,
+    revision: str | None,
+    dtype: str | None,
+    against: str | None,
+    quantization: str | None,
+    kv_cache_dtype: str | None,
+    num_prompts: int,
+    max_new_tokens: int,
+) -> int:
+    """Print what rounding costs; there is no limit to be beyond, so the exit code is 0."""
+    console = Console()
+    folder = resolve_checkpoint(name, revision=revision)
+    with console.status(f"comparing {folder} with itself before it was rounded"):
+        error = verify_rounding(
+            folder,
+            against=None if against is None else resolve_checkpoint(against),
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            dtype=parse_dtype(dtype),
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+        )
+    console.print(rounding_table(error))
+    return 0
+
+
+def is_packed(name: str, *, revision: str | None) -> bool:
+    """Whether the checkpoint is GPTQ's or AWQ's, which transformers cannot load without more packages."""
+    return load_config(resolve_checkpoint(name, revision=revision)).quantization is not None
+
+
+def rounding_table(error: RoundingError) -> Table:
+    """One line per figure."""
+    table = Table("against float32", "")
+    table.add_row("perplexity of the prompts", f"{error.perplexity:.3f} (before: {error.before:.3f})")
+    table.add_row("logits, relative error", f"{error.relative_error:.2e}")
+    table.add_row("divergence, nats a token", f"{error.divergence:.2e}")
+    table.add_row("same first choice", f"{error.same_choice:.1%}")
+    prefix = f"{error.mean_prefix:.1f} tokens alike on average"
+    table.add_row("greedy outputs", f"{error.same_outputs} of {error.num_outputs} equal; {prefix}")
+    return table
 
 
 def report_table(report: VerifyReport) -> Table:

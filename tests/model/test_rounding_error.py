@@ -42,9 +42,8 @@ def test_perplexity_is_that_of_the_next_tokens() -> None:
     for text in TEXTS:
         logits_TV = paged_logits(model, get_backend("reference"), text, [len(text)])
         losses.append(cross_entropy(logits_TV[:-1], torch.tensor(text[1:]), reduction="none"))
-    assert measure(model, make(), TEXTS, []).perplexity == pytest.approx(
-        float(torch.cat(losses).mean().exp()), rel=1e-4
-    )
+    expected = float(torch.cat(losses).mean().exp())
+    assert measure(model, make(), TEXTS, []).perplexity == pytest.approx(expected, rel=1e-4)
 
 
 def test_outputs_are_compared_up_to_their_end() -> None:
