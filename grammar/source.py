@@ -9,12 +9,12 @@ from grammar.errors import GrammarRefused, Refusal
 from grammar.gbnf import gbnf_to_lark
 from grammar.json_schema import WHITE_SPACE, parse_schema
 from grammar.limits import GrammarLimits
-from grammar.tool_calls import tool_calls_to_lark
+from grammar.tool_calls import CallTags, tool_calls_to_lark
 from wire.messages import Grammar, GrammarKind
 
 
-def to_llguidance(grammar: Grammar, limits: GrammarLimits) -> str:
-    """A grammar for `llguidance.LLMatcher`. Raises GrammarRefused."""
+def to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
+    """A grammar for `llguidance.LLMatcher`. call_tags: the model's own. Raises GrammarRefused."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(json.dumps(parse_schema(grammar.source, limits)))
@@ -27,7 +27,7 @@ def to_llguidance(grammar: Grammar, limits: GrammarLimits) -> str:
         case GrammarKind.CHOICE:
             return LLMatcher.grammar_from_lark(choice_to_lark(grammar.source, limits))
         case GrammarKind.TOOL_CALLS:
-            return LLMatcher.grammar_from_lark(tool_calls_to_lark(grammar.source, limits))
+            return LLMatcher.grammar_from_lark(tool_calls_to_lark(grammar.source, limits, call_tags))
 
 
 def _regex_to_lark(source: str, limits: GrammarLimits) -> str:

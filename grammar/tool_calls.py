@@ -16,18 +16,25 @@ from grammar.json_schema import WHITE_SPACE, Json, rewrite
 from grammar.lark import quoted
 from grammar.limits import GrammarLimits
 
-OPENING, CLOSING = "<tool_call>\n", "\n</tool_call>"
+CALL_TAGS = ("<tool_call>", "</tool_call>")
+OPENING, CLOSING = f"{CALL_TAGS[0]}\n", f"\n{CALL_TAGS[1]}"
+CallTags = tuple[int, int]
+"""The tokens of CALL_TAGS, in models that have them."""
 _ARGUMENTS = "#/properties/arguments"
 
 
-def tool_calls_to_lark(source: str, limits: GrammarLimits) -> str:
-    """Raises GrammarRefused; paths begin with the tool: ``tools[2].parameters.properties…``."""
+def tool_calls_to_lark(source: str, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
+    """call_tags: None writes the tags as text. Raises GrammarRefused; paths begin with the tool:
+    ``tools[2].parameters.properties…``."""
     tools, max_calls = _read(source, limits)
     calls = [f"call_{index}: %json {json.dumps(_call_schema(tool, index, limits))}" for index, tool in enumerate(tools)]
     names = " | ".join(f"call_{index}" for index in range(len(tools)))
     more = "" if max_calls == 1 else ' ("\\n" call)*' if max_calls is None else f' ("\\n" call){{0,{max_calls - 1}}}'
+    opening, closing = quoted(OPENING), quoted(CLOSING)
+    if call_tags is not None:
+        opening, closing = f'<[{call_tags[0]}]> "\\n"', f'"\\n" <[{call_tags[1]}]>'
     return "\n".join(
-        [f"start: call{more}", f"call: {quoted(OPENING)} ({names}) {quoted(CLOSING)}", *calls, ""],
+        [f"start: call{more}", f"call: {opening} ({names}) {closing}", *calls, ""],
     )
 
 

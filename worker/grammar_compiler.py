@@ -76,7 +76,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         vocabulary = self._known_vocabulary()
         started_s = time.monotonic()
-        source = to_llguidance(grammar, self._limits)
+        source = to_llguidance(grammar, self._limits, vocabulary.call_tags)
         matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=self._limits.for_parser())
         # The first mask here: it builds most of the lexer, and finds grammars that nothing matches.
         is_good = not matcher.is_error() and GrammarMatcher(matcher).fill(np.empty(vocabulary.num_words, np.int32))

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from grammar.tool_calls import CLOSING, OPENING
+from grammar.tool_calls import CALL_TAGS, CLOSING, OPENING
 from tests.support.grammar_models import Speaker, as_json, folder_speaker, oracle_speaker, tiny_speaker
 from tests.support.grammar_rig import json_schema
 from tests.support.schemas import SchemaMaker
@@ -166,6 +166,27 @@ CITY = {
     "additionalProperties": False,
     "$defs": {"city": {"enum": ["Oslo", "Rome"]}},
 }
+
+
+def test_a_text_that_is_forced_may_name_a_control_token(tiny: Speaker) -> None:
+    rig = tiny.rig()
+    rig.ask(0, [1, 2, 3], Grammar(kind=GrammarKind.CHOICE, source=json.dumps(["a <|im_end|> b"])))
+    output = rig.run()[0]
+    rig.close()
+    assert tiny.text(output.token_ids) == "a <|im_end|> b"
+    assert not {*output.token_ids} & {tiny.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|im_start|>")}
+
+
+def test_calls_are_written_with_the_tags_that_the_model_has(folio: Speaker) -> None:
+    source = json.dumps({"tools": [{"name": "weather", "parameters": CITY}], "max_calls": 1})
+    rig = folio.rig()
+    rig.ask(0, [1, 2, 3], Grammar(kind=GrammarKind.TOOL_CALLS, source=source))
+    output = rig.run()[0]
+    rig.close()
+    opening, closing = (folio.tokenizer.token_to_id(tag) for tag in CALL_TAGS)
+    assert (output.token_ids[0], output.token_ids[-1]) == (opening, closing)
+    assert output.finished is not None
+    assert output.finished.reason is WireFinishReason.STOP
 
 
 def test_forced_calls_of_tools_have_their_form_and_their_arguments(tiny: Speaker) -> None:
