@@ -12,7 +12,7 @@ from model.attention import AttentionInputs, get_backend
 from model.kv_pool import KvPool
 from model.sampling import SamplingParams
 from tests.support import slow_sampler
-from tests.support.scheduling import World, WorldConfig
+from tests.support.scheduling import World, WorldConfig, key
 from wire.messages import Pooling
 from worker.oracle_model import OracleModel
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
@@ -131,6 +131,64 @@ def test_embeddings_are_the_models_last_hidden_states_among_other_work(
         assert small.streams[keys[index]].embedding == pytest.approx(
             expected_D.tolist(), abs=2e-4
         )  # weights that amplify
+
+
+WANTED: list[dict[str, Any]] = [
+    {"temperature": 1.2, "seed": 2**64 - 2},
+    {"temperature": 0.9, "seed": 6, "top_k": 12, "typical_p": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 1.5, "seed": 7, "logit_bias": {3: 2.0, 9: -50.0}, "bad_words": ((4, 5), (11,))},
+    {"temperature": 1.1, "seed": 8, "allowed_token_ids": tuple(range(20, 60)), "presence_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_blocks", [12, 64])
+def test_output_i_is_what_a_request_with_seed_plus_i_gives_alone_in_any_company(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
+) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB, 9 + index).tolist() for index in range(4)]
+    together = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
+    for index, (ids, wishes) in enumerate(zip(prompts, WANTED, strict=True)):
+        together.add(index, ids, num_outputs=3, max_tokens=14, **wishes)
+    together.run()
+    together.check_quiet()
+    assert (together.scheduler.counters.num_preemptions > 0) == (num_blocks == 12)
+    for index, (ids, wishes) in enumerate(zip(prompts, WANTED, strict=True)):
+        for output in range(3):
+            alone = world(model, monkeypatch, num_blocks=64, max_in_flight=1)
+            seed = (wishes["seed"] + output) % 2**64
+            which = alone.add(7, ids, max_tokens=14, **wishes | {"seed": seed})
+            alone.run()
+            stream = together.streams[key(index + 1000 * output)]
+            assert stream.tokens == alone.streams[which].tokens, (index, output)
+    outputs = {tuple(stream.tokens) for stream in together.streams.values()}
+    assert len(outputs) >= 6
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_whole_model_a_few_positions_at_a_time(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.random.default_rng(2).integers(0, VOCAB, 40).tolist()
+    here = world(model, monkeypatch, num_blocks=64, max_in_flight=2)
+    here.add(1, ids, max_tokens=1)
+    here.run()
+    heights, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden_SD: heights.append(len(hidden_SD)) or logits(hidden_SD))
+    here = world(model, monkeypatch, num_blocks=64, max_in_flight=2)
+    which = here.add(2, ids, num_prompt_logprobs=3, max_tokens=2)
+    here.run()
+    assert sum(heights) >= 39
+    assert max(heights) <= 32
+    raw_TV = torch.log_softmax(dense_logits(model, torch.tensor(ids))[:, :VOCAB].double(), dim=-1)
+    got = here.streams[which].prompt_logprobs
+    assert len(got) == 39
+    for position, each in enumerate(got, start=1):
+        best = raw_TV[position - 1].topk(3)
+        assert each.logprob == pytest.approx(float(raw_TV[position - 1, ids[position]]), abs=2e-3)
+        assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=2e-3)
+    assert here.streams[which].finished is not None
+    assert here.streams[which].finished.cached_tokens == 0
 
 
 def last_hidden(model: Qwen2ForCausalLM, ids: list[int]) -> torch.Tensor:
