@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: help demo serve test test-gpu sanitize-gpu sim lint format proto install dev clean
+.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim lint format proto install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -31,6 +31,11 @@ serve: install ## serve the embedded model until Ctrl-C
 
 test: dev ## the whole CPU suite
 	@$(BIN)/python -m pytest -m "not gpu"
+
+# Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
+# with the others: what must be free within seconds is looked at here.
+test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient
+	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra tests/interop
 
 GPU_TESTS := tests/gpu tests/model/kernels tests/model/gpu
 JOBS ?= 8
