@@ -32,6 +32,7 @@ from worker.runner_weights import (
     check_format,
     rounding_of,
     rounding_of_cache,
+    spoken,
     weight_format,
     with_rounding,
 )
@@ -70,8 +71,14 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         num_blocks=runner.config.num_blocks,
         block_size=config.block_size,
         scheduler=scheduler,
-        device=str(model.device) + (", deterministic" if config.deterministic is Deterministic.ON else ""),
+        device=_device(config, model),
     )
+
+
+def _device(config: WorkerConfig, model: Qwen2ForCausalLM) -> str:
+    """The device, and what is out of the ordinary on it."""
+    said = spoken(config.quantization, config.kv_cache_dtype, model.config.quantization)
+    return str(model.device) + said + (", deterministic" if config.deterministic is Deterministic.ON else "")
 
 
 def check_deterministic(config: WorkerConfig) -> None:

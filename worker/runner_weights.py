@@ -9,6 +9,7 @@ import torch
 
 from model.linear import FormatUnavailable, WeightFormat
 from model.quantization.rounding import FP8
+from model.quantization.settings import GroupSettings
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
@@ -71,6 +72,14 @@ def rounding_of(quantization: str | None, device: torch.device) -> bytes:
     if quantization is None:
         return b""
     return quantization.encode() if device.type == "cpu" else f"{quantization} folded".encode()
+
+
+def spoken(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
+    """For people: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
+    weights = f"int{packed.bits} weights ({packed.packing.value})" if packed else None
+    weights = f"{quantization} weights" if quantization else weights
+    cache = f"{kv_cache_dtype} cache" if kv_cache_dtype else None
+    return "".join(f", {part}" for part in (weights, cache) if part)
 
 
 def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:

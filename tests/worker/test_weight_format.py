@@ -96,6 +96,7 @@ def test_an_fp8_cache_holds_twice_the_tokens_in_the_same_bytes(runner: str) -> N
     sizes = [loaded.runner.kv.num_bytes for loaded in (plain, small)]  # type: ignore[attr-defined]
     assert sizes[0] == sizes[1] * (4 if runner == "float32" else 2)
     assert small.fingerprint != plain.fingerprint
+    assert (plain.device, small.device) == ("cpu", "cpu, fp8 cache")
 
 
 def test_what_an_fp8_cache_cannot_be_had_with_is_refused() -> None:
@@ -110,4 +111,5 @@ def test_a_worker_serves_packed_checkpoints_on_a_cpu(quantization: dict[str, obj
     write_packed_checkpoint(tmp_path, quantization)
     loaded = load(None, model=str(tmp_path))
     assert loaded.card.dtype == "bfloat16"
+    assert loaded.device == f"cpu, int4 weights ({quantization['quant_method']})"
     assert loaded.fingerprint == load_model(tmp_path).fingerprint
