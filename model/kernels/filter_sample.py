@@ -6,8 +6,8 @@ model/sampling_filters.py's: each filter keeps a prefix of the logits in falling
 equal logits stay or fall together, and the draw among the survivors is Gumbel-max with the same noise as everywhere.
 
 Nothing is sorted: the K largest logits lie in the K groups of 64 with the largest maxima. The first kernel gives every
-group's maximum, the second one takes the best 64 groups and finds the cut among their 4096 logits by bisection. Where
-it lies past those, the whole row is searched (model/kernels/whole_row.py).
+group's maximum, the second one takes the best 64 groups and finds the cut among their 4096 logits by bisection. For
+rows where it lies past those, a third one searches the whole row (model/kernels/whole_row.py).
 
     wish    0: none · 1: filters, or a temperature next to zero · 2: a race (or argmax) of the whole vocabulary
 
@@ -70,6 +70,7 @@ class FilterParts:
         self.best_BG = torch.empty(max_batch, BEST_GROUPS, dtype=torch.int32, device=device)
         self.mass_BW = torch.empty(max_batch, parts, dtype=torch.float32, device=device)
         self.most_BW = torch.empty(max_batch, parts, dtype=torch.float32, device=device)
+        self.undecided_B = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.biased_BA = torch.empty(max_batch, MAX_BIASES, dtype=torch.float32, device=device)
 
 
@@ -153,17 +154,42 @@ def _cut_candidates(v, beyond, row_mass, log_min_p, top_k, top_p):
 
 
 @triton.jit
+def _keep(
+    chosen, most, b, row, vocab_size, position_R, last_token_R, token_B, is_finite_B, said_RH, count_RV, has_penalty,
+    RING: tl.constexpr, MAX_COUNT: tl.constexpr,
+):  # fmt: skip
+    chosen = tl.minimum(chosen, vocab_size - 1)
+    tl.store(token_B + b, chosen)
+    tl.store(last_token_R + row, chosen)
+    tl.store(said_RH + row * RING + tl.load(position_R + row) % RING, chosen)
+    if most == float("-inf"):
+        is_finite = tl.load(is_finite_B + b)
+        tl.store(is_finite_B + b, tl.where(is_finite == 1, 3, is_finite).to(tl.int8))
+    if has_penalty:
+        said = tl.load(count_RV + row.to(tl.int64) * vocab_size + chosen)
+        more = tl.where((said & 0x3FFF) < MAX_COUNT, said + 1, said).to(tl.int16)
+        tl.store(count_RV + row.to(tl.int64) * vocab_size + chosen, more)
+
+
+@triton.jit
+def _has_penalty(repetition_R, presence_R, frequency_R, row):
+    is_on = (tl.load(repetition_R + row) != 1.0) | (tl.load(presence_R + row) != 0.0)
+    return is_on | (tl.load(frequency_R + row) != 0.0)
+
+
+@triton.jit
 def _choose_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, last_token_R, token_B, is_finite_B,
     wish_R, top_k_R, top_p_R, log_min_p_R, typical_p_R, said_RH,
     count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
-    group_BG, mass_BW, most_BW, best_BG, width, vocab_size,
+    group_BG, mass_BW, most_BW, best_BG, undecided_B, width, vocab_size,
     PART: tl.constexpr, GROUP: tl.constexpr, BEST: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr,
     GROUP_WIDTH: tl.constexpr, A: tl.constexpr, RING: tl.constexpr, MAX_COUNT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     row = tl.load(rows_B + b)
     wish = tl.load(wish_R + row)
+    tl.store(undecided_B + b, 0)
     if wish == 0:
         return
     columns = row_of_columns(
@@ -186,10 +212,11 @@ def _choose_kernel(
     best = tl.load(best_BG + b * BEST + tl.arange(0, BEST))
     column = tl.reshape(best[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [BEST * GROUP])
     token, x, is_token = load_columns(columns, column)
+    is_right = True
     if wish == 2:
         if temperature > 0.0:
             x = x / temperature - log_exponential(token, key_low, key_high, FAST)
-        _, chosen = winner(tl.where(is_token, x, float("-inf")), token)
+        score = tl.where(is_token, x, float("-inf"))
     else:
         # Everything from here on in units of the draw: v = (x - maximum) / temperature.
         v = tl.where(is_token, (x - top) / scale, float("-inf"))
@@ -197,27 +224,52 @@ def _choose_kernel(
         part_most = tl.load(most_BW + b * PARTS + part, mask=part < num_parts, other=float("-inf"))
         part_mass = tl.load(mass_BW + b * PARTS + part, mask=part < num_parts, other=0.0)
         log_min_p = tl.maximum(tl.load(log_min_p_R + row), -FARTHEST)
-        top_k, top_p, typical_p = tl.load(top_k_R + row), tl.load(top_p_R + row), tl.load(typical_p_R + row)
+        top_k = tl.load(top_k_R + row)
         row_mass = _mass_of_parts(part_most, part_mass, top, scale)
+        top_p = tl.load(top_p_R + row)
         cut, is_right = _cut_candidates(v, (beyond - top) / scale, row_mass, log_min_p, top_k, top_p)
-        if is_right & (typical_p >= 1.0) & (top_k <= BEST * GROUP):
-            score = v - log_exponential(token, key_low, key_high, FAST)
-            _, chosen = winner(tl.where(v >= cut, score, float("-inf")), token)
-        else:
-            chosen = choose_in_row(
-                columns, num_parts * PART, top, scale, top_k, top_p, log_min_p, typical_p, key_low, key_high, FAST
-            )
-    chosen = tl.minimum(chosen, vocab_size - 1)
-    tl.store(token_B + b, chosen)
-    tl.store(last_token_R + row, chosen)
-    tl.store(said_RH + row * RING + tl.load(position_R + row) % RING, chosen)
-    if most == float("-inf"):
-        is_finite = tl.load(is_finite_B + b)
-        tl.store(is_finite_B + b, tl.where(is_finite == 1, 3, is_finite).to(tl.int8))
-    if (tl.load(repetition_R + row) != 1.0) | (tl.load(presence_R + row) != 0.0) | (tl.load(frequency_R + row) != 0.0):
-        said = tl.load(count_RV + row.to(tl.int64) * vocab_size + chosen)
-        more = tl.where((said & 0x3FFF) < MAX_COUNT, said + 1, said).to(tl.int16)
-        tl.store(count_RV + row.to(tl.int64) * vocab_size + chosen, more)
+        is_right &= (tl.load(typical_p_R + row) >= 1.0) & (top_k <= BEST * GROUP)
+        score = tl.where(v >= cut, v - log_exponential(token, key_low, key_high, FAST), float("-inf"))
+    if is_right:
+        _, chosen = winner(score, token)
+        _keep(
+            chosen, most, b, row, vocab_size, position_R, last_token_R, token_B, is_finite_B, said_RH, count_RV,
+            _has_penalty(repetition_R, presence_R, frequency_R, row), RING, MAX_COUNT,
+        )  # fmt: skip
+    else:
+        tl.store(undecided_B + b, 1)
+
+
+@triton.jit
+def _search_kernel(
+    logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, last_token_R, token_B, is_finite_B,
+    top_k_R, top_p_R, log_min_p_R, typical_p_R, said_RH,
+    count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
+    most_BW, undecided_B, width, vocab_size,
+    PART: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr, A: tl.constexpr, RING: tl.constexpr,
+    MAX_COUNT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if tl.load(undecided_B + b) == 0:
+        return
+    row = tl.load(rows_B + b)
+    columns = row_of_columns(
+        b, row, logits_BV, width, count_RV, vocab_size, bias_id_RA, biased_BA, num_biases_R, (PARTS - 1) * PART,
+        repetition_R, presence_R, frequency_R, A,
+    )  # fmt: skip
+    num_parts = tl.where(tl.load(num_biases_R + row) > 0, PARTS, PARTS - 1)
+    key_low, key_high = _draw_key(seed_R, position_R, num_prompt_R, row)
+    part = tl.arange(0, PART_WIDTH)
+    most = tl.max(tl.load(most_BW + b * PARTS + part, mask=part < num_parts, other=float("-inf")), 0)
+    chosen = choose_in_row(
+        columns, num_parts * PART, most, _scale(tl.load(temperature_R + row)), tl.load(top_k_R + row),
+        tl.load(top_p_R + row), tl.maximum(tl.load(log_min_p_R + row), -FARTHEST), tl.load(typical_p_R + row),
+        key_low, key_high, FAST,
+    )  # fmt: skip
+    _keep(
+        chosen, most, b, row, vocab_size, position_R, last_token_R, token_B, is_finite_B, said_RH, count_RV,
+        _has_penalty(repetition_R, presence_R, frequency_R, row), RING, MAX_COUNT,
+    )  # fmt: skip
 
 
 def filter_and_choose(
@@ -249,20 +301,26 @@ def filter_and_choose(
     check_tensor("said_RH", wishes.said_RH, shape=(R, RING), dtype=torch.int32)
     if logits_BV.shape[1] < vocab_size or len(parts.group_BG) < B:
         raise ValueError(f"logits_BV is {tuple(logits_BV.shape)}: need {vocab_size} ids, {len(parts.group_BG)} rows")
+    state = (temperature_R, seed_R, position_R, num_prompt_R)
+    outcome = (last_token_R, token_B, is_finite_B)
+    filters = (wishes.top_k_R, wishes.top_p_R, wishes.log_min_p_R, wishes.typical_p_R, wishes.said_RH)
     columns = (
         wishes.count_RV, wishes.bias_id_RA, parts.biased_BA, wishes.num_biases_R, wishes.repetition_R,
-        wishes.presence_R, wishes.frequency_R, parts.group_BG, parts.mass_BW, parts.most_BW,
+        wishes.presence_R, wishes.frequency_R,
     )  # fmt: skip
+    found = (parts.group_BG, parts.mass_BW, parts.most_BW)
     sizes, groups = (logits_BV.shape[1], vocab_size), parts.group_BG.shape[1]
+    tiles = {"PART": PART, "PARTS": parts.num_parts, "A": MAX_BIASES, "FAST": logits_BV.is_cuda}
+    rest = {"PART_WIDTH": next_power_of_2(parts.num_parts), "RING": RING, "MAX_COUNT": MAX_COUNT}
     _group_maxima_kernel[(B, parts.num_parts)](
-        logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, wishes.wish_R, *columns, *sizes,
-        PART=PART, GROUP=GROUP, PARTS=parts.num_parts, A=MAX_BIASES, FAST=logits_BV.is_cuda, num_warps=16,
-    )  # fmt: skip
+        logits_BV, rows_B, *state, wishes.wish_R, *columns, *found, *sizes, **tiles, GROUP=GROUP, num_warps=16
+    )
     _choose_kernel[(B,)](
-        logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, last_token_R, token_B, is_finite_B,
-        wishes.wish_R, wishes.top_k_R, wishes.top_p_R, wishes.log_min_p_R, wishes.typical_p_R, wishes.said_RH, *columns,
-        parts.best_BG, *sizes,
-        PART=PART, GROUP=GROUP, BEST=BEST_GROUPS, PARTS=parts.num_parts, PART_WIDTH=next_power_of_2(parts.num_parts),
-        GROUP_WIDTH=next_power_of_2(groups), A=MAX_BIASES, RING=RING, MAX_COUNT=MAX_COUNT, FAST=logits_BV.is_cuda,
-        num_warps=16,
+        logits_BV, rows_B, *state, *outcome, wishes.wish_R, *filters, *columns, *found, parts.best_BG,
+        parts.undecided_B, *sizes, **tiles, **rest, GROUP=GROUP, BEST=BEST_GROUPS, GROUP_WIDTH=next_power_of_2(groups),
+        num_warps=8,
+    )  # fmt: skip
+    _search_kernel[(B,)](
+        logits_BV, rows_B, *state, *outcome, *filters, *columns, parts.most_BW, parts.undecided_B, *sizes, **tiles,
+        **rest, num_warps=16,
     )  # fmt: skip
