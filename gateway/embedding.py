@@ -6,23 +6,21 @@ Must not know how answers travel.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
-from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.deadline import BACKSTOP_S
 from gateway.desk import Desk, Held, until
-from gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
+from gateway.embedding_sink import Embedded, SentInput, VectorSink
+from gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from gateway.rpc.scope import RpcScope
-from gateway.stream import error_of
 from gateway.validation.chat import chat_input
 from gateway.validation.generate import check_capacity, check_context, check_ids
 from gateway.workers.errors import WorkerBusy, WorkerGone
-from gateway.workers.views import RunRequest, WorkerView
-from wire.messages import Finished, ModelCard, Pooling, Sampling, TokenLogprobs
+from gateway.workers.views import RunRequest
+from wire.messages import ModelCard, Pooling, Sampling
 
 WINDOW = 64  # inputs of one call that workers have at a time
 _MAX_CHOICES = 3  # a worker may leave between the choice and the send
@@ -32,59 +30,6 @@ _POOLINGS = {
     pb.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     pb.POOLING_MEAN: Pooling.MEAN,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Embedded:
-    """One vector, float32. sent_s, ended_s: monotonic."""
-
-    vector_D: np.ndarray
-    num_prompt_tokens: int
-    worker: WorkerView
-    figures: Finished
-    sent_s: float
-    ended_s: float
-
-
-class _Sink:
-    """An EmbeddingSink. outcome: the vector and the figures."""
-
-    def __init__(self, on_started: Callable[[], None]) -> None:
-        self.on_started = on_started
-        self.outcome: asyncio.Future[tuple[np.ndarray, Finished, float]] = asyncio.get_running_loop().create_future()
-        self._vector_D: np.ndarray | None = None
-
-    def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Never: the pool sees to that."""
-
-    def on_embedding(self, embedding_D: np.ndarray) -> None:
-        """Before the end."""
-        self._vector_D = embedding_D
-
-    def on_finished(self, finished: Finished) -> None:
-        """A vector, or why there is none."""
-        error = error_of(finished)
-        if error is not None or self._vector_D is None:
-            self._fail(error or from_reason("INTERNAL", ""))
-        elif not self.outcome.done():
-            self.outcome.set_result((self._vector_D, finished, time.monotonic()))
-
-    def on_lost(self, reason: str, detail: str) -> None:
-        """The worker is gone."""
-        self._fail(from_reason(reason, detail))
-
-    def _fail(self, error: RequestError) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sent:
-    handle: int
-    worker: WorkerView
-    sent_s: float
-    num_prompt_tokens: int
-    sink: _Sink
 
 
 class Embedder:
@@ -149,7 +94,7 @@ class Embedder:
         held: Held,
     ) -> list[Embedded]:
         salt = self._desk.salt_of(scope, request.cache_salt)
-        sent: list[_Sent] = []
+        sent: list[SentInput] = []
         try:
             for index, ids_T in enumerate(prompts):
                 await self._wait_for_room(sent)
@@ -164,22 +109,22 @@ class Embedder:
                 )
                 sent.append(await self._send(run, card, scope, sent))
                 scope.worker_id = sent[-1].worker.worker_id
-            embedded = [await _result(each) for each in sent]
+            embedded = [await each.result() for each in sent]
             held.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded
         finally:
             for each in sent:
-                if not each.sink.outcome.done():
+                if each.is_running:
                     self._desk.pool.cancel(each.handle)
                     each.sink.outcome.cancel()
                 elif not each.sink.outcome.cancelled():
                     each.sink.outcome.exception()  # looked at: the first one was raised
 
-    async def _wait_for_room(self, sent: Sequence[_Sent]) -> None:
+    async def _wait_for_room(self, sent: Sequence[SentInput]) -> None:
         while len(running := _running(sent)) >= WINDOW:
             await _first_of(running)
 
-    async def _send(self, run: RunRequest, card: ModelCard, scope: RpcScope, sent: Sequence[_Sent]) -> _Sent:
+    async def _send(self, run: RunRequest, card: ModelCard, scope: RpcScope, sent: Sequence[SentInput]) -> SentInput:
         """To some worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
         num_gone = 0
         while True:
@@ -194,16 +139,16 @@ class Embedder:
                     raise
                 await _first_of(running)
 
-    def _try_send(self, run: RunRequest, card: ModelCard, scope: RpcScope) -> _Sent:
+    def _try_send(self, run: RunRequest, card: ModelCard, scope: RpcScope) -> SentInput:
         pool, num_tokens = self._desk.pool, len(run.prompt_ids)
         worker = pool.choose(card.name, run.prompt_ids, run.cache_salt)
         check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
-        sink = _Sink(on_started=lambda: self._desk.quotas.started(scope.key))
+        sink = VectorSink(on_started=lambda: self._desk.quotas.started(scope.key))
         handle = pool.open(worker, run, sink)
         meters = self._desk.meters.of_model(card.name)
         meters.started += 1
         meters.prompt_tokens += num_tokens
-        return _Sent(handle=handle, worker=worker, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+        return SentInput(handle=handle, worker=worker, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
 
 
 def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | None) -> float | None:
@@ -213,50 +158,12 @@ def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | No
     return scope.started_s + min(timeouts) if timeouts else None
 
 
-def _running(sent: Sequence[_Sent]) -> list[_Sent]:
-    return [each for each in sent if not each.sink.outcome.done()]
+def _running(sent: Sequence[SentInput]) -> list[SentInput]:
+    return [each for each in sent if each.is_running]
 
 
-async def _first_of(running: Sequence[_Sent]) -> None:
+async def _first_of(running: Sequence[SentInput]) -> None:
     """Raises what ended one of them, if that was an error."""
     done, _ = await asyncio.wait([each.sink.outcome for each in running], return_when=asyncio.FIRST_COMPLETED)
     for outcome in done:
         outcome.result()
-
-
-async def _result(sent: _Sent) -> Embedded:
-    vector_D, figures, ended_s = await asyncio.shield(sent.sink.outcome)
-    return Embedded(
-        vector_D=vector_D,
-        num_prompt_tokens=sent.num_prompt_tokens,
-        worker=sent.worker,
-        figures=figures,
-        sent_s=sent.sent_s,
-        ended_s=ended_s,
-    )
-
-
-def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_scaled: bool) -> pb.Embedding:
-    """arrived_s: of the call, monotonic. is_scaled: to length 1."""
-    figures = each.figures
-    return pb.Embedding(
-        values=(normalized(each.vector_D) if is_scaled else each.vector_D).tolist(),
-        usage=common_pb2.Usage(prompt_tokens=each.num_prompt_tokens, cached_tokens=figures.cached_tokens),
-        receipt=common_pb2.Receipt(
-            worker_id=each.worker.worker_id,
-            model_fingerprint=card.fingerprint,
-            gateway_s=each.sent_s - arrived_s,
-            queue_s=figures.queue_s,
-            prefill_s=figures.prefill_s,
-            total_s=each.ended_s - arrived_s,
-            computed_tokens=figures.computed_tokens,
-            preemptions=figures.preemptions,
-            block_seconds=figures.block_seconds,
-        ),
-    )
-
-
-def normalized(vector_D: np.ndarray) -> np.ndarray:
-    """float32, of length 1; a vector of zeros stays what it is."""
-    length = float(np.linalg.norm(vector_D.astype(np.float64)))
-    return vector_D if length == 0.0 else (vector_D / length).astype(np.float32)

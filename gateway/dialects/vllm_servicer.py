@@ -18,7 +18,8 @@ from gateway.dialects.tokenizer_zip import archive_of
 from gateway.dialects.vllm_kv_events import KvBatches
 from gateway.dialects.vllm_messages import Positions, aborted_early, chunk_of, complete_of, reason_of
 from gateway.dialects.vllm_translate import in_callers_names, translate, translate_embed
-from gateway.embedding import Embedder, normalized
+from gateway.embedding import Embedder
+from gateway.embedding_events import normalized
 from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from gateway.live import LiveRequest
 from gateway.rpc.scope import RpcScope, current_rpc

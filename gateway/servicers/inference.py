@@ -11,7 +11,8 @@ from octavo.v1 import inference_pb2_grpc
 from gateway.collected import collect
 from gateway.delivery import close, count_finished, error_behind, pump, pump_all, write
 from gateway.desk import Desk
-from gateway.embedding import Embedder, embedding_message
+from gateway.embedding import Embedder
+from gateway.embedding_events import embedding_message
 from gateway.events import delta_event, finished_event, started_event
 from gateway.live import LiveRequest
 from gateway.rpc.scope import RpcScope, current_rpc

@@ -10,6 +10,7 @@ from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
 
 from gateway import embedding
+from gateway.embedding_events import normalized
 from gateway.text.model_text import ModelText
 from tests.support.fake_pool import FakePool, FakeRun, busy
 from tests.support.rpc_errors import refused
@@ -62,7 +63,7 @@ async def test_vectors_have_length_one_unless_told_otherwise(serve: Any) -> None
     assert np.linalg.norm(vector_D) == pytest.approx(1, abs=1e-7)
     assert vector_D == pytest.approx(np.asarray(vector_of(pool.runs[0])) / np.sqrt(16 + 4 + 0.25), abs=1e-7)
     assert pool.runs[0].request.pooling is Pooling.LAST_TOKEN
-    assert embedding.normalized(np.zeros(3, np.float32)).tolist() == [0, 0, 0]
+    assert normalized(np.zeros(3, np.float32)).tolist() == [0, 0, 0]
 
 
 async def test_only_the_last_tokens_are_kept_where_that_is_asked(serve: Any, tiny_text: ModelText) -> None:
