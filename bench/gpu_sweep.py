@@ -1,6 +1,6 @@
 """Which cuts, tiles and limits make whole steps fastest: one thing is varied at a time, inside the recorded step.
 
-    python -m bench.gpu_sweep [--shape 0.5B] narrow attention sampler prefill profile
+    python -m bench.gpu_sweep [--shape 0.5B] narrow attention split sampler prefill profile
 
 A kernel timed alone misleads: it neither overlaps with its neighbours nor shares the cache with them.
 """
@@ -14,15 +14,21 @@ from unittest import mock
 
 import numpy as np
 import torch
+from triton.runtime.errors import OutOfResources
 
 from bench.gpu_step import SHAPES, Bench, capture, elapsed_ms, profile, time_prefill
+from model.gpu import decode_step
 from model.gpu.choice import Narrow, Wide, candidates
 from model.gpu.decode_step import DecodeStep
+from model.gpu.layers import Attend
 from model.gpu.narrow_layers import NarrowCuts, cuts_of
+from model.gpu.split_layers import SplitCuts, SplitLayers
 from model.kernels import prefill_attention, sample
+from model.kernels.ahead import compiling
 from model.kernels.decode_attention import DecodeTiles, partial_buffers
 from model.kernels.decode_work import DecodeWork, WorkLimits
 from model.kernels.narrow import Cut, Overlap
+from model.kernels.split_product import SplitCut, SplitRoom
 
 NARROW_ROWS = {
     "qkv": (2, 4, 8), "output": (2, 4, 8), "gate_up": (2, 4, 8), "down": (1, 2, 4), "head": (8, 16),
@@ -157,6 +163,73 @@ def sweep_attention(bench: Bench) -> None:
         print(f"attention {line}: " + " ".join(f"{ms:.4f}" for ms in times), flush=True)
 
 
+def split_cuts(batch: int) -> dict[str, list[SplitCut]]:
+    """Cuts of each product that are tried for a batch."""
+    tokens = min(64, max(16, batch))
+    inputs, stages = (128, 4) if tokens < 64 else (64, 4)
+
+    def cut(outputs: int, splits: int, **changes: int) -> SplitCut:
+        return replace(SplitCut(outputs=outputs, tokens=tokens, inputs=inputs, splits=splits, stages=stages), **changes)
+
+    small = [cut(64, 1), cut(64, 3), cut(64, 7), cut(32, 3)]
+    down = [cut(64, 5), cut(64, 10), cut(64, 19), cut(32, 5)]
+    gate_up = [cut(32, 1), cut(64, 1), cut(32, 1, inputs=64), cut(64, 1, inputs=64)]
+    if batch >= 128:
+        wide = {"tokens": 128, "inputs": 64, "warps": 8}
+        down += [cut(128, 4, **wide), cut(128, 8, **wide), cut(64, 4, tokens=128)]
+        gate_up = [cut(64, 1, tokens=128, warps=8), cut(64, 1), cut(64, 1, tokens=128, stages=3)]
+    return {"qkv": small, "output": small, "gate_up": gate_up, "down": down}
+
+
+def sweep_split(bench: Bench) -> None:
+    """Which products of our own are faster than cuBLAS, and how they are cut, one after the other."""
+    room = SplitRoom.allocate(num_elements=32 << 20, num_tiles=4096, device="cuda")
+    layers = SplitLayers(bench.decode.weights, bench.decode.buffers, room)
+    now = SplitCuts()
+
+    def run(weights: object, buffers: object, num_tokens: int, attend: Attend) -> torch.Tensor:
+        return layers.run(num_tokens, attend, now)
+
+    batches = (8, 32, 64, 128, 256)
+    with mock.patch.object(decode_step, "run_layers", run):
+        with compiling(lambda done, total: None):
+            for batch, name in itertools.product(batches, split_cuts(8)):
+                take(bench, batch, Wide())
+                for cut in split_cuts(batch)[name]:
+                    now = replace(SplitCuts(), **{name: cut})
+                    bench.decode.run(batch)
+        torch.cuda.synchronize()
+        for batch in batches:
+            now = SplitCuts()
+            best = time_step(bench, batch, 256)
+            print(f"split {batch}x256 cuBLAS {best:.4f}", flush=True)
+            chosen = now
+            for name, tried in split_cuts(batch).items():
+                times = {}
+                for cut in tried:
+                    now = replace(chosen, **{name: cut})
+                    try:
+                        times[cut] = time_step(bench, batch, 256)
+                    except OutOfResources as error:
+                        print(f"  {cut}: {error}", flush=True)
+                line = " ".join(
+                    f"{c.outputs}x{c.tokens}x{c.inputs}x{c.splits}x{c.warps}x{c.stages}:{ms:.4f}"
+                    for c, ms in times.items()
+                )
+                print(f"  {name} {line}", flush=True)
+                fastest = min(times, key=lambda cut: times[cut])
+                if times[fastest] < best:
+                    best, chosen = times[fastest], replace(chosen, **{name: fastest})
+            logits = []
+            for cuts in (SplitCuts(), chosen):
+                now = cuts
+                bench.state.position_R[:batch], bench.state.last_token_R[:batch] = 256, 77
+                bench.decode.run(batch)
+                logits.append(bench.decode.logits_BV[:batch].float())
+            apart = (logits[1] - logits[0]).norm() / logits[0].norm()
+            print(f"split {batch}x256 best {best:.4f} logits differ by {apart:.4f} {chosen}", flush=True)
+
+
 def sweep_sampler(bench: Bench) -> None:
     """Parts of a row and warps of the one-pass sampler, every row drawn."""
     bench.state.temperature_R.fill_(0.6)
@@ -199,7 +272,7 @@ def profile_all(bench: Bench) -> None:
 
 SWEEPS: dict[str, Callable[[Bench], None]] = {
     "narrow": sweep_narrow, "attention": sweep_attention, "sampler": sweep_sampler, "prefill": sweep_prefill,
-    "profile": profile_all, "paths": sweep_paths,
+    "profile": profile_all, "paths": sweep_paths, "split": sweep_split,
 }  # fmt: skip
 
 

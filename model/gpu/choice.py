@@ -1,4 +1,4 @@
-"""Which way a decode step takes for a batch size: few rows or many, and how the kernels for few rows are cut.
+"""Which way a decode step takes for a batch size: few rows, some dozens or many, and how their kernels are cut.
 
 What is fastest depends on the shape, the batch and the device, and only whole steps tell (a kernel alone misleads: it
 does not overlap with its neighbours). So whole steps are timed before serving, once for a shape, a device and a set of
@@ -21,12 +21,14 @@ import triton
 
 from model.config import Qwen2Config
 from model.gpu.narrow_layers import NarrowCuts, cuts_of
+from model.gpu.split_layers import SPLIT_SIZES, SplitCuts, split_cuts_of
 
 FACTORS = {"narrow": 1.0, "narrow-half": 0.5, "narrow-double": 2.0}
 """Of the weights that a program reads, by the candidate's name."""
 DEFAULT_NARROW_BATCH = 2
-MAX_TIMED_BATCH = 2
-"""Beyond, the wide path has always won: each row adds its own latency to each narrow kernel (bench/RESULTS.md)."""
+TIMED_SIZES = (1, 2, *SPLIT_SIZES)
+"""Each stands for the sizes below it, down to the one before. Beyond 2 rows the narrow way has always lost (each row
+adds its own latency to each narrow kernel), beyond the last the wide way has won (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 
 
@@ -42,13 +44,31 @@ class Narrow:
     cuts: NarrowCuts
 
 
-StepPath = Wide | Narrow
+@dataclass(frozen=True, slots=True)
+class Split:
+    """As wide, but some products by our own kernel, cut this way."""
+
+    cuts: SplitCuts
+
+
+StepPath = Wide | Narrow | Split
 
 
 def candidates(config: Qwen2Config) -> dict[str, StepPath]:
-    """Every path that is timed, by the name it has in the cache."""
+    """Every path that there is, by the name it has in the cache."""
     narrow: dict[str, StepPath] = {name: Narrow(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
-    return {"wide": Wide()} | narrow
+    split: dict[str, StepPath] = {f"split-{size}": Split(split_cuts_of(config, size)) for size in SPLIT_SIZES}
+    return {"wide": Wide()} | narrow | split
+
+
+def timed_names(size: int) -> tuple[str, ...]:
+    """The paths among which one of TIMED_SIZES chooses."""
+    return ("wide", f"split-{size}") if size in SPLIT_SIZES else ("wide", *FACTORS)
+
+
+def stands_for(batch_size: int) -> int | None:
+    """The one of TIMED_SIZES that is timed for this batch size; None where there is nothing to choose."""
+    return next((size for size in TIMED_SIZES if batch_size <= size), None)
 
 
 class Paths:
@@ -74,35 +94,38 @@ class Paths:
 
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""
-        name = self.names.get(batch_size)
+        name = self.names.get(batch_size) or self.names.get(stands_for(batch_size) or 0)
         if name is None:
             name = "narrow" if batch_size <= DEFAULT_NARROW_BATCH else "wide"
         return self._candidates[name]
 
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
-        """Time `run` of each size that has not been chosen yet, on every path, and keep the fastest. Before serving:
-        the device must be idle, and the rows that `run` moves on must be nobody's. Without a CUDA device: the rule."""
-        missing = [size for size in sizes if size <= MAX_TIMED_BATCH and size not in self.names]
+        """Time `run` of the largest size that each of TIMED_SIZES stands for, where it has not been chosen yet, on
+        every path, and keep the fastest. Before serving: the device must be idle, and the rows that `run` moves on must
+        be nobody's. Without a CUDA device: the rule."""
+        largest = {stands_for(size): size for size in sorted(sizes)}
+        missing = {key: size for key, size in largest.items() if key is not None and key not in self.names}
         if self._file is None or not missing:
             return
-        for size in missing:
+        for key, size in missing.items():
             times_ms = {name: time_graph(partial(run, size)) for name in self.try_all(size)}
-            self.names[size] = min(times_ms, key=lambda name: times_ms[name])
+            self.names[key] = min(times_ms, key=lambda name: times_ms[name])
         write_names(self._file, self.names)
 
-    def try_all(self, size: int) -> Iterator[str]:
+    def try_all(self, batch_size: int) -> Iterator[str]:
         """Let the size go each way that it may be chosen to go, one after the other, then as before."""
-        if size > MAX_TIMED_BATCH:
-            yield ""
+        key = stands_for(batch_size)
+        names = [name for name in timed_names(key) if name in self._candidates] if key else []
+        if key is None or len(names) < 2:
+            yield "wide"
             return
-        before = self.names.get(size)
-        for name in self._candidates:
-            self.names[size] = name
+        before = self.names.get(key)
+        for name in names:
+            self.names[key] = name
             yield name
-        if before is None:
-            del self.names[size]
-        else:
-            self.names[size] = before
+        del self.names[key]
+        if before is not None:
+            self.names[key] = before
 
 
 def time_graph(work: Callable[[], None]) -> float:
@@ -141,7 +164,7 @@ def cache_file(config: Qwen2Config, weight: torch.Tensor) -> Path:
             "head_dim", "vocab_size",
         )
     }  # fmt: skip
-    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if isinstance(path, Narrow)}
+    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Wide)}
     device = torch.cuda.get_device_name(weight.device)
     key = json.dumps([shape, str(weight.dtype), device, torch.__version__, triton.__version__, cuts], sort_keys=True)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "paths"

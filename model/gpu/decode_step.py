@@ -8,9 +8,10 @@ Legend: B sequences of the batch · R rows · N query heads · H head dim · D m
 
 import torch
 
-from model.gpu.choice import Narrow, Paths, Wide
-from model.gpu.layers import LayerBuffers, run_layers
+from model.gpu.choice import Narrow, Paths, Split, Wide
+from model.gpu.layers import Attend, LayerBuffers, run_layers
 from model.gpu.narrow_layers import NarrowLayers
+from model.gpu.split_layers import SplitLayers
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.decode_attention import DecodeArgs, decode_attention, partial_buffers
@@ -56,6 +57,7 @@ class DecodeStep:
         self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device, limits)
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
         self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
+        self._split = SplitLayers(weights, self.buffers)
         self.paths = Paths.wide_only(config) if weights.is_quantized else Paths.find(config, weights.embed_VD)
         self._parts = SampleParts(max_batch, vocab_size, device)
 
@@ -69,12 +71,15 @@ class DecodeStep:
                 logits_BV = self.logits_BV[:batch_size]
                 self._narrow.run(x_BD, rows_B, cuts)
                 self._narrow.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
+            case Split(cuts=cuts):
+                self._split.run(batch_size, self._attend_planned(rows_B), cuts)
+                self.compute_logits(x_BD, self._index_B[:batch_size])
             case Wide():
-                self._run_wide(rows_B)
+                run_layers(self.weights, self.buffers, batch_size, self._attend_planned(rows_B))
                 self.compute_logits(x_BD, self._index_B[:batch_size])
         self._choose_tokens(rows_B)
 
-    def _run_wide(self, rows_B: torch.Tensor) -> None:
+    def _attend_planned(self, rows_B: torch.Tensor) -> Attend:
         args = self.plan(rows_B)
 
         def attend(
@@ -82,7 +87,7 @@ class DecodeStep:
         ) -> None:
             self.attend(index, layer, qkv_BC, x_BD, out_BNH, args)
 
-        run_layers(self.weights, self.buffers, len(rows_B), attend)
+        return attend
 
     def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
         """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from model import Qwen2Config
-from model.gpu.choice import Narrow, Paths, Wide, candidates, read_names, write_names
+from model.gpu.choice import FACTORS, Narrow, Paths, Split, Wide, candidates, read_names, write_names
 from model.gpu.narrow_layers import cuts_of
 from model.kernels.narrow import Cut
 
@@ -58,16 +58,28 @@ def test_without_a_device_nothing_is_timed() -> None:
 
 
 def test_every_way_is_tried_and_then_forgotten() -> None:
-    paths = Paths(CONFIG, None, {2: "wide"})
-    assert [(name, paths.path(1)) for name in paths.try_all(1)] == list(candidates(CONFIG).items())
-    assert [paths.path(2) for _ in paths.try_all(2)] == list(candidates(CONFIG).values())
-    assert [paths.path(64) for _ in paths.try_all(64)] == [Wide()]
-    assert paths.names == {2: "wide"}
+    paths, ways = Paths(CONFIG, None, {2: "wide", 16: "split-16"}), candidates(CONFIG)
+    for size, names in ((1, ("wide", *FACTORS)), (2, ("wide", *FACTORS)), (24, ("wide", "split-32"))):
+        assert [(name, paths.path(size)) for name in paths.try_all(size)] == [(name, ways[name]) for name in names]
+    assert [paths.path(65) for _ in paths.try_all(65)] == [Wide()]
+    assert paths.names == {2: "wide", 16: "split-16"}
+
+
+def test_a_timed_size_stands_for_those_below_it() -> None:
+    paths = Paths(CONFIG, None, {16: "split-16", 32: "wide", 5: "wide"})
+    ways = candidates(CONFIG)
+    assert [paths.path(size) for size in (3, 5, 8, 16, 17, 32)] == [
+        ways["split-16"],
+        Wide(),
+        *[ways["split-16"]] * 2,
+        Wide(),
+        Wide(),
+    ]
 
 
 def test_the_wide_way_alone_is_tried_where_there_is_no_other() -> None:
     paths = Paths.wide_only(CONFIG)
-    assert [paths.path(size) for size in (1, 2, 8) for _ in paths.try_all(size)] == [Wide()] * 3
+    assert [paths.path(size) for size in (1, 2, 8, 90) for _ in paths.try_all(size)] == [Wide()] * 4
 
 
 def test_cuts_are_those_that_were_measured() -> None:
@@ -84,11 +96,11 @@ def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
     paths = Paths.find(CONFIG, weight)
 
     def run(size: int) -> None:
-        for _ in range(1 if paths.names[size] == "narrow-half" else 50):
+        for _ in range(1 if isinstance(paths.path(size), Split) or paths.names.get(size) == "narrow-half" else 50):
             weight.add_(1)
 
-    paths.choose([1, 2, 64], run)
-    assert paths.names == {1: "narrow-half", 2: "narrow-half"}
+    paths.choose([1, 2, 3, 8, 100], run)
+    assert paths.names == {1: "narrow-half", 2: "narrow-half", 16: "split-16"}
     again = Paths.find(CONFIG, weight)
-    again.choose([1, 2], lambda size: pytest.fail(f"ran {size}"))
+    again.choose([1, 2, 8], lambda size: pytest.fail(f"ran {size}"))
     assert again.names == paths.names

@@ -77,6 +77,7 @@ class Device:
     [
         ("wide", {}),
         ("wide", {"tie_word_embeddings": False}),
+        pytest.param("split-16", {}, marks=pytest.mark.slow),
         pytest.param("narrow", {}, marks=pytest.mark.slow),
         pytest.param("narrow-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
     ],
