@@ -2,13 +2,14 @@
 
     python -m bench.gpu_equality [--shape 0.5B] [--requests 64] [--output 48] [--json FILE]
 
-bf16: 64 requests of eight lengths, all at once through the engine, against transformers' `generate` (bf16, SDPA) on
-requests of one length at a time, so that nothing is padded. Where an output leaves transformers', transformers' own
-logits there say how far its choice lies above ours: a near-tie is a gap below the spacing of bf16 numbers at that
-size. Its fp32 forward pass over the same tokens says how wrong its bf16 logits are there (noise: the largest error
-over the vocabulary), and how far its bf16 greedy output is from its own fp32 one.
+bf16: 64 requests of eight lengths, all at once through the engine (the embedded model on prompts of its own drawing,
+then random weights of a published shape), against transformers' `generate` (bf16, SDPA) on requests of one length at a
+time, so that nothing is padded. Where an output leaves transformers', transformers' own logits there say how far its
+choice lies above ours: a near-tie is a gap below the spacing of bf16 numbers at that size. Its fp32 forward pass over
+the same tokens says how wrong its bf16 logits are there (noise: the largest error over the vocabulary), and its own
+fp32 outputs beside its bf16 ones how much rounding alone changes.
 
-fp32: the embedded model on the device, against transformers on the CPU in fp32.
+fp32: the embedded model on the device, against transformers on the CPU in fp32. It must be the same throughout.
 """
 
 import argparse
@@ -177,22 +178,36 @@ def show(title: str, num_requests: int, found: list[Divergence]) -> None:
         )
 
 
-def compare_bf16(shape: str, num_requests: int, num_output: int) -> dict[str, Any]:
-    """The first table."""
-    found: dict[str, Any] = {"requests": num_requests, "output": num_output}
-    with tempfile.TemporaryDirectory() as place:
-        folder = write_checkpoint(Path(place), SHAPES[shape])
-        prompts = prompts_of(num_requests, 10_000)
-        ours = {mode: serve(folder, torch.bfloat16, kind, prompts, num_output) for mode, kind in MODES.items()}
-        start_s = time.perf_counter()
-        bf16, fp32 = (Reference(folder, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
-        theirs, exact = bf16.generate(prompts, num_output), fp32.generate(prompts, num_output)
-        print(f"transformers: {time.perf_counter() - start_s:.1f} s", flush=True)
-        for mode, outputs in {**ours, "transformers fp32": exact}.items():
-            found[mode] = parting = divergences(prompts, outputs, theirs, bf16, fp32)
-            show(f"{mode} against transformers bf16", num_requests, parting)
-            found[mode] = [asdict(each) for each in parting]
+def compare_bf16(folder: Path, prompts: list[np.ndarray], num_output: int) -> dict[str, Any]:
+    """Ours in both modes, and transformers' own fp32, against transformers' bf16."""
+    ours = {mode: serve(folder, torch.bfloat16, kind, prompts, num_output) for mode, kind in MODES.items()}
+    start_s = time.perf_counter()
+    bf16, fp32 = (Reference(folder, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
+    theirs, exact = bf16.generate(prompts, num_output), fp32.generate(prompts, num_output)
+    print(f"transformers: {time.perf_counter() - start_s:.1f} s", flush=True)
+    found: dict[str, Any] = {"requests": len(prompts), "output": num_output}
+    for mode, outputs in {**ours, "transformers fp32": exact}.items():
+        parting = divergences(prompts, outputs, theirs, bf16, fp32)
+        show(f"{mode} against transformers bf16", len(prompts), parting)
+        found[mode] = [asdict(each) for each in parting]
     return found
+
+
+def drawn_prompts(folder: Path, count: int) -> list[np.ndarray]:
+    """Texts that the model itself draws, each from a random id on: what it knows how to go on with."""
+    reference = Reference(folder, torch.float32, "cuda")
+    torch.manual_seed(0)
+    prompts = prompts_of(count, 6000)
+    found: dict[int, np.ndarray] = {}
+    for length in sorted({len(prompt) for prompt in prompts}):
+        which = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
+        first = torch.tensor([[int(prompts[index][0])] for index in which], device="cuda")
+        drawn = reference.model.generate(
+            first, attention_mask=torch.ones_like(first), max_new_tokens=length - 1, min_new_tokens=length - 1,
+            do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        found |= dict(zip(which, drawn.cpu().numpy().astype(np.int32), strict=True))
+    return [found[index] for index in range(count)]
 
 
 def compare_fp32(num_requests: int, num_output: int) -> dict[str, int]:
@@ -209,7 +224,7 @@ def compare_fp32(num_requests: int, num_output: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the tables, write the JSON; the exit code is 1 where something parts at no tie."""
+    """Print the tables, write the JSON. Raises SystemExit where an fp32 output differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--requests", type=int, default=64)
@@ -220,8 +235,16 @@ def main() -> None:
         report: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
             "fp32": compare_fp32(arguments.requests, arguments.output),
-            "bf16": compare_bf16(arguments.shape, arguments.requests, arguments.output),
         }
+        embedded = resolve_checkpoint("folio-chat")
+        print("-- folio-chat in bf16, prompts that it drew itself")
+        drawn = drawn_prompts(embedded, arguments.requests)
+        report["folio-chat bf16"] = compare_bf16(embedded, drawn, arguments.output)
+        with tempfile.TemporaryDirectory() as place:
+            folder = write_checkpoint(Path(place), SHAPES[arguments.shape])
+            prompts = prompts_of(arguments.requests, 10_000)
+            print(f"-- {arguments.shape} in bf16, random weights: nearly flat logits, ties everywhere")
+            report["bf16"] = compare_bf16(folder, prompts, arguments.output)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1))

@@ -54,7 +54,7 @@ class Plan:
 
 
 GPU_PLAN = Plan(
-    max_slots=128, max_model_len=2048, max_batch_tokens=2048, num_blocks=3_000, concurrency=160, longest_prompt=900,
+    max_slots=128, max_model_len=2048, max_batch_tokens=2048, num_blocks=2_400, concurrency=160, longest_prompt=900,
     longest_output=400,
 )  # fmt: skip
 CPU_PLAN = Plan(
