@@ -6,6 +6,7 @@ import torch
 from model import KvPool, Qwen2Config, Qwen2ForCausalLM
 from model.attention import get_backend, make_inputs
 from model.cache_scales import cache_scales, fold_cache_scales, power_of_two
+from model.kv_pool import WriteRows
 from model.quantization.rounding import FP8, FP8_MAX, round_to_groups
 from tests.support.checkpoints import tiny_config
 
@@ -75,6 +76,13 @@ def test_blocks_of_an_8_bit_cache_are_copied() -> None:
     kv.copy_blocks(torch.tensor([1]), torch.tensor([3]))
     assert kv.k_pool_LPKBH[:, 3].float().unique().tolist() == [1.0]
     assert kv.k_pool_LPKBH[:, 2].float().unique().tolist() == [0.0]
+
+
+def test_what_lies_beyond_the_largest_becomes_it() -> None:
+    pool = KvPool(CONFIG, 1, 16, FP8).k_pools[0]
+    new = torch.tensor([1e4, -1e4, 448.0, 1.0]).repeat(2, pool.shape[3] // 4)[None]
+    WriteRows.from_slots(torch.tensor([3]), 16).write(new, pool)
+    assert torch.equal(pool[0, :, 3].float(), new[0].clamp(-FP8_MAX, FP8_MAX))
 
 
 def test_integers_take_the_scales_too() -> None:
