@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.support.scheduling import World, WorldConfig
-from worker.config import WorkerConfig
+from worker.config import Deterministic, WorkerConfig
 from worker.cuda_runner import CudaRunner
 from worker.loaded import Loaded
 from worker.memory import DoesNotFit
@@ -15,7 +15,11 @@ from worker.oracle_model import OracleModel
 from worker.runner_loading import load_torch
 from worker.torch_runner import TorchRunner
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def load(**settings: object) -> tuple[Loaded, dict[str, list[tuple[int | None, int | None]]]]:
@@ -68,6 +72,18 @@ def test_the_device_picks_the_runner_and_both_give_the_same_tokens(monkeypatch: 
     got, wanted = serve(fast, monkeypatch), serve(slow, monkeypatch)
     same = sum(one == other for one, other in zip(got, wanted, strict=True))
     assert same >= 23, f"{same} of 24 outputs agree"  # one may meet a tie
+
+
+def test_deterministic_mode_is_a_model_of_its_own_with_the_same_answers_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed, _ = load(deterministic=Deterministic.ON, dtype="bfloat16")
+    assert isinstance(fixed.runner, CudaRunner)
+    assert fixed.device.endswith(", deterministic")
+    first = serve(fixed, monkeypatch)
+    del fixed
+    again, _ = load(deterministic=Deterministic.ON, dtype="bfloat16", max_num_seqs=5, max_batch_tokens=64)
+    assert serve(again, monkeypatch) == first
+    plain, _ = load(dtype="bfloat16")
+    assert plain.fingerprint != again.fingerprint
 
 
 def test_what_does_not_fit_says_so_in_three_lines() -> None:
