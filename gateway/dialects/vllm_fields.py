@@ -27,7 +27,7 @@ SERVED: dict[str, frozenset[str]] = {
             *("frequency_penalty", "presence_penalty", "repetition_penalty"),
             *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
             *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-            *("logit_bias", "truncate_prompt_tokens"),
+            *("logit_bias", "truncate_prompt_tokens", "prompt_logprobs"),
             *("json_schema", "json_object", "regex", "grammar", "choice", "grammar_from_first_token"),
         }
     ),
@@ -50,9 +50,7 @@ def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
     if request.data_parallel_rank:
         yield Violation(field="data_parallel_rank", description="there is only rank 0")
     params = request.sampling_params
-    if params.n > 1:
-        yield Violation(field="sampling_params.n", description=f"must be 1, not {params.n}: not supported")
-    for name in ("logprobs", "truncate_prompt_tokens"):
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
         if (value := getattr(params, name)) < 0:
             yield Violation(field=f"sampling_params.{name}", description=f"must not be negative, not {value}")
     for token_id in params.logit_bias:

@@ -1,6 +1,7 @@
 """VllmEngine: Generate, Abort, and what a gateway in front of us asks for."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -10,19 +11,21 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untype
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
-from gateway.delivery import close, count_finished, count_piece, error_behind, pump, write
+from gateway.delivery import close, count_finished, count_piece, error_behind, pump, pump_all, write
 from gateway.desk import Desk
 from gateway.dialects import vllm_info
 from gateway.dialects.throughput import Throughput
 from gateway.dialects.tokenizer_zip import archive_of
 from gateway.dialects.vllm_kv_events import KvBatches
-from gateway.dialects.vllm_messages import Positions, aborted_early, chunk_of, complete_of, reason_of
+from gateway.dialects.vllm_messages import PromptScores, aborted_early, chunk_of, complete_of, fill_logprobs
 from gateway.dialects.vllm_translate import in_callers_names, translate, translate_embed
 from gateway.embedding import Embedder
 from gateway.embedding_events import normalized
 from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from gateway.live import LiveRequest
+from gateway.output import Piece
 from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.stream import OutputStreams
 from wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext
@@ -69,34 +72,55 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             raise in_callers_names(error) from None
 
     async def _stream(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        """An Abort gives every output that is under way what came before it, and an end."""
         meters, num_prompt_tokens = self._desk.meters.of_model(live.card.name), live.num_prompt_tokens
-        try:
-            await pump(live, scope, context, meters, lambda piece: chunk_of(piece, num_prompt_tokens))
-            reason = reason_of(live)
-        except RequestAborted:
-            reason = "abort"
-        await self._end(live, context, reason, [], [])
+        is_open, scores = [True] * len(live.streams), PromptScores(live)
+
+        def chunk(index: int, piece: Piece) -> vllm.GenerateResponse:
+            return chunk_of(piece, num_prompt_tokens, index, scores.take(piece) if index == 0 else None)
+
+        def end(index: int) -> vllm.GenerateResponse:
+            is_open[index] = False
+            return self._end(live, index)
+
+        with contextlib.suppress(RequestAborted):
+            if live.further:
+                await pump_all(live, scope, context, meters, chunk, end)
+            else:
+                await pump(live, scope, context, meters, lambda piece: chunk(0, piece))
+        for index in [index for index, is_it in enumerate(is_open) if is_it]:
+            await write(live, context, end(index))
 
     async def _collect(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
-        meters, token_ids, positions = self._desk.meters.of_model(live.card.name), list[int](), Positions()
-        try:
-            while (piece := await live.stream.next()) is not None:
-                token_ids += piece.token_ids
-                positions += piece.logprobs
-                count_piece(meters, live, piece, time.monotonic())
-            reason = reason_of(live)
-        except RequestAborted:
-            reason = "abort"
-        await self._end(live, context, reason, token_ids, positions)
-        scope.tokens_delivered = len(token_ids)
+        meters, streams = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
+        pieces: list[list[Piece]] = [[] for _ in live.streams]
+        with contextlib.suppress(RequestAborted):
+            while (news := await streams.next()) is not None:
+                index, piece = news
+                if piece is not None:
+                    pieces[index].append(piece)
+                    count_piece(meters, live, piece, time.monotonic())
+        for index, of_it in enumerate(pieces):
+            await write(live, context, self._whole(live, index, of_it))
+        scope.tokens_delivered = sum(piece.num_tokens for of_it in pieces for piece in of_it)
 
-    async def _end(
-        self, live: LiveRequest, context: Context, reason: str, token_ids: list[int], positions: Positions
-    ) -> None:
-        await write(live, context, complete_of(live, reason, token_ids, positions))
+    def _whole(self, live: LiveRequest, index: int, pieces: list[Piece]) -> vllm.GenerateResponse:
+        response, scores = self._end(live, index), PromptScores(live)
+        for piece in pieces:
+            response.complete.output_ids.extend(piece.token_ids)
+            if piece.logprobs:
+                fill_logprobs(response.complete.output_logprobs, piece.logprobs)
+            if index == 0 and (whole := scores.take(piece)) is not None:
+                response.complete.input_logprobs.CopyFrom(whole)
+        return response
+
+    def _end(self, live: LiveRequest, index: int) -> vllm.GenerateResponse:
+        response = complete_of(live, index)
+        reason = response.complete.finish_reason
         current_rpc.get().log_fields["finish_reason"] = reason
         if reason != "abort":
-            count_finished(self._desk.meters.of_model(live.card.name), live, reason)
+            count_finished(self._desk.meters.of_model(live.card.name), live, reason, index)
+        return response
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests of this gateway; ids that are not in flight are no error."""

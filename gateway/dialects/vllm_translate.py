@@ -44,6 +44,8 @@ def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     )
     if request.sampling_params.HasField("truncate_prompt_tokens"):
         translated.truncate_prompt_tokens = request.sampling_params.truncate_prompt_tokens
+    if request.sampling_params.n > 1:
+        translated.num_outputs = request.sampling_params.n
     try:
         check_generate(translated)
     except InvalidRequest as error:
@@ -125,11 +127,13 @@ def _stop(params: vllm.SamplingParams) -> pb.StopConditions:
 
 def _output(params: vllm.SamplingParams) -> pb.OutputOptions:
     """Ids only; text is made where stop strings have to be seen in it, and not sent."""
-    logprobs = params.logprobs if params.HasField("logprobs") else None
-    if not params.stop:
-        return pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS, logprobs=logprobs)
-    return pb.OutputOptions(
-        format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS,
-        logprobs=logprobs,
-        skip_special_tokens=params.skip_special_tokens,
-    )
+    output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    if params.HasField("logprobs"):
+        output.logprobs = params.logprobs
+    if params.HasField("prompt_logprobs"):
+        output.prompt_logprobs = params.prompt_logprobs
+        output.return_prompt = True  # log-probabilities travel together with their tokens
+    if params.stop:
+        output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
+        output.skip_special_tokens = params.skip_special_tokens
+    return output

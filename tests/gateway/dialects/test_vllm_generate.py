@@ -12,7 +12,7 @@ pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from gateway.text.model_text import ModelText
-from tests.support.fake_pool import FakePool, FakeRun, busy
+from tests.support.fake_pool import FakePool, FakeRun, busy, model_card, worker_view
 from tests.support.rpc_errors import refused
 from wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
 
@@ -186,6 +186,86 @@ async def test_logprobs_are_one_entry_a_token(serve: Any, vllm_stub: Stub, strea
 
 
 @pytest.mark.parametrize("stream", [True, False])
+async def test_several_outputs_each_have_their_index_and_one_end(serve: Any, vllm_stub: Stub, stream: bool) -> None:
+    def speak(run: FakeRun) -> None:
+        run.tokens([10 * run.handle, 10 * run.handle + 1])
+        run.finish(WireFinishReason.STOP if run.handle == 2 else WireFinishReason.LENGTH)
+
+    async with serve(FakePool(on_run=speak)) as served:
+        answers = [a async for a in vllm_stub(served.channel).Generate(request(stream=stream, n=3, seed=7))]
+        meters = served.gateway.meters.of_model("tiny")
+        assert (meters.finished, meters.generation_tokens) == ({"stop": 1, "length": 2}, 6)
+        assert {run.request.sampling.seed for run in served.pool.runs} == {7}
+    ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for answer in answers:
+        kind = answer.chunk if answer.HasField("chunk") else answer.complete
+        ids[kind.index] += [*answer.chunk.token_ids, *answer.complete.output_ids]
+    ends = [answer.complete for answer in answers if answer.HasField("complete")]
+    assert ids == {0: [10, 11], 1: [20, 21], 2: [30, 31]}
+    assert sorted((end.index, end.finish_reason, end.completion_tokens) for end in ends) == [
+        (0, "length", 2),
+        (1, "stop", 2),
+        (2, "length", 2),
+    ]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_abort_ends_every_output_that_is_under_way(serve: Any, vllm_stub: Stub, stream: bool) -> None:
+    def speak(run: FakeRun) -> None:
+        run.tokens([10 * run.handle])
+        if run.handle == 1:
+            run.finish()
+
+    async with serve(FakePool(on_run=speak, answers_cancels=False)) as served:
+        stub = vllm_stub(served.channel)
+        call = stub.Generate(request(stream=stream, n=3))
+        await served.until(lambda: len(served.pool.runs) == 3)
+        await asyncio.sleep(0.05)
+        await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
+        ends = [answer.complete async for answer in call if answer.HasField("complete")]
+        assert set(served.pool.cancelled) >= {2, 3}
+        assert served.gateway.desk.admission.counts().num_entered == 0
+    assert sorted((end.index, end.finish_reason) for end in ends) == [(0, "length"), (1, "abort"), (2, "abort")]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_top", [0, 2])
+async def test_the_prompts_logprobs_come_whole_and_once(
+    serve: Any, vllm_stub: Stub, stream: bool, num_top: int
+) -> None:
+    prompt = tuple(range(1, 401))  # more than one piece carries
+    top = [((each, 9), (-0.5, -1.5)) if num_top else ((), ()) for each in prompt[1:]]
+    scores = [TokenLogprobs(-0.5, *each) for each in top]
+
+    def speak(run: FakeRun) -> None:
+        run.sink.on_prompt_logprobs(scores)  # type: ignore[attr-defined]
+        run.tokens([44])
+        run.finish()
+
+    card = model_card(max_model_len=4096)
+    async with serve(FakePool(views=[worker_view(card=card)], on_run=speak)) as served:
+        asked = request(stream=stream, ids=prompt, prompt_logprobs=num_top)
+        answers = [answer async for answer in vllm_stub(served.channel).Generate(asked)]
+    messages = [answer.chunk if answer.HasField("chunk") else answer.complete for answer in answers]
+    (told,) = [message.input_logprobs for message in messages if message.HasField("input_logprobs")]
+    expected_top = [[], *([each, 9] for each in prompt[1:])] if num_top else []
+    assert list(told.token_ids) == list(prompt)
+    assert [each.HasField("value") for each in told.token_logprobs] == [False] + [True] * 399
+    assert [list(each.token_ids) for each in told.top_logprobs] == expected_top
+    assert [token for answer in answers for token in (*answer.chunk.token_ids, *answer.complete.output_ids)] == [44]
+
+
+async def test_bias_and_truncation_reach_the_worker(serve: Any, vllm_stub: Stub) -> None:
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        asked = request(ids=(1, 2, 3, 4), logit_bias={5: 2.5, 6: -100}, truncate_prompt_tokens=2)
+        async for _ in vllm_stub(served.channel).Generate(asked):
+            pass
+        (run,) = served.pool.runs
+    assert run.request.prompt_ids.tolist() == [3, 4]
+    assert run.request.sampling.logit_bias == {5: 2.5, 6: -100.0}
+
+
+@pytest.mark.parametrize("stream", [True, False])
 async def test_abort_ends_the_stream_with_what_came_before_and_tells_the_worker(
     serve: Any, vllm_stub: Stub, stream: bool
 ) -> None:
@@ -262,10 +342,11 @@ async def test_errors_are_statuses_with_the_reasons_of_the_gateway(serve: Any, v
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"n": 2}, ("sampling_params.n",)),
+        ({"n": 129}, ("sampling_params.n",)),
         ({"logprobs": -1}, ("sampling_params.logprobs",)),
         ({"logprobs": 21}, ("sampling_params.logprobs",)),
-        ({"prompt_logprobs": 0}, ("sampling_params.prompt_logprobs",)),
+        ({"prompt_logprobs": -1}, ("sampling_params.prompt_logprobs",)),
+        ({"prompt_logprobs": 21}, ("sampling_params.prompt_logprobs",)),
         ({"truncate_prompt_tokens": 0}, ("sampling_params.truncate_prompt_tokens",)),
         ({"logit_bias": {1: 100.5}}, ("sampling_params.logit_bias[1]",)),
         ({"logit_bias": {600: 2.0}}, ("sampling_params.logit_bias[600]",)),
