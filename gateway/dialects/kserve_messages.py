@@ -1,7 +1,8 @@
-"""What an output has so far as a ModelInferResponse, in the tensors that the caller asked for."""
+"""What the outputs of a request have so far as a ModelInferResponse, in the tensors that the caller asked for."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.kserve import inference_pb2 as oip
@@ -11,11 +12,20 @@ from gateway.dialects.kserve_request import Asked
 from gateway.dialects.kserve_tensors import Tensor, add_outputs
 from gateway.live import LiveRequest
 from gateway.output import Piece
+from gateway.stream import OutputStream
 from wire.messages import TokenLogprobs, WireFinishReason
 
 FINAL_RESPONSE = "triton_final_response"
 _UNFINISHED = "None"  # as Triton's vLLM backend writes it
 _DATATYPES = {"num_input_tokens": "UINT32", "num_output_tokens": "UINT32", "cumulative_logprob": "FP32"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class News:
+    """What one output has got. reason: why it ends with this; empty: it does not."""
+
+    piece: Piece
+    reason: str = ""
 
 
 class Responses:
@@ -25,37 +35,35 @@ class Responses:
         self._asked = asked
         self._live = live
         self._bytes_by_id = bytes_by_id
-        self._cumulative_logprob = 0.0
+        self._cumulative_logprobs = [0.0] * len(live.streams)
 
-    def whole(self, text: str, num_tokens: int, logprobs: list[tuple[int, TokenLogprobs]]) -> oip.ModelInferResponse:
-        """The only one."""
-        piece = Piece(text=self._asked.prefix_text + text, token_ids=[], logprobs=logprobs, num_tokens=num_tokens)
-        return self.next(piece, reason_of(self._live))
-
-    def next(self, piece: Piece, reason: str = "") -> oip.ModelInferResponse:
-        """The next piece. reason: why the output ends with it; empty: it does not."""
-        self._cumulative_logprob += sum(position.logprob for _, position in piece.logprobs)
+    def next(self, news: Sequence[News]) -> oip.ModelInferResponse:
+        """Tensors with an element for each output, in their order."""
+        for index, each in enumerate(news):
+            self._cumulative_logprobs[index] += sum(position.logprob for _, position in each.piece.logprobs)
         response = empty_response(self._asked)
-        add_outputs(response, [self._tensor(name, piece, reason) for name in self._asked.outputs])
+        add_outputs(response, [self._tensor(name, news) for name in self._asked.outputs])
         return response
 
-    def _tensor(self, name: str, piece: Piece, reason: str) -> Tensor:
-        return Tensor(name=name, datatype=_DATATYPES.get(name, "BYTES"), values=[self._value(name, piece, reason)])
+    def _tensor(self, name: str, news: Sequence[News]) -> Tensor:
+        if name == "num_input_tokens":  # there is one prompt
+            values: list[Any] = [self._live.num_prompt_tokens]
+        else:
+            values = [self._value(name, index, each) for index, each in enumerate(news)]
+        return Tensor(name=name, datatype=_DATATYPES.get(name, "BYTES"), values=values)
 
-    def _value(self, name: str, piece: Piece, reason: str) -> Any:
+    def _value(self, name: str, index: int, news: News) -> Any:
         match name:
             case "finish_reason":
-                return reason or _UNFINISHED
-            case "num_input_tokens":
-                return self._live.num_prompt_tokens
+                return news.reason or _UNFINISHED
             case "num_output_tokens":
-                return piece.num_tokens
+                return news.piece.num_tokens
             case "cumulative_logprob":
-                return self._cumulative_logprob
+                return self._cumulative_logprobs[index]
             case "logprobs":
-                return json.dumps([self._position(*each) for each in piece.logprobs])
+                return json.dumps([self._position(*each) for each in news.piece.logprobs])
         assert name == TEXT_OUTPUT
-        return piece.text
+        return news.piece.text
 
     def _position(self, token_id: int, position: TokenLogprobs) -> dict[int, dict[str, Any]]:
         """The chosen token, then the most probable ones; a rank is known of these only."""
@@ -90,9 +98,9 @@ def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInfer
     )
 
 
-def reason_of(live: LiveRequest) -> str:
+def reason_of(stream: OutputStream) -> str:
     """Why a complete output ended: stop or length."""
-    finished = live.stream.finished
-    if live.stream.assembler.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    finished = stream.finished
+    if stream.assembler.match is not None or (finished and finished.reason is WireFinishReason.STOP):
         return "stop"
     return "length"

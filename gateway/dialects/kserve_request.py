@@ -60,8 +60,11 @@ def translate(request: oip.ModelInferRequest) -> Asked:
     outputs = _outputs(request, inputs)
     prompt = _text(inputs, TEXT_INPUT)
     streams = bool(inputs.get(STREAM, False))
+    generate = _generate(request.model_name, prompt, _sampling(inputs, parameters), outputs)
+    if streams and generate.num_outputs > 1:
+        raise violation(f"{SAMPLING}.n", "must be 1 for a stream")
     return Asked(
-        generate=_generate(request.model_name, prompt, _sampling(inputs, parameters), outputs),
+        generate=generate,
         streams=streams,
         prefix_text="" if _excludes_input(inputs, streams) else prompt,
         outputs=outputs,

@@ -12,7 +12,7 @@ from octavo.kserve import inference_pb2_grpc
 from gateway.delivery import close, count_finished, count_piece, error_behind
 from gateway.desk import Desk
 from gateway.dialects import kserve_model
-from gateway.dialects.kserve_messages import Responses, empty_response, reason_of, streamed
+from gateway.dialects.kserve_messages import News, Responses, empty_response, reason_of, streamed
 from gateway.dialects.kserve_request import Asked, check_version, in_callers_names, translate
 from gateway.dialects.kserve_stream import StreamOfRequests, StreamWriter
 from gateway.dialects.kserve_tensors import violation
@@ -20,8 +20,8 @@ from gateway.errors import InvalidRequest
 from gateway.live import LiveRequest
 from gateway.output import Piece
 from gateway.rpc.scope import RpcScope, current_rpc
-from gateway.stream import OutputStream, StreamState
-from wire.messages import ModelCard, TokenLogprobs
+from gateway.stream import OutputStream, OutputStreams, StreamState
+from wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext
 
@@ -82,16 +82,18 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return Responses(named, live, self._desk.models.text_of(live.card).table.all_bytes)
 
     async def _whole(self, asked: Asked, live: LiveRequest, scope: RpcScope) -> oip.ModelInferResponse:
-        meters, texts = self._desk.meters.of_model(live.card.name), list[str]()
-        logprobs = list[tuple[int, TokenLogprobs]]()
-        while (piece := await live.stream.next()) is not None:
-            texts.append(piece.text)
-            logprobs += piece.logprobs
-            count_piece(meters, live, piece, time.monotonic())
-        num_tokens = scope.tokens_delivered = live.stream.assembler.num_tokens
-        response = self._responses(asked, live).whole("".join(texts), num_tokens, logprobs)
-        count_finished(meters, live, reason_of(live))
-        return response
+        meters, source = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
+        wholes = [Piece(text=asked.prefix_text, token_ids=[], logprobs=[], num_tokens=0) for _ in live.streams]
+        while (news := await source.next()) is not None:
+            index, piece = news
+            if piece is not None:
+                _append(wholes[index], piece)
+                count_piece(meters, live, piece, time.monotonic())
+        scope.tokens_delivered = live.num_tokens
+        reasons = [reason_of(stream) for stream in live.streams]
+        for index, reason in enumerate(reasons):
+            count_finished(meters, live, reason, index)
+        return self._responses(asked, live).next(list(map(News, wholes, reasons)))
 
     async def _send_whole(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
         response = await self._whole(asked, live, scope)
@@ -104,15 +106,15 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         has_ended = False
         async for piece, has_ended in _pieces(live.stream):
             now_s = time.monotonic()
-            response = responses.next(piece, reason_of(live) if has_ended else "")
+            response = responses.next([News(piece, reason_of(live.stream) if has_ended else "")])
             await writer.write_of(live, streamed(response, is_final=has_ended))
             scope.tokens_delivered += piece.num_tokens
             count_piece(meters, live, piece, now_s)
         if not has_ended:
-            end = Piece(text="", token_ids=[], logprobs=[], num_tokens=0)
-            response = empty_response(asked) if asked.wants_empty_final else responses.next(end, reason_of(live))
+            end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(live.stream))
+            response = empty_response(asked) if asked.wants_empty_final else responses.next([end])
             await writer.write_of(live, streamed(response, is_final=True))
-        count_finished(meters, live, reason_of(live))
+        count_finished(meters, live, reason_of(live.stream))
 
     # ------------------------------------------------------------ server and models
 
@@ -148,6 +150,12 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         if not name:
             raise violation("name", "must be given")
         return self._desk.models.resolve(name, self._desk.pool.cards())
+
+
+def _append(whole: Piece, piece: Piece) -> None:
+    whole.text += piece.text
+    whole.logprobs += piece.logprobs
+    whole.num_tokens += piece.num_tokens
 
 
 async def _pieces(stream: OutputStream) -> AsyncIterator[tuple[Piece, bool]]:

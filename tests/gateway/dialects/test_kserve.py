@@ -44,7 +44,7 @@ def values(response: oip.ModelInferResponse) -> dict[str, Any]:
     """Outputs by name, unpacked from their raw form."""
     found: dict[str, Any] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        assert list(tensor.shape) == [1]
+        assert list(tensor.shape) == [1], tensor.name
         assert tensor.datatype == OUTPUTS[tensor.name]
         if tensor.datatype == "BYTES":
             assert struct.unpack_from("<I", raw) == (len(raw) - 4,)
@@ -168,6 +168,23 @@ async def test_a_stop_string_ends_the_output(serve: Any, ids: Any) -> None:
     async with serve(speaking(*ids("one two three"))) as served:
         asked = request("a", {"stop": ["two"]}, return_finish_reason=True, exclude_input_in_output=True)
         assert values(await stub_of(served).ModelInfer(asked)) == {"text_output": "one ", "finish_reason": "stop"}
+
+
+async def test_several_outputs_are_elements_of_each_tensor(serve: Any, ids: Any) -> None:
+    def speak(run: FakeRun) -> None:
+        run.tokens(ids("world" if run.handle == 1 else "Hello"))
+        run.finish(WireFinishReason.STOP if run.handle == 2 else WireFinishReason.LENGTH)
+
+    asked = request("> ", {"n": 2}, return_finish_reason=True, return_num_input_tokens=True)
+    async with serve(FakePool(on_run=speak)) as served:
+        response = await stub_of(served).ModelInfer(asked)
+        refusal = await stream(served, request(parameters={"n": 2}, stream=True))
+        assert served.gateway.meters.of_model("tiny").finished == {"length": 1, "stop": 1}
+    raw = dict(zip([tensor.name for tensor in response.outputs], response.raw_output_contents, strict=True))
+    assert [list(tensor.shape) for tensor in response.outputs] == [[2], [2], [1]]
+    assert raw["text_output"] == struct.pack("<I", 7) + b"> world" + struct.pack("<I", 7) + b"> Hello"
+    assert raw["finish_reason"] == struct.pack("<I", 6) + b"length" + struct.pack("<I", 4) + b"stop"
+    assert "sampling_parameters.n: must be 1 for a stream" in refusal[0].error_message
 
 
 # ---------------------------------------------------------------- streams
