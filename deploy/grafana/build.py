@@ -108,6 +108,22 @@ ROWS = (
         ),
     ),
     Row(
+        title="Constrained outputs",
+        panels=(
+            Panel(title="Masks of a step", unit="s", queries=quantiles("octavo_grammar_mask_seconds", W)),
+            Panel(title="Compiling a grammar", unit="s", queries=quantiles("octavo_grammar_compile_seconds", W)),
+            Panel(
+                title="Grammars",
+                unit="reqps",
+                queries=(
+                    ("found compiled", rate("octavo_grammar_cache_hits_total", W)),
+                    ("compiled", rate("octavo_grammar_cache_misses_total", W)),
+                    ("failed: {{reason}}", rate("octavo_grammar_failures_total", W, by="reason")),
+                ),
+            ),
+        ),
+    ),
+    Row(
         title="Paged memory",
         panels=(
             Panel(

@@ -10,6 +10,8 @@ from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.workers.stats import PoolStats
 from wire.messages import ModelCard
+from worker.grammar_cache import GrammarCache
+from worker.grammar_metrics import GrammarMetrics
 from worker.link import LinkStats
 from worker.metrics import InfoCollector, SnapshotCollector, StepMetrics
 from worker.stats import EngineStats
@@ -42,6 +44,7 @@ def worker_series() -> set[str]:
     """What a worker exports."""
     registry = CollectorRegistry()
     StepMetrics(registry)
+    GrammarMetrics(registry, GrammarCache(max_entries=1, max_bytes=1))
     registry.register(SnapshotCollector(EngineStats, LinkStats(), tuple))
     registry.register(InfoCollector(CARD, version="0"))
     return series_names(registry.collect())

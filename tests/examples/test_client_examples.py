@@ -1,5 +1,6 @@
 """Every example of the client runs against a service."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from examples.client import cancellation, chat, embeddings, streaming, tools
+from examples.client import cancellation, chat, embeddings, streaming, structured_output, tools
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.service import REPOSITORY, Service, serve
 
@@ -50,6 +51,14 @@ def test_chat(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tools_that_nobody_calls(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tools, service, capsys, "hello", "--max-tokens", "10")
+
+
+def test_structured_output(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    person, answer, number, refused = run(structured_output, service, capsys)
+    assert {*ast.literal_eval(person)} == {"name", "born", "trade"}
+    assert answer in ("yes", "no")
+    assert re.fullmatch(r"0[0-9]{2}-[0-9]{4}", number)
+    assert refused == "refused: generate.constraint.json_schema: not: is not supported"
 
 
 def test_embeddings(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
