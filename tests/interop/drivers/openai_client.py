@@ -10,7 +10,6 @@ MODEL = "folio-chat"
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 DRAWN = {"messages": STORY, "temperature": 2.0, "top_p": 1.0}
-LATER = pytest.mark.xfail(reason="not served yet", strict=True)
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -110,7 +109,6 @@ def test_a_prompt_that_is_too_long_is_a_bad_request(client: openai.OpenAI) -> No
         client.completions.create(model=MODEL, prompt="word " * 5000, max_tokens=5)
 
 
-@LATER
 def test_two_outputs_of_one_prompt(client: openai.OpenAI) -> None:
     answer = ask(client, n=2, seed=5, max_tokens=12, **DRAWN)
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -159,7 +157,6 @@ def test_tools_that_may_be_called_leave_plain_text_alone(client: openai.OpenAI) 
     assert not answer.message.tool_calls
 
 
-@LATER
 def test_calls_in_qwens_own_words_become_tool_calls(client: openai.OpenAI) -> None:
     """The text that Qwen2.5 writes is forced here: the embedded model calls no tools by itself."""
     call = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Rome", "days": [1-9]\}\}\n</tool_call>'
