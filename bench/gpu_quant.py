@@ -1,5 +1,5 @@
-"""Quantised weights and caches on a GPU: products one by one against cuBLAS in bf16 (what FEW_TOKENS and QuantTiles rest
-on), and whole steps.
+"""Quantised weights and caches on a GPU: products one by one against cuBLAS in bf16 (what FEW_TOKENS and QuantTiles
+rest on), and whole steps.
 
     python -m bench.gpu_quant [tiles] [tokens] [steps]
 

@@ -13,7 +13,11 @@ from worker.cuda_runner import CudaRunner
 from worker.loaded import Loaded
 from worker.runner_loading import load_torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def load(model: str = "folio-chat", **settings: object) -> Loaded:
