@@ -102,7 +102,8 @@ def prepare(state: WishState, logits_BV: torch.Tensor, wish: dict[str, Any], fea
         ids_T = rng.integers(0, VOCAB, 540).astype(np.int32)
         state.put_tables(row, params, plan, ids_T, 500)
     columns = state.state
-    columns.temperature_R[:B], columns.position_R[:B], columns.num_prompt_R[:B] = params.temperature, 539, 500
+    columns.temperature_R[:B] = 0.0 if plan.columns["wish"] else params.temperature  # as worker/cuda_changes.py has it
+    columns.position_R[:B], columns.num_prompt_R[:B] = 539, 500
     columns.seed_R[:B] = torch.arange(B, device="cuda")
     batch = SampledBatch(
         logits_BV=logits_BV.clone(),

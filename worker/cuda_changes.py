@@ -42,7 +42,7 @@ class RowChanges:
         slot, words_W, layout = join.slot, self.words_W, self.layout
         self.table_RM[slot] = NO_BLOCK
         self._seed_R[slot] = np.uint64(join.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        self._temperature_R[slot] = join.sampling.temperature
+        self._temperature_R[slot] = 0.0 if wishes["wish"] else join.sampling.temperature
         words_W[layout.last_token + slot] = join.token_ids_T[-1]
         words_W[layout.position + slot] = len(join.token_ids_T) - 1
         words_W[layout.num_prompt + slot] = join.num_prompt_tokens

@@ -30,6 +30,9 @@ OnProgress = Callable[[int, int], None]
 
 Program = Callable[[], None]
 
+_RECORDED_STAGES = (Stage.CHOICE, Stage.LOGPROBS, Stage.LOGPROBS | Stage.CHOICE)
+"""What decode rows wish for most often; the rest is launched kernel by kernel behind the step, while that runs."""
+
 
 class PathChoice(Enum):
     """How steps of a few rows are chosen among the ways there are (model/gpu/choice.py)."""
@@ -96,6 +99,7 @@ class StepPrograms:
         self._path_choice = config.path_choice
         self._upload_U = torch.empty(0)
         self._decodes: dict[int, Program] = {}
+        self._wishes: dict[tuple[int, Stage], Program] = {}
         self._mixed: dict[MixedLayout, Program] = {}
 
     def read_from(self, upload_U: torch.Tensor) -> None:
@@ -119,6 +123,8 @@ class StepPrograms:
         for size in reversed(self._sizes):
             on_progress(len(self._mixed) + len(self._decodes), total)
             self._decodes[size] = self._recorder.record(self._decode_program(size))
+            for stages in _RECORDED_STAGES:
+                self._wishes[size, stages] = self._recorder.record(self._wish_program(size, stages))
         on_progress(total, total)
         return time.perf_counter() - start_s
 
@@ -135,6 +141,7 @@ class StepPrograms:
         """Drop what was recorded. Idempotent."""
         self._mixed.clear()
         self._decodes.clear()
+        self._wishes.clear()
 
     def record_largest(self, recorder: Recorder) -> tuple[Program, Program]:
         """The widest decode and the largest mixed step, recorded for whoever measures."""
@@ -162,6 +169,12 @@ class StepPrograms:
     def run_wishes(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
         """Enqueue what the rows (int32) of the step before wish for; stages: at least the union of theirs."""
         step, B = self.step, len(rows_B)
+        program = (
+            self._wishes.get((B, stages)) if masks is None and rows_B.data_ptr() == step.rows_B.data_ptr() else None
+        )
+        if program is not None:
+            program()
+            return
         batch = SampledBatch(
             logits_BV=step.logits_BV[:B], rows_B=rows_B, token_B=step.token_B[:B], is_finite_B=step.is_finite_B[:B]
         )
@@ -193,6 +206,10 @@ class StepPrograms:
             self.step.run(size)
 
         return run
+
+    def _wish_program(self, size: int, stages: Stage) -> Program:
+        rows_B = self.step.rows_B[:size]
+        return lambda: self.run_wishes(rows_B, stages)
 
     def _mixed_program(self, layout: MixedLayout) -> Program:
         inputs = layout.inputs(self._upload_U[HEADER_WORDS:])

@@ -18,9 +18,10 @@ _ALIGNMENT_WORDS = 32
 WISH_COLUMNS = {
     "wish": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "typical_p": "float32",
     "repetition": "float32", "presence": "float32", "frequency": "float32", "num_biases": "int32", "mask": "int32",
-    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32",
+    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32", "wish_temperature": "float32",
 }  # fmt: skip
-"""Names and dtypes of the columns that say what a row wishes for beyond a temperature."""
+"""Names and dtypes of the columns that say what a row wishes for beyond a temperature. A row that has a wish is greedy
+for the step's own sampler (`temperature`), whose token it does not keep; its temperature is `wish_temperature`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ def _columns(params: SamplingParams, *, vocab_size: int) -> dict[str, float]:
     return {
         "top_k": params.top_k if 0 < params.top_k < vocab_size else 0,
         "top_p": params.top_p,
+        "wish_temperature": params.temperature,
         "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
         "typical_p": params.typical_p,
         "repetition": params.repetition_penalty,

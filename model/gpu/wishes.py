@@ -173,8 +173,8 @@ class WishState:
         """Give the rows that have a wish their tokens, behind the step's own sampler."""
         state = self.state
         filter_and_choose(
-            batch.logits_BV, batch.rows_B, state.temperature_R, state.seed_R, state.position_R, state.num_prompt_R,
-            state.last_token_R, batch.token_B, batch.is_finite_B, self.wishes, self.parts,
+            batch.logits_BV, batch.rows_B, state.wish_columns["wish_temperature"], state.seed_R, state.position_R,
+            state.num_prompt_R, state.last_token_R, batch.token_B, batch.is_finite_B, self.wishes, self.parts,
         )  # fmt: skip
 
 

@@ -318,7 +318,7 @@ def filter_and_choose(
     _choose_kernel[(B,)](
         logits_BV, rows_B, *state, *outcome, wishes.wish_R, *filters, *columns, *found, parts.best_BG,
         parts.undecided_B, *sizes, **tiles, **rest, GROUP=GROUP, BEST=BEST_GROUPS, GROUP_WIDTH=next_power_of_2(groups),
-        num_warps=8,
+        num_warps=8, maxnreg=128,
     )  # fmt: skip
     _search_kernel[(B,)](
         logits_BV, rows_B, *state, *outcome, *filters, *columns, parts.most_BW, parts.undecided_B, *sizes, **tiles,

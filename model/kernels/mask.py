@@ -42,8 +42,16 @@ def forbid_reference(logits_NV: torch.Tensor, mask_NW: torch.Tensor, vocab_size:
 
 
 @triton.jit
-def _is_set(words, token, is_token):
-    return ((tl.load(words + (token >> 5), mask=is_token, other=-1) >> (token & 31)) & 1) != 0
+def _forbid_part(logits, bits, vocab_size, PART: tl.constexpr):
+    # Most parts of the masks that a row has for itself forbid nothing.
+    if tl.max((bits != -1).to(tl.int32), 0) > 0:
+        bit = tl.arange(0, 32)
+        is_forbidden = tl.reshape(((bits[:, None] >> bit[None, :]) & 1) == 0, [PART])
+        token = tl.program_id(1) * PART + tl.arange(0, PART)
+        is_token = token < vocab_size
+        # Read and written whole: a store here and there makes the memory read what it did not get.
+        x = tl.load(logits + token, mask=is_token, other=0.0).to(tl.float32)
+        tl.store(logits + token, tl.where(is_forbidden, float("-inf"), x), mask=is_token)
 
 
 @triton.jit
@@ -59,22 +67,19 @@ def _forbid_kernel(
     has_always = (kinds & 1) != 0
     has_short = ((kinds & 2) != 0) & is_short
     if has_always | has_short:
-        token = tl.program_id(1) * PART + tl.arange(0, PART)
-        is_token = token < vocab_size
         at = row.to(tl.int64) * words
-        is_allowed = _is_set(always_RW + at, token, is_token & has_always)
-        is_allowed &= _is_set(short_RW + at, token, is_token & has_short)
-        tl.store(logits_BV + b.to(tl.int64) * width + token, float("-inf"), mask=is_token & ~is_allowed)
+        word = tl.program_id(1) * (PART // 32) + tl.arange(0, PART // 32)
+        bits = tl.load(always_RW + at + word, mask=has_always & (word < words), other=-1)
+        bits &= tl.load(short_RW + at + word, mask=has_short & (word < words), other=-1)
+        _forbid_part(logits_BV + b.to(tl.int64) * width, bits, vocab_size, PART)
 
 
 @triton.jit
 def _forbid_step_kernel(logits_BV, column_N, mask_NW, width, words, vocab_size, PART: tl.constexpr):
     n = tl.program_id(0)
-    token = tl.program_id(1) * PART + tl.arange(0, PART)
-    is_token = token < vocab_size
-    is_allowed = _is_set(mask_NW + n.to(tl.int64) * words, token, is_token)
-    at = tl.load(column_N + n).to(tl.int64) * width
-    tl.store(logits_BV + at + token, float("-inf"), mask=is_token & ~is_allowed)
+    word = tl.program_id(1) * (PART // 32) + tl.arange(0, PART // 32)
+    bits = tl.load(mask_NW + n.to(tl.int64) * words + word, mask=word < words, other=-1)
+    _forbid_part(logits_BV + tl.load(column_N + n).to(tl.int64) * width, bits, vocab_size, PART)
 
 
 def forbid(

@@ -24,12 +24,17 @@ def float_of(integer):
 def kth_largest(integers, k):
     """The k-th largest of these int32; the least int32 where they are fewer."""
     low = tl.full([], -0x80000000, tl.int64)
-    high = tl.full([], 0x7FFFFFFF, tl.int64)
-    for _ in range(32):
+    high = tl.max(integers, 0).to(tl.int64)
+    while low < high:
         middle = (low + high + 1) >> 1
-        has = tl.sum((integers >= middle).to(tl.int32), 0) >= k
-        low = tl.where(has, middle, low)
-        high = tl.where(has, high, middle - 1)
+        count = tl.sum((integers >= middle).to(tl.int32), 0)
+        if count == k:
+            # Nothing between this and the least of them: most searches end here, half way.
+            low = tl.min(tl.where(integers >= middle, integers, 0x7FFFFFFF), 0).to(tl.int64)
+            high = low
+        else:
+            low = tl.where(count > k, middle, low)
+            high = tl.where(count > k, high, middle - 1)
     return low.to(tl.int32)
 
 

@@ -45,7 +45,7 @@ def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -
 def test_a_join_sets_its_row_and_no_other() -> None:
     side = Side()
     before = side.state.words_W.clone()
-    wishes = dict.fromkeys(WISH_COLUMNS, 7) | {"top_p": 0.8, "log_min_p": -np.inf, "repetition": 1.5}
+    wishes = dict.fromkeys(WISH_COLUMNS, 7) | {"wish": 0, "top_p": 0.8, "log_min_p": -np.inf, "repetition": 1.5}
     side.changes.join(join(3, [8, 9, 10], num_prompt=2, temperature=0.5, seed=2**64 - 3), wishes)
     side.send()
     state = side.state
@@ -53,7 +53,15 @@ def test_a_join_sets_its_row_and_no_other() -> None:
     assert (state.temperature_R[3].item(), state.seed_R[3].item()) == (0.5, -3)
     got = {name: round(column_R[3].item(), 6) for name, column_R in state.wish_columns.items()}
     assert got == wishes
-    assert int((state.words_W != before).sum()) == 6 + len(wishes)
+    assert int((state.words_W != before).sum()) == 6 + len(wishes) - 1
+
+
+def test_a_row_with_a_wish_is_greedy_for_the_steps_own_sampler() -> None:
+    side = Side()
+    wishes = dict.fromkeys(WISH_COLUMNS, 0) | {"wish": 1, "wish_temperature": 0.5}
+    side.changes.join(join(3, [8, 9], num_prompt=2, temperature=0.5), wishes)
+    side.send()
+    assert (side.state.temperature_R[3], side.state.wish_columns["wish_temperature"][3]) == (0.0, 0.5)
 
 
 def test_the_last_of_two_blocks_for_a_place_is_the_one() -> None:
