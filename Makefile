@@ -53,9 +53,15 @@ sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with 
 bench: dev ## Octavo against transformers on this machine's CPU, with a table; some ten minutes
 	@$(BIN)/python -m bench.cpu
 
-bench-gpu: dev ## a step and the whole engine on a CUDA device, against the floor
-	@$(BIN)/python -m bench.gpu_step
-	@$(BIN)/python -m bench.gpu_engine
+SHAPE ?= 0.5B
+LOAD_GENERATOR ?=
+bench-gpu: dev ## steps, engine and transformers on a CUDA device, against the floor, JSON in out/; SHAPE=7B; LOAD_GENERATOR=FILE: gRPC too
+	@$(BIN)/python -m bench.gpu_step --shape $(SHAPE) --profile --json out/gpu_step.json
+	@$(BIN)/python -m bench.gpu_engine --shape $(SHAPE) --profile --json out/gpu_engine.json
+	@$(BIN)/python -m bench.gpu_hf --shape $(SHAPE) --json out/gpu_hf.json
+	@test -z "$(LOAD_GENERATOR)" || for cache in on off; do \
+		$(BIN)/python -m bench.gpu_grpc --shape $(SHAPE) --load-generator "$(LOAD_GENERATOR)" \
+			--out "out/gpu_grpc_cache_$$cache.json" -- --prefix-cache "$$cache"; done
 
 lint: dev ## style and types
 	@$(BIN)/ruff check .

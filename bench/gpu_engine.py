@@ -28,10 +28,9 @@ from bench.gpu_step import config_of, copy_rate, random_model
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
-from cli.worker_config import GPU_BATCH_TOKENS
 from model.gpu.weights import GpuWeights
 from wire.messages import Run, Sampling, StepOutput
-from worker.config import SchedulerConfig
+from worker.config import GPU_BATCH_TOKENS, SchedulerConfig
 from worker.cuda_ahead import compile_kernels
 from worker.cuda_memory import cuda_memory_needs
 from worker.cuda_programs import CudaRunnerConfig, PathChoice

@@ -21,7 +21,7 @@ from bench.gpu_engine import GpuEngine, make_runner
 from bench.gpu_step import config_of
 from bench.hf_sides import make_transformers
 from blockmgr.ids import PrefixCache
-from cli.worker_config import GPU_BATCH_TOKENS
+from worker.config import GPU_BATCH_TOKENS
 
 PROMPT, OUTPUT, REQUESTS = 128, 65, 32
 

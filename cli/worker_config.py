@@ -4,6 +4,8 @@ from cli.addresses import default_endpoint
 from cli.errors import usage
 from cli.settings import WorkerSettings
 from worker.config import (
+    CPU_BATCH_TOKENS,
+    GPU_BATCH_TOKENS,
     CheckNumerics,
     CurveConfig,
     Deterministic,
@@ -12,8 +14,6 @@ from worker.config import (
     RunnerKind,
     WorkerConfig,
 )
-
-CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 
 
 def worker_config(settings: WorkerSettings) -> WorkerConfig:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from grammar.limits import GrammarLimits
 
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
+"""Tokens of a step by default: what a device computes without making those who decode wait for long."""
+
 
 class RunnerKind(Enum):
     """What executes the steps."""
@@ -146,7 +149,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_waiting: int = 1024
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = CPU_BATCH_TOKENS
     max_chunk_tokens: int | None = None
     aging_s: float = 10.0
     grammars: GrammarConfig = field(default_factory=GrammarConfig)

@@ -107,8 +107,9 @@ class Paths:
         missing = {key: size for key, size in largest.items() if key is not None and key not in self.names}
         if self._file is None or not missing:
             return
+        stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each that it has seen
         for key, size in missing.items():
-            times_ms = {name: time_graph(partial(run, size)) for name in self.try_all(size)}
+            times_ms = {name: time_graph(partial(run, size), stream) for name in self.try_all(size)}
             self.names[key] = min(times_ms, key=lambda name: times_ms[name])
         write_names(self._file, self.names)
 
@@ -128,9 +129,9 @@ class Paths:
             self.names[key] = before
 
 
-def time_graph(work: Callable[[], None]) -> float:
-    """Median milliseconds of the work as a CUDA graph."""
-    stream = torch.cuda.Stream()
+def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None) -> float:
+    """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream or on one of its own."""
+    stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
