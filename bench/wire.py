@@ -66,6 +66,9 @@ class CountingSink:
         """Terminal."""
         self.done.set_exception(RuntimeError(f"{reason}: {detail}"))
 
+    def on_moved(self, worker_id: str) -> None:
+        """Never."""
+
 
 def register(epoch: str, rows: int) -> Register:
     """A worker of one large model."""

@@ -21,7 +21,7 @@ class ListenSettings(AddressSettings):
     )
     dialects: Literal["installed", "none"] = setting(
         "installed",
-        "Contracts of other servers on the same port: those whose stubs are installed, or none",
+        "Contracts of other servers on the same port: KServe v2, and VllmEngine where its stubs are installed; or none",
         panel="Addresses",
     )
     admin_port: int | None = setting(
@@ -60,6 +60,12 @@ class SupervisionSettings(Settings):
 
     heartbeat_timeout_s: float = setting(5.0, "Seconds of silence after which a worker is lost", panel="Faults", gt=0)
     stall_timeout_s: float = setting(30.0, "Seconds without a step, with work, that end a worker", panel="Faults", gt=0)
+    max_migrations: int = setting(
+        3, "Times that an output goes on at another worker when its own is lost; 0: never", panel="Faults", ge=0
+    )
+    migration_timeout_s: float = setting(
+        60.0, "Seconds that such an output waits for a worker of its model", panel="Faults", gt=0
+    )
 
 
 class WorkerDoorSettings(Settings):

@@ -55,6 +55,9 @@ class VectorSink:
         """The worker is gone."""
         self._fail(from_reason(reason, detail))
 
+    def on_moved(self, worker_id: str) -> None:
+        """Another worker computes it; the caller is not told."""
+
     def _fail(self, error: RequestError) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(error)

@@ -96,6 +96,10 @@ class NumericalFault(RequestError):
     """The logits of this request were not finite."""
 
 
+class Poisoned(RequestError):
+    """Two workers in turn died of this request."""
+
+
 class EngineFailed(RequestError):
     """The forward pass failed."""
 
@@ -163,6 +167,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     DeadlinePassed: ErrorRow(code=_C.DEADLINE_EXCEEDED, reason="DEADLINE"),
     RequestAborted: ErrorRow(code=_C.ABORTED, reason="ABORTED"),
     NumericalFault: ErrorRow(code=_C.INTERNAL, reason="NUMERICAL"),
+    Poisoned: ErrorRow(code=_C.INTERNAL, reason="POISONED"),
     EngineFailed: ErrorRow(code=_C.INTERNAL, reason="ENGINE_ERROR"),
     ConstraintFailed: ErrorRow(code=_C.INVALID_ARGUMENT, reason="CONSTRAINT"),
     InternalDefect: INTERNAL,
@@ -180,6 +185,7 @@ _BY_REASON: dict[str, type[RequestError]] = {
         DeadlinePassed,
         RequestAborted,
         NumericalFault,
+        Poisoned,
         EngineFailed,
         DeviceOutOfMemory,
         ConstraintFailed,

@@ -38,12 +38,14 @@ class Quarantine:
         return len(self._waiting)
 
     def lost(self, output: Hashable, worker: Hashable, *, was_begun: bool) -> Verdict:
-        """The worker is gone that had the output. was_begun: a step may have touched it."""
-        if self._worker_of.get(output) == worker:
-            self.forget(output)
-            return Verdict.GUILTY
+        """The worker is gone that had the output. was_begun: a step may have touched it, and no
+        orderly end came between."""
+        is_on_probation = self._worker_of.get(output) == worker
+        self.forget(output)
         if not was_begun:
             return Verdict.FREE
+        if is_on_probation:
+            return Verdict.GUILTY
         self._waiting.append(output)
         return Verdict.SUSPECT
 

@@ -67,8 +67,10 @@ class OutputStream:
         "finished",
         "first_token_s",
         "is_partial",
+        "num_moves",
         "scheduled_s",
         "state",
+        "worker_id",
         "write_since_s",
     )
 
@@ -93,6 +95,8 @@ class OutputStream:
         self.write_since_s = 0.0  # while a message waits for the reader
         self.at_deadline = at_deadline
         self.is_partial = False  # the deadline ended the output, and the caller takes what there is
+        self.worker_id = ""  # the worker that it has moved to
+        self.num_moves = 0
         self._max_pending = max_pending_tokens
         self._on_match = on_match
         self._on_started = on_started
@@ -150,6 +154,11 @@ class OutputStream:
         elif self.state is StreamState.RUNNING:
             self.error, self.state = from_reason(str(reason), detail), StreamState.FAILED
         self._wake()
+
+    def on_moved(self, worker_id: str) -> None:
+        """Another worker goes on with it, or the next life of its own."""
+        self.worker_id = worker_id
+        self.num_moves += 1
 
     # ------------------------------------------------------------ the gateway's side
 

@@ -6,7 +6,7 @@ import structlog
 
 from gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Refuse, Watch
 from gateway.workers.link import RouterLink
-from gateway.workers.outputs import Outputs
+from gateway.workers.outputs import Output, Outputs
 from gateway.workers.post import Post
 from gateway.workers.prefixes import Prefixes
 from gateway.workers.queries import Queries
@@ -22,7 +22,10 @@ OnModel = Callable[[ModelCard, dict[str, bytes]], None]
 
 
 class Executor:
-    """watch: by incarnation. Callbacks of others that raise are logged, never passed on."""
+    """watch: by incarnation. on_lost: what becomes of an output whose worker is gone.
+
+    Callbacks of others that raise are logged, never passed on.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Executor:
         stats: PoolStats,
         watch: ProcessWatch,
         on_model: OnModel | None,
+        on_lost: Callable[[Output, LostReason, str], None],
     ) -> None:
         self.post = Post(link, registry, self.carry_out)
         self.watch = watch
@@ -47,6 +51,7 @@ class Executor:
         self._queries = queries
         self._stats = stats
         self._on_model = on_model
+        self._on_lost = on_lost
 
     def carry_out(self, decisions: list[Decision]) -> None:
         """In their order."""
@@ -106,5 +111,5 @@ class Executor:
         self._prefixes.forget(decision.incarnation)
         self._queries.lose(decision.incarnation)
         for output in self._outputs.of(decision.incarnation):
-            self._outputs.lose(output, decision.reason, f"worker {decision.worker_id}: {decision.detail}")
+            self._on_lost(output, decision.reason, f"worker {decision.worker_id}: {decision.detail}")
         self.changed()

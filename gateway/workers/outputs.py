@@ -3,14 +3,15 @@
 A worker that lies costs the outputs that it lied about, never the gateway. Must not know sockets.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
 
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest
 from wire.messages import Finished, StepOutput, TokenLogprobs, WireFinishReason
 
 log = structlog.get_logger(__name__)
@@ -18,37 +19,64 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One live output. embedding_sink: the sink, where it waits for a vector; None once that has come. prompt_sink: the
+    """One live output. name: by which the gateway knows it for all its life; handle: by which its present worker does,
+    another one at each worker. request: its own, as if it were alone. token_ids: int32, what it has given. deadline_s:
+    monotonic. embedding_sink: the sink, where it waits for a vector; None once that has come. prompt_sink: the
     sink, where it wants the prompt's log-probabilities, of which num_unscored are still to come."""
 
+    name: int
     handle: int
     incarnation: int
-    request_id: str
+    fingerprint: str
+    request: RunRequest
     vocab_size: int
     max_tokens: int
     wants_logprobs: bool
     sink: OutputSink
+    deadline_s: float | None = None
     embedding_sink: EmbeddingSink | None = None
     prompt_sink: PromptSink | None = None
     num_unscored: int = 0
-    num_tokens: int = 0
+    token_ids: array = field(default_factory=lambda: array("i"))
+    num_moves: int = 0  # to another worker, or to the next life of one
+    is_started: bool = False
+    is_on_probation: bool = False  # the migration waits for its next token
     is_cancelled: bool = False
     is_faulted: bool = False  # ended by us; the worker must be told to stop it
 
+    @property
+    def request_id(self) -> str:
+        """The caller's."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has given."""
+        return len(self.token_ids)
+
+    @property
+    def is_half_scored(self) -> bool:
+        """Some of the prompt's log-probabilities were delivered, and not all."""
+        return self.prompt_sink is not None and 0 < self.num_unscored < len(self.request.prompt_ids) - 1
+
 
 class Outputs:
-    """Handles are drawn here, upwards from 1, never again."""
+    """Handles are drawn here, upwards from 1, never again. The callbacks are the migration's: on_turned_away says
+    whether an output that a worker put out goes on elsewhere, on_passed hears of news of those on probation."""
 
     def __init__(self, stats: PoolStats) -> None:
         self._stats = stats
-        self._live: dict[int, Output] = {}
+        self._by_name: dict[int, Output] = {}
+        self._live: dict[int, Output] = {}  # by handle: those that a worker has
         self._next_handle = 1
+        self.on_turned_away: Callable[[Output, Finished], bool] = lambda output, finished: False
+        self.on_passed: Callable[[Output], None] = lambda output: None
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._by_name)
 
     def __iter__(self) -> Iterator[Output]:
-        return iter(tuple(self._live.values()))
+        return iter(tuple(self._by_name.values()))
 
     def draw_handle(self) -> int:
         """A handle never used before."""
@@ -58,11 +86,20 @@ class Outputs:
 
     def add(self, output: Output) -> None:
         """An output begins."""
-        self._live[output.handle] = output
+        self._by_name[output.name] = self._live[output.handle] = output
 
-    def get(self, handle: int) -> Output | None:
+    def get(self, name: int) -> Output | None:
         """The output, while it lives."""
-        return self._live.get(handle)
+        return self._by_name.get(name)
+
+    def detach(self, output: Output) -> None:
+        """No worker has it for now; what one may still say of it is late."""
+        self._live.pop(output.handle, None)
+
+    def attach(self, output: Output, incarnation: int) -> None:
+        """Another worker is to have it, under a new handle."""
+        output.handle, output.incarnation = self.draw_handle(), incarnation
+        self._live[output.handle] = output
 
     def of(self, incarnation: int) -> list[Output]:
         """All live outputs of one worker."""
@@ -92,8 +129,9 @@ class Outputs:
 
     def lose(self, output: Output, reason: LostReason, detail: str) -> None:
         """End an output without the worker's word."""
-        if self._live.pop(output.handle, None) is None:
+        if self._by_name.pop(output.name, None) is None:
             return
+        self._live.pop(output.handle, None)
         try:
             output.sink.on_lost(reason.value, detail)
         except Exception:
@@ -112,8 +150,7 @@ class Outputs:
             if output is None or output.incarnation != incarnation:
                 self._claim(handle, incarnation, ended)
                 continue
-            output.num_tokens += 1
-            if not 0 <= token < output.vocab_size or output.num_tokens > output.max_tokens:
+            if not 0 <= token < output.vocab_size or len(output.token_ids) >= output.max_tokens:
                 kind = "too_many_tokens" if 0 <= token < output.vocab_size else "token_out_of_range"
                 self._fault(output, kind, ended)
                 continue
@@ -128,6 +165,9 @@ class Outputs:
                 if not logprobs:
                     self._fault(output, "missing_logprobs", ended)
                     continue
+            output.token_ids.append(token)
+            if output.is_on_probation:
+                self.on_passed(output)
             if output.is_cancelled:
                 continue
             try:
@@ -174,6 +214,11 @@ class Outputs:
         return output
 
     def _finish(self, output: Output, finished: Finished, ended: list[Output]) -> None:
+        if finished.reason is WireFinishReason.ERROR and self.on_turned_away(output, finished):
+            ended.append(output)
+            return
+        if output.is_on_probation:
+            self.on_passed(output)
         is_whole = finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH)
         if is_whole and output.embedding_sink is not None:
             self._fault(output, "missing_embedding", ended)
@@ -181,7 +226,7 @@ class Outputs:
         if is_whole and finished.completion_tokens != output.num_tokens:
             self._fault(output, "wrong_count", ended)
             return
-        del self._live[output.handle]
+        del self._live[output.handle], self._by_name[output.name]
         ended.append(output)
         try:
             output.sink.on_finished(finished)
@@ -197,6 +242,9 @@ class Outputs:
         ended.append(output)
 
     def _start(self, output: Output, ended: list[Output]) -> None:
+        if output.is_started:
+            return
+        output.is_started = True
         try:
             output.sink.on_started()
         except Exception:

@@ -8,8 +8,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
+import msgspec
 import numpy as np
 import structlog
 
@@ -21,6 +23,7 @@ from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from gateway.workers.executor import Executor, OnModel
 from gateway.workers.inbound import Inbound
 from gateway.workers.link import OnFrame, RouterLink
+from gateway.workers.migration import Migration
 from gateway.workers.outputs import Output, Outputs
 from gateway.workers.prefixes import Prefixes
 from gateway.workers.queries import Queries
@@ -61,6 +64,15 @@ class WorkerPool:
         self._outputs = Outputs(self.stats)
         self._prefixes = Prefixes(max_nodes=config.max_prefix_nodes)
         self._queries = Queries()
+        self._migration = Migration(
+            self._registry,
+            self._outputs,
+            self.stats,
+            send=self._send_again,
+            max_moves=config.max_moves,
+            timeout_s=config.move_timeout_s,
+        )
+        self._outputs.on_turned_away, self._outputs.on_passed = self._migration.turned_away, self._migration.passed
         self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
         self._link = make_link(config, self._take_frame, self.stats)
         self._executor = Executor(
@@ -73,8 +85,10 @@ class WorkerPool:
             stats=self.stats,
             watch=make_watch(self._process_ended),
             on_model=on_model,
+            on_lost=self._migration.lost,
         )
         self._post = self._executor.post
+        self._executor.on_change.append(self._migration.soon)
         self._ticker: asyncio.Task[None] | None = None
         self._turn = 0
 
@@ -98,6 +112,7 @@ class WorkerPool:
         if ticker is not None:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
+        self._migration.close()
         for record in self._registry:
             ended = self._registry.give_up(record, LostReason.DRAINING, "the gateway is shutting down")
             self._executor.carry_out(ended)
@@ -153,21 +168,25 @@ class WorkerPool:
         record = self._present(worker)
         if record.in_flight + len(sinks) > record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
-        outputs = [self._output(record, request, sink) for sink in sinks]
+        outputs = [self._output(record, request, index, sink) for index, sink in enumerate(sinks)]
         if request.sampling.num_prompt_logprobs is not None:
             outputs[0].prompt_sink, outputs[0].num_unscored = cast(PromptSink, sinks[0]), len(request.prompt_ids) - 1
         handles = [output.handle for output in outputs]
-        self._post.send(record, _run(handles, request))
+        self._post.send(record, _run(handles, request))  # from here on a handle is a name
         for output in outputs:
             self._outputs.add(output)
             self._registry.opened(record, time.monotonic())
         return handles
 
-    def _output(self, record: WorkerRecord, request: RunRequest, sink: OutputSink) -> Output:
+    def _output(self, record: WorkerRecord, request: RunRequest, index: int, sink: OutputSink) -> Output:
+        handle = self._outputs.draw_handle()
         return Output(
-            handle=self._outputs.draw_handle(),
+            name=handle,
+            handle=handle,
             incarnation=record.incarnation,
-            request_id=request.request_id,
+            fingerprint=record.card.fingerprint,
+            request=_alone(request, index),
+            deadline_s=None if request.timeout_s is None else time.monotonic() + request.timeout_s,
             vocab_size=record.card.vocab_size,
             max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
             wants_logprobs=request.sampling.num_logprobs is not None,
@@ -182,7 +201,14 @@ class WorkerPool:
         if output is None or output.is_cancelled:
             return
         output.is_cancelled = True
-        self._post.cancel(output.incarnation, handle)
+        if self._migration.is_waiting(output):
+            self._migration.forget(output)
+            self._outputs.lose(output, LostReason.WORKER_LOST, "cancelled while no worker had it")
+        else:
+            self._post.cancel(output.incarnation, output.handle)
+
+    def _send_again(self, record: WorkerRecord, request: RunRequest, output: Output) -> None:
+        self._post.send(record, _run([output.handle], request))
 
     def drain(self, worker_id: str, *, grace_s: float) -> None:
         """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
@@ -272,6 +298,7 @@ class WorkerPool:
         self._link.drain_all()
         self._executor.carry_out(self._registry.on_tick(time.monotonic()))
         self._post.flush_cancels()
+        self._migration.soon()
         try:
             self.stats.rebinds += self._link.restore()
         except (RunDirError, OSError) as error:
@@ -289,4 +316,13 @@ def _run(handles: Sequence[int], request: RunRequest) -> Run:
         cache_salt=request.cache_salt,
         timeout_s=request.timeout_s,
         pooling=request.pooling,
+        num_resumed_tokens=request.num_resumed_tokens,
     )
+
+
+def _alone(request: RunRequest, index: int) -> RunRequest:
+    """What output `index` of a request is when it stands alone."""
+    if not index:
+        return request
+    seed = (request.sampling.seed + index) % (1 << 64)
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed, num_prompt_logprobs=None))

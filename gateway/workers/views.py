@@ -16,6 +16,7 @@ class LostReason(StrEnum):
     WORKER_STALLED = "WORKER_STALLED"
     DRAINING = "DRAINING"
     INTERNAL = "INTERNAL"  # the worker broke the protocol for this stream
+    POISONED = "POISONED"  # two workers died of this output
 
 
 class OutputSink(Protocol):
@@ -31,7 +32,10 @@ class OutputSink(Protocol):
         """Terminal: the worker ended the output."""
 
     def on_lost(self, reason: str, detail: str) -> None:
-        """Terminal: WORKER_LOST, WORKER_STALLED, DRAINING, or INTERNAL (the worker broke the protocol)."""
+        """Terminal; reason: a LostReason."""
+
+    def on_moved(self, worker_id: str) -> None:
+        """Another worker, or the next life of its own, goes on with it."""
 
 
 class PromptSink(Protocol):
@@ -51,7 +55,8 @@ class EmbeddingSink(OutputSink, Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunRequest:
     """One output to generate. prompt_ids: int32 [T]; timeout_s: remaining now, None for no deadline. pooling: the
-    prompt's embedding is wanted instead, and the sink is an EmbeddingSink."""
+    prompt's embedding is wanted instead, and the sink is an EmbeddingSink. num_resumed_tokens: the last so many of
+    prompt_ids are output that was given before."""
 
     request_id: str
     prompt_ids: np.ndarray
@@ -60,6 +65,7 @@ class RunRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     pooling: Pooling | None = None
+    num_resumed_tokens: int = 0
 
 
 class WorkerState(Enum):

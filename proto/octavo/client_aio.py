@@ -8,22 +8,23 @@ import grpc
 
 from octavo.client_embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client_errors import error_from
-from octavo.client_events import AsyncStreamCall, StreamEvents
+from octavo.client_events import AsyncStreamCall, OutputSoFar, StreamEvents
 from octavo.client_options import call_metadata, open_aio_channel
 from octavo.client_requests import GenerateFields, generate_request
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
 class AsyncTextStream:
-    """One output as it comes: iterate over it for text, or over `deltas()` for everything.
+    """What a request gives as it comes: iterate over it for text, or over `deltas()` for everything.
 
-    `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Leaving the
-    `with` block, or `cancel()`, ends the request on the server.
+    `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Where the request
+    has several outputs, iterate over `pieces()`; `outputs` has all that came of each. Leaving the `with` block, or
+    `cancel()`, ends the request on the server.
     """
 
-    def __init__(self, call: AsyncStreamCall) -> None:
+    def __init__(self, call: AsyncStreamCall, *, num_outputs: int = 1) -> None:
         self._call = call
-        self._events = StreamEvents()
+        self._events = StreamEvents(num_outputs=num_outputs)
 
     @property
     def started(self) -> inference_pb2.Started | None:
@@ -32,18 +33,28 @@ class AsyncTextStream:
 
     @property
     def finished(self) -> inference_pb2.Finished | None:
-        """The last event."""
-        return self._events.finished
+        """The last event, of output 0."""
+        return self._events.first.finished
 
     @property
     def token_ids(self) -> list[int]:
-        """All ids so far, where the request asked for ids."""
-        return self._events.token_ids
+        """All ids of output 0 so far, where the request asked for ids."""
+        return self._events.first.token_ids
 
     @property
     def tool_calls(self) -> list[inference_pb2.ToolCall]:
-        """All calls so far, where the request had tools; complete once `finished` is set."""
-        return self._events.calls.all()
+        """All calls of output 0 so far, where the request had tools; complete once `finished` is set."""
+        return self._events.first.tool_calls
+
+    @property
+    def outputs(self) -> list[OutputSoFar]:
+        """What has come of each output."""
+        return self._events.outputs
+
+    @property
+    def prompt_logprobs(self) -> list[inference_pb2.TokenLogprobs]:
+        """Of the prompt's tokens from the second one on, where the request asked for them."""
+        return self._events.prompt_logprobs
 
     async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
@@ -56,7 +67,14 @@ class AsyncTextStream:
             raise error_from(error) from None
         self._events.end()
 
+    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+        """Output index and what follows of its text. Raises OctavoError."""
+        async for delta in self.deltas():
+            if delta.text:
+                yield delta.output_index, delta.text
+
     def __aiter__(self) -> AsyncIterator[str]:
+        self._events.check_single()
         return (delta.text async for delta in self.deltas() if delta.text)
 
     def cancel(self) -> None:
@@ -102,9 +120,9 @@ class AsyncClient:
         **fields: Unpack[GenerateFields],
     ) -> AsyncTextStream:
         """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
-        return AsyncTextStream(
-            self._inference.Generate(request or generate_request(**fields), timeout=timeout_s, metadata=self._metadata)
-        )
+        request = request or generate_request(**fields)
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
 
     async def complete(
         self,

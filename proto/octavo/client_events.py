@@ -26,13 +26,50 @@ class AsyncStreamCall(Protocol):
 
 
 @dataclass(slots=True)
-class StreamEvents:
-    """The events of one stream, in order: one Started, any number of Delta, exactly one Finished."""
+class OutputSoFar:
+    """What has come of one output. token_ids, logprobs, calls: where the request asked for them. finished: None until
+    its end."""
 
-    started: inference_pb2.Started | None = None
-    finished: inference_pb2.Finished | None = None
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    finished: inference_pb2.Finished | None = None
     calls: ToolCalls = field(default_factory=ToolCalls)
+
+    @property
+    def tool_calls(self) -> list[inference_pb2.ToolCall]:
+        """Complete once `finished` is set."""
+        return self.calls.all()
+
+    def take(self, delta: inference_pb2.Delta) -> None:
+        """What is new."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.calls.take(delta.tool_calls)
+
+
+@dataclass(slots=True)
+class StreamEvents:
+    """The events of one stream, in order: one Started, any number of Delta, exactly one Finished for each output."""
+
+    num_outputs: int = 1
+    started: inference_pb2.Started | None = None
+    prompt_logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    outputs: list[OutputSoFar] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outputs = [OutputSoFar() for _ in range(self.num_outputs)]
+
+    @property
+    def first(self) -> OutputSoFar:
+        """The only output, where the request asked for one."""
+        return self.outputs[0]
+
+    def check_single(self) -> None:
+        """Raises TypeError where texts of several outputs would be mixed up."""
+        if self.num_outputs > 1:
+            raise TypeError(f"the request has {self.num_outputs} outputs: iterate over pieces()")
 
     def take(self, response: inference_pb2.GenerateResponse) -> inference_pb2.Delta | None:
         """Keep the event; returns it where it is new output."""
@@ -40,14 +77,19 @@ class StreamEvents:
             case "started":
                 self.started = response.started
             case "finished":
-                self.finished = response.finished
+                self._output(response.finished.output_index).finished = response.finished
             case "delta":
-                self.token_ids.extend(response.delta.token_ids)
-                self.calls.take(response.delta.tool_calls)
+                self.prompt_logprobs.extend(response.delta.prompt_logprobs)
+                self._output(response.delta.output_index).take(response.delta)
                 return response.delta
         return None
 
+    def _output(self, index: int) -> OutputSoFar:
+        if index >= len(self.outputs):
+            raise ServerFault(f"output {index} was not asked for", code=grpc.StatusCode.INTERNAL)
+        return self.outputs[index]
+
     def end(self) -> None:
-        """The stream ended with OK. Raises ServerFault where its last event is missing."""
-        if self.finished is None:
+        """The stream ended with OK. Raises ServerFault where an output has no last event."""
+        if any(output.finished is None for output in self.outputs):
             raise ServerFault("the stream ended without its last event", code=grpc.StatusCode.INTERNAL)

@@ -110,6 +110,9 @@ class RecordingSink:
         self.calls.append(("lost", reason))
         self.done.set()
 
+    def on_moved(self, worker_id: str) -> None:
+        self.calls.append(("moved", worker_id))
+
     @property
     def tokens(self) -> list[int]:
         """All tokens so far."""

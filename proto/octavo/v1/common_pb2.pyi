@@ -73,6 +73,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The constraint on the output could not be compiled for this model within its limits, became too complex while it
     was followed, or left no token together with what else the request forbids.
     """
+    ERROR_REASON_POISONED: _ErrorReason.ValueType  # 23
+    """Two workers in turn died of this request: it is not given to a third one."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -127,6 +129,8 @@ ERROR_REASON_CONSTRAINT: ErrorReason.ValueType  # 22
 """The constraint on the output could not be compiled for this model within its limits, became too complex while it
 was followed, or left no token together with what else the request forbids.
 """
+ERROR_REASON_POISONED: ErrorReason.ValueType  # 23
+"""Two workers in turn died of this request: it is not given to a third one."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

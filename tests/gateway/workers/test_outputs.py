@@ -5,7 +5,7 @@ import pytest
 from gateway.workers.outputs import Output, Outputs
 from gateway.workers.stats import PoolStats
 from gateway.workers.views import LostReason
-from tests.support.workers import RecordingSink, finished, step_output
+from tests.support.workers import RecordingSink, finished, request, step_output
 from wire.messages import TokenLogprobs, WireFinishReason
 
 OURS, OTHER = 1, 2  # incarnations
@@ -23,7 +23,8 @@ class Bench:
     def add(self, sink: RecordingSink, incarnation: int, **fields: object) -> int:
         plain: dict[str, object] = {"vocab_size": 1000, "max_tokens": 4, "wants_logprobs": False}
         handle = self.outputs.draw_handle()
-        output = Output(handle=handle, incarnation=incarnation, request_id="r", sink=sink, **(plain | fields))  # type: ignore[arg-type]
+        plain |= {"name": handle, "handle": handle, "fingerprint": "f1", "request": request()}
+        output = Output(incarnation=incarnation, sink=sink, **(plain | fields))  # type: ignore[arg-type]
         self.outputs.add(output)
         return handle
 
