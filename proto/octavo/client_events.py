@@ -67,9 +67,9 @@ class StreamEvents:
         return self.outputs[0]
 
     def check_single(self) -> None:
-        """Raises TypeError where texts of several outputs would be mixed up."""
+        """Raises ValueError where texts of several outputs would be mixed up."""
         if self.num_outputs > 1:
-            raise TypeError(f"the request has {self.num_outputs} outputs: iterate over pieces()")
+            raise ValueError(f"the request has {self.num_outputs} outputs: iterate over pieces()")
 
     def take(self, response: inference_pb2.GenerateResponse) -> inference_pb2.Delta | None:
         """Keep the event; returns it where it is new output."""

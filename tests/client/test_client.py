@@ -23,6 +23,15 @@ def test_a_stream_gives_its_text_then_knows_how_it_ended(client: Client) -> None
     assert (stream.started.request_id, stream.token_ids, stream.finished) == ("r", [0, 1, 2], finished())
 
 
+def test_several_outputs_are_told_apart(client: Client) -> None:
+    stream = client.stream(text="hi", num_outputs=2)
+    assert list(stream.pieces())[:3] == [(0, "Hello"), (1, "Hello"), (0, ", ")]
+    assert [(each.text, each.token_ids) for each in stream.outputs] == [("Hello, wörld", [0, 1, 2])] * 2
+    assert [each.finished and each.finished.output_index for each in stream.outputs] == [0, 1]
+    with pytest.raises(ValueError, match="2 outputs"):
+        "".join(client.stream(text="hi", num_outputs=2))
+
+
 def test_deltas_give_everything(client: Client) -> None:
     assert [(each.text, list(each.token_ids)) for each in client.stream(text="hi").deltas()] == [
         ("Hello", [0]),

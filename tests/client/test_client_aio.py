@@ -69,3 +69,12 @@ def test_both_clients_have_the_same_methods_and_parameters(blocking: type, aio: 
         return {name: list(inspect.signature(each).parameters) for name, each in functions if name[0] != "_"}
 
     assert shape(blocking) == shape(aio)
+
+
+async def test_several_outputs_are_told_apart(target: str) -> None:
+    async with AsyncClient(target) as client:
+        stream = client.stream(text="hi", num_outputs=2)
+        assert [piece async for piece in stream.pieces()][:2] == [(0, "Hello"), (1, "Hello")]
+        assert [each.text for each in stream.outputs] == ["Hello, wörld"] * 2
+        with pytest.raises(ValueError, match="2 outputs"):
+            aiter(client.stream(text="hi", num_outputs=2))

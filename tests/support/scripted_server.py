@@ -48,15 +48,19 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=3))
         for index, text in enumerate(self._script.texts):
             time.sleep(self._script.pause_s)
-            yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text, token_ids=[index]))
+            for output in range(request.num_outputs or 1):
+                delta = inference_pb2.Delta(text=text, token_ids=[index], output_index=output)
+                yield inference_pb2.GenerateResponse(delta=delta)
         for piece in self._script.tool_calls:
             yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(tool_calls=[piece]))
         self._fail(context)
         ended = threading.Event()
         context.add_callback(ended.set)
         ended.wait(self._script.hold_s)
-        if self._script.finishes:
-            yield inference_pb2.GenerateResponse(finished=finished())
+        for output in range(request.num_outputs or 1) if self._script.finishes else ():
+            end = finished()
+            end.output_index = output
+            yield inference_pb2.GenerateResponse(finished=end)
 
     def Complete(
         self, request: inference_pb2.CompleteRequest, context: grpc.ServicerContext
