@@ -151,6 +151,8 @@ class SimGateway(Gateway):
                 endpoints=(),
                 heartbeat_timeout_s=config.heartbeat_timeout_s,
                 stall_timeout_s=config.stall_timeout_s,
+                max_moves=config.max_moves,
+                move_timeout_s=config.move_timeout_s,
             ),
             metrics_address=None,
             dialects=Dialects.NONE,

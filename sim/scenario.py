@@ -108,6 +108,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pending_tokens: int = 16_384
     max_requests: int = 4096
     restart_s: float = 0.5
+    max_moves: int = 0
+    move_timeout_s: float = 60.0
     is_watched: bool = True
     poisons: bool = True
     audit_every_steps: int = 10

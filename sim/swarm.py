@@ -65,6 +65,8 @@ def _config(rng: random.Random) -> SimConfig:
         max_pending_tokens=rng.choice((16_384, 8)),
         max_requests=rng.choice((4096, 4096, 16)),
         restart_s=rng.choice((0.3, 3.0)),
+        max_moves=rng.choice((0, 1, 3)),
+        move_timeout_s=rng.choice((1.0, 60.0)),
         is_watched=rng.random() < 0.7,
         poisons=rng.random() < 0.7,
         audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
