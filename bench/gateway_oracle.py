@@ -1,8 +1,10 @@
 """The gateway between real callers and a real worker without a model: `python -m bench.gateway_oracle --gateways 1 2`.
 
-Processes: gateways (a port each), one worker (scheduler, block manager, oracle runner at a fixed pace), the callers.
-Every stream gets one token a step. The worker notes when each step's tokens are known, the caller when they arrive: the
-difference is what engine loop, wire, gateway, gRPC and caller add. One JSON line for each number of gateways.
+Processes: gateways (a port each), one worker (scheduler, block manager, engine loop, link; its runner gives tokens at a
+fixed pace), the callers. The runner stands for the oracle, which in Python hashes what it reads back for longer than a
+step may take; `--oracle` brings it back. Every stream gets one token a step. The worker notes when each step's tokens
+are known, the caller when they arrive: the difference is what engine loop, wire, gateway, gRPC and caller add. One JSON
+line for each number of gateways.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import socket
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,14 @@ import psutil
 MODEL = Path(__file__).resolve().parents[1] / "model" / "embedded" / "folio-chat"
 PROMPT = 16
 _MAX_LATE_S = 0.1  # steps that are late are made up for, if they are not later than that
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """reads_back: the oracle's tokens, else any."""
+
+    steps_per_s: float
+    reads_back: bool
 
 
 def gateway_process(port: int, endpoint: str) -> None:
@@ -40,8 +51,10 @@ def gateway_process(port: int, endpoint: str) -> None:
     )
 
 
-def worker_process(endpoints: tuple[str, ...], steps_per_s: float, num_streams: int, times: Path) -> None:
+def worker_process(endpoints: tuple[str, ...], pace: Pace, num_streams: int, times: Path) -> None:
     """A worker at a fixed pace, which writes down when each request's tokens were known."""
+    import numpy as np
+
     from worker.config import RunnerKind, WorkerConfig
     from worker.main import main
     from worker.oracle_runner import OracleRunner
@@ -56,12 +69,17 @@ def worker_process(endpoints: tuple[str, ...], steps_per_s: float, num_streams: 
     def timed_launch(self: OracleRunner, plan: StepPlan) -> None:
         names.update({join.slot: join.request_id for join in plan.joins})
         plans.append(plan)
-        launch(self, plan)
+        if pace.reads_back:
+            launch(self, plan)
 
     def timed_collect(self: OracleRunner) -> StepResult:
         nonlocal due_s
-        result, slots = collect(self), plans.pop(0).sampled_slots
-        due_s = max(due_s + 1 / steps_per_s, time.monotonic() - _MAX_LATE_S)
+        plan = plans.pop(0)
+        slots, count = plan.sampled_slots, len(plan.sampled_slots)
+        tokens_S = np.full(count, 400 + plan.step % 1000, np.int32)
+        result = StepResult(step=plan.step, tokens_S=tokens_S, is_finite_S=np.ones(count, np.bool_))
+        result = collect(self) if pace.reads_back else result
+        due_s = max(due_s + 1 / pace.steps_per_s, time.monotonic() - _MAX_LATE_S)
         time.sleep(max(0.0, due_s - time.monotonic()))
         now_s = time.monotonic()
         for slot in slots.tolist():
@@ -125,17 +143,17 @@ def added_ms(known: dict[str, list[float]], arrived: dict[str, list[tuple[float,
     return {f"p{round(100 * q)}": round(added[int(q * (len(added) - 1))], 2) for q in (0.5, 0.99)}
 
 
-def measure(num_gateways: int, num_streams: int, steps_per_s: float, seconds: float) -> dict[str, Any]:
+def measure(num_gateways: int, num_streams: int, pace: Pace, seconds: float) -> dict[str, Any]:
     """One run."""
     context = mp.get_context("spawn")
-    num_tokens = min(round(steps_per_s * seconds), 2000)
+    num_tokens = min(round(pace.steps_per_s * seconds), 2000)
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as made:
         run_dir, times = Path(made) / "run", Path(made) / "times.json"
         run_dir.mkdir(mode=0o700)
         endpoints = tuple(f"ipc://{run_dir}/gateway-{index}.sock" for index in range(num_gateways))
         ports = [free_port() for _ in endpoints]
         gateways = [context.Process(target=gateway_process, args=pair) for pair in zip(ports, endpoints, strict=True)]
-        worker = context.Process(target=worker_process, args=(endpoints, steps_per_s, num_streams, times))
+        worker = context.Process(target=worker_process, args=(endpoints, pace, num_streams, times))
         for process in (*gateways, worker):
             process.start()
         try:
@@ -217,9 +235,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--steps-per-s", type=float, default=100.0)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--oracle", action="store_true", help="hash what the block tables lead to, as tests do")
     given = parser.parse_args()
+    pace = Pace(steps_per_s=given.steps_per_s, reads_back=given.oracle)
     for num_gateways in given.gateways:
-        print(json.dumps(measure(num_gateways, given.streams, given.steps_per_s, given.seconds)), flush=True)
+        print(json.dumps(measure(num_gateways, given.streams, pace, given.seconds)), flush=True)
 
 
 if __name__ == "__main__":
