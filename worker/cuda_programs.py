@@ -194,7 +194,7 @@ class StepPrograms:
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Float32 logits [S, V] of hidden states after the final norm, in memory of their own."""
-        return (hidden_SD @ self.step.weights.head_VD.T).float()
+        return self.step.project(hidden_SD).float()
 
     def run_changes(self) -> None:
         """Enqueue the changes alone."""

@@ -134,6 +134,10 @@ class DecodeStep:
             state.position_R, self.token_B[:B], self.is_finite_B[:B], self._parts,
         )  # fmt: skip
 
+    def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] of hidden states after the final norm, in memory of their own."""
+        return hidden_SD @ self.weights.head_VD.T
+
     def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
         """Final norm and head of x_TD[index_B] (int32): logits in `logits_BV`, and returned."""
         B = len(index_B)

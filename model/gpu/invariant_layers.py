@@ -13,7 +13,7 @@ from model.gpu.layers import LayerBuffers
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.invariant_attention import AttentionParts, invariant_attention, tile_tokens
-from model.kernels.invariant_product import invariant_add_product, invariant_product, part_elements
+from model.kernels.invariant_product import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
 from model.kernels.invariant_rows import invariant_silu_mul
 from model.kernels.invariant_work import InvariantWork, plan_invariant_work
 from model.kernels.prefill_attention import QUERY_TILE
@@ -50,7 +50,7 @@ class InvariantLayers:
             shapes = [
                 (len(each), each.shape[1]) for each in (layer.qkv_CD, layer.o_DA, layer.gate_up_ED, layer.down_DI)
             ]
-        room = max(part_elements(max_tokens, *shape) for shape in [*shapes, tuple(matrices)])
+        room = max(part_elements(max(max_tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
         self._part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
         self._work = InvariantWork.allocate(
             max_decodes=max_decodes,
@@ -91,7 +91,11 @@ class InvariantLayers:
         """Final norm and head of x_TD[index_S] (int32)."""
         weights = self._weights
         rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
-        invariant_product(hidden_SD, weights.head_VD, logits_SV, self._part)
+        self.project(hidden_SD, logits_SV)
+
+    def project(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
+        """The head alone, of any number of rows."""
+        invariant_product(hidden_SD, self._weights.head_VD, logits_SV, self._part)
 
     def _attend(
         self,

@@ -49,6 +49,12 @@ class InvariantDecodeStep(DecodeStep):
         self.layers.run(x_BD, rows_B, rows_B, self._no_tiles, batch_size)
         self.sample(x_BD, self._all_B[:batch_size], rows_B)
 
+    def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """See DecodeStep.project."""
+        logits_SV = hidden_SD.new_empty(len(hidden_SD), len(self.weights.head_VD))
+        self.layers.project(hidden_SD, logits_SV)
+        return logits_SV
+
     def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
         """See DecodeStep.compute_logits."""
         B = len(index_B)

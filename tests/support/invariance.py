@@ -19,6 +19,7 @@ Outcome = tuple[tuple[int, ...], tuple[object, ...]]
 
 PROBES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "num_logprobs": 3},
+    {"temperature": 0.0, "num_logprobs": 0, "num_prompt_logprobs": 2},
     {"temperature": 1.3, "num_logprobs": 1},
     {"temperature": 1.1, "top_k": 8, "top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     {"temperature": 0.9, "min_p": 0.05},
@@ -112,7 +113,9 @@ class Invariance:
             here.run()
             streams = [here.streams[key] for key in keys]
             assert all(stream.finished and not stream.finished.error for stream in streams)
-            found = [(tuple(stream.tokens), tuple(map(repr, stream.logprobs))) for stream in streams]
+            found = [
+                (tuple(stream.tokens), tuple(map(repr, stream.logprobs + stream.prompt_logprobs))) for stream in streams
+            ]
         here.check_quiet()
         self.num_preempted += here.scheduler.counters.num_preemptions
         self.num_hit += here.blocks.num_hit_tokens
@@ -143,7 +146,8 @@ def check(runner: Runner, limits: Limits) -> Invariance:
     here = Invariance(runner=runner, limits=limits)
     wanted = here.alone()
     assert all(len(tokens) == limits.num_output for tokens, _ in wanted)
-    assert [len(logprobs) for _, logprobs in wanted[:2]] == [limits.num_output] * 2
+    assert len(wanted[0][1]) == limits.num_output
+    assert len(wanted[1][1]) == limits.num_output + limits.num_prompt - 1
     for way, outcomes in here.ways():
         for index, (outcome, expected) in enumerate(zip(outcomes, wanted, strict=True)):
             if outcome != expected:
