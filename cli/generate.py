@@ -2,10 +2,12 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from octavo.client import TextStream
+from octavo.client_events import OutputSoFar
 from octavo.client_requests import GenerateFields
 from rich.console import Console
 
@@ -51,19 +53,44 @@ def generate(
 
 
 def _print_stream(stream: TextStream) -> None:
+    """One output as it comes; of several each when it is complete, under its number."""
+    several = len(stream.outputs) > 1
     for delta in stream.deltas():
-        _write(delta.text or " ".join(map(str, delta.token_ids)) + " " * bool(delta.token_ids))
-    _write("\n")
+        if not several:
+            _write(_shown(delta.text, delta.token_ids))
+    for index, output in enumerate(stream.outputs if several else ()):
+        _write(f"[{index}] {_shown(output.text, output.token_ids)}\n")
+    _write("\n" * (not several))
+
+
+def _shown(text: str, token_ids: Sequence[int]) -> str:
+    return text or " ".join(map(str, token_ids)) + " " * bool(token_ids)
 
 
 def _print_json(stream: TextStream) -> None:
-    text = "".join(stream)
-    content: dict[str, object] = {"text": text, "token_ids": stream.token_ids}
+    for _ in stream.deltas():
+        pass
+    content = _output_content(stream.outputs[0])
     if stream.started is not None:
         content |= MessageToDict(stream.started, preserving_proto_field_name=True)
-    if stream.finished is not None:
-        content["finished"] = MessageToDict(stream.finished, preserving_proto_field_name=True)
+    if stream.prompt_logprobs:
+        content["prompt_logprobs"] = _dicts(stream.prompt_logprobs)
+    if len(stream.outputs) > 1:
+        content["further_outputs"] = [_output_content(output) for output in stream.outputs[1:]]
     _write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def _output_content(output: OutputSoFar) -> dict[str, object]:
+    content: dict[str, object] = {"text": output.text, "token_ids": output.token_ids}
+    if output.logprobs:
+        content["logprobs"] = _dicts(output.logprobs)
+    if output.finished is not None:
+        content["finished"] = MessageToDict(output.finished, preserving_proto_field_name=True)
+    return content
+
+
+def _dicts(messages: Iterable[Message]) -> list[dict[str, object]]:
+    return [MessageToDict(message, preserving_proto_field_name=True) for message in messages]
 
 
 def read_prompt(words: Sequence[str]) -> str:

@@ -33,7 +33,13 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
     settings = COMMANDS[group].model_fields
     own = {
         "chat": {"--system", "--receipt"},
-        "generate": {"--as", "--chat", "--system", "--token-ids", "--receipt", "--json", "prompt"},
+        "generate": {
+            *("--as", "--chat", "--system", "--token-ids", "--receipt", "--json", "prompt"),
+            *("--json-schema", "--json-object", "--regex", "--ebnf", "--choice"),
+            *("--num-outputs", "-n", "--min-tokens", "--ignore-eos", "--include-stop", "--typical-p", "--bad-word"),
+            *("--logit-bias", "--allowed-ids", "--logprobs", "--prompt-logprobs", "--echo", "--return-prompt"),
+            "--truncate-prompt-tokens",
+        },
         "embed": {"--pooling", "--raw", "texts"},
         "health": {"--live"},
     }
