@@ -189,8 +189,8 @@ def _choose_kernel(
     b = tl.program_id(0)
     row = tl.load(rows_B + b)
     wish = tl.load(wish_R + row)
-    tl.store(undecided_B + b, 0)
     if wish == 0:
+        tl.store(undecided_B + b, 0)
         return
     columns = row_of_columns(
         b, row, logits_BV, width, count_RV, vocab_size, bias_id_RA, biased_BA, num_biases_R, (PARTS - 1) * PART,
@@ -236,8 +236,7 @@ def _choose_kernel(
             chosen, most, b, row, vocab_size, position_R, last_token_R, token_B, is_finite_B, said_RH, count_RV,
             _has_penalty(repetition_R, presence_R, frequency_R, row), RING, MAX_COUNT,
         )  # fmt: skip
-    else:
-        tl.store(undecided_B + b, 1)
+    tl.store(undecided_B + b, tl.where(is_right, 0, 1))
 
 
 @triton.jit
