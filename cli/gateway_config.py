@@ -50,6 +50,6 @@ def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:
         allowed_key_files=tuple(Path(each) for each in settings.allowed_worker_keys),
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
-        max_moves=settings.max_migrations,
-        move_timeout_s=settings.migration_timeout_s,
+        max_migrations=settings.max_migrations,
+        migration_timeout_s=settings.migration_timeout_s,
     )

@@ -20,6 +20,6 @@ class WorkerPoolConfig:
     stall_timeout_s: float = 30.0  # no step while it has work
     tick_s: float = 0.25  # how often silence and stalls are looked for
     max_prefix_nodes: int = 262_144  # blocks that the router remembers per model
-    max_moves: int = 0  # times that an output may go on at another worker after its own was lost
-    move_timeout_s: float = 60.0  # how long such an output waits for a worker
+    max_migrations: int = 3  # times that an output may go on at another worker after its own was lost
+    migration_timeout_s: float = 60.0  # how long such an output waits for a worker
     drain_budget: int = 64  # messages taken from one socket before the loop gets its turn

@@ -69,8 +69,8 @@ class WorkerPool:
             self._outputs,
             self.stats,
             send=self._send_again,
-            max_moves=config.max_moves,
-            timeout_s=config.move_timeout_s,
+            max_moves=config.max_migrations,
+            timeout_s=config.migration_timeout_s,
         )
         self._outputs.on_turned_away, self._outputs.on_passed = self._migration.turned_away, self._migration.passed
         self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)

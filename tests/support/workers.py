@@ -138,7 +138,8 @@ async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> N
 
 def pool_config(folder: Path, **changes: object) -> WorkerPoolConfig:
     """One ipc endpoint in the folder's run directory."""
-    fields: dict[str, object] = {"endpoints": (f"ipc://{folder / 'run' / 'gateway-0.sock'}",), "tick_s": 0.05}
+    address = f"ipc://{folder / 'run' / 'gateway-0.sock'}"
+    fields: dict[str, object] = {"endpoints": (address,), "tick_s": 0.05, "max_migrations": 0}
     return WorkerPoolConfig(**(fields | changes))  # type: ignore[arg-type]
 
 

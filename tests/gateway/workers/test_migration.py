@@ -15,7 +15,7 @@ from wire.messages import Cancel, Leaving, Run, WireFinishReason
 @asynccontextmanager
 async def served(folder: Path, *names: str, **changes: object) -> AsyncIterator[tuple[WorkerPool, list[FakeWorker]]]:
     """A pool whose outputs may move, and workers of these names that have joined."""
-    pool = WorkerPool(pool_config(folder, **({"max_moves": 2, "move_timeout_s": 5.0} | changes)))
+    pool = WorkerPool(pool_config(folder, **({"max_migrations": 2, "migration_timeout_s": 5.0} | changes)))
     await pool.start()
     workers = []
     try:
@@ -84,7 +84,7 @@ async def test_it_waits_for_its_own_worker_to_come_back(tmp_path: Path) -> None:
 
 
 async def test_without_a_worker_in_time_it_ends_with_the_reason_of_the_loss(tmp_path: Path) -> None:
-    async with served(tmp_path, "w0", move_timeout_s=0.2) as (pool, (worker,)):
+    async with served(tmp_path, "w0", migration_timeout_s=0.2) as (pool, (worker,)):
         sink = open_on(pool, worker)
         await die(pool, worker)
         assert await sink.end() == ("lost", "WORKER_LOST")
@@ -136,7 +136,7 @@ async def test_a_full_worker_is_asked_again_later(tmp_path: Path) -> None:
 
 
 async def test_it_moves_so_often_and_no_more(tmp_path: Path) -> None:
-    async with served(tmp_path, "w0", "w1", max_moves=1) as (pool, (first, second)):
+    async with served(tmp_path, "w0", "w1", max_migrations=1) as (pool, (first, second)):
         sink = open_on(pool, first)
         await first.send(Leaving(epoch=first.epoch))
         await second.expect(Run)
