@@ -10,6 +10,7 @@ RUN python deploy/requirements.py > /tmp/requirements.txt \
 COPY blockmgr blockmgr
 COPY cli cli
 COPY gateway gateway
+COPY grammar grammar
 COPY model model
 COPY proto proto
 COPY wire wire

@@ -1,5 +1,5 @@
 """Prints the packages of pyproject.toml but torch: a gateway does without it, and the worker's image installs it first,
-by its exact version."""
+by its exact version. With the stubs of the dialects: images speak all of them."""
 
 import re
 import sys
@@ -9,7 +9,8 @@ from pathlib import Path
 
 def requirements(pyproject: Path) -> list[str]:
     """Requirement lines."""
-    wanted = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
+    project = tomllib.loads(pyproject.read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["vllm-dialect"]
     return [each for each in wanted if re.split(r"[^A-Za-z0-9_-]", each, maxsplit=1)[0] != "torch"]
 
 

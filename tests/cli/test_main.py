@@ -162,5 +162,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     commands += [each for group in commands for each in getattr(group, "commands", {}).values()]
     known = {flag for command in commands for parameter in command.params for flag in parameter.opts}
     of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg
+    of_others |= {"--prometheus-host", "--tool-call-parser"}  # smg
+    of_others |= {"--text"}  # python -m bench.quant_error
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds"}  # python -m sim
     assert shown - known <= of_others | {"--flag"}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,25 @@ def test_an_image_copies_what_is_there_and_runs_as_nobody(repository: Path, role
     assert lines.index("USER octavo") > max(index for index, line in enumerate(lines) if line.startswith("FROM "))
     assert 'ENTRYPOINT ["octavo"]' in lines
     assert f'CMD ["{role}"]' in lines
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_image_gets_every_folder_that_is_packaged(repository: Path, role: str) -> None:
+    pyproject = tomllib.loads((repository / "pyproject.toml").read_text())
+    packaged = {name.rstrip("*") for name in pyproject["tool"]["setuptools"]["packages"]["find"]["include"]}
+    lines = (repository / f"deploy/{role}.Dockerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
+    assert packaged - {"octavo"} | {"proto"} <= copied
+
+
+def test_the_gateway_of_others_is_the_one_that_is_tested(compose: dict[str, Any], repository: Path) -> None:
+    tested = (repository / "tests/interop/smg.txt").read_text().split()
+    text = (repository / "deploy/smg.Dockerfile").read_text()
+    pins = re.findall(r"(smg[\w-]*==[\d.]+)", text)
+    assert len(pins) == 2
+    assert set(pins) <= set(tested)
+    assert compose["services"]["openai"]["profiles"] == ["openai"]
+    assert "USER octavo" in text
 
 
 def test_images_get_every_package_but_torch(repository: Path) -> None:
