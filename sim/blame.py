@@ -27,6 +27,7 @@ _NEEDED: dict[str, set[FaultKind]] = {
     "WORKER_LOST": _TAKES_WORKERS_AWAY,
     "WORKER_STALLED": _TAKES_WORKERS_AWAY,
     "NO_WORKER": _TAKES_WORKERS_AWAY,
+    "POISONED": _TAKES_WORKERS_AWAY,  # two deaths in turn, by chance, look like it
     "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
     "ENGINE_ERROR": {_K.ENGINE_ERROR},
     "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
@@ -70,7 +71,7 @@ class Blame:
                 return bool(spec.pace_s or spec.stall_after) or self._config.max_pending_tokens < 100
             case "DUPLICATE_REQUEST":
                 return bool(spec.retries) or (spec.request_id or f"r{spec.index}") in self._shared_names
-            case "WORKER_LOST" | "WORKER_STALLED" | "NO_WORKER" if self._has_poison:
+            case "WORKER_LOST" | "WORKER_STALLED" | "NO_WORKER" | "POISONED" if self._has_poison:
                 return True
         return bool(self._kinds & _NEEDED.get(reason, set()))
 
