@@ -27,11 +27,21 @@ from worker.torch_runner import slot_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunStep:
-    """A step that was run. rows_B: int32 on the device. first_end: where the rows of ended chunks begin in it."""
+    """A step that was run. rows_B: int32 on the device. first_end: where the rows of ended chunks begin in it.
+
+    slots_S: ``plan.sampled_slots``. stages: what they wish for.
+    """
 
     plan: StepPlan
     rows_B: torch.Tensor
     first_end: int
+    slots_S: np.ndarray
+    stages: Stage
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether a row has a grammar."""
+        return Stage.GRAMMAR in self.stages
 
     def columns(self, index_N: np.ndarray) -> np.ndarray:
         """Where rows of ``plan.sampled_slots`` are in the step."""
@@ -89,31 +99,31 @@ class Choosing:
         masks = self._masks.send(np.zeros(1, np.int32), everything)
         self._programs.run_wishes(scratch_B, ~Stage.NONE, masks)
 
-    def awaits_masks(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan has a grammar."""
-        return Stage.GRAMMAR in self._rows.stages(plan.sampled_slots)
+    def started(self, plan: StepPlan, rows_B: torch.Tensor, *, first_end: int) -> RunStep:
+        """The step, with what its rows wish for."""
+        slots_S = plan.sampled_slots
+        stages = self._rows.stages(slots_S)
+        return RunStep(plan=plan, rows_B=rows_B, first_end=first_end, slots_S=slots_S, stages=stages)
 
     def run(self, step: RunStep, masks: StepMasks | None) -> Chosen:
         """Enqueue everything that the step's rows wish for. Waits for the device where a row is special, only."""
-        slots_S = step.plan.sampled_slots
-        stages = self._rows.stages(slots_S)
-        special_N = np.flatnonzero(self.special.is_special_R[slots_S])
-        if not stages and not len(special_N):
+        if not step.stages:
             return _NOTHING
+        slots_S, stages = step.slots_S, step.stages & ~Stage.SPECIAL
         if stages:
             sent = None if masks is None else self._masks.send(step.columns(masks.index_N), masks.bits_NW)
             self._programs.run_wishes(step.rows_B, stages, sent)
-        logprobs = self._choose_special(step, special_N) if len(special_N) else {}
+        logprobs = self._choose_special(step) if Stage.SPECIAL in step.stages else {}
         if Stage.LOGPROBS not in stages:
             return Chosen(logprobs=logprobs)
         index_N, count_N = self._rows.with_logprobs(slots_S)
         column_N, num_answers = step.columns(index_N), len(step.rows_B)
         return Chosen(index_N=index_N, column_N=column_N, count_N=count_N, num_answers=num_answers, logprobs=logprobs)
 
-    def _choose_special(self, run: RunStep, index_N: np.ndarray) -> dict[int, SlotLogprobs]:
+    def _choose_special(self, run: RunStep) -> dict[int, SlotLogprobs]:
         """Tokens of rows that only the whole sampler can serve, and their log-probabilities."""
-        step, state = self._programs.step, self._programs.state
-        slots_N, column = run.plan.sampled_slots[index_N], torch.from_numpy(run.columns(index_N)).to(self._device)
+        step, state, index_N = self._programs.step, self._programs.state, self._rows.special(run.slots_S)
+        slots_N, column = run.slots_S[index_N], torch.from_numpy(run.columns(index_N)).to(self._device)
         sampled = self.special.sample(step.logits_BV[column].float(), slots_N, _lengths(run.plan)[index_N])
         tokens_N = sampled.tokens_S.to(torch.int32)
         step.token_B[column] = tokens_N

@@ -167,14 +167,14 @@ class CudaRunner:
         self._check_blocks(plan)
         run = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
         num_decodes, first_end = len(plan.decode_slots_S), run.first_end
-        is_held = self._choosing.awaits_masks(plan)
+        is_held = run.awaits_masks
         chosen = Chosen() if is_held else self._choosing.run(run, None)
         embeddings = self._pooler.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
         scores = self._scorer.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
         return _Flight(
             step=plan.step,
             num_decodes=num_decodes,
-            num_ends=len(plan.sampled_slots) - num_decodes,
+            num_ends=len(run.slots_S) - num_decodes,
             first_end=first_end,
             held=run if is_held else None,
             chosen=chosen,
@@ -217,7 +217,7 @@ class CudaRunner:
         self._changes.set_batch(plan.decode_slots_S, size)
         self._upload.send(0)
         self.programs.run_decode(size)
-        return RunStep(plan=plan, rows_B=self.programs.step.rows_B[:size], first_end=0)
+        return self._choosing.started(plan, self.programs.step.rows_B[:size], first_end=0)
 
     def _start_mixed(self, plan: StepPlan) -> RunStep:
         exact = MixedLayout.exact(plan)
@@ -226,7 +226,8 @@ class CudaRunner:
         layout.fill(payload_U, plan, self._tokens_R, scratch_row=self.config.max_slots)
         self._upload.send(layout.num_words)
         self.programs.run_mixed(layout)
-        return RunStep(plan=plan, rows_B=self.programs.sampled_rows(layout), first_end=layout.num_decodes)
+        rows_B = self.programs.sampled_rows(layout)
+        return self._choosing.started(plan, rows_B, first_end=layout.num_decodes)
 
 
 def _to_host(values_D: torch.Tensor) -> torch.Tensor:

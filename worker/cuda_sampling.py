@@ -46,13 +46,17 @@ class RowWishes:
         return plan.columns
 
     def leave(self, join: Join) -> Mapping[str, float]:
-        """The columns of a row that wishes for nothing here, but for a grammar's mask."""
-        self._stage_R[join.slot] = Stage.NONE if join.sampling.grammar is None else Stage.GRAMMAR
+        """The columns of a row that wishes for nothing here, but for a grammar's mask: the whole sampler has it."""
+        self._stage_R[join.slot] = Stage.SPECIAL | (Stage.NONE if join.sampling.grammar is None else Stage.GRAMMAR)
         return _NO_WISHES
 
     def stages(self, slots_S: np.ndarray) -> Stage:
         """What a step with these rows runs."""
         return Stage(int(np.bitwise_or.reduce(self._stage_R[slots_S], initial=0)))
+
+    def special(self, slots_S: np.ndarray) -> np.ndarray:
+        """int64: which of the rows the whole sampler has."""
+        return np.flatnonzero(self._stage_R[slots_S] & Stage.SPECIAL)
 
     def with_logprobs(self, slots_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64: which of the rows want log-probabilities, and of how many likely tokens."""
@@ -61,7 +65,7 @@ class RowWishes:
 
 
 class SpecialRows:
-    """is_special_R: rows for the whole sampler. bool, stale for slots that nobody holds."""
+    """Rows of the whole sampler; stale for slots that nobody holds."""
 
     def __init__(
         self,
@@ -72,20 +76,20 @@ class SpecialRows:
         device: torch.device,
         sampler: type[Sampler] = Sampler,
     ) -> None:
-        self.is_special_R = np.zeros(max_slots, np.bool_)
+        self._is_special_R = np.zeros(max_slots, np.bool_)
         self._history = TokenHistory(max_rows=max_slots, max_len=max_model_len + 1)
         self._sampler = sampler(vocab_size=vocab_size, history=self._history, device=device)
 
     def join(self, join: Join, params: SamplingParams) -> None:
         """A request that needs it enters the slot."""
-        self.is_special_R[join.slot] = True
+        self._is_special_R[join.slot] = True
         self._history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
         self._sampler.join(join.slot, params, join.token_ids_T[join.num_prompt_tokens :])
 
     def leave(self, join: Join) -> None:
         """Another one enters it: forget what the slot had."""
-        if self.is_special_R[join.slot]:
-            self.is_special_R[join.slot] = False
+        if self._is_special_R[join.slot]:
+            self._is_special_R[join.slot] = False
             self._sampler.join(join.slot, SamplingParams(), join.token_ids_T[:0])
 
     def sample(self, logits_NV: torch.Tensor, slots_N: np.ndarray, lengths_N: np.ndarray) -> Sampled:

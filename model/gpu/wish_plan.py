@@ -33,6 +33,7 @@ class Stage(IntFlag):
     GRAMMAR = 8  # the mask comes from the host, later than the rest of the step
     BIAS = 16
     CHOICE = 32
+    SPECIAL = 64  # no kernel: the whole sampler, behind all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
