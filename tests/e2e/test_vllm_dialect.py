@@ -26,10 +26,10 @@ def request(index: int, num_tokens: int, *, stream: bool = True) -> vllm.Generat
     return vllm.GenerateRequest(request_id=f"r{index}", stream=stream, tokenized=prompt, sampling_params=params)
 
 
-def expected(sent: vllm.GenerateRequest, model: OracleModel) -> list[int]:
-    """What the oracle's slow twin says."""
+def expected(sent: vllm.GenerateRequest, model: OracleModel, index: int = 0) -> list[int]:
+    """What the oracle's slow twin says. index: of the output."""
     params = sent.sampling_params
-    sampling = Sampling(seed=params.seed, max_tokens=params.max_tokens, ignore_eos=True)
+    sampling = Sampling(seed=params.seed + index, max_tokens=params.max_tokens, ignore_eos=True)
     return oracle_tokens(list(sent.tokenized.input_ids), sampling, model=model, max_total_tokens=2048)
 
 
@@ -43,6 +43,15 @@ async def answer(stub: Any, sent: vllm.GenerateRequest) -> tuple[list[int], str]
             reasons.append(response.complete.finish_reason)
     (reason,) = reasons
     return ids, reason
+
+
+async def outputs(stub: Any, sent: vllm.GenerateRequest) -> dict[int, list[int]]:
+    """All ids of each output."""
+    ids: dict[int, list[int]] = {}
+    async for response in stub.Generate(sent):
+        message = response.chunk if response.HasField("chunk") else response.complete
+        ids.setdefault(message.index, []).extend([*response.chunk.token_ids, *response.complete.output_ids])
+    return ids
 
 
 async def aborted_midway(stub: Any, sent: vllm.GenerateRequest) -> tuple[list[int], str]:
@@ -82,10 +91,13 @@ async def check(service: Service) -> None:
         duplicate = await refused(stub.Generate(request(7, 10)))
         assert (duplicate.code, duplicate.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
         holder.cancel()
-        two = request(8, 10)
-        two.sampling_params.n = 2
-        refusal = await refused(stub.Generate(two))
-        assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ("sampling_params.n",))
+        several = request(8, 10)
+        several.sampling_params.n = 3
+        assert await outputs(stub, several) == {index: expected(several, model, index) for index in range(3)}
+        bad = request(9, 10)
+        bad.sampling_params.structural_tag = "{}"
+        refusal = await refused(stub.Generate(bad))
+        assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ("sampling_params.structural_tag",))
         await asyncio.to_thread(service.wait_until_idle)
 
 
