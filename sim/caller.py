@@ -5,8 +5,10 @@ Knows the service only by its contract: ``Started? Delta* (Finished + OK | statu
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
@@ -40,12 +42,23 @@ def message_of(spec: RequestSpec, request_id: str) -> pb.GenerateRequest:
             ignore_eos=spec.ignore_eos,
         ),
         output=pb.OutputOptions(format=FORMATS[spec.output], logprobs=spec.logprobs),
+        num_outputs=spec.num_outputs if spec.num_outputs > 1 else None,
         priority=spec.priority,
         cache_salt=spec.tenant,
     )
     if not spec.min_tokens:
         request.stop.ClearField("min_tokens")
     return request
+
+
+@dataclass(slots=True)
+class _Got:
+    """Of one output."""
+
+    texts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    finished: Any = None
 
 
 class Caller:
@@ -64,11 +77,8 @@ class Caller:
         self._gateway_of = gateway_of
         self._expectation, self._blame = expectation, blame
         self.status: Status | None = None
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._num_logprobs = 0
+        self._got = [_Got() for _ in range(spec.num_outputs)]
         self._started = 0
-        self._finished: Any = None
 
     async def run(self) -> None:
         """From the first call to the end of the last one."""
@@ -83,7 +93,7 @@ class Caller:
 
     async def _call_once(self, attempt: int) -> None:
         spec = self._spec
-        self._texts, self._ids, self._num_logprobs, self._started, self._finished = [], [], 0, 0, None
+        self._got, self._started = [_Got() for _ in range(spec.num_outputs)], 0
         self._journal.counts["requests"] += 1
         gateway = self._gateway_of(spec.gateway)
         if gateway is None:
@@ -103,7 +113,8 @@ class Caller:
     async def _read(self, call: SimCall) -> None:
         spec, num_read = self._spec, 0
         while (message := await call.read()) is not None:
-            self._journal.check(self._finished is None, f"{call.name}: a message after Finished")
+            is_over = all(got.finished is not None for got in self._got)
+            self._journal.check(not is_over, f"{call.name}: a message after Finished")
             self._take(call, message)
             num_read += 1
             if spec.stall_after == num_read:
@@ -114,41 +125,53 @@ class Caller:
     def _take(self, call: SimCall, message: Any) -> None:
         if isinstance(message, pb.CompleteResponse):
             self._started = 1
-            self._texts, self._ids = [message.text], list(message.token_ids)
-            self._num_logprobs, self._finished = len(message.logprobs), message.finished
+            outputs: list[Any] = [message, *message.further_outputs]
+            for got, output in zip(self._got, outputs, strict=True):
+                got.texts, got.ids = [output.text], list(output.token_ids)
+                got.num_logprobs, got.finished = len(output.logprobs), output.finished
             return
         kind = message.WhichOneof("event")
         if kind == "started":
-            self._journal.check(not self._started and not self._ids, f"{call.name}: Started is not the first")
+            is_first = not self._started and not any(got.ids for got in self._got)
+            self._journal.check(is_first, f"{call.name}: Started is not the first")
             self._started += 1
         elif kind == "delta":
             self._journal.check(self._started == 1, f"{call.name}: a Delta before Started")
-            self._texts.append(message.delta.text)
-            self._ids.extend(message.delta.token_ids)
-            self._num_logprobs += len(message.delta.logprobs)
+            got = self._got[message.delta.output_index]
+            self._journal.check(got.finished is None, f"{call.name}: a Delta of an output after its Finished")
+            got.texts.append(message.delta.text)
+            got.ids.extend(message.delta.token_ids)
+            got.num_logprobs += len(message.delta.logprobs)
         else:
-            self._finished = message.finished
+            got = self._got[message.finished.output_index]
+            self._journal.check(got.finished is None, f"{call.name}: a second Finished of an output")
+            got.finished = message.finished
 
     # ------------------------------------------------------------ judgement
 
     def _judge(self, call: SimCall) -> None:
         journal, status, name = self._journal, call.status, call.name
         assert status is not None
-        journal.counts["tokens"] += len(self._ids)
+        journal.counts["tokens"] += sum(len(got.ids) for got in self._got)
         journal.check(status.code != "UNKNOWN", f"{name}: UNKNOWN: {status.message}")
         is_ours = bool(status.trailers)
         if status.code == "OK":
-            journal.check(self._finished is not None, f"{name}: OK without Finished")
+            is_whole = all(got.finished is not None for got in self._got)
+            journal.check(is_whole, f"{name}: OK without Finished")
         elif is_ours:
             journal.check(status.trailers.get("x-error-reason"), f"{name}: {status} has no reason")
             journal.check("x-tokens-delivered" in status.trailers, f"{name}: {status} does not tell what came")
         else:
             library_codes = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
             journal.check(status.code in library_codes, f"{name}: {status} without our trailers")
-        for problem in self._expectation.problems(
-            self._spec, "".join(self._texts), self._ids, self._num_logprobs, self._finished, is_ok=status.code == "OK"
-        ):
-            journal.violate(f"{name}: {problem}")
+        for index, got in enumerate(self._got):
+            spec = msgspec.structs.replace(self._spec, seed=(self._spec.seed + index) % (1 << 64))
+            if index and got.finished is not None:
+                got.finished.usage.cached_tokens = 0  # it shares the whole prompt with the first output
+            for problem in self._expectation.problems(
+                spec, "".join(got.texts), got.ids, got.num_logprobs, got.finished, is_ok=status.code == "OK"
+            ):
+                journal.violate(f"{name}: output {index}: {problem}")
         if wrong := self._blame.problem(self._spec, status):
             journal.violate(f"{name}: {wrong}")
         journal.counts["checks"] += 2

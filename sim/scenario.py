@@ -65,6 +65,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_strings: tuple[str, ...] = ()
     output: str = "ids"
     logprobs: int | None = None
+    num_outputs: int = 1
     priority: int = 0
     is_unary: bool = False
     timeout_s: float | None = None

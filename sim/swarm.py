@@ -92,6 +92,7 @@ class _Requests:
                 "tenants",
                 "bursts",
                 "unary",
+                "outputs",
             )
         }
         self._nan = 0.01 if rng.random() < 0.5 else 0.0
@@ -121,6 +122,11 @@ class _Requests:
             return (*prompt[:-1], NAN_TOKEN)
         return (*prompt[:-1], POISON_TOKEN) if rng.random() < self._poison else prompt
 
+    def _num_outputs(self) -> int:
+        """Often one; at most what a worker can hold, running or waiting."""
+        config = self._config
+        return min(self._rng.choice((1, 1, 1, 1, 2, 3, 5, 9)), config.max_num_seqs + config.max_waiting)
+
     def _one(self, index: int, at_s: float) -> RequestSpec:
         rng, has = self._rng, self._has
         output = rng.choice(("ids", "ids", "text", "both"))
@@ -149,6 +155,7 @@ class _Requests:
             stall_after=rng.randint(1, 3) if has["stalls"] and rng.random() < 0.1 else None,
             stall_s=rng.choice((0.5, 10.0, 60.0)),
             retries=rng.choice((0, 2, 4)) if has["retries"] else 0,
+            num_outputs=self._num_outputs() if has["outputs"] else 1,
         )
 
 

@@ -165,14 +165,14 @@ class Migration:
                     quarantine.send_back(output)
 
     def _move(self, output: Output, record: WorkerRecord) -> bool:
-        lost = self._lost.pop(output)
-        self._outputs.attach(output, record.incarnation)
+        # Until the worker has it, it is nobody's: a connection that turns out to be gone takes others, not this one.
+        self._outputs.rename(output)
         try:
             self._send(record, resumed(output, time.monotonic()), output)
         except (WorkerBusy, WorkerGone):
-            self._outputs.detach(output)
-            self._lost[output] = lost
             return False
+        del self._lost[output]
+        self._outputs.attach(output, record.incarnation)
         output.num_moves += 1
         self._stats.moved_outputs += 1
         self._registry.opened(record, time.monotonic())

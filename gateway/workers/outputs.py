@@ -96,9 +96,13 @@ class Outputs:
         """No worker has it for now; what one may still say of it is late."""
         self._live.pop(output.handle, None)
 
+    def rename(self, output: Output) -> None:
+        """It gets a new handle, under which no worker has it yet."""
+        output.handle = self.draw_handle()
+
     def attach(self, output: Output, incarnation: int) -> None:
-        """Another worker is to have it, under a new handle."""
-        output.handle, output.incarnation = self.draw_handle(), incarnation
+        """Another worker has it, under its present handle."""
+        output.incarnation = incarnation
         self._live[output.handle] = output
 
     def of(self, incarnation: int) -> list[Output]:
