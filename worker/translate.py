@@ -10,7 +10,7 @@ from worker.outputs import GatewayOutput
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, RequestKey
 
-MAX_EVENTS_PER_MESSAGE = 2_048  # of 16 tokens: some 300 KiB; far from what a frame may hold, whatever is cached
+MAX_EVENTS_PER_MESSAGE = 512  # some milliseconds of the gateway's loop, and far from what a frame may hold
 _RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
 
 

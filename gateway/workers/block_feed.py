@@ -17,7 +17,7 @@ from gateway.workers.errors import FeedCut, FeedFull
 
 MAX_FOLLOWERS = 64
 MAX_WAITING_CHANGES = 65_536  # per follower
-CHUNK_CHANGES = 1024
+CHUNK_CHANGES = 256  # some milliseconds of the loop
 
 
 class ChangeKind(Enum):
