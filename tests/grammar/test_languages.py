@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from functools import cache
 
 import pytest
@@ -87,6 +88,14 @@ term  ::= ident | num | "(" expr ")"
 ident ::= [a-z] [a-z0-9_]*
 num   ::= [0-9]+
 """
+AMBIGUOUS = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -99,6 +108,9 @@ number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1
 ws     ::= | " " | "\n" [ \t]{0,20}
 """
 GRAMMARS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    AMBIGUOUS: (("a=b\n", "a =b \n", "a+( b1*2)\n =3\n\n", "x=y\nz=1\n"), ("a=b", "(a=3\n", "a=b\n=")),
+    'root ::= (a "b")* a\na ::= "x" a "y" | [ab]*': (("", "abab", "xaby", "xyb"), ("xab", "c")),
+    'root ::= ("if" | name) " " (root | "end")\nname ::= [a-z]+': (("if end", "i end", "ifx if end"), ("if", "end")),
     EQUATIONS: (("a=b\n", "a+(b1*2)=3\nx=y\n"), ("a=b", "=b\n", "(a=b\n", "A=b\n")),
     JSON: (('{}', '{"a": [1, -2.5e+3, {"b": null}]}', '{"é": "\\u00e9\\""}'), ("[1]", '{"a" 1}', '{"a": 01}', "{")),
     'root ::= "(" root ")" | ""': (("", "()", "((()))"), ("(", "())")),
@@ -129,6 +141,22 @@ def test_a_grammar_that_cannot_be_read_is_refused(source: str) -> None:
 
 def test_groups_may_not_be_nested_without_end() -> None:
     assert refusal_of(GrammarKind.EBNF, "root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000) is Refusal.LIMIT
+
+
+HOSTILE = {
+    "rules within rules": 'root ::= a0 root | "z"\n'
+    + "\n".join(f'a{n} ::= "x" a{n + 1} | [a-z]' for n in range(2000))
+    + '\na2000 ::= "y"',
+    "many alternatives": "root ::= " + " | ".join(f'[a-z]{{1,{n % 9 + 1}}} root "x{n}"' for n in range(1500)),
+    "a long text": 'root ::= "' + "ab" * 30_000 + '" root | "abab"',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_the_library_would_take_too_long_for_is_refused_at_once(name: str) -> None:
+    started_s = time.monotonic()
+    assert refusal_of(GrammarKind.EBNF, HOSTILE[name]) is Refusal.LIMIT
+    assert time.monotonic() - started_s < 5
 
 
 def test_choices_are_texts_to_the_letter() -> None:
