@@ -26,6 +26,7 @@ class LyingOutbox:
 
     def __init__(self, link: WorkerLink, journal: Journal) -> None:
         self.lie = ""
+        self._ended: int | None = None  # a handle that can have no more tokens
         self._link = link
         self._journal = journal
 
@@ -42,6 +43,8 @@ class LyingOutbox:
                 self.lie = ""
             message = lie
         self._link.put(gateway, message)
+        if isinstance(message, StepOutput) and message.finished:
+            self._ended = message.finished[0].handle
 
     def _lied(self, message: StepOutput) -> StepOutput:
         replace = msgspec.structs.replace
@@ -62,7 +65,7 @@ class LyingOutbox:
                 return replace(message, seq=message.seq + 1)
             case "old_epoch":
                 return replace(message, epoch="0" * 32)
-            case "late_token":
-                handles = message.handles + np.array([1], "<i8").tobytes()
+            case "late_token" if self._ended is not None:
+                handles = message.handles + np.array([self._ended], "<i8").tobytes()
                 return replace(message, handles=handles, tokens=message.tokens + np.array([5], "<i4").tobytes())
         return message

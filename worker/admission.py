@@ -28,7 +28,8 @@ def refusal(asked: AddRequest, config: SchedulerConfig, *, pool_tokens: int) -> 
         return failure(
             "INVALID_FIELD", f"num_resumed_tokens: {len(asked.resumed_ids_T)} of {asked.sampling.max_tokens}"
         )
-    return _too_long(len(token_ids_T), config, pool_tokens)
+    # The last token of an output needs no place in the pool; of a prompt one free place is asked for all the same.
+    return _too_long(len(token_ids_T), config, pool_tokens + 1 if len(asked.resumed_ids_T) else pool_tokens)
 
 
 def _too_long(num_prompt_tokens: int, config: SchedulerConfig, pool_tokens: int) -> Ending | None:
