@@ -884,7 +884,7 @@ class Delta(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """The prompt's log-probabilities from its second token on, where asked for, in the first Delta of output 0."""
+        """The prompt's log-probabilities from its second token on, where asked for, in the first Deltas of output 0."""
 
     def __init__(
         self,
@@ -1021,7 +1021,7 @@ class Finished(_message.Message):
     """Which output this is, in [0, num_outputs)."""
     @_builtins.property
     def stop(self) -> Global___StopMatch:
-        """The stop string or token that ended it, where reason is STOP."""
+        """The stop string or token that ended it, where reason is STOP; unset where the request forbids every other token."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
