@@ -42,6 +42,9 @@ class Quarantine:
         orderly end came between."""
         is_on_probation = self._worker_of.get(output) == worker
         self.forget(output)
+        if not was_begun and is_on_probation:
+            self._waiting.appendleft(output)  # it has still to show that it kills nobody
+            return Verdict.SUSPECT
         if not was_begun:
             return Verdict.FREE
         if is_on_probation:
@@ -57,6 +60,10 @@ class Quarantine:
         self._on_probation[worker] = output
         self._worker_of[output] = worker
         return output
+
+    def is_tried(self, worker: Hashable) -> bool:
+        """Whether a suspect is on probation there."""
+        return worker in self._on_probation
 
     def send_back(self, output: Hashable) -> None:
         """The worker could not take it after all: it is first in line again."""

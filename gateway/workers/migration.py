@@ -63,6 +63,11 @@ class Migration:
         """Outputs that are on no worker."""
         return len(self._lost)
 
+    def is_trying(self, record: WorkerRecord) -> bool:
+        """Whether the worker has an output that may kill it."""
+        quarantine = self._quarantines.get(record.card.fingerprint)
+        return quarantine is not None and quarantine.is_tried(record.incarnation)
+
     def close(self) -> None:
         """From now on every loss is for good."""
         self._is_closed = True
@@ -73,14 +78,15 @@ class Migration:
 
     def lost(self, output: Output, reason: LostReason, detail: str) -> None:
         """The output's worker is gone, or has put it out: it goes on, or ends here."""
+        was_begun = reason is not LostReason.DRAINING
+        verdict = self._quarantine(output).lost(output, output.incarnation, was_begun=was_begun)
+        output.is_on_probation = False
+        if verdict is Verdict.GUILTY:
+            self._outputs.lose(output, LostReason.POISONED, f"two workers died of it; the last: {detail}")
+            return
         if not self._may_move(output, reason):
             self.forget(output)
             self._outputs.lose(output, reason, detail)
-            return
-        was_begun = reason is not LostReason.DRAINING
-        verdict = self._quarantine(output).lost(output, output.incarnation, was_begun=was_begun)
-        if verdict is Verdict.GUILTY:
-            self._outputs.lose(output, LostReason.POISONED, f"two workers died of it; the last: {detail}")
             return
         self._outputs.detach(output)
         self._lost[output] = (reason, detail, time.monotonic())

@@ -135,10 +135,12 @@ class WorkerPool:
         return len(self._outputs)
 
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
-        """Longest cached prefix, then least load. prompt_ids: int32 [T]. Raises NoWorker."""
+        """Longest cached prefix, then least load; while an output is on probation at a worker, another one where there
+        is one. prompt_ids: int32 [T]. Raises NoWorker."""
         ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
         if not ready:
             raise NoWorker(model)
+        ready = [record for record in ready if not self._migration.is_trying(record)] or ready
         cached = self._prefixes.match(ready, prompt_ids, salt)
         candidates = [
             router.Candidate(

@@ -17,6 +17,14 @@ ORACLE = (
 )  # fmt: skip
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes runs only where it is asked for by its mark."""
+    if "long" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[FaultBench]]:
     """`async with bench("--workers=2", nan_token_id=77) as faults:` serves, warmed up, with those faults inside."""

@@ -41,6 +41,18 @@ def test_what_a_worker_could_not_take_is_first_again_and_not_blamed() -> None:
     assert quarantine.next_for("w2") == "b"
 
 
+def test_one_that_is_put_out_before_it_could_show_anything_is_still_a_suspect() -> None:
+    quarantine = Quarantine()
+    for name in "ab":
+        quarantine.lost(name, "w1", was_begun=True)
+    assert quarantine.next_for("w2") == "a"
+    assert quarantine.is_tried("w2")
+    assert quarantine.lost("a", "w2", was_begun=False) is Verdict.SUSPECT
+    assert not quarantine.is_tried("w2")
+    assert quarantine.next_for("w3") == "a"
+    assert quarantine.lost("a", "w3", was_begun=True) is Verdict.GUILTY
+
+
 def test_what_ends_otherwise_gives_its_place_away() -> None:
     quarantine = Quarantine()
     for name in "abc":

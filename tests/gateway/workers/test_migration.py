@@ -135,6 +135,31 @@ async def test_a_full_worker_is_asked_again_later(tmp_path: Path) -> None:
         assert (again.request_id, sink.ends) == ("r", [])
 
 
+async def test_new_requests_stay_away_from_a_worker_that_may_be_killed_while_there_is_another(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2") as (pool, (first, second, third)):
+        open_on(pool, first)
+        await first.expect(Run)
+        await die(pool, first)
+        run = await second.expect(Run)
+        tried = {pool.choose("tiny", np.asarray([n, n + 1], np.int32), "").epoch for n in range(20)}
+        assert tried == {third.epoch}
+        open_on(pool, third, "other")
+        await second.step([(run.handle, 10)])
+        await until(lambda: pool.choose("tiny", np.asarray([1, 2], np.int32), "").epoch == second.epoch)
+
+
+async def test_a_suspect_that_is_turned_away_is_still_one(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2") as (pool, (first, second, third)):
+        sink = open_on(pool, first)
+        await first.expect(Run)
+        await die(pool, first)
+        run = await second.expect(Run)
+        await second.send(Leaving(epoch=second.epoch))
+        assert (await third.expect(Run)).request_id == run.request_id
+        await die(pool, third)
+        assert await sink.end() == ("lost", "POISONED")
+
+
 async def test_it_moves_so_often_and_no_more(tmp_path: Path) -> None:
     async with served(tmp_path, "w0", "w1", max_migrations=1) as (pool, (first, second)):
         sink = open_on(pool, first)
