@@ -221,7 +221,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if stream.finished and stream.finished.error == "NUMERICAL":
                 assert NAN_TOKEN in self.world.asked[which].prompt_ids_T
 
-
     def check_prompt_logprobs(self, which: RequestKey, stream: Stream) -> None:
         """One for each token of the prompt after the first, once, whatever happened on the way."""
         asked = self.world.asked[which]
