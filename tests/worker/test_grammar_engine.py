@@ -105,11 +105,13 @@ def test_a_complete_grammar_wins_over_min_tokens_and_ignore_eos(tiny: Speaker) -
     rig.ask(0, [1, 2, 3], regex("a{2,4}"), min_tokens=40, max_tokens=60)
     rig.ask(1, [1, 2, 3], regex("(ab|b)*"), min_tokens=12, max_tokens=60)
     rig.ask(2, [1, 2, 3], regex("[ab]*"), ignore_eos=True, max_tokens=30)
+    rig.ask(3, [1, 2, 3], regex("xq"), stop_token_ids=(tiny.tokenizer.token_to_id("q"),), min_tokens=10)
     outputs = rig.run()
     rig.close()
     assert tiny.text(outputs[0].token_ids) == "aaaa"
     assert reason_of(outputs[0]) is WireFinishReason.STOP
     assert len(outputs[1].token_ids) > 12
+    assert (tiny.tokenizer.decode(outputs[3].token_ids), reason_of(outputs[3])) == ("xq", WireFinishReason.STOP)
     assert (reason_of(outputs[2]), len(outputs[2].token_ids)) == (WireFinishReason.LENGTH, 30)
 
 
