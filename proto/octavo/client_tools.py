@@ -16,7 +16,7 @@ from typing import Any
 from octavo.v1 import inference_pb2
 
 Tool = inference_pb2.ToolDefinition | Mapping[str, Any]
-"""A ToolDefinition, {"name": …, "description": …, "parameters": {schema}}, or that under "function" as OpenAI has it."""
+"""A ToolDefinition, {"name": …, "description": …, "parameters": {schema}}, or that under "function" (as OpenAI)."""
 
 Call = inference_pb2.ToolCall | Mapping[str, Any]
 """A ToolCall, {"id": …, "name": …, "arguments": {…}}, or name and arguments under "function" as in OpenAI's API."""
