@@ -88,9 +88,13 @@ class Paths:
 
     @classmethod
     def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
-        """The choice kept for this shape and the weight's dtype and device, if there is one."""
+        """The choice kept for this shape and the weight's dtype and device, if there is one. Tiles of split products are
+        cut for 16-bit numbers: wider ones would not fit into a multiprocessor's shared memory."""
         file = cache_file(config, weight) if weight.is_cuda else None
-        return cls(config, file, read_names(file) if file else {})
+        paths = cls(config, file, read_names(file) if file else {})
+        if weight.element_size() > 2:
+            paths._candidates = {name: way for name, way in paths._candidates.items() if not isinstance(way, Split)}
+        return paths
 
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""

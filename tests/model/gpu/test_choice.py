@@ -82,6 +82,12 @@ def test_the_wide_way_alone_is_tried_where_there_is_no_other() -> None:
     assert [paths.path(size) for size in (1, 2, 8, 90) for _ in paths.try_all(size)] == [Wide()] * 4
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, ["wide", "split-16"]), (torch.float32, ["wide"])])
+def test_weights_of_32_bits_do_not_fit_into_split_tiles(dtype: torch.dtype, expected: list[str]) -> None:
+    paths = Paths.find(CONFIG, torch.empty(1, dtype=dtype))
+    assert list(paths.try_all(16)) == expected
+
+
 def test_cuts_are_those_that_were_measured() -> None:
     cuts = cuts_of(CONFIG)
     assert [cuts.qkv, cuts.output, cuts.gate_up, cuts.down, cuts.head] == [
