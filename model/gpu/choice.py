@@ -88,8 +88,10 @@ class Paths:
 
     @classmethod
     def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
-        """The choice kept for this shape and the weight's dtype and device, if there is one. Tiles of split products are
-        cut for 16-bit numbers: wider ones would not fit into a multiprocessor's shared memory."""
+        """The choice kept for this shape and the weight's dtype and device, if there is one.
+
+        Tiles of split products are cut for 16-bit numbers: wider ones would not fit into shared memory.
+        """
         file = cache_file(config, weight) if weight.is_cuda else None
         paths = cls(config, file, read_names(file) if file else {})
         if weight.element_size() > 2:
