@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_bench import FaultBench
-from tests.support.service import serve
+from tests.support.service import free_port, serve
 from worker.oracle_model import OracleModel
 
 INJECTED = Path(__file__).parent / "injected"
@@ -31,8 +31,10 @@ def bench(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[FaultBenc
 
     @asynccontextmanager
     async def started(*arguments: str, **injected: object) -> AsyncIterator[FaultBench]:
-        with serve(tmp_path, *ORACLE, *arguments, injected=injected, injector=INJECTED) as service:
-            faults = FaultBench(service=service, model=OracleModel())
+        metrics_port = free_port()
+        settings = (*ORACLE, f"--metrics-port={metrics_port}", *arguments)
+        with serve(tmp_path, *settings, injected=injected, injector=INJECTED) as service:
+            faults = FaultBench(service=service, model=OracleModel(), metrics_port=metrics_port)
             await faults.begin()
             yield faults
 

@@ -13,6 +13,7 @@ import psutil
 from octavo import AsyncClient
 
 from tests.support.fault_callers import Call, golden, run, run_all
+from tests.support.scrape import Page, scrape
 from tests.support.service import Service
 from worker.oracle_model import OracleModel
 
@@ -20,6 +21,7 @@ CANARY_S = 2.0
 IDLE_S = 10.0
 RSS_SHARE = 0.05
 RSS_SLACK_BYTES = 16 << 20  # of allocators; a leak of a stream or of blocks grows past it when repeated
+NO_RETRIES = (("grpc.enable_retries", 0),)  # what callers see is the first answer
 BAD_LINES = ("Task exception was never retrieved", "Traceback (most recent call last)", "was never awaited")
 
 
@@ -46,34 +48,68 @@ class Resources:
 
 @dataclass(slots=True, kw_only=True)
 class FaultBench:
-    """Made when the service is ready and warm. model: the oracle that its workers run."""
+    """Made when the service is ready and warm. model: the oracle that its workers run. metrics_port: the gateway's.
+    num_rpcs: calls that were made, those by others (`foreign_rpcs`) included."""
 
     service: Service
     model: OracleModel
+    metrics_port: int
     gateways: list[Resources] = field(default_factory=list)
+    num_rpcs: int = 0
+    epochs: set[str] = field(default_factory=set)  # of the workers, when they were last looked at
 
     async def begin(self) -> None:
         """Warm the service up, and note what it holds when nothing happens."""
+        await asyncio.to_thread(self.service.wait_until_supervised)
         async with AsyncClient(self.service.target) as client:
-            await asyncio.gather(*(run(client, Call(prompt=[5, n + 1], max_tokens=4)) for n in range(32)))
+            await asyncio.gather(*(run(client, Call(prompt=[5, n + 10], max_tokens=4)) for n in range(32)))
+        self.num_rpcs += 32
         await asyncio.to_thread(self.service.wait_until_idle)
+        await self.note_gateways()
+
+    async def note_gateways(self) -> None:
+        """These gateways and workers, as they are now, are what the checks compare with."""
+        self.epochs = {load.epoch for load in await asyncio.to_thread(self.service.load)}
         self.gateways = [Resources.of(each) for each in self.service.children("gateway")]
 
     async def run(self, calls: Sequence[Call]) -> None:
         """All at once, by a client that is gone afterwards: its connection counts as nobody's leak."""
-        async with AsyncClient(self.service.target) as client:
+        self.num_rpcs += len(calls)
+        async with AsyncClient(self.service.target, options=NO_RETRIES) as client:
             await run_all(client, calls)
+
+    async def metrics(self) -> Page:
+        """The gateway's, now."""
+        return await asyncio.to_thread(scrape, self.metrics_port)
+
+    async def until_workers(self, count: int, *, num_new: int, timeout_s: float = 30.0) -> float:
+        """Wait until so many workers are registered, num_new of them since the last time, and requests are served;
+        seconds that it took."""
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < timeout_s:
+            epochs = {load.epoch for load in await asyncio.to_thread(self.service.load)}
+            if len(epochs) == count and len(epochs - self.epochs) == num_new:
+                self.epochs = epochs
+                await asyncio.to_thread(self.service.wait_until_ready)
+                return time.monotonic() - start_s
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"L: not {count} workers, {num_new} of them new, within {timeout_s} s")
+
+    def check_calls(self, calls: Iterable[Call], *, limit_s: float, victims: Iterable[str] = ()) -> None:
+        """H, I, T and P of calls alone, where the service is gone."""
+        for call in calls:
+            self._check_call(call, limit_s=limit_s, victims=set(victims))
 
     async def check(self, calls: Iterable[Call], *, limit_s: float, victims: Iterable[str] = ()) -> None:
         """After the fault. calls: everything that ran. limit_s: longest time a call may have taken. victims: the
         reasons that some calls may have ended with; all others must be complete."""
-        for call in calls:
-            self._check_call(call, limit_s=limit_s, victims=set(victims))
+        self.check_calls(calls, limit_s=limit_s, victims=victims)
         await self.canary()
         await asyncio.to_thread(self.service.wait_until_idle, IDLE_S)
         violations = [audit.violations for audit in await asyncio.to_thread(self.service.audit)]
         assert not any(violations), f"B: {violations}"
         await self._check_resources()
+        await self._check_metrics()
         self.check_log()
 
     def _check_call(self, call: Call, *, limit_s: float, victims: set[str]) -> None:
@@ -92,7 +128,8 @@ class FaultBench:
         start_s = time.monotonic()
         while time.monotonic() - start_s < CANARY_S:
             call = Call(prompt=[3, 1, 4], max_tokens=3)
-            async with AsyncClient(self.service.target) as client:
+            self.num_rpcs += 1
+            async with AsyncClient(self.service.target, options=NO_RETRIES) as client:
                 await run(client, call)
             if call.error is None:
                 assert call.token_ids == golden(call, self.model), "I: the canary"
@@ -123,6 +160,30 @@ class FaultBench:
                 yield f"{after.num_threads - before.num_threads} more threads"
             if after.rss_bytes > before.rss_bytes * (1 + RSS_SHARE) + RSS_SLACK_BYTES:
                 yield f"{(after.rss_bytes - before.rss_bytes) >> 20} MiB more memory"
+
+    async def _check_metrics(self) -> None:
+        """Every call was counted once, by its end; nothing is said to run or wait. The gauges follow each second."""
+        problems: list[str] = []
+        for _ in range(30):
+            page = await self.metrics()
+            problems = list(self._not_reconciled(page))
+            if not problems:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"M: {problems}")
+
+    def _not_reconciled(self, page: Page) -> Iterable[str]:
+        ended = page.total("octavo_requests_total", method="/octavo.v1.InferenceService/Generate")
+        if ended != self.num_rpcs:
+            yield f"{self.num_rpcs} calls were made, {ended:g} have an end"
+        if page.total("octavo_requests_total", code="UNKNOWN"):
+            yield "an UNKNOWN status"
+        for gauge in ("octavo_gateway_requests", "octavo_worker_in_flight_requests"):
+            if page.total(gauge):
+                yield f"{gauge} is {page.total(gauge):g}"
+        for counter in ("octavo_gateway_sink_errors_total", "octavo_gateway_protocol_errors_total"):
+            if page.total(counter):
+                yield f"{counter} is {page.total(counter):g}"
 
     def check_log(self) -> None:
         """Nothing that only a defect writes."""

@@ -77,7 +77,7 @@ def without_call(error: BaseException) -> BaseException:
     return error.with_traceback(None)
 
 
-def calls(count: int, *, max_tokens: int, first: int = 1) -> list[Call]:
+def calls(count: int, *, max_tokens: int, first: int = 10) -> list[Call]:
     """Different prompts, some of them with a common beginning."""
     return [Call(prompt=[7, 8, 9, first + n], max_tokens=max_tokens, seed=first + n) for n in range(count)]
 

@@ -81,6 +81,13 @@ class Service:
                 time.sleep(0.05)
         raise AssertionError(f"the service is not ready:\n{self.log.read_text()[-4000:]}")
 
+    def wait_until_supervised(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until the supervisor says that all is ready: who dies from then on is started again."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.log.parent / "run" / "ready").exists():
+            assert time.monotonic() < deadline, f"never ready:\n{self.log.read_text()[-4000:]}"
+            time.sleep(0.02)
+
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
         """Until every block is free or cached and nothing runs or waits; raises AssertionError else."""
         deadline = time.monotonic() + timeout_s
@@ -101,11 +108,11 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def serve(
+def launch(
     folder: Path, *arguments: str, injector: Path | None = None, injected: Mapping[str, object] | None = None
 ) -> Iterator[Service]:
-    """`octavo serve ARGUMENTS`, ready; stopped by SIGTERM at the end, which must leave no process behind. injector: a
-    folder with a sitecustomize, which reads the faults that are to be injected."""
+    """`octavo serve ARGUMENTS`, just started; killed at the end where it is still there. injector: a folder with a
+    sitecustomize, which reads the faults that are to be injected."""
     variables = environment()
     if injector is not None:
         variables["PYTHONPATH"] = f"{injector}:{variables['PYTHONPATH']}"
@@ -115,18 +122,27 @@ def serve(
     command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output)
-    service = Service(process=process, port=port, admin_port=admin_port, log=log)
     try:
+        yield Service(process=process, port=port, admin_port=admin_port, log=log)
+    finally:
+        stop_by_force(process)
+
+
+@contextmanager
+def serve(
+    folder: Path, *arguments: str, injector: Path | None = None, injected: Mapping[str, object] | None = None
+) -> Iterator[Service]:
+    """The same, ready; stopped by SIGTERM at the end, which must leave no process behind."""
+    with launch(folder, *arguments, injector=injector, injected=injected) as service:
         service.wait_until_ready()
+        process = service.process
         family = psutil.Process(process.pid)
         yield service
         members = family.children(recursive=True) if process.poll() is None else []
         process.send_signal(signal.SIGTERM)
-        assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-4000:]
+        assert process.wait(STOP_TIMEOUT_S) == 0, service.log.read_text()[-4000:]
         _, alive = psutil.wait_procs(members, timeout=5)
         assert alive == []
-    finally:
-        stop_by_force(process)
 
 
 def stop_by_force(process: subprocess.Popen[bytes]) -> None:

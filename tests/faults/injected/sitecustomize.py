@@ -4,7 +4,8 @@
 
     crash_token_id     a prompt with it ends the process, status 139, as a crash in native code would
     nan_token_id       a prompt with it turns not-a-number at output index nan_output_index
-    hang_token_id      a prompt with it keeps a step busy for ever, and Python's lock with it
+    hang_token_id      a prompt with it keeps a step busy for ever
+    seize_token_id     the same, and Python's lock is held all the time, so that no other thread of the process runs
     raise_token_id     a prompt with it makes its step raise
     oom_token_id       a prompt with it makes its step run out of memory
     load_sleep_s       loading takes so long; load_raises: and fails then
@@ -12,6 +13,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -42,6 +44,8 @@ def _inject(wanted: dict[str, Any]) -> None:
                 raise RunnerOutOfMemory("out of memory (injected)")
             while wanted.get("hang_token_id") in joined:
                 pass
+            if wanted.get("seize_token_id") in joined:
+                re.match(r"(a+)+$", "a" * 64 + "b")  # native code, exponential, never lets go of the lock
             super().launch(plan)
 
     loaded.OracleRunner = FaultyRunner
