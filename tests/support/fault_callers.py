@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from octavo import AsyncClient, OctavoError
+from octavo.client_requests import generate_request
+from octavo.v1 import inference_pb2 as pb
 
 from wire.messages import Sampling
 from worker.oracle_model import OracleModel, oracle_tokens
@@ -54,12 +56,17 @@ def golden(call: Call, model: OracleModel) -> list[int]:
     return oracle_tokens(call.prompt, sampling, model=model, max_total_tokens=MODEL_LEN)
 
 
-async def run(client: AsyncClient, call: Call) -> Call:
-    """To its end, whatever that is."""
-    stream = client.stream(
+def request(call: Call) -> pb.GenerateRequest:
+    """What goes over the wire."""
+    return generate_request(
         token_ids=call.prompt, temperature=0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True,
         output="token_ids",
     )  # fmt: skip
+
+
+async def run(client: AsyncClient, call: Call, *, timeout_s: float | None = None) -> Call:
+    """To its end, whatever that is."""
+    stream = client.stream(request(call), timeout_s=timeout_s)
     call.sent_s = time.monotonic()
     try:
         async for delta in stream.deltas():
