@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
 from sim.blame import Blame
-from sim.expectation import Expectation
+from sim.expectation import Expectation, outputs_of
 from sim.gateway import SimGateway
 from sim.journal import Journal
 from sim.loop import SimLoop
@@ -164,8 +163,7 @@ class Caller:
         else:
             library_codes = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
             journal.check(status.code in library_codes, f"{name}: {status} without our trailers")
-        for index, got in enumerate(self._got):
-            spec = msgspec.structs.replace(self._spec, seed=(self._spec.seed + index) % (1 << 64))
+        for index, (got, spec) in enumerate(zip(self._got, outputs_of(self._spec), strict=True)):
             if index and got.finished is not None:
                 got.finished.usage.cached_tokens = 0  # it shares the whole prompt with the first output
             for problem in self._expectation.problems(

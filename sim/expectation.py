@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from octavo.v1 import inference_pb2 as pb
 
 from sim.runner import NAN_OUTPUT_INDEX, NAN_TOKEN, POISON_TOKEN, oracle_model
@@ -16,6 +17,14 @@ from wire.messages import Sampling
 from worker.oracle_model import oracle_tokens
 
 END_TOKEN = 2
+
+
+def outputs_of(spec: RequestSpec) -> list[RequestSpec]:
+    """Each output of a request as a request of its own."""
+    return [
+        msgspec.structs.replace(spec, seed=(spec.seed + index) % (1 << 64), num_outputs=1)
+        for index in range(spec.num_outputs)
+    ]
 
 
 class Expectation:
@@ -42,10 +51,11 @@ class Expectation:
 
     def remember(self, spec: RequestSpec) -> None:
         """Its tenant may have this prefix in a cache from now on."""
-        ids = spec.prompt
-        if len(ids) < self._block_size:
-            ids = (*ids, *self.tokens(spec))
-        self._first_blocks[(spec.tenant, tuple(ids[: self._block_size]))] += 1 + bool(spec.retries)
+        for each in outputs_of(spec):
+            ids = spec.prompt
+            if len(ids) < self._block_size:
+                ids = (*ids, *self.tokens(each))
+            self._first_blocks[(spec.tenant, tuple(ids[: self._block_size]))] += 1 + bool(spec.retries)
 
     def problems(
         self, spec: RequestSpec, text: str, ids: list[int], num_logprobs: int, finished: Any, *, is_ok: bool
