@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from bench.gpu_step import SHAPES, Bench, capture, elapsed_ms, profile, time_prefill
 from model.gpu import decode_step
-from model.gpu.choice import Narrow, Wide, candidates
+from model.gpu.choice import Narrow, StepPath, Wide, candidates
 from model.gpu.decode_step import DecodeStep
 from model.gpu.layers import Attend
 from model.gpu.narrow_layers import NarrowCuts, cuts_of
@@ -67,7 +67,7 @@ def time_step(bench: Bench, batch: int, context: int | tuple[int, ...]) -> float
     return statistics.median(times)
 
 
-def take(bench: Bench, batch: int, path: Narrow | Wide) -> None:
+def take(bench: Bench, batch: int, path: StepPath) -> None:
     """From now on this batch size goes this way."""
     bench.decode.paths._candidates["swept"] = path
     bench.decode.paths.names[batch] = "swept"
