@@ -70,6 +70,7 @@ class ConnectionConfig:
     # … and clients with more strikes than this are sent away; 0: never, as gateways that ping idle connections need.
     max_ping_strikes: int = 0
     handshake_timeout_s: float = 10.0
+    settings_timeout_s: float = 5.0  # limits on metadata bind a client only once it has acknowledged them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from gateway.config import Dialects, GatewayConfig
 from gateway.desk import Desk
 from gateway.dialects import kserve, vllm
 from gateway.errors import Draining
+from gateway.garbage import GarbageWatch
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.metrics_http import MetricsEndpoint
@@ -74,7 +75,7 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._drain_task: asyncio.Task[None] | None = None
         self._metrics: MetricsEndpoint | None = None
-        self._guard = Guard(self.meters, pushback_ms=config.limits.pushback_ms, door=self.keeper.door)
+        self._guard = self._new_guard(self.keeper.door)
 
     def is_ready(self) -> bool:
         """Whether a request could be answered now."""
@@ -102,6 +103,7 @@ class Gateway:
             asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
             asyncio.create_task(refresh(self.desk, self.collector), name="refresh"),
             asyncio.create_task(report(self.desk), name="report"),
+            asyncio.create_task(GarbageWatch().run(), name="garbage"),
         ]
         for task in self._tasks:
             task.add_done_callback(_log_defect)
@@ -150,9 +152,15 @@ class Gateway:
         self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
         return server
 
+    def _new_guard(self, door: Door) -> Guard:
+        limits = self.config.limits
+        return Guard(
+            self.meters, pushback_ms=limits.pushback_ms, door=door, max_metadata_bytes=limits.max_metadata_bytes
+        )
+
     def _status_server(self, address: str) -> grpc.aio.Server:
         """Health and models for the supervisor, on a socket in the run directory: closed to all but our user."""
-        server = new_server(self.config, Guard(self.meters, pushback_ms=self.config.limits.pushback_ms, door=Door()))
+        server = new_server(self.config, self._new_guard(Door()))
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
         self.readiness.attach(server)
         bind(server, self.config, address, None, setting="the status socket")

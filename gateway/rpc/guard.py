@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from gateway.access.door import Door
-from gateway.errors import InternalDefect, MalformedMessage
+from gateway.errors import ExceedsCapacity, InternalDefect, MalformedMessage
 from gateway.meters import GatewayMeters
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import is_expected, status_of
@@ -30,8 +30,16 @@ Parse = Callable[[Any], Any]
 class Guard(grpc.aio.ServerInterceptor):
     """One per gateway and door: who is not let in gets no further than this."""
 
-    def __init__(self, meters: GatewayMeters, *, pushback_ms: int, door: Door | None = None) -> None:
+    def __init__(
+        self,
+        meters: GatewayMeters,
+        *,
+        pushback_ms: int,
+        door: Door | None = None,
+        max_metadata_bytes: int = 16 * 1024,
+    ) -> None:
         """door None: everybody may do everything."""
+        self._max_metadata_bytes = max_metadata_bytes
         self._meters = meters
         self._pushback_ms = pushback_ms
         self._door = door or Door()
@@ -43,7 +51,19 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Wrap the handler; an unknown method is answered by the library (UNIMPLEMENTED)."""
         handler = await continuation(handler_call_details)
+        num_bytes = _metadata_bytes(handler_call_details.invocation_metadata)
+        if num_bytes > self._max_metadata_bytes:
+            return self._refusal(str(handler_call_details.method), num_bytes)
         return handler and self._guarded(handler, str(handler_call_details.method))
+
+    def _refusal(self, method: str, num_bytes: int) -> grpc.RpcMethodHandler:
+        """The library holds a client to the limit only once that has acknowledged it. As a handler of a stream, so that
+        the answer waits for no message."""
+
+        async def refuse(request: Any, context: Context) -> bytes:
+            raise ExceedsCapacity(f"{num_bytes} bytes of metadata exceed the {self._max_metadata_bytes} that are taken")
+
+        return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _as_it_is))
 
     def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
         # Single requests come to us as bytes, so that a caller is known before anything of theirs is parsed; those of a
@@ -141,6 +161,11 @@ class Guard(grpc.aio.ServerInterceptor):
             seconds=round(time.monotonic() - scope.started_s, 4),
             **scope.log_fields,
         )
+
+
+def _metadata_bytes(metadata: Any) -> int:
+    """As HTTP/2 counts: names, values, 32 bytes for each (RFC 9113, 6.5.2)."""
+    return sum(len(name) + len(value) + 32 for name, value in metadata or ())
 
 
 def _as_it_is(request: Any) -> Any:

@@ -25,6 +25,7 @@ def server_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),
         ("grpc.http2.max_ping_strikes", connection.max_ping_strikes),
         ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),
+        ("grpc.http2.settings_timeout", _ms(connection.settings_timeout_s)),
         ("grpc.so_reuseport", int(config.port_sharing is PortSharing.SHARED)),
     ]
 

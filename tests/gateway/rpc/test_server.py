@@ -19,6 +19,7 @@ def test_every_option_of_the_connection_reaches_the_server() -> None:
         min_ping_interval_s=3.5,
         max_ping_strikes=4,
         handshake_timeout_s=5,
+        settings_timeout_s=6,
     )
     config = GatewayConfig(workers=WorkerPoolConfig(endpoints=()), connection=connection)
     options = dict(server_options(config))
@@ -27,3 +28,4 @@ def test_every_option_of_the_connection_reaches_the_server() -> None:
     assert options["grpc.http2.min_ping_interval_without_data_ms"] == 3500
     assert options["grpc.http2.max_ping_strikes"] == 4
     assert options["grpc.server_handshake_timeout_ms"] == 5000
+    assert options["grpc.http2.settings_timeout"] == 6000
