@@ -20,6 +20,8 @@ def server_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
         ("grpc.keepalive_time_ms", _ms(connection.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
+        # A ping that measures bandwidth holds the keepalive's back, for a minute unless this says otherwise.
+        ("grpc.http2.ping_timeout_ms", _ms(connection.keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),

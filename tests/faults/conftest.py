@@ -12,7 +12,7 @@ from worker.oracle_model import OracleModel
 
 INJECTED = Path(__file__).parent / "injected"
 ORACLE = (
-    "--model=oracle", "--runner=oracle", "--oracle-step-delay-s=0.005", "--num-blocks=512", "--max-num-seqs=64",
+    "--model=oracle", "--runner=oracle", "--oracle-step-delay-s=0.005", "--num-blocks=4096", "--max-num-seqs=64",
     "--max-model-len=4096",
 )  # fmt: skip
 

@@ -137,7 +137,7 @@ async def test_row_13_a_worker_that_never_ends_its_step_is_given_up_and_replaced
 async def test_row_15_without_cpu_nobody_is_taken_for_dead_and_deadlines_hold(bench: Any) -> None:
     burn = [sys.executable, "-c", "while True: pass"]
     async with bench("--workers=2") as faults:
-        burners = [subprocess.Popen(burn) for _ in range(2)]
+        burners = [subprocess.Popen(burn) for _ in range(2)]  # noqa: ASYNC220
         try:
             everybody = calls(32, max_tokens=150)
             async with AsyncClient(faults.service.target, options=NO_RETRIES) as client:

@@ -24,7 +24,7 @@ def test_every_option_of_the_connection_reaches_the_server() -> None:
     config = GatewayConfig(workers=WorkerPoolConfig(endpoints=()), connection=connection)
     options = dict(server_options(config))
     assert options["grpc.keepalive_time_ms"] == 1500
-    assert options["grpc.keepalive_timeout_ms"] == 2500
+    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == 2500
     assert options["grpc.http2.min_ping_interval_without_data_ms"] == 3500
     assert options["grpc.http2.max_ping_strikes"] == 4
     assert options["grpc.server_handshake_timeout_ms"] == 5000
