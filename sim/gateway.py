@@ -186,7 +186,8 @@ class SimGateway(Gateway):
         async def continuation(details: Any) -> Any:
             return handler
 
-        details = type("Details", (), {"method": f"/octavo.v1.InferenceService/{method}"})()
+        names = {"method": f"/octavo.v1.InferenceService/{method}", "invocation_metadata": ()}
+        details = type("Details", (), names)()
         return await self._guard.intercept_service(continuation, details)
 
     def call(self, request: pb.GenerateRequest, *, name: str, is_unary: bool, timeout_s: float | None) -> SimCall:

@@ -128,8 +128,9 @@ class Registry:
         return self.give_up(record, LostReason.DRAINING, reason or "the worker is shutting down")
 
     def on_unreachable(self, record: WorkerRecord) -> list[Decision]:
-        """The socket knows no such connection any more."""
-        return self.give_up(record, LostReason.WORKER_LOST, "its connection is closed")
+        """The socket knows no such connection any more. What was under way on it is lost, the worker is not: it may
+        register anew, in the same life, which other gateways rely on."""
+        return [self._remove(record, LostReason.WORKER_LOST, "its connection is closed")]
 
     def on_tick(self, now_s: float) -> list[Decision]:
         """Look for silence and for steps that do not advance."""

@@ -113,6 +113,17 @@ def test_a_worker_that_reconnects_loses_its_streams_and_stays() -> None:
     assert registry.sender(BOB, E1) is not None
 
 
+def test_a_connection_that_is_closed_costs_its_streams_and_the_same_life_may_come_back() -> None:
+    registry = ready_registry()
+    (record,) = registry
+    assert registry.on_unreachable(record) == [lose(LostReason.WORKER_LOST, "its connection is closed")]
+    assert registry.find("w0") is None
+    accepted = registry.on_register(BOB, register("w0", E1), 1.0)
+    assert accepted[0] == Accept(peer=BOB, epoch=E1)
+    assert registry.sender(BOB, E1) is not None
+    assert registry.sender(ALICE, E1) is None
+
+
 def test_an_id_whose_process_is_known_to_live_is_not_taken_over() -> None:
     registry = ready_registry()
     (record,) = registry
