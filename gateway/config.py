@@ -70,6 +70,7 @@ class ConnectionConfig:
     # … and clients with more strikes than this are sent away; 0: never, as gateways that ping idle connections need.
     max_ping_strikes: int = 0
     handshake_timeout_s: float = 10.0
+    message_timeout_s: float = 20.0  # from a call's beginning until its request is here
     settings_timeout_s: float = 5.0  # limits on metadata bind a client only once it has acknowledged them
 
 

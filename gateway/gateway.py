@@ -155,7 +155,11 @@ class Gateway:
     def _new_guard(self, door: Door) -> Guard:
         limits = self.config.limits
         return Guard(
-            self.meters, pushback_ms=limits.pushback_ms, door=door, max_metadata_bytes=limits.max_metadata_bytes
+            self.meters,
+            pushback_ms=limits.pushback_ms,
+            door=door,
+            max_metadata_bytes=limits.max_metadata_bytes,
+            message_timeout_s=self.config.connection.message_timeout_s,
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:

@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from gateway.access.door import Door
-from gateway.errors import ExceedsCapacity, InternalDefect, MalformedMessage
+from gateway.errors import DeadlinePassed, ExceedsCapacity, InternalDefect, MalformedMessage
 from gateway.meters import GatewayMeters
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import is_expected, status_of
@@ -25,6 +25,7 @@ Context = grpc.aio.ServicerContext
 
 
 Parse = Callable[[Any], Any]
+Take = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -37,8 +38,10 @@ class Guard(grpc.aio.ServerInterceptor):
         pushback_ms: int,
         door: Door | None = None,
         max_metadata_bytes: int = 16 * 1024,
+        message_timeout_s: float = 20.0,
     ) -> None:
-        """door None: everybody may do everything."""
+        """door None: everybody may do everything. message_timeout_s: how long a single request may take to come."""
+        self._message_timeout_s = message_timeout_s
         self._max_metadata_bytes = max_metadata_bytes
         self._meters = meters
         self._pushback_ms = pushback_ms
@@ -66,16 +69,17 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _as_it_is))
 
     def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
-        # Single requests come to us as bytes, so that a caller is known before anything of theirs is parsed; those of a
-        # stream are parsed when the handler asks for them, long after.
+        # Single requests are taken by us, as a stream of one: so a caller is known before anything of theirs is waited
+        # for or parsed, and a message that never comes is not waited for for ever. The library's own handlers of single
+        # requests wait without end, and leave a call that ends without a message without a status.
         parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                self._coroutine(handler.unary_unary, method, parse), None, serializer
+            return grpc.stream_unary_rpc_method_handler(
+                self._coroutine(handler.unary_unary, method, self._taking(parse)), None, serializer
             )
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                self._streaming(handler.unary_stream, method, parse), None, serializer
+            return grpc.stream_stream_rpc_method_handler(
+                self._streaming(handler.unary_stream, method, self._taking(parse)), None, serializer
             )
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(
@@ -85,18 +89,31 @@ class Guard(grpc.aio.ServerInterceptor):
             self._coroutine(handler.stream_unary, method, _as_it_is), parse, serializer
         )
 
-    def _streaming(self, behaviour: Callable[..., Any], method: str, parse: Parse) -> Callable[..., Any]:
-        if inspect.isasyncgenfunction(behaviour):
-            return self._generator(behaviour, method, parse)
-        return self._coroutine(behaviour, method, parse)
+    def _taking(self, parse: Parse) -> Take:
+        async def take(_: Any, context: Context) -> Any:
+            try:
+                async with asyncio.timeout(self._message_timeout_s):
+                    data = await context.read()
+            except TimeoutError:
+                raise DeadlinePassed(f"no request came within {self._message_timeout_s:g} s") from None
+            if data is grpc.aio.EOF:
+                raise MalformedMessage("the call has no request")
+            return parse(data)
 
-    def _coroutine(self, behaviour: Callable[..., Any], method: str, parse: Parse) -> Callable[..., Any]:
+        return take
+
+    def _streaming(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behaviour):
+            return self._generator(behaviour, method, take)
+        return self._coroutine(behaviour, method, take)
+
+    def _coroutine(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
             scope = RpcScope(method=method)
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
                 scope.caller = self._door.admit(method, context)
-                response = await behaviour(parse(request), context)
+                response = await behaviour(await take(request, context), context)
             except BaseException as error:
                 await self._end(error, scope, context)
                 raise
@@ -105,13 +122,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, parse: Parse) -> Callable[..., Any]:
+    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
             scope = RpcScope(method=method)
             current_rpc.set(scope)
             try:
                 scope.caller = self._door.admit(method, context)
-                async for response in behaviour(parse(request), context):
+                async for response in behaviour(await take(request, context), context):
                     yield response
             except BaseException as error:
                 await self._end(error, scope, context)
@@ -168,13 +185,13 @@ def _metadata_bytes(metadata: Any) -> int:
     return sum(len(name) + len(value) + 32 for name, value in metadata or ())
 
 
-def _as_it_is(request: Any) -> Any:
-    return request
+async def _as_it_is(requests: Any, context: Context) -> Any:
+    return requests
 
 
 def _parser(deserializer: Callable[[bytes], Any] | None) -> Parse:
     if deserializer is None:
-        return _as_it_is
+        return bytes
 
     def parse(data: bytes) -> Any:
         try:

@@ -3,6 +3,7 @@
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -196,6 +197,24 @@ class RawHttp2:
                         return ending
         ending.is_closed = self.is_closed
         return ending
+
+    def endings(self, count: int, timeout_s: float = WAIT_S) -> Counter[str]:
+        """Read until so many streams have ended, or the connection: gRPC's status, a reset, or nothing."""
+        kinds: dict[int, str] = {}
+        until_s = time.monotonic() + timeout_s
+        frames, self._frames_to_come = self._frames_to_come, []
+        while len(kinds) < count and (frames or not self.is_closed) and time.monotonic() < until_s:
+            for frame in frames or self.read(until_s - time.monotonic()):
+                if isinstance(frame, HeadersFrame):
+                    decoded = {_text(name): _text(value) for name, value in self._decoder.decode(frame.data)}
+                    if "grpc-status" in decoded:
+                        reason = decoded.get("x-error-reason", "")
+                        kinds[frame.stream_id] = f"status {decoded['grpc-status']} {reason}".strip()
+                elif isinstance(frame, RstStreamFrame):
+                    kinds.setdefault(frame.stream_id, "reset")
+            frames = []
+        rest = "closed" if self.is_closed else "silence"
+        return Counter(kinds.values()) + Counter({rest: count - len(kinds)})
 
     def until_closed(self, timeout_s: float) -> bool:
         """Whether the other side hangs up in time."""

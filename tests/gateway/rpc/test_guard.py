@@ -48,6 +48,16 @@ class Crashing(grpc.GenericRpcHandler):
         finally:
             await asyncio.sleep(0.01)
 
+    async def aborts_twice(self, request: bytes, context: Any) -> bytes:
+        try:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, "first")
+        except grpc.aio.AbortError:
+            await context.abort(grpc.StatusCode.INTERNAL, "second")
+        return b""
+
+    async def stream_returns_early(self, request: bytes, context: Any) -> None:
+        return
+
     async def stream_raises_after_a_message(self, request: bytes, context: Any) -> None:
         await context.write(b"one")
         raise QueueFull("no")
@@ -110,6 +120,17 @@ async def test_streams_end_with_the_tables_status_after_what_they_sent(crashing:
     )  # fmt: skip
     await counted(meters)
     assert meters.rpcs == {(f"/t.S/{name}", "RESOURCE_EXHAUSTED", "QUEUE_FULL"): 1}
+
+
+async def test_a_second_abort_changes_nothing(crashing: Any) -> None:
+    channel, _ = crashing
+    refusal = await refused(channel.unary_unary("/t.S/aborts_twice")(b"", timeout=5))
+    assert (refusal.code, refusal.message) == (grpc.StatusCode.OUT_OF_RANGE, "first")
+
+
+async def test_a_stream_without_messages_ends_well(crashing: Any) -> None:
+    channel, _ = crashing
+    assert [each async for each in channel.unary_stream("/t.S/stream_returns_early")(b"", timeout=5)] == []
 
 
 async def test_a_handlers_own_abort_is_left_alone(crashing: Any) -> None:
@@ -212,4 +233,52 @@ async def test_a_message_above_the_limit_never_reaches_a_handler(serve: Any) -> 
     async with serve() as served:
         refusal = await refused(served.inference.Generate(pb.GenerateRequest(text="x" * (4 * 1024 * 1024))))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert served.gateway.meters.rpcs == {}
+        # The status is the library's: to us the caller went away before its request came.
+        await counted(served.gateway.meters)
+        assert served.gateway.meters.rpcs == {("/octavo.v1.InferenceService/Generate", "CANCELLED", "CLIENT"): 1}
+
+
+async def silent(channel: grpc.aio.Channel, name: str, *, ends: bool) -> Any:
+    """A call that sends no message: it ends at once, or never."""
+
+    async def nothing() -> Any:
+        if not ends:
+            await asyncio.sleep(30)
+        return
+        yield b""
+
+    return await refused(channel.stream_unary(f"/t.S/{name}")(nothing(), timeout=5))
+
+
+async def test_calls_without_a_request_get_a_status(crashing: Any) -> None:
+    channel, meters = crashing
+    refusal = await silent(channel, "fine", ends=True)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
+    await counted(meters)
+    assert meters.rpcs == {("/t.S/fine", "INTERNAL", "INVALID_FIELD"): 1}
+
+
+async def test_a_request_that_never_comes_is_not_waited_for_for_ever(tmp_path: Any) -> None:
+    server = grpc.aio.server(interceptors=(Guard(GatewayMeters(), pushback_ms=7, message_timeout_s=0.1),))
+    server.add_generic_rpc_handlers((Crashing(),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        refusal = await silent(channel, "fine", ends=False)
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+        assert await channel.unary_unary("/t.S/fine")(b"x", timeout=5) == b"ok"
+    await server.stop(0)
+
+
+async def test_metadata_above_the_limit_is_refused_before_a_message_comes(tmp_path: Any) -> None:
+    """By us: the server's own limit is far above here, as it is for clients that acknowledge no SETTINGS."""
+    server = grpc.aio.server(interceptors=(Guard(GatewayMeters(), pushback_ms=7, max_metadata_bytes=1000),))
+    server.add_generic_rpc_handlers((Crashing(),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        call = channel.unary_unary("/t.S/fine")
+        assert await call(b"x", timeout=5, metadata=(("x-a", "v" * 600),)) == b"ok"
+        refusal = await refused(call(b"x", timeout=5, metadata=(("x-a", "v" * 1000),)))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
+    await server.stop(0)
