@@ -70,6 +70,11 @@ class UnreadingCaller:
         self.writer.write(self.connection.data_to_send())
         await self.writer.drain()
 
+    def take(self, stream: int, num_bytes: int) -> None:
+        """Open a stream's window."""
+        self.connection.increment_flow_control_window(num_bytes, stream)
+        self.writer.write(self.connection.data_to_send())
+
     async def close(self) -> None:
         """Hang up."""
         self.writer.close()
