@@ -22,6 +22,9 @@ from gateway.rpc.status import is_expected, status_of
 _log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 Context = grpc.aio.ServicerContext
+# Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
+# lets in besides requests in flight: so callers that only begin calls keep nobody out.
+MAX_WAITS = 512
 
 
 Parse = Callable[[Any], Any]
@@ -42,6 +45,7 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> None:
         """door None: everybody may do everything. message_timeout_s: how long a single request may take to come."""
         self._message_timeout_s = message_timeout_s
+        self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
         self._max_metadata_bytes = max_metadata_bytes
         self._meters = meters
         self._pushback_ms = pushback_ms
@@ -92,10 +96,15 @@ class Guard(grpc.aio.ServerInterceptor):
     def _taking(self, parse: Parse) -> Take:
         async def take(_: Any, context: Context) -> Any:
             try:
-                async with asyncio.timeout(self._message_timeout_s):
+                async with asyncio.timeout(self._message_timeout_s) as wait:
+                    self._waits[wait] = None
+                    if len(self._waits) > MAX_WAITS:
+                        next(iter(self._waits)).reschedule(0.0)
                     data = await context.read()
             except TimeoutError:
-                raise DeadlinePassed(f"no request came within {self._message_timeout_s:g} s") from None
+                raise DeadlinePassed("the request did not come in time") from None
+            finally:
+                self._waits.pop(wait, None)
             if data is grpc.aio.EOF:
                 raise MalformedMessage("the call has no request")
             return parse(data)

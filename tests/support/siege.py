@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -48,8 +48,12 @@ class Siege(Generic[ResultT]):
         }
 
 
-async def besiege(faults: FaultBench, attack: Callable[[], ResultT], *, canary_s: float = 5.0) -> Siege[ResultT]:
-    """Run the attack in a thread, with one canary after another beside it; each must be complete within canary_s. Then
+async def besiege(
+    faults: FaultBench, attack: Callable[[], ResultT], *, canary_s: float = 5.0, victims: Collection[str] = ()
+) -> Siege[ResultT]:
+    """victims: reasons that canaries may end with; "UNKNOWN" is the library's own refusal, which we do not count.
+
+    Run the attack in a thread, with one canary after another beside it; each must be complete within canary_s. Then
     the eight invariants."""
     gateway = faults.service.children("gateway")[0]
     before, cpu_s, start_s = _rss(gateway), _cpu_s(gateway), time.monotonic()
@@ -63,8 +67,9 @@ async def besiege(faults: FaultBench, attack: Callable[[], ResultT], *, canary_s
         over.set()
         canaries, peak = await asyncio.gather(calls, watch)
     cpu_s = _cpu_s(gateway) - cpu_s
+    faults.num_rpcs -= sum(call.reason == "UNKNOWN" for call in canaries)
     await settle(faults)
-    await faults.check(canaries, limit_s=canary_s)
+    await faults.check(canaries, limit_s=canary_s, victims=victims)
     return Siege(
         result=result,
         seconds=seconds,
