@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from octavo import AsyncClient, OctavoError
@@ -35,10 +36,11 @@ async def wait_for_first_tokens(service: Service, num_streams: int) -> None:
     raise AssertionError("the streams never ran together")
 
 
-async def test_a_killed_worker_ends_its_streams_at_once_and_is_started_again(
+async def test_a_killed_worker_ends_its_streams_at_once_where_they_may_not_move_and_is_started_again(
     tmp_path: Path, oracle_checkpoint: Path
 ) -> None:
-    with serve(tmp_path, f"--model={oracle_checkpoint}", "--max-model-len=4096", *ORACLE) as service:
+    arguments = (f"--model={oracle_checkpoint}", "--max-model-len=4096", "--max-migrations=0", *ORACLE)
+    with serve(tmp_path, *arguments) as service:
         (worker,) = service.children("worker")
         async with AsyncClient(service.target) as client:
             streams = [asyncio.create_task(outcome(client, index)) for index in range(8)]
@@ -56,6 +58,33 @@ async def test_a_killed_worker_ends_its_streams_at_once_and_is_started_again(
         assert len(answer.token_ids) == 5
         (restarted,) = service.children("worker")
         assert restarted.pid != worker.pid
+
+
+async def test_streams_of_a_killed_worker_go_on_when_it_is_back(tmp_path: Path, oracle_checkpoint: Path) -> None:
+    with serve(tmp_path, f"--model={oracle_checkpoint}", "--max-model-len=4096", *ORACLE) as service:
+        service.wait_until_supervised()
+        (worker,) = service.children("worker")
+        async with AsyncClient(service.target) as client:
+            whole = await client.complete(
+                token_ids=[1, 2, 3], temperature=0, max_tokens=300, ignore_eos=True, output="token_ids", seed=1
+            )
+            streams = [
+                client.stream(
+                    token_ids=[1, 2, 3], temperature=0, max_tokens=300, ignore_eos=True, output="token_ids", seed=1
+                )
+                for _ in range(4)
+            ]
+            reading = [asyncio.create_task(read(stream)) for stream in streams]
+            await wait_for_first_tokens(service, 4)
+            worker.send_signal(signal.SIGKILL)
+            await asyncio.gather(*reading)
+        assert [stream.token_ids for stream in streams] == [list(whole.token_ids)] * 4
+        assert [stream.finished.receipt.migrations for stream in streams if stream.finished] == [1] * 4
+
+
+async def read(stream: Any) -> None:
+    async for _ in stream.deltas():
+        pass
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
