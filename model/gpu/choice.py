@@ -66,6 +66,11 @@ def timed_names(size: int) -> tuple[str, ...]:
     return ("wide", f"split-{size}") if size in SPLIT_SIZES else ("wide", *FACTORS)
 
 
+def fits_split_tiles(weight: torch.Tensor) -> bool:
+    """Tiles of split products are cut for 16-bit numbers: wider ones exceed a multiprocessor's shared memory."""
+    return not weight.is_cuda or weight.element_size() <= 2
+
+
 def stands_for(batch_size: int) -> int | None:
     """The one of TIMED_SIZES that is timed for this batch size; None where there is nothing to choose."""
     return next((size for size in TIMED_SIZES if batch_size <= size), None)
@@ -88,13 +93,10 @@ class Paths:
 
     @classmethod
     def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
-        """The choice kept for this shape and the weight's dtype and device, if there is one.
-
-        Tiles of split products are cut for 16-bit numbers: wider ones would not fit into shared memory.
-        """
+        """The choice kept for this shape and the weight's dtype and device, if there is one."""
         file = cache_file(config, weight) if weight.is_cuda else None
         paths = cls(config, file, read_names(file) if file else {})
-        if weight.element_size() > 2:
+        if not fits_split_tiles(weight):
             paths._candidates = {name: way for name, way in paths._candidates.items() if not isinstance(way, Split)}
         return paths
 

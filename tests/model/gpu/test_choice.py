@@ -1,5 +1,6 @@
 """Which path a batch size takes: the rule, what is kept on disk, and the timing itself on a GPU."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,17 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from model import Qwen2Config
-from model.gpu.choice import FACTORS, Narrow, Paths, Split, Wide, candidates, read_names, write_names
+from model.gpu.choice import (
+    FACTORS,
+    Narrow,
+    Paths,
+    Split,
+    Wide,
+    candidates,
+    fits_split_tiles,
+    read_names,
+    write_names,
+)
 from model.gpu.narrow_layers import cuts_of
 from model.kernels.narrow import Cut
 
@@ -82,10 +93,22 @@ def test_the_wide_way_alone_is_tried_where_there_is_no_other() -> None:
     assert [paths.path(size) for size in (1, 2, 8, 90) for _ in paths.try_all(size)] == [Wide()] * 4
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, ["wide", "split-16"]), (torch.float32, ["wide"])])
-def test_weights_of_32_bits_do_not_fit_into_split_tiles(dtype: torch.dtype, expected: list[str]) -> None:
-    paths = Paths.find(CONFIG, torch.empty(1, dtype=dtype))
-    assert list(paths.try_all(16)) == expected
+@dataclass(frozen=True)
+class FakeWeight:
+    """As much of a tensor as the choice looks at."""
+
+    is_cuda: bool
+    bytes_each: int
+
+    def element_size(self) -> int:
+        return self.bytes_each
+
+
+@pytest.mark.parametrize(("is_cuda", "bytes_each", "expected"), [(True, 2, True), (True, 4, False), (False, 4, True)])
+def test_weights_of_32_bits_do_not_fit_into_split_tiles_of_a_device(
+    is_cuda: bool, bytes_each: int, expected: bool
+) -> None:
+    assert fits_split_tiles(FakeWeight(is_cuda, bytes_each)) is expected  # type: ignore[arg-type]
 
 
 def test_cuts_are_those_that_were_measured() -> None:
