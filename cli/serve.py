@@ -33,6 +33,8 @@ def serve(settings: ServeSettings) -> int:
     Raises CliError, AccessFileError for what is wrong before anything was started.
     """
     check_access(settings)
+    if not settings.registration_token:  # only workers that were started here may register
+        settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:

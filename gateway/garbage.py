@@ -14,6 +14,7 @@ from pathlib import Path
 
 INTERVAL_S = 0.5
 GROWTH_BYTES = 16 << 20  # a full collection of a busy gateway's objects takes some ten milliseconds
+FOLLOW_UPS = (6, 6)  # looks until it collects once more: what was alive the first time may be garbage by then
 _STATM = Path("/proc/self/statm")
 
 
@@ -24,18 +25,31 @@ class GarbageWatch:
         self._rss_bytes = rss_bytes or resident_bytes
         self._growth_bytes = growth_bytes
         self._base = self._rss_bytes()
+        self._to_come: list[int] = []
         self.num_collections = 0
 
     def look(self) -> bool:
-        """Collect if memory has grown since the last collection, or since it was least; whether it was done."""
+        """Collect if memory has grown since the last collection, or since it was least, and twice more some looks
+        later; whether it was done."""
         now = self._rss_bytes()
         self._base = min(self._base, now)
-        if now - self._base < self._growth_bytes:
+        if now - self._base >= self._growth_bytes:
+            self._to_come = list(FOLLOW_UPS)
+        elif not self._is_due():
             return False
         gc.collect()
         give_back()
         self._base = self._rss_bytes()
         self.num_collections += 1
+        return True
+
+    def _is_due(self) -> bool:
+        if not self._to_come:
+            return False
+        self._to_come[0] -= 1
+        if self._to_come[0]:
+            return False
+        self._to_come.pop(0)
         return True
 
     async def run(self) -> None:

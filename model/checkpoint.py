@@ -35,13 +35,20 @@ def resolve_checkpoint(name: str, *, revision: str | None = None, on_progress: O
     that is a terminal. Raises CheckpointError saying what to try instead.
     """
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
+    if name and _is_folder(folder):
         return checked_folder(folder)
     if name in embedded_names():
         return EMBEDDED / name
     if HUB_ID.fullmatch(name) and ".." not in name:
         return download(name, revision=revision, on_progress=on_progress)
     raise CheckpointError(f"{name!r} is neither a folder, nor an embedded model, nor a hub id{suggestion(name)}")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def embedded_names() -> list[str]:

@@ -24,6 +24,12 @@ def test_it_collects_when_memory_has_grown_and_not_before() -> None:
     assert watch.num_collections == 2
 
 
+def test_it_collects_twice_more_when_what_was_alive_may_be_garbage() -> None:
+    readings = [100, 200, *[200] * 40]
+    watch = GarbageWatch(lambda: readings.pop(0), growth_bytes=10)
+    assert [n for n in range(20) if watch.look()] == [0, 6, 12]
+
+
 def test_cycles_that_hold_megabytes_do_not_pile_up() -> None:
     gc.disable()
     try:
