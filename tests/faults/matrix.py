@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field
 
 FRONT = "tests/faults/test_rows_front_door.py::test_row_"
+ZMQ = "tests/faults/test_rows_zmq.py::test_row_"
+HOST = "tests/faults/test_rows_host.py::test_row_"
 HTTP2 = "tests/faults/test_rows_front_door_http2.py::test_row_"
 KILLED = "tests/faults/test_rows_killed.py::test_row_"
 FROZEN = "tests/faults/test_rows_frozen.py::test_row"
@@ -210,13 +212,15 @@ ROWS: dict[int, Row] = {
         "a connection is reset, a client killed",
         FRONT + "32_a_connection_that_is_reset_frees_its_streams",
         FRONT + "32_a_killed_client_frees_its_streams",
-        figures=("32",),
+        figures=("32 RST", "32 kill -9"),
         heading="gRPC and HTTP/2",
     ),
     33: row(
         "connections that say nothing",
         FRONT + "33_a_thousand_connections_that_say_nothing_or_half_a_word",
-        figures=("33",),
+        HTTP2 + "33_calls_whose_message_never_comes_take_nobodys_place",
+        "tests/gateway/rpc/test_guard.py::test_a_request_that_never_comes_is_not_waited_for_for_ever",
+        figures=("33", "33 half calls"),
     ),
     34: row(
         "messages above the limit",
@@ -228,25 +232,26 @@ ROWS: dict[int, Row] = {
         "compression bombs, unknown encodings",
         FRONT + "35_what_unpacks_to_gigabytes_is_not_unpacked",
         FRONT + "35_encodings_that_nobody_knows_end_the_call_alone",
-        figures=("35",),
+        figures=("35 512 MiB", "35 unknown"),
     ),
     36: row(
         "metadata and header blocks",
         FRONT + "36_metadata_above_the_limit_is_refused_also_of_clients_that_acknowledge_nothing",
         FRONT + "36_hostile_header_blocks_cost_only_their_connection",
-        figures=("36",),
+        "tests/gateway/rpc/test_guard.py::test_metadata_above_the_limit_is_refused_before_a_message_comes",
+        figures=("36", "36 HPACK"),
     ),
     37: row(
         "streams that are reset at once",
         HTTP2 + "37_streams_that_are_reset_at_once_leave_nothing",
-        figures=("37",),
+        figures=("37 2000 × 1", "37 50000 × 1"),
     ),
     38: row(
         "frames of one byte, floods, windows beyond the limit",
         HTTP2 + "38_a_message_in_frames_of_one_byte_costs_little_memory",
         HTTP2 + "38_frames_that_mean_nothing_cost_bounded_memory",
         HTTP2 + "38_a_window_beyond_two_gigabytes_is_no_reason_to_send_for_ever",
-        figures=("38",),
+        figures=("38 DATA 20000", "38 pings 20000", "38 settings 1000000", "38 windows 1000000", "38 overflow"),
     ),
     39: row(
         "garbage on the port",
@@ -254,13 +259,16 @@ ROWS: dict[int, Row] = {
         HTTP2 + "39_calls_that_are_garbage_end_each_with_a_status",
         "tests/gateway/rpc/test_guard.py::test_malformed_requests_to_every_real_method",
         "tests/gateway/rpc/test_guard.py::test_unknown_methods_are_unimplemented",
-        figures=("39",),
+        "tests/gateway/rpc/test_guard.py::test_calls_without_a_request_get_a_status",
+        figures=("39 connections 500", "39 calls 600", "39 connections 50000", "39 calls 50000"),
     ),
     40: row(
         "handlers with defects",
         "tests/gateway/rpc/test_guard.py::test_defects_are_internal_with_our_trailer_and_no_secret",
         "tests/gateway/rpc/test_guard.py::test_streams_end_with_the_tables_status_after_what_they_sent",
         "tests/gateway/test_generate.py::test_a_defect_of_ours_is_internal_and_never_unknown",
+        "tests/gateway/rpc/test_guard.py::test_a_second_abort_changes_nothing",
+        "tests/gateway/rpc/test_guard.py::test_a_stream_without_messages_ends_well",
     ),
     41: row(
         "connections beyond the descriptors",
@@ -326,6 +334,9 @@ ROWS: dict[int, Row] = {
         POOL + "ten_thousand_garbage_frames_leave_it_serving",
         CODEC + "random_bytes_raise_only_protocol_error",
         CODEC + "deep_nesting_where_elements_are_skipped_does_not_overflow_the_stack",
+        ZMQ + "51_hostile_frames_are_counted_and_nothing_else",
+        ZMQ + "51_bytes_that_are_no_zeromq_reach_nobody",
+        figures=("51 20000", "51 1000000", "51 raw"),
         heading="ZeroMQ",
     ),
     52: row(
@@ -337,25 +348,33 @@ ROWS: dict[int, Row] = {
         "frames above the limit, a worker that reads nothing",
         "tests/wire/test_options.py::test_an_oversized_frame_cuts_its_sender_off_and_nobody_else",
         POOL + "a_worker_that_reads_nothing_fills_its_queue_and_blocks_nobody",
+        ZMQ + "53_a_frame_above_the_limit_cuts_its_sender_and_takes_no_memory",
+        figures=("53",),
     ),
     54: row(
         "steps that repeat, or are missing",
         "tests/gateway/workers/test_registry.py::test_numbers_in_order_pass_and_a_gap_ends_the_worker",
         "tests/gateway/workers/test_registry.py::test_a_repeated_or_early_number_ends_the_worker",
         POOL + "a_gap_in_the_numbers_recycles_the_worker",
+        ZMQ + "54_changed_order_of_steps_never_changes_a_token",
+        figures=("54 replayed", "54 duplicated", "54 swapped", "54 lost"),
     ),
     55: row(
         "a worker that pretends to be another",
         POOL + "an_id_whose_process_lives_is_not_taken_over",
         POOL + "another_worker_cannot_speak_for_ours",
         MAIN + "a_wrong_token_ends_the_worker_with_the_reason",
-        missing="1,000 connects whose handshake stalls",
+        ZMQ + "55_strangers_that_claim_a_workers_name_get_nothing",
+        ZMQ + "55_four_hundred_handshakes_that_stall_keep_nobody_out",
+        figures=("55", "55 stalled"),
     ),
     56: row(
         "the run directory is open, the socket gone or stale",
         POOL + "an_open_run_directory_stops_the_start",
         POOL + "a_socket_that_vanished_is_bound_again_and_running_streams_do_not_notice",
         "tests/wire/test_run_dir.py::test_the_socket_of_a_dead_process_is_removed",
+        ZMQ + "56_a_socket_that_vanishes_is_bound_again",
+        figures=("56",),
     ),
     57: row(
         "bad checkpoints",
@@ -372,13 +391,19 @@ ROWS: dict[int, Row] = {
         "tests/model/test_loading.py::test_an_index_that_leads_out_of_the_folder_is_refused",
         "tests/model/test_loading.py::test_pickled_weights_and_remote_code_are_never_touched",
         "tests/model/test_checkpoint.py::test_what_is_no_hub_id_never_reaches_the_hub",
+        HOST + "58_names_that_lead_elsewhere_open_nothing",
+        HOST + "58_callers_learn_nothing_from_names_of_models",
+        figures=("58 names", "58 callers"),
     ),
     59: row(
         "a full disk, a broken pipe, a scrape flood",
         "tests/cli/test_serve.py::test_a_log_that_nobody_reads_stops_nothing",
         "tests/cli/test_lines.py::test_a_log_that_cannot_be_written_stops_nothing",
         "tests/gateway/access/test_real_calls.py::test_metrics_have_closed_labels_whoever_calls",
-        missing="the clock that jumps, and a flood of scrapes, on a running service",
+        HOST + "59_a_hundred_scrapers_and_five_hundred_names_add_no_series",
+        HOST + "59_a_log_that_cannot_be_written_stops_nobody",
+        figures=("59 metrics", "59 log full", "59 log broken"),
+        missing="the clock that jumps, on a running service",
     ),
     60: row(
         "a soak under a random mix",

@@ -220,7 +220,7 @@ async def test_row_55_strangers_that_claim_a_workers_name_get_nothing(bench: Any
         await faults.canary()
 
 
-async def test_row_55_a_thousand_handshakes_that_stall_keep_nobody_out(bench: Any) -> None:
+async def test_row_55_four_hundred_handshakes_that_stall_keep_nobody_out(bench: Any) -> None:
     def attack() -> int:
         held = []
         try:
