@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import psutil
+import pytest
 from octavo import AsyncClient
 from octavo.v1 import inference_pb2_grpc
 
@@ -38,6 +39,7 @@ async def lost_workers(faults: FaultBench) -> float:
     return (await faults.metrics()).total("octavo_gateway_workers_lost_total")
 
 
+@pytest.mark.slow
 async def test_rows_6_and_7_a_short_freeze_is_a_pause_and_a_long_one_moves_the_streams_for_good(bench: Any) -> None:
     async with bench(*WATCHED) as faults:
         everybody = calls(32, max_tokens=400)
