@@ -141,6 +141,27 @@ class SimExecutor:
         """Nothing to stop."""
 
 
+class _CallContext:
+    """The gateway's end of a call: what can be read is the request's bytes, once."""
+
+    def __init__(self, call: SimCall, request: Any) -> None:
+        self._call, self._data = call, request.SerializeToString()
+
+    async def read(self) -> bytes:
+        """The request."""
+        return self._data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def _sending(behaviour: Any) -> Any:
+    async def handle(request: Any, call: SimCall) -> Any:
+        return await behaviour(None, _CallContext(call, request))
+
+    return handle
+
+
 class SimGateway(Gateway):
     """One life. ``call`` is its port."""
 
@@ -177,10 +198,10 @@ class SimGateway(Gateway):
 
     async def _listen(self) -> None:
         servicer = InferenceServicer(self.desk)
-        generate: Any = grpc.unary_stream_rpc_method_handler(servicer.Generate)
-        complete: Any = grpc.unary_unary_rpc_method_handler(servicer.Complete)
-        self._behaviours["Generate"] = (await self._guarded("Generate", generate)).unary_stream
-        self._behaviours["Complete"] = (await self._guarded("Complete", complete)).unary_unary
+        generate: Any = grpc.unary_stream_rpc_method_handler(servicer.Generate, pb.GenerateRequest.FromString)
+        complete: Any = grpc.unary_unary_rpc_method_handler(servicer.Complete, pb.CompleteRequest.FromString)
+        self._behaviours["Generate"] = _sending((await self._guarded("Generate", generate)).stream_stream)
+        self._behaviours["Complete"] = _sending((await self._guarded("Complete", complete)).stream_unary)
 
     async def _guarded(self, method: str, handler: Any) -> Any:
         async def continuation(details: Any) -> Any:
@@ -194,7 +215,7 @@ class SimGateway(Gateway):
         """A caller calls. request goes through its bytes."""
         self.num_calls += 1
         method: str = "Generate"
-        message: Any = pb.GenerateRequest.FromString(request.SerializeToString())
+        message: Any = request
         if is_unary:
             method, message = "Complete", pb.CompleteRequest(generate=message)
         self.calls = [call for call in self.calls if call.status is None]
