@@ -125,8 +125,9 @@ class RawHttp2:
         at = 0
         while at < len(message) and not self.is_closed and stream_id not in self._ended:
             room = min(self._windows[0], self._windows.get(stream_id, 0) + self._initial_window)
+            if room <= 0 or at % (piece_bytes * 1_000) == piece_bytes:
+                self._frames_to_come += self.read(WAIT_S if room <= 0 else 0.001)
             if room <= 0:
-                self._frames_to_come += self.read(WAIT_S)
                 continue
             piece = message[at : at + min(room, piece_bytes)]
             at += len(piece)
