@@ -46,6 +46,14 @@ class Admission:
         self._worker_of[request_id] = worker_id
         self._placed[worker_id] += 1
 
+    def move(self, request_id: str, worker_id: str) -> None:
+        """Another worker has taken a placed request, whatever its limit: the pool has seen to that. Nothing for an id
+        that is not in flight."""
+        if request_id in self._worker_of:
+            self._unplace(self._worker_of[request_id])
+            self._worker_of[request_id] = worker_id
+            self._placed[worker_id] += 1
+
     def leave(self, request_id: str) -> None:
         """The request ended. Idempotent."""
         self._unplace(self._worker_of.pop(request_id, None))

@@ -253,6 +253,7 @@ class Desk:
             max_pending_tokens=self.limits.max_pending_tokens,
             on_match=self._matched(scope.key),
             on_started=self._started(scope),
+            on_moved=lambda worker_id: self.admission.move(scope.key, worker_id),
             at_deadline=prepared.deadline.at_end,
             bell=bell,
         )

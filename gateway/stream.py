@@ -59,6 +59,7 @@ class OutputStream:
         "_loop",
         "_max_pending",
         "_on_match",
+        "_on_moved_to",
         "_on_started",
         "assembler",
         "at_deadline",
@@ -81,11 +82,13 @@ class OutputStream:
         max_pending_tokens: int,
         on_match: Callable[["OutputStream"], None],
         on_started: Callable[[], None] | None = None,
+        on_moved: Callable[[str], None] | None = None,
         at_deadline: AtDeadline = AtDeadline.STATUS,
         bell: Bell | None = None,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
-        begun; called at once. bell: shared by the streams of one request; None: a bell of its own."""
+        begun; called at once. on_moved: another worker, by its id, goes on with the output. bell: shared by the streams
+        of one request; None: a bell of its own."""
         self.assembler = assembler
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
@@ -100,6 +103,7 @@ class OutputStream:
         self._max_pending = max_pending_tokens
         self._on_match = on_match
         self._on_started = on_started
+        self._on_moved_to = on_moved
         self._loop = asyncio.get_running_loop()
         self.bell = bell or Bell()
 
@@ -159,6 +163,8 @@ class OutputStream:
         """Another worker goes on with it, or the next life of its own."""
         self.worker_id = worker_id
         self.num_moves += 1
+        if self._on_moved_to is not None:
+            self._on_moved_to(worker_id)
 
     # ------------------------------------------------------------ the gateway's side
 

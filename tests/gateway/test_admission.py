@@ -89,3 +89,14 @@ def test_counts_are_what_a_recount_says(actions: list[tuple[str, str]]) -> None:
         assert [admission.on_worker(worker) for worker in ("w0", "w1")] == [workers.count("w0"), workers.count("w1")]
         assert max(workers.count("w0"), workers.count("w1")) <= 2
         assert len(shadow) <= 4
+
+
+def test_a_request_that_moved_counts_at_its_new_worker_only_and_leaves_it() -> None:
+    admission = Admission(max_requests=10)
+    admission.enter("a")
+    admission.place("a", "w0", max_on_worker=1)
+    admission.move("a", "w1")
+    assert (admission.on_worker("w0"), admission.on_worker("w1")) == (0, 1)
+    admission.leave("a")
+    admission.move("a", "w0")
+    assert (admission.on_worker("w0"), admission.on_worker("w1"), admission.counts().num_placed) == (0, 0, 0)
