@@ -51,7 +51,7 @@ async def test_a_stream_is_chunks_of_new_tokens_and_one_complete(serve: Any, vll
     assert all(answer.chunk.completion_tokens == len(answer.chunk.token_ids) for answer in chunks)
     assert [answer.chunk.prompt_tokens for answer in chunks] == [3] * len(chunks)
     assert end.complete == vllm.GenerateComplete(
-        finish_reason="length", prompt_tokens=3, completion_tokens=3, cached_tokens=3
+        finish_reason="length", prompt_tokens=3, completion_tokens=3, cached_tokens=1
     )
 
 
@@ -61,7 +61,7 @@ async def test_without_stream_there_is_one_complete_with_all_ids(serve: Any, vll
         meters = served.gateway.meters.of_model("tiny")
         assert (meters.finished, meters.generation_tokens, meters.started) == ({"stop": 1}, 3, 1)
     expected = vllm.GenerateComplete(
-        output_ids=[11, 12, 0], finish_reason="stop", prompt_tokens=3, completion_tokens=3, cached_tokens=3
+        output_ids=[11, 12, 0], finish_reason="stop", prompt_tokens=3, completion_tokens=3, cached_tokens=1
     )
     assert answers == [vllm.GenerateResponse(complete=expected)]
 
