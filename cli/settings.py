@@ -24,7 +24,7 @@ class ProcessSettings(Settings):
         None, "Folder of the sockets between processes (0700); unset: serve makes a new one", panel="Process"
     )
     registration_token: str = setting(
-        "", "Word that workers must give to gateways; set it through the environment", panel="Workers",
+        "", "Word that workers must give to gateways; set it through the environment; serve draws one", panel="Workers",
         secrecy="secret",
     )  # fmt: skip
     drain_grace_s: float = setting(30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0)
