@@ -76,7 +76,9 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     )
     assert config.limits.grammar == GrammarLimits(max_source_bytes=21, max_depth=22)
     assert unchanged(config.limits) == {"max_metadata_bytes", "max_tokenizing"}
-    assert unchanged(config.connection) == {"min_ping_interval_s", "max_ping_strikes", "handshake_timeout_s"}
+    assert unchanged(config.connection) == {
+        "min_ping_interval_s", "max_ping_strikes", "handshake_timeout_s", "message_timeout_s", "settings_timeout_s",
+    }  # fmt: skip
 
 
 def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
