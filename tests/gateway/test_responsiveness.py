@@ -20,7 +20,7 @@ LIMIT_S = 0.5  # generous: the machine of the tests is shared; a blocked loop sh
 
 @pytest.fixture(autouse=True)
 def frozen() -> Iterator[None]:
-    """What earlier tests have left is none of the gateway's: a collection need not walk it. A gateway starts so, too."""
+    """What earlier tests have left is none of the gateway's: no collection need walk it. A gateway starts so, too."""
     gc.collect()
     gc.freeze()
     yield
