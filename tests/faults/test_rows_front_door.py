@@ -229,7 +229,7 @@ async def test_row_36_metadata_above_the_limit_is_refused_also_of_clients_that_a
         siege = await besiege(faults, rude)
         record("36", **siege.figures(), rude_streams_ended=siege.result[0], rude_connection_closed=siege.result[1])
         assert siege.result == (64, True), "a client that acknowledges nothing may stay"
-        assert siege.peak_mib - siege.before_mib < 96
+        assert siege.peak_mib - siege.before_mib < 192  # 64 blocks of a megabyte, as bytes and as pairs
 
 
 async def test_row_36_hostile_header_blocks_cost_only_their_connection(bench: Any) -> None:

@@ -113,6 +113,8 @@ async def test_row_59_a_hundred_scrapers_and_five_hundred_names_add_no_series(be
 
     async with bench(ONE) as faults:
         await strangers(5, 0)
+        await faults.canary()
+        await asyncio.sleep(2.0)  # series of workers and of the first ends appear with their first news
         _, before = await asyncio.to_thread(scrape)
         await strangers(500, 5)
         _, after = await asyncio.to_thread(scrape)
