@@ -123,7 +123,7 @@ def usage_of(live: LiveRequest, index: int = 0) -> common_pb2.Usage:
     return common_pb2.Usage(
         prompt_tokens=live.num_prompt_tokens,
         completion_tokens=stream.assembler.num_tokens,
-        cached_tokens=min(figures.cached_tokens, live.num_prompt_tokens),  # one that moved may hit its own output
+        cached_tokens=figures.cached_tokens,
     )
 
 

@@ -190,7 +190,7 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
         detail=ending.detail,
         prompt_tokens=request.num_prompt_tokens,
         completion_tokens=0 if request.asked.pooling else len(request.token_ids_T) - request.num_prompt_tokens,
-        cached_tokens=request.num_cached_tokens,
+        cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),  # resumed output hits too
         computed_tokens=request.num_computed_tokens,
         preemptions=request.num_preemptions,
         queue_s=(now_s if scheduled_s is None else scheduled_s) - request.arrival_s,

@@ -63,7 +63,8 @@ async def test_a_partial_answer_comes_before_the_wires_deadline(
         assert finished.reason == pb.FINISH_REASON_DEADLINE
         assert finished.receipt.computed_tokens == (5 if ends else 0)
     assert len(pool.cancelled) == (0 if ends else 2)
-    assert all(run.request.timeout_s is not None and run.request.timeout_s < 0.96 for run in pool.runs)
+    latest_s = 1.01 - PARTIAL_MARGIN_S  # gRPC rounds deadlines up on the wire
+    assert all(run.request.timeout_s is not None and run.request.timeout_s <= latest_s for run in pool.runs)
     assert served.gateway.desk.meters.of_model("tiny").finished == {"deadline": 2}
 
 

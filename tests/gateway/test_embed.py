@@ -45,14 +45,14 @@ async def test_vectors_come_in_the_order_of_the_inputs(serve: Any, tiny_text: Mo
     assert lengths[1] == 7
     assert [each.usage.prompt_tokens for each in response.embeddings] == lengths
     first = response.embeddings[0]
-    assert (first.usage.cached_tokens, first.usage.completion_tokens) == (1, 0)
+    assert (first.usage.cached_tokens, first.usage.completion_tokens) == (3, 0)
     assert (first.receipt.worker_id, first.receipt.queue_s, first.receipt.computed_tokens) == ("w0", 0.25, 5)
     assert 0 < first.receipt.gateway_s < first.receipt.total_s
     for run in pool.runs:
         asked_for = run.request
         assert (asked_for.pooling, asked_for.priority) == (Pooling.MEAN, 3)
         assert asked_for.timeout_s is not None
-        assert 29 < asked_for.timeout_s <= 30
+        assert 29 < asked_for.timeout_s <= 31  # gRPC rounds deadlines up on the wire
     assert pool.cancelled == []
 
 

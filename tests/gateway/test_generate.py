@@ -50,7 +50,7 @@ async def test_a_stream_is_started_then_deltas_then_finished_once(serve: Any, ti
     assert finished.reason == pb.FINISH_REASON_STOP
     assert finished.stop == pb.StopMatch(token_id=0)
     assert finished.usage == common_pb2.Usage(
-        prompt_tokens=len(prompt), completion_tokens=len(answer) + 1, cached_tokens=1
+        prompt_tokens=len(prompt), completion_tokens=len(answer) + 1, cached_tokens=3
     )
     receipt = finished.receipt
     assert (receipt.worker_id, receipt.model_fingerprint, receipt.seed) == ("w0", "fingerprint-of-tiny", 7)
@@ -487,7 +487,7 @@ async def test_a_deadline_ends_the_stream_and_frees_the_worker(serve: Any) -> No
         assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await served.until(lambda: pool.cancelled == [1], limit_s=1.0)
         assert pool.runs[0].request.timeout_s is not None
-        assert pool.runs[0].request.timeout_s < 0.2
+        assert pool.runs[0].request.timeout_s < 0.21  # gRPC rounds deadlines up on the wire
 
 
 async def test_a_worker_that_sees_the_deadline_first_says_so(serve: Any) -> None:

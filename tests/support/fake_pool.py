@@ -84,7 +84,7 @@ class FakeRun:
         fields = {
             "prompt_tokens": len(self.request.prompt_ids),
             "completion_tokens": self.num_tokens,
-            "cached_tokens": 1,
+            "cached_tokens": 3,
             "computed_tokens": 5,
             "preemptions": 1,
             "queue_s": 0.25,

@@ -69,6 +69,21 @@ def test_a_resumed_output_survives_preemption_too() -> None:
     assert {name: world.streams[name].tokens for name in expected} == expected
 
 
+def test_tokens_that_the_cache_has_of_the_output_are_not_told_as_cached_ones_of_the_prompt() -> None:
+    world = World(WorldConfig(block_size=2, model=OracleModel(vocab_size=50)))
+    sampling = Sampling(temperature=0.0, seed=5, max_tokens=8)
+    prompt = [11, 20, 30]
+    resume(world, run_of(1, prompt, [], sampling))
+    world.run()
+    whole = oracle_tokens(prompt, sampling, model=world.config.model, max_total_tokens=17)
+    again = resume(world, run_of(2, prompt, whole[:5], sampling))
+    world.run()
+    finished = world.streams[again].finished
+    assert finished is not None
+    assert world.scheduler.counters.num_cached_tokens == 6
+    assert finished.cached_tokens == len(prompt)
+
+
 @pytest.mark.parametrize("num_resumed", [-1, 4])
 def test_a_run_that_resumes_what_it_does_not_carry_is_refused(num_resumed: int) -> None:
     run = Run(
