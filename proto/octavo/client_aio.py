@@ -8,53 +8,19 @@ import grpc
 
 from octavo.client_embeddings import EmbedFields, EmbedInput, embed_request
 from octavo.client_errors import error_from
-from octavo.client_events import AsyncStreamCall, OutputSoFar, StreamEvents
+from octavo.client_events import AsyncStreamCall, TextSoFar
 from octavo.client_options import call_metadata, open_aio_channel
 from octavo.client_requests import GenerateFields, generate_request
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
-class AsyncTextStream:
+class AsyncTextStream(TextSoFar[AsyncStreamCall]):
     """What a request gives as it comes: iterate over it for text, or over `deltas()` for everything.
 
     `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Where the request
     has several outputs, iterate over `pieces()`; `outputs` has all that came of each. Leaving the `with` block, or
     `cancel()`, ends the request on the server.
     """
-
-    def __init__(self, call: AsyncStreamCall, *, num_outputs: int = 1) -> None:
-        self._call = call
-        self._events = StreamEvents(num_outputs=num_outputs)
-
-    @property
-    def started(self) -> inference_pb2.Started | None:
-        """The first event."""
-        return self._events.started
-
-    @property
-    def finished(self) -> inference_pb2.Finished | None:
-        """The last event, of output 0."""
-        return self._events.first.finished
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All ids of output 0 so far, where the request asked for ids."""
-        return self._events.first.token_ids
-
-    @property
-    def tool_calls(self) -> list[inference_pb2.ToolCall]:
-        """All calls of output 0 so far, where the request had tools; complete once `finished` is set."""
-        return self._events.first.tool_calls
-
-    @property
-    def outputs(self) -> list[OutputSoFar]:
-        """What has come of each output."""
-        return self._events.outputs
-
-    @property
-    def prompt_logprobs(self) -> list[inference_pb2.TokenLogprobs]:
-        """Of the prompt's tokens from the second one on, where the request asked for them."""
-        return self._events.prompt_logprobs
 
     async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
@@ -76,10 +42,6 @@ class AsyncTextStream:
     def __aiter__(self) -> AsyncIterator[str]:
         self._events.check_single()
         return (delta.text async for delta in self.deltas() if delta.text)
-
-    def cancel(self) -> None:
-        """End the request; its blocks are free at the next step. Does nothing after the end."""
-        self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
-"""What both clients keep of one stream: the events seen so far. Pure."""
+"""What both clients keep of one stream: the events seen so far. Nothing here reads from a call or waits."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
@@ -23,6 +23,9 @@ class AsyncStreamCall(Protocol):
 
     def __aiter__(self) -> AsyncIterator[inference_pb2.GenerateResponse]: ...
     def cancel(self) -> bool: ...
+
+
+CallT = TypeVar("CallT", StreamCall, AsyncStreamCall)
 
 
 @dataclass(slots=True)
@@ -93,3 +96,45 @@ class StreamEvents:
         """The stream ended with OK. Raises ServerFault where an output has no last event."""
         if any(output.finished is None for output in self.outputs):
             raise ServerFault("the stream ended without its last event", code=grpc.StatusCode.INTERNAL)
+
+
+class TextSoFar(Generic[CallT]):
+    """What both kinds of streams tell of what has come; how they are read is theirs."""
+
+    def __init__(self, call: CallT, *, num_outputs: int = 1) -> None:
+        self._call: CallT = call
+        self._events = StreamEvents(num_outputs=num_outputs)
+
+    @property
+    def started(self) -> inference_pb2.Started | None:
+        """The first event."""
+        return self._events.started
+
+    @property
+    def finished(self) -> inference_pb2.Finished | None:
+        """The last event, of output 0."""
+        return self._events.first.finished
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids of output 0 so far, where the request asked for ids."""
+        return self._events.first.token_ids
+
+    @property
+    def tool_calls(self) -> list[inference_pb2.ToolCall]:
+        """All calls of output 0 so far, where the request had tools; complete once `finished` is set."""
+        return self._events.first.tool_calls
+
+    @property
+    def outputs(self) -> list[OutputSoFar]:
+        """What has come of each output."""
+        return self._events.outputs
+
+    @property
+    def prompt_logprobs(self) -> list[inference_pb2.TokenLogprobs]:
+        """Of the prompt's tokens from the second one on, where the request asked for them."""
+        return self._events.prompt_logprobs
+
+    def cancel(self) -> None:
+        """End the request; its blocks are free at the next step. Does nothing after the end."""
+        self._call.cancel()
