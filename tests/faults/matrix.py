@@ -404,14 +404,15 @@ ROWS: dict[int, Row] = {
         figures=("58 names", "58 callers"),
     ),
     59: row(
-        "a full disk, a broken pipe, a scrape flood",
+        "a full disk, a broken pipe, a scrape flood, a clock that jumps",
         "tests/cli/test_serve.py::test_a_log_that_nobody_reads_stops_nothing",
         "tests/cli/test_lines.py::test_a_log_that_cannot_be_written_stops_nothing",
         "tests/gateway/access/test_real_calls.py::test_metrics_have_closed_labels_whoever_calls",
         HOST + "59_a_hundred_scrapers_and_five_hundred_names_add_no_series",
         HOST + "59_a_log_that_cannot_be_written_stops_nobody",
-        figures=("59 metrics", "59 log full", "59 log broken"),
-        missing="the clock that jumps, on a running service",
+        "tests/faults/test_rows_clock.py::test_row_59_a_clock_that_jumps_ends_nothing_but_keys",
+        "tests/test_clocks.py::test_only_dates_ask_for_the_date",
+        figures=("59 metrics", "59 log full", "59 log broken", "59 clock"),
     ),
     60: row(
         "a soak under a random mix",

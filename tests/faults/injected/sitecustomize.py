@@ -1,6 +1,6 @@
 """Faults inside the processes of a real service: Python imports this first where its folder is on PYTHONPATH.
 
-``FAULTS_INJECTED`` holds JSON. Only worker processes are touched, and only their runner:
+``FAULTS_INJECTED`` holds JSON. In worker processes, their runner alone:
 
     crash_token_id     a prompt with it ends the process, status 139, as a crash in native code would
     nan_token_id       a prompt with it turns not-a-number at output index nan_output_index
@@ -9,14 +9,23 @@
     raise_token_id     a prompt with it makes its step raise
     oom_token_id       a prompt with it makes its step run out of memory
     load_sleep_s       loading takes so long; load_raises: and fails then
+
+In all processes:
+
+    clock_file         a file with the seconds by which the wall clock is ahead (`clock`)
+    leak_in            the processes with this word (gateway, worker) keep leak_mib_per_h
 """
 
 import json
 import os
 import re
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
+
+import clock
 
 
 def _faults() -> dict[str, Any]:
@@ -51,5 +60,20 @@ def _inject(wanted: dict[str, Any]) -> None:
     loaded.OracleRunner = FaultyRunner
 
 
+def _leak(mib_per_h: float) -> None:
+    kept = list[bytes]()
+
+    def grow() -> None:
+        while True:
+            time.sleep(0.1)
+            kept.append(os.urandom(round(mib_per_h * 1048576 / 36000)))
+
+    threading.Thread(target=grow, daemon=True, name="leak").start()
+
+
+if "clock_file" in _faults():
+    clock.follow(Path(_faults()["clock_file"]))
 if "worker" in sys.orig_argv and _faults():
     _inject(_faults())
+if _faults().get("leak_in") in sys.orig_argv[:4]:
+    _leak(_faults()["leak_mib_per_h"])
