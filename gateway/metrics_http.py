@@ -1,29 +1,33 @@
-"""The HTTP endpoint that Prometheus scrapes: threads of its own, so that a scrape never waits for the event loop."""
+"""The HTTP endpoint that Prometheus scrapes: a thread of its own, so that a scrape never waits for the event loop."""
 
-from prometheus_client import start_http_server
+from collections.abc import Callable
+
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import CollectorRegistry
 
 from gateway.rpc.addresses import BindError, split_host_port
+from wire.scrape_server import PageFormat, ScrapeServer
 
 
 class MetricsEndpoint:
-    """Owns the listening socket and its threads."""
+    """Owns the listening socket and its thread."""
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Binds at once. address: host:port. Raises AddressError, BindError."""
         host, port = split_host_port(address)
+        makers: dict[PageFormat, Callable[[CollectorRegistry], bytes]]
+        makers = {PageFormat.TEXT: generate_latest, PageFormat.OPENMETRICS: generate_openmetrics}
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = ScrapeServer(host, port, lambda page_format: makers[page_format](registry))
         except OSError as error:
             raise BindError("--metrics-port", address) from error
 
     @property
     def port(self) -> int:
         """The one that is bound."""
-        return int(self._server.server_port)
+        return self._server.port
 
     def close(self) -> None:
         """Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=2.0)
+        self._server.close()

@@ -6,12 +6,15 @@ a finished request three, whatever the batch. Labels come from closed sets.
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from wire.messages import Finished, ModelCard, WireFinishReason
+from wire.scrape_server import PageFormat, ScrapeServer
 from worker.link import LinkStats
 from worker.ports import StepReport
 from worker.stats import EngineStats
@@ -132,21 +135,21 @@ class InfoCollector(Collector):
 
 
 class MetricsServer:
-    """HTTP in daemon threads."""
+    """HTTP in a thread of its own."""
 
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
         """Raises OSError naming the address, where it is taken."""
+        makers: dict[PageFormat, Callable[[CollectorRegistry], bytes]]
+        makers = {PageFormat.TEXT: generate_latest, PageFormat.OPENMETRICS: generate_openmetrics}
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = ScrapeServer(host, port, lambda page_format: makers[page_format](registry))
         except OSError as error:
             raise OSError(error.errno, f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
-        self.port = int(self._server.server_port)
+        self.port = self._server.port
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -178,6 +181,7 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("octavo_prefix_cache_queries", "Prompt tokens looked up in the cache", stats.num_queried_tokens)
     yield _counter("octavo_prefix_cache_hits", "Prompt tokens found in the cache", stats.num_hit_tokens)
     preemptions = CounterMetricFamily("octavo_num_preemptions", "Requests that lost their blocks", labels=["kind"])
+    yield _counter("octavo_request_pauses", "Times that a request was paused for its reader", stats.num_pauses)
     preemptions.add_metric(["recompute"], stats.num_preemptions)
     preemptions.add_metric(["swap"], 0)
     yield preemptions
