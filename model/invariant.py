@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from model.config import Qwen2Config
 from model.cpu import invariant
-from model.cpu.native import library_fingerprint, native_library
+from model.cpu.native import kernels_fingerprint, native_library
 from model.cpu.ops import silu_mul
 from model.cpu.panels import can_panel, pack_bf16
 from model.layers import Mlp
@@ -109,7 +109,7 @@ def arithmetic(device: torch.device) -> str:
     """Names everything that decides how a deterministic model rounds on this device: two workers of the same weights
     and the same arithmetic give the same tokens."""
     if device.type != "cuda":
-        return f"cpu {library_fingerprint()}"
+        return f"cpu {kernels_fingerprint()}"
     import triton
 
     capability = torch.cuda.get_device_capability(device)

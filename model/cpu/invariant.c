@@ -110,13 +110,7 @@ void octavo_silu_mul_f32(const float *gate_up, float *out, int64_t T, int64_t I,
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
     for (int64_t t = 0; t < T; t++) {
         const float *gate = gate_up + t * 2 * I, *up = gate + I;
-        for (int64_t i = 0; i < I; i += LANES) {
-            vec g = at(gate + i);
-            vec small = exp_of((vec)((uvec)g | 0x80000000u)); /* e to the -|g| never overflows */
-            ivec is_negative = g < 0.0f;
-            vec top = (vec)(((ivec)small & is_negative) | ((ivec)splat(1.0f) & ~is_negative));
-            put(out + t * I + i, g * (top / (1.0f + small)) * at(up + i));
-        }
+        for (int64_t i = 0; i < I; i += LANES) put(out + t * I + i, silu(at(gate + i)) * at(up + i));
     }
 }
 

@@ -7,18 +7,17 @@ Legend: T tokens · S sequences · N outputs, or query heads · K inputs, or kv 
 I intermediate · P blocks · B block size · M table width. Must not know: layers, requests.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from model.cpu.native import native_library
+from model.cpu.checks import LANES, require, require_attention
+from model.cpu.native import loaded_library
 
 PANEL = 32
 """Outputs of a panel, as in invariant.c."""
 
-LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -33,7 +32,7 @@ class InvariantWeight:
     @classmethod
     def pack(cls, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> "InvariantWeight":
         """The same values in another order. Raises ValueError."""
-        _require(weight_NK.is_cpu and weight_NK.dtype in DTYPES, "weight_NK")
+        require(weight_NK.is_cpu and weight_NK.dtype in DTYPES, "weight_NK")
         num_outputs, behind = len(weight_NK), -len(weight_NK) % PANEL
         whole_NK = F.pad(weight_NK, (0, 0, 0, behind))
         panels = whole_NK.view(-1, PANEL, weight_NK.shape[1]).transpose(1, 2).contiguous()
@@ -48,10 +47,10 @@ class InvariantWeight:
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] of the weights' dtype. Returns [..., N]. Raises ValueError."""
         num_inputs = self.panels.shape[1]
-        _require(x.is_cpu and x.dtype == self.panels.dtype and x.shape[-1] == num_inputs, "x")
+        require(x.is_cpu and x.dtype == self.panels.dtype and x.shape[-1] == num_inputs, "x")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.num_outputs)
-        _library().octavo_invariant_product(
+        loaded_library().octavo_invariant_product(
             x.data_ptr(),
             self.panels.data_ptr(),
             int(x.dtype == torch.bfloat16),
@@ -69,10 +68,10 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torc
     """See model.norm.RmsNorm; fp32, D a multiple of LANES."""
     x_TD = x_TD.contiguous()
     num_rows, dim = x_TD.shape
-    _require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
-    _require(x_TD.dtype == weight_D.dtype == torch.float32, "dtype")
+    require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
+    require(x_TD.dtype == weight_D.dtype == torch.float32, "dtype")
     out_TD = torch.empty_like(x_TD)
-    _library().octavo_rms_norm_f32(
+    loaded_library().octavo_rms_norm_f32(
         x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, torch.get_num_threads()
     )
     return out_TD
@@ -82,9 +81,11 @@ def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
     """silu of the first half of each row times its second half: fp32 [T, 2 I] to [T, I], I a multiple of LANES."""
     gate_up_TE = gate_up_TE.contiguous()
     num_rows, dim = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
-    _require(gate_up_TE.dtype == torch.float32 and dim % LANES == 0, "gate_up_TE")
+    require(gate_up_TE.dtype == torch.float32 and dim % LANES == 0, "gate_up_TE")
     out_TI = gate_up_TE.new_empty(num_rows, dim)
-    _library().octavo_silu_mul_f32(gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, torch.get_num_threads())
+    loaded_library().octavo_silu_mul_f32(
+        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, torch.get_num_threads()
+    )
     return out_TI
 
 
@@ -101,14 +102,9 @@ def attention(
     q_SNH, table_SM, context_S = q_SNH.contiguous(), table_SM.contiguous(), context_S.contiguous()
     num_rows, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = k_pool_PKBH.shape[1], k_pool_PKBH.shape[2]
-    _require(k_pool_PKBH.shape[3] == head_dim and head_dim % LANES == 0, "head_dim")
-    _require(num_heads % num_kv_heads == 0 and v_pool_PKBH.shape == k_pool_PKBH.shape, "v_pool_PKBH")
-    _require(table_SM.dtype == context_S.dtype == torch.int32, "table_SM")
-    _require(table_SM.shape[0] == num_rows and context_S.shape == (num_rows,), "context_S")
-    _require(q_SNH.dtype == k_pool_PKBH.dtype == v_pool_PKBH.dtype == torch.float32, "dtype")
-    _require(k_pool_PKBH.is_contiguous() and v_pool_PKBH.is_contiguous(), "strides")
+    require_attention(q_SNH, k_pool_PKBH, v_pool_PKBH, table_SM, context_S, dtype=torch.float32, multiple=LANES)
     out_SNH = torch.empty_like(q_SNH)
-    failed = _library().octavo_attention_f32(
+    failed = loaded_library().octavo_attention_f32(
         q_SNH.data_ptr(),
         k_pool_PKBH.data_ptr(),
         v_pool_PKBH.data_ptr(),
@@ -127,15 +123,3 @@ def attention(
     if failed:
         raise MemoryError("no memory for the weights of an attention")
     return out_SNH
-
-
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    if library is None:
-        raise RuntimeError("the native kernels are not there: ask `native_library` first")
-    return library
-
-
-def _require(condition: bool, argument: str) -> None:
-    if not condition:
-        raise ValueError(f"{argument}: shape, dtype or layout that the kernel does not take")

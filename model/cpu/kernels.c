@@ -164,13 +164,8 @@ void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int n
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
     for (int64_t t = 0; t < T; t++) {
         const bf16 *gate = gate_up + t * 2 * I, *up = gate + I;
-        for (int64_t i = 0; i < I; i += LANES) {
-            vec g = widen(gate + i);
-            vec small = exp_of((vec)((uvec)g | 0x80000000u)); /* e to the -|g| never overflows */
-            ivec is_negative = g < 0.0f;
-            vec top = (vec)(((ivec)small & is_negative) | ((ivec)splat(1.0f) & ~is_negative));
-            narrow(out + t * I + i, round_bf16(g * (top / (1.0f + small))) * widen(up + i));
-        }
+        for (int64_t i = 0; i < I; i += LANES)
+            narrow(out + t * I + i, round_bf16(silu(widen(gate + i))) * widen(up + i));
     }
 }
 

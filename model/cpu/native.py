@@ -65,7 +65,15 @@ def native_library() -> ctypes.CDLL | None:
         return None
 
 
-def library_fingerprint() -> str:
+def loaded_library() -> ctypes.CDLL:
+    """The kernels, for callers who know that `native_library` has them. Raises RuntimeError where it has not."""
+    library = native_library()
+    if library is None:
+        raise RuntimeError("the native kernels are not there: ask `native_library` first")
+    return library
+
+
+def kernels_fingerprint() -> str:
     """Names the compiled code: sources, flags, compiler, processor. Empty where there is no library."""
     library = native_library()
     return "" if library is None else Path(library._name).stem

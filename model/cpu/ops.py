@@ -7,14 +7,10 @@ Legend: T tokens in this step · S sequences · N query heads · K kv heads · H
 P blocks · B block size · M table width. Must not know: layers, requests.
 """
 
-import ctypes
-
 import torch
 
-from model.cpu.native import native_library
-
-LANES = 16
-"""Rows that the kernels work on are multiples of it."""
+from model.cpu.checks import LANES, require, require_attention
+from model.cpu.native import loaded_library, native_library
 
 _ENOUGH_BYTES = 128 * 1024
 """Below it a second thread costs more than it saves: to wake it takes some ten microseconds."""
@@ -29,10 +25,10 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torc
     """See model.norm.RmsNorm; bf16, D a multiple of LANES."""
     x_TD = x_TD.contiguous()
     num_rows, dim = x_TD.shape
-    _require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
-    _require(x_TD.dtype == weight_D.dtype == torch.bfloat16, "dtype")
+    require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
+    require(x_TD.dtype == weight_D.dtype == torch.bfloat16, "dtype")
     out_TD = torch.empty_like(x_TD)
-    _library().octavo_rms_norm(
+    loaded_library().octavo_rms_norm(
         x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, _threads(2 * num_rows * dim)
     )
     return out_TD
@@ -42,9 +38,11 @@ def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
     """silu of the first half of each row times its second half: [T, 2 I] to [T, I]; bf16, I a multiple of LANES."""
     gate_up_TE = gate_up_TE.contiguous()
     num_rows, dim = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
-    _require(gate_up_TE.dtype == torch.bfloat16 and dim % LANES == 0, "gate_up_TE")
+    require(gate_up_TE.dtype == torch.bfloat16 and dim % LANES == 0, "gate_up_TE")
     out_TI = gate_up_TE.new_empty(num_rows, dim)
-    _library().octavo_silu_mul(gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, _threads(4 * num_rows * dim))
+    loaded_library().octavo_silu_mul(
+        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, _threads(4 * num_rows * dim)
+    )
     return out_TI
 
 
@@ -62,15 +60,15 @@ def rope_write(
     num_rows, width = qkv_TC.shape
     num_kv_heads, block_size, head_dim = k_pool_PKBH.shape[1:]
     num_heads = width // head_dim - 2 * num_kv_heads
-    _require(cos_TH.shape == sin_TH.shape == (num_rows, head_dim), "cos_TH")
-    _require(slot_mapping_T.shape == (num_rows,) and slot_mapping_T.dtype == torch.int64, "slot_mapping_T")
-    _require(v_pool_PKBH.shape == k_pool_PKBH.shape and num_heads > 0, "v_pool_PKBH")
+    require(cos_TH.shape == sin_TH.shape == (num_rows, head_dim), "cos_TH")
+    require(slot_mapping_T.shape == (num_rows,) and slot_mapping_T.dtype == torch.int64, "slot_mapping_T")
+    require(v_pool_PKBH.shape == k_pool_PKBH.shape and num_heads > 0, "v_pool_PKBH")
     for tensor in (cos_TH, sin_TH, slot_mapping_T, k_pool_PKBH, v_pool_PKBH):
-        _require(tensor.is_contiguous(), "strides")
+        require(tensor.is_contiguous(), "strides")
     for tensor in (qkv_TC, cos_TH, sin_TH, k_pool_PKBH, v_pool_PKBH):
-        _require(tensor.dtype == torch.bfloat16, "dtype")
+        require(tensor.dtype == torch.bfloat16, "dtype")
     q_TNH = qkv_TC.new_empty(num_rows, num_heads, head_dim)
-    _library().octavo_rope_write(
+    loaded_library().octavo_rope_write(
         qkv_TC.data_ptr(),
         cos_TH.data_ptr(),
         sin_TH.data_ptr(),
@@ -105,14 +103,9 @@ def decode_attention(
     q_SNH, table_SM = q_SNH.contiguous(), table_SM.contiguous()
     num_rows, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = k_pool_PKBH.shape[1], k_pool_PKBH.shape[2]
-    _require(k_pool_PKBH.shape[3] == head_dim and head_dim % (2 * LANES) == 0, "head_dim")
-    _require(num_heads % num_kv_heads == 0 and v_pool_PKBH.shape == k_pool_PKBH.shape, "v_pool_PKBH")
-    _require(table_SM.dtype == context_S.dtype == torch.int32, "table_SM")
-    _require(table_SM.shape[0] == num_rows and context_S.shape == (num_rows,), "context_S")
-    _require(q_SNH.dtype == k_pool_PKBH.dtype == v_pool_PKBH.dtype == torch.bfloat16, "dtype")
-    _require(k_pool_PKBH.is_contiguous() and v_pool_PKBH.is_contiguous() and context_S.is_contiguous(), "strides")
+    require_attention(q_SNH, k_pool_PKBH, v_pool_PKBH, table_SM, context_S, dtype=torch.bfloat16, multiple=2 * LANES)
     out_SNH = torch.empty_like(q_SNH)
-    failed = _library().octavo_decode_attention(
+    failed = loaded_library().octavo_decode_attention(
         q_SNH.data_ptr(),
         num_heads * head_dim,
         k_pool_PKBH.data_ptr(),
@@ -136,15 +129,3 @@ def decode_attention(
 
 def _threads(num_bytes: int) -> int:
     return torch.get_num_threads() if num_bytes >= _ENOUGH_BYTES else 1
-
-
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    if library is None:
-        raise RuntimeError("the native kernels are not there: ask `takes` first")
-    return library
-
-
-def _require(condition: bool, argument: str) -> None:
-    if not condition:
-        raise ValueError(f"{argument}: shape, dtype or layout that the kernel does not take")

@@ -6,14 +6,12 @@ same bits whatever the other rows are.
 Legend: N outputs · K inputs · P panels. Must not know: what the matrices mean.
 """
 
-import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from model.cpu.native import native_library
+from model.cpu.native import loaded_library, native_library
 
 PANEL = 32
 """Outputs of a panel, as in matmul.c."""
@@ -40,7 +38,7 @@ class PanelWeight:
             raise ValueError(f"x: bf16 rows of {num_inputs} on the CPU are wanted, not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.num_outputs)
-        failed = _matmul(native_library())(
+        failed = loaded_library().octavo_matmul(
             x.data_ptr(),
             self.panels.data_ptr(),
             int(self.panels.dtype == torch.int8),
@@ -93,9 +91,3 @@ def _pack(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.Tensor |
     pairs = whole_NK.view(-1, PANEL, num_inputs // 2, 2).permute(0, 2, 1, 3)
     bias = torch.zeros(num_outputs) if bias_N is None else bias_N.float()
     return PanelWeight(pairs.contiguous(), F.pad(scale_N, (0, behind)), F.pad(bias, (0, behind)), num_outputs)
-
-
-def _matmul(library: ctypes.CDLL | None) -> Callable[..., int]:
-    if library is None:
-        raise RuntimeError("the native kernels are not there: ask can_panel first")
-    return library.octavo_matmul

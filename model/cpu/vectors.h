@@ -1,4 +1,4 @@
-/* Vectors of sixteen floats for the kernels in C: bf16 in and out, sums, exponentials.
+/* Vectors of sixteen floats for the kernels in C: bf16 in and out, sums, exponentials, SiLU.
  *
  * GCC's vector extensions: the compiler takes what the machine has. Must not know: what the numbers mean.
  */
@@ -79,6 +79,14 @@ static inline vec exp_of(vec x) {
     y = y * rest * rest + rest + 1.0f;
     vec scale = (vec)((whole + 127) << 23);
     return (vec)((ivec)(y * scale) & ~is_tiny);
+}
+
+/* x / (1 + e to the -x), by e to the -|x|, which never overflows. */
+static inline vec silu(vec x) {
+    vec small = exp_of((vec)((uvec)x | 0x80000000u));
+    ivec is_negative = x < 0.0f;
+    vec top = (vec)(((ivec)small & is_negative) | ((ivec)splat(1.0f) & ~is_negative));
+    return x * (top / (1.0f + small));
 }
 
 #endif

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
 from model.attention import get_backend, make_inputs
 from model.cpu import invariant
-from model.cpu.native import library_fingerprint, native_library
+from model.cpu.native import kernels_fingerprint, native_library
 from model.invariant import InvarianceUnavailable, TabulatedRope, arithmetic, make_invariant
 from model.kv_pool import KvPool
 from model.linear import WeightFormat
@@ -149,4 +149,4 @@ def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_arithmetic_names_the_compiled_code() -> None:
-    assert arithmetic(torch.device("cpu")) == f"cpu {library_fingerprint()}"
+    assert arithmetic(torch.device("cpu")) == f"cpu {kernels_fingerprint()}"

@@ -30,7 +30,7 @@ def test_it_says_so_and_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert (plain.device, fixed.device) == ("cpu", "cpu, deterministic")
     assert fixed.fingerprint != plain.fingerprint
     assert load(deterministic=Deterministic.ON).fingerprint == fixed.fingerprint
-    monkeypatch.setattr("model.invariant.library_fingerprint", lambda: "compiled elsewhere")
+    monkeypatch.setattr("model.invariant.kernels_fingerprint", lambda: "compiled elsewhere")
     assert load(deterministic=Deterministic.ON).fingerprint != fixed.fingerprint
 
 
