@@ -108,7 +108,7 @@ class Embedder:
                     pooling=_POOLINGS[request.pooling],
                 )
                 sent.append(await self._send(run, card, scope, sent))
-                scope.worker_id = sent[-1].worker.worker_id
+                scope.worker_id = sent[-1].sink.worker_id
             embedded = [await each.result() for each in sent]
             held.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded
@@ -143,12 +143,12 @@ class Embedder:
         pool, num_tokens = self._desk.pool, len(run.prompt_ids)
         worker = pool.choose(card.name, run.prompt_ids, run.cache_salt)
         check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
-        sink = VectorSink(on_started=lambda: self._desk.quotas.started(scope.key))
+        sink = VectorSink(worker.worker_id, on_started=lambda: self._desk.quotas.started(scope.key))
         handle = pool.open(worker, run, sink)
         meters = self._desk.meters.of_model(card.name)
         meters.started += 1
         meters.prompt_tokens += num_tokens
-        return SentInput(handle=handle, worker=worker, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+        return SentInput(handle=handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
 
 
 def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | None) -> float | None:

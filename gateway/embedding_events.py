@@ -15,7 +15,7 @@ def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_s
         values=(normalized(each.vector_D) if is_scaled else each.vector_D).tolist(),
         usage=common_pb2.Usage(prompt_tokens=each.num_prompt_tokens, cached_tokens=figures.cached_tokens),
         receipt=common_pb2.Receipt(
-            worker_id=each.worker.worker_id,
+            worker_id=each.worker_id,
             model_fingerprint=card.fingerprint,
             gateway_s=each.sent_s - arrived_s,
             queue_s=figures.queue_s,
@@ -24,6 +24,7 @@ def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_s
             computed_tokens=figures.computed_tokens,
             preemptions=figures.preemptions,
             block_seconds=figures.block_seconds,
+            migrations=each.num_moves,
         ),
     )
 

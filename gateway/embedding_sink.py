@@ -12,26 +12,29 @@ import numpy as np
 
 from gateway.errors import RequestError, from_reason
 from gateway.stream import error_of
-from gateway.workers.views import WorkerView
 from wire.messages import Finished, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embedded:
-    """One vector, float32. sent_s, ended_s: monotonic."""
+    """One vector, float32. worker_id: who computed it, after num_moves from worker to worker. sent_s, ended_s:
+    monotonic."""
 
     vector_D: np.ndarray
     num_prompt_tokens: int
-    worker: WorkerView
+    worker_id: str
+    num_moves: int
     figures: Finished
     sent_s: float
     ended_s: float
 
 
 class VectorSink:
-    """An EmbeddingSink. outcome: the vector and the figures."""
+    """An EmbeddingSink. worker_id: who has the input. outcome: the vector, the figures, and when they came."""
 
-    def __init__(self, on_started: Callable[[], None]) -> None:
+    def __init__(self, worker_id: str, *, on_started: Callable[[], None]) -> None:
+        self.worker_id = worker_id
+        self.num_moves = 0
         self.on_started = on_started
         self.outcome: asyncio.Future[tuple[np.ndarray, Finished, float]] = asyncio.get_running_loop().create_future()
         self._vector_D: np.ndarray | None = None
@@ -56,7 +59,9 @@ class VectorSink:
         self._fail(from_reason(reason, detail))
 
     def on_moved(self, worker_id: str) -> None:
-        """Another worker computes it; the caller is not told."""
+        """Another worker computes it, or the next life of its own."""
+        self.worker_id = worker_id
+        self.num_moves += 1
 
     def _fail(self, error: RequestError) -> None:
         if not self.outcome.done():
@@ -68,7 +73,6 @@ class SentInput:
     """An input that a worker has. sent_s: monotonic."""
 
     handle: int
-    worker: WorkerView
     sent_s: float
     num_prompt_tokens: int
     sink: VectorSink
@@ -84,7 +88,8 @@ class SentInput:
         return Embedded(
             vector_D=vector_D,
             num_prompt_tokens=self.num_prompt_tokens,
-            worker=self.worker,
+            worker_id=self.sink.worker_id,
+            num_moves=self.sink.num_moves,
             figures=figures,
             sent_s=self.sent_s,
             ended_s=ended_s,

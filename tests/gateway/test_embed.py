@@ -152,6 +152,17 @@ async def test_a_caller_who_leaves_an_abort_and_a_deadline_free_everything(serve
     assert sorted(pool.cancelled) == [1, 2, 3, 4]
 
 
+async def test_the_receipt_names_the_worker_that_an_input_moved_to(serve: Any) -> None:
+    def move(run: FakeRun) -> None:
+        run.sink.on_moved("w1")
+        run.sink.on_moved("w2")
+        asyncio.get_running_loop().call_soon(run.embed, vector_of(run))
+
+    async with serve(FakePool(on_run=move)) as served:
+        (moved,) = (await served.inference.Embed(pb.EmbedRequest(inputs=inputs(1)))).embeddings
+    assert (moved.receipt.worker_id, moved.receipt.migrations) == ("w2", 2)
+
+
 async def test_a_lost_worker_ends_the_call(serve: Any) -> None:
     async with serve(FakePool(on_run=lambda run: run.lose())) as served:
         refusal = await refused(served.inference.Embed(pb.EmbedRequest(inputs=inputs(1))))
