@@ -5,7 +5,7 @@ values may be is checked afterwards, by the rules of octavo.v1; names that stand
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.v1 import inference_pb2 as pb
@@ -217,8 +217,3 @@ _SETTERS: dict[str, Setter] = {
     "structured_outputs": _structured,
     "guided_decoding": _structured,
 }
-
-
-def known_names() -> Iterable[str]:
-    """Every name that is understood."""
-    return _SETTERS.keys()

@@ -58,11 +58,6 @@ class Migration:
         """No worker has it."""
         return output in self._lost
 
-    @property
-    def num_waiting(self) -> int:
-        """Outputs that are on no worker."""
-        return len(self._lost)
-
     def is_trying(self, record: WorkerRecord) -> bool:
         """Whether the worker has an output that may kill it."""
         quarantine = self._quarantines.get(record.card.fingerprint)

@@ -77,28 +77,27 @@ def stands_for(batch_size: int) -> int | None:
 
 
 class Paths:
-    """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size."""
+    """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
+    paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed."""
 
-    def __init__(self, config: Qwen2Config, file: Path | None, names: dict[int, str]) -> None:
-        self._candidates = candidates(config)
+    def __init__(self, candidates: dict[str, StepPath], file: Path | None, names: dict[int, str]) -> None:
+        self._candidates = candidates
         self._file = file
-        self.names = {size: name for size, name in names.items() if name in self._candidates}
+        self.names = {size: name for size, name in names.items() if name in candidates}
 
     @classmethod
-    def wide_only(cls, config: Qwen2Config) -> "Paths":
+    def wide_only(cls) -> "Paths":
         """For weights that the kernels for few rows cannot read."""
-        paths = cls(config, None, dict.fromkeys(range(1, DEFAULT_NARROW_BATCH + 1), "wide"))
-        paths._candidates = {"wide": Wide()}
-        return paths
+        return cls({"wide": Wide()}, None, dict.fromkeys(range(1, DEFAULT_NARROW_BATCH + 1), "wide"))
 
     @classmethod
     def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
         """The choice kept for this shape and the weight's dtype and device, if there is one."""
         file = cache_file(config, weight) if weight.is_cuda else None
-        paths = cls(config, file, read_names(file) if file else {})
+        usable = candidates(config)
         if not fits_split_tiles(weight):
-            paths._candidates = {name: way for name, way in paths._candidates.items() if not isinstance(way, Split)}
-        return paths
+            usable = {name: path for name, path in usable.items() if not isinstance(path, Split)}
+        return cls(usable, file, read_names(file) if file else {})
 
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""

@@ -58,7 +58,7 @@ class DecodeStep:
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
         self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
         self._split = SplitLayers(weights, self.buffers)
-        self.paths = Paths.wide_only(config) if weights.is_quantized else Paths.find(config, weights.embed_VD)
+        self.paths = Paths.wide_only() if weights.is_quantized else Paths.find(config, weights.embed_VD)
         self._parts = SampleParts(max_batch, vocab_size, device)
 
     def run(self, batch_size: int) -> None:

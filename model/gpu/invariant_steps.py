@@ -33,7 +33,7 @@ class InvariantDecodeStep(DecodeStep):
         if weights.is_quantized:
             raise InvarianceUnavailable("deterministic mode has no products for weights of fewer bits on a GPU")
         super().__init__(weights, state, kv, max_batch=max_batch, vocab_size=vocab_size, rows_B=rows_B)
-        self.paths = Paths.wide_only(weights.config)  # nothing to choose, nothing to measure
+        self.paths = Paths.wide_only()  # nothing to choose, nothing to measure
         device = weights.embed_VD.device
         self.layers = InvariantLayers(
             weights, state, kv, self.buffers, max_tokens=max_batch, max_decodes=max_batch, max_chunks=0

@@ -33,12 +33,12 @@ CONFIG = Qwen2Config.from_dict(
 
 
 def test_without_timings_the_smallest_batches_go_the_narrow_way() -> None:
-    paths = Paths(CONFIG, None, {})
+    paths = Paths(candidates(CONFIG), None, {})
     assert [type(paths.path(size)) for size in (1, 2, 3, 8, 64)] == [Narrow, Narrow, Wide, Wide, Wide]
 
 
 def test_what_was_kept_decides_and_unknown_names_do_not() -> None:
-    paths = Paths(CONFIG, None, {1: "wide", 2: "of another version", 4: "narrow-half"})
+    paths = Paths(candidates(CONFIG), None, {1: "wide", 2: "of another version", 4: "narrow-half"})
     assert paths.names == {1: "wide", 4: "narrow-half"}
     assert [paths.path(size) for size in (1, 4)] == [Wide(), candidates(CONFIG)["narrow-half"]]
 
@@ -69,7 +69,7 @@ def test_without_a_device_nothing_is_timed() -> None:
 
 
 def test_every_way_is_tried_and_then_forgotten() -> None:
-    paths, ways = Paths(CONFIG, None, {2: "wide", 16: "split-16"}), candidates(CONFIG)
+    paths, ways = Paths(candidates(CONFIG), None, {2: "wide", 16: "split-16"}), candidates(CONFIG)
     for size, names in ((1, ("wide", *FACTORS)), (2, ("wide", *FACTORS)), (24, ("wide", "split-32"))):
         assert [(name, paths.path(size)) for name in paths.try_all(size)] == [(name, ways[name]) for name in names]
     assert [paths.path(65) for _ in paths.try_all(65)] == [Wide()]
@@ -77,7 +77,7 @@ def test_every_way_is_tried_and_then_forgotten() -> None:
 
 
 def test_a_timed_size_stands_for_those_below_it() -> None:
-    paths = Paths(CONFIG, None, {16: "split-16", 32: "wide", 5: "wide"})
+    paths = Paths(candidates(CONFIG), None, {16: "split-16", 32: "wide", 5: "wide"})
     ways = candidates(CONFIG)
     assert [paths.path(size) for size in (3, 5, 8, 16, 17, 32)] == [
         ways["split-16"],
@@ -89,7 +89,7 @@ def test_a_timed_size_stands_for_those_below_it() -> None:
 
 
 def test_the_wide_way_alone_is_tried_where_there_is_no_other() -> None:
-    paths = Paths.wide_only(CONFIG)
+    paths = Paths.wide_only()
     assert [paths.path(size) for size in (1, 2, 8, 90) for _ in paths.try_all(size)] == [Wide()] * 4
 
 
