@@ -238,7 +238,7 @@ class Life:
         journal.check(not violations, f"audit of {self.name}: {violations}")
         total = blocks.num_free + blocks.num_cached + blocks.num_active
         journal.check(total == self._config.num_blocks, f"{total} blocks of {self._config.num_blocks}")
-        unfinished = self.scheduler.num_running + self.scheduler.num_waiting
+        unfinished = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_paused
         ended = counters.num_ended.total()
         journal.check(counters.num_accepted == ended + unfinished, f"{counters} with {unfinished} unfinished")
 
@@ -246,5 +246,5 @@ class Life:
         """Nothing is asked of it, so it holds nothing."""
         self.audit()
         journal, scheduler = self._journal, self.scheduler
-        journal.check(not scheduler.has_work, f"{self.name} still has {list(scheduler.roster)}")
+        journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.roster)}")
         journal.check(self.blocks.num_active == 0, f"{self.name} holds {self.blocks.num_active} blocks for nobody")

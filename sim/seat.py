@@ -26,7 +26,7 @@ class Seat:
     def is_quiet(self) -> bool:
         """It lives, every gateway knows it, and it has nothing to do."""
         life = self.life
-        return life is not None and all(life.link.welcomed) and not life.stats.has_work and not life.scheduler.has_work
+        return life is not None and all(life.link.welcomed) and not life.stats.has_work and life.scheduler.is_empty
 
     def start(self) -> None:
         """A new life."""

@@ -187,6 +187,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     is_draining: bool = False
+    num_paused: int = 0  # in no step, because their gateways asked for it; neither running nor waiting
 
 
 class StepOutput(Message, frozen=True, kw_only=True):
@@ -281,6 +282,19 @@ class Cancel(Message, frozen=True, kw_only=True):
     handles: tuple[int, ...]
 
 
+class Pause(Message, frozen=True, kw_only=True):
+    """Take these outputs out of the steps: their readers are behind. Tokens of steps in flight still come. Unknown and
+    finished handles are ignored, and those that are paused already."""
+
+    handles: tuple[int, ...]
+
+
+class Resume(Message, frozen=True, kw_only=True):
+    """Go on with these outputs where they were. Unknown, finished and running handles are ignored."""
+
+    handles: tuple[int, ...]
+
+
 class AdminQuery(Message, frozen=True, kw_only=True):
     """Ask for block counts, with an audit or a flush of the prefix cache."""
 
@@ -296,4 +310,4 @@ class Drain(Message, frozen=True, kw_only=True):
 
 
 ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
-ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | AdminQuery | Drain
+ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain

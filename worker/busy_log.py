@@ -47,6 +47,7 @@ class BusyLog:
             generation_tokens_per_s=round((stats.num_generated_tokens - former.num_generated_tokens) / elapsed_s, 1),
             running=stats.num_running,
             waiting=stats.num_waiting,
+            paused=stats.num_paused,
             kv_percent=round(100 * stats.num_active_blocks / max(stats.num_blocks, 1), 1),
             hit_percent=round(100 * hits / max(queried, 1), 1),
         )

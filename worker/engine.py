@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from blockmgr.manager import BlockManager
 from wire.fault_points import fault_point
-from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Run
+from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
 from worker.grammar_desk import GrammarDesk
 from worker.outputs import StepOutputs
 from worker.plan import StepPlan
@@ -118,7 +118,7 @@ class Engine:
     @property
     def is_done(self) -> bool:
         """Stopped, or drained with nothing left."""
-        is_drained = self._scheduler.is_draining and not self._scheduler.has_work and not self._launched
+        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not self._launched
         return self._is_stopping or is_drained
 
     def request_drain(self, grace_s: float) -> None:
@@ -139,6 +139,12 @@ class Engine:
             case Cancel():
                 for handle in message.handles:
                     self._scheduler.cancel(RequestKey(gateway, handle), now_s=now_s)
+            case Pause():
+                for handle in message.handles:
+                    self._scheduler.pause(RequestKey(gateway, handle), now_s=now_s)
+            case Resume():
+                for handle in message.handles:
+                    self._scheduler.resume(RequestKey(gateway, handle), now_s=now_s)
             case AdminQuery():
                 self._outbox.put(gateway, self._answer(message))
             case Drain():

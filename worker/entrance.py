@@ -7,7 +7,7 @@ budget.
 from blockmgr.errors import OutOfBlocks
 from worker.config import SchedulerConfig
 from worker.pipeline import Pause, Pipeline
-from worker.preemption import displaceable_by
+from worker.preemption import displaceable_by, paused_first
 from worker.request import Request, failure
 from worker.roster import Roster
 
@@ -22,6 +22,7 @@ class Entrance:
         self._block_size = roster.blocks.config.block_size
         self._headroom_cap = max(1, roster.blocks.config.num_blocks // 50)
         self._refused: tuple[int, int] = (-1, 0)  # the head that did not fit, and the room there was
+        self._hopeless: tuple[int, int] = (-1, 0)  # the same with the room there would have been without others
 
     def admit_head(self, pipeline: Pipeline, now_s: float) -> Request | None:
         """The head of the queue with slot and blocks; None where nobody waits or it does not fit now."""
@@ -65,7 +66,7 @@ class Entrance:
     @property
     def _room(self) -> int:
         """Blocks for newcomers: those that run keep some to grow, or the newcomer would soon be preempted."""
-        headroom = min(self._roster.num_running, self._headroom_cap)
+        headroom = min(self._roster.num_active, self._headroom_cap)
         return self._blocks.num_free + self._blocks.num_cached - headroom
 
     def may_fork(self, leader: Request, num_forked: int, now_s: float) -> bool:
@@ -76,14 +77,19 @@ class Entrance:
         head = self._roster.waiting.head(now_s)
         return self._room > num_forked + 1 and (head is None or leader.followers[0].rank < head.rank)
 
-    # ------------------------------------------------------------ priorities
+    # ------------------------------------------------------------ who gives way
 
     def make_way(self, pipeline: Pipeline, now_s: float) -> None:
-        """Preempt requests of lower priority until the head of the queue fits, if that can make it fit."""
-        head = self._roster.waiting.head(now_s)
-        if head is None or head.asked.priority <= self._roster.lowest_running_priority or self._may_fit(head):
+        """Preempt paused requests, then those of lower priority, until the head of the queue fits, if that can make it
+        fit."""
+        roster = self._roster
+        head = roster.waiting.head(now_s)
+        if head is None:
             return
-        victims = displaceable_by(head, self._roster.running)
+        has_prey = head.asked.priority > roster.lowest_running_priority
+        if not (roster.paused or has_prey) or self._may_fit(head):
+            return
+        victims = paused_first(roster.paused.values(), displaceable_by(head, roster.running) if has_prey else [])
         if not victims or not self._would_fit_without(head, victims):
             return
         if pipeline is Pipeline.BUSY:
@@ -95,4 +101,10 @@ class Entrance:
 
     def _would_fit_without(self, head: Request, victims: list[Request]) -> bool:
         num_held = sum(self._blocks.capacity(victim.held_slot) for victim in victims) // self._block_size
-        return self._fits(head, self._room + num_held)
+        room = self._room + num_held
+        if self._hopeless[0] == head.order and room <= self._hopeless[1]:
+            return False
+        if self._fits(head, room):
+            return True
+        self._hopeless = (head.order, room)
+        return False

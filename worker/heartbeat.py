@@ -93,5 +93,6 @@ def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:
         num_waiting=stats.num_waiting,
         num_free_blocks=stats.num_free_blocks,
         num_cached_blocks=stats.num_cached_blocks,
+        num_paused=stats.num_paused,
         is_draining=stats.is_draining,
     )

@@ -153,8 +153,9 @@ class MetricsServer:
 
 
 def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
-    yield _gauge("octavo_num_requests_running", "Requests that hold blocks", stats.num_running)
+    yield _gauge("octavo_num_requests_running", "Requests that hold blocks and are in the steps", stats.num_running)
     yield _gauge("octavo_num_requests_waiting", "Requests queued, preempted ones among them", stats.num_waiting)
+    yield _gauge("octavo_num_requests_paused", "Requests in no step: their readers are behind", stats.num_paused)
     usage = stats.num_active_blocks / max(stats.num_blocks, 1)
     yield _gauge("octavo_kv_cache_usage_ratio", "Blocks in use by requests, 0 to 1", usage)
     blocks = GaugeMetricFamily("octavo_kv_blocks", "KV blocks by state", labels=["state"])
@@ -180,8 +181,8 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("octavo_prefill_tokens", "Prompt tokens computed, recomputation included", stats.num_prefill_tokens)
     yield _counter("octavo_prefix_cache_queries", "Prompt tokens looked up in the cache", stats.num_queried_tokens)
     yield _counter("octavo_prefix_cache_hits", "Prompt tokens found in the cache", stats.num_hit_tokens)
-    preemptions = CounterMetricFamily("octavo_num_preemptions", "Requests that lost their blocks", labels=["kind"])
     yield _counter("octavo_request_pauses", "Times that a request was paused for its reader", stats.num_pauses)
+    preemptions = CounterMetricFamily("octavo_num_preemptions", "Requests that lost their blocks", labels=["kind"])
     preemptions.add_metric(["recompute"], stats.num_preemptions)
     preemptions.add_metric(["swap"], 0)
     yield preemptions

@@ -9,7 +9,19 @@ gateway, whose StepOutput sequence then starts again at 1.
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Finished, KvEvents, Leaving, Run, StepOutput
+from wire.messages import (
+    AdminQuery,
+    AdminReply,
+    Cancel,
+    Drain,
+    Finished,
+    KvEvents,
+    Leaving,
+    Pause,
+    Resume,
+    Run,
+    StepOutput,
+)
 
 GatewayIndex = NewType("GatewayIndex", int)
 
@@ -24,7 +36,7 @@ class GatewayJoined:
     """A gateway has welcomed us: it has heard nothing yet of what is cached here."""
 
 
-InboxMessage = Run | Cancel | AdminQuery | Drain | GatewayJoined | GatewayLost
+InboxMessage = Run | Cancel | Pause | Resume | AdminQuery | Drain | GatewayJoined | GatewayLost
 """What reaches the engine. Welcome, Refused and NeedTokenizer are the link's own business."""
 
 OutboxMessage = StepOutput | KvEvents | AdminReply | Leaving

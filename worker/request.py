@@ -9,6 +9,10 @@ it is DECODING at once, in a fork of the leader's blocks; or, where there is no 
 
 A request whose grammar is not compiled yet is COMPILING before it waits.
 
+A request whose caller does not read is in no step: PAUSED while it keeps its slot and blocks, PARKED where it has none.
+
+    PREFILLING, DECODING ◄──resumed── PAUSED ──somebody needs its place──► PARKED ──resumed──► WAITING, COMPILING
+
 Per-step numbers of running requests are not here but in `worker.rows`, where numpy reaches them. Knows no blocks.
 """
 
@@ -41,6 +45,8 @@ class Phase(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    PAUSED = "paused"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -95,6 +101,7 @@ class Request:
     leader, followers: outputs of one prompt whose fate is still the leader's (both in order).
     origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
     num_told_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
+    resumes_as: what a PAUSED request does when it goes on; None for all others.
     matcher: how far the output has come in its grammar; None without one, and until it is compiled.
     slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
     token_ticks_T: uint32, when the tokens of this worker's own came, while it holds no slot (else: see the rows).
@@ -126,6 +133,7 @@ class Request:
     origin: "Request | None" = None
     num_told_prompt_logprobs: int = 0
     matcher: Matcher | None = None
+    resumes_as: Phase | None = None
     block_owner: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,9 +155,14 @@ class Request:
         return self.asked.sampling.grammar is not None and self.matcher is None
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Smaller is more important: the aged first, then by priority, then who came first."""
-        return (not self.is_aged, 0 if self.is_aged else -self.asked.priority, self.order)
+    def rank(self) -> tuple[bool, bool, int, int]:
+        """Smaller is more important: the aged first, then by priority, then who came first; the paused last of all."""
+        return (
+            self.phase is Phase.PAUSED,
+            not self.is_aged,
+            0 if self.is_aged else -self.asked.priority,
+            self.order,
+        )
 
     @property
     def held_slot(self) -> Slot:
@@ -159,8 +172,13 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """It holds a slot and blocks."""
+        """It holds a slot and blocks, and is in the steps."""
         return self.phase in (Phase.PREFILLING, Phase.DECODING)
+
+    @property
+    def is_paused(self) -> bool:
+        """Its caller does not read: it is in no step."""
+        return self.phase in (Phase.PAUSED, Phase.PARKED)
 
 
 class Ending(NamedTuple):

@@ -1,4 +1,4 @@
-"""Every unfinished request, in exactly one place: waiting, or running in a slot with blocks.
+"""Every unfinished request, in exactly one place: waiting, running in a slot with blocks, or paused with or without.
 
 All moves between these places happen here, so that request, row, block table and queue never disagree. Decides
 nothing: who moves and why is the planner's and the scheduler's business.
@@ -27,7 +27,8 @@ from worker.waiting import WaitingQueue
 class Roster:
     """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute.
 
-    sharing: slots whose next write may go into a block that another slot holds too.
+    paused: those that hold a slot and are in no step, by slot. parked: those that hold nothing and do not wait, by
+    order. sharing: slots whose next write may go into a block that another slot holds too.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Roster:
         self.counters = SchedulerCounters()
         self.prefilling: list[Request] = []
         self.sharing: set[int] = set()
+        self.paused: dict[Slot, Request] = {}
+        self.parked: dict[int, Request] = {}
         self._eos_token_ids = eos_token_ids
         self._by_key: dict[RequestKey, Request] = {}
         self._by_slot: dict[int, Request] = {}
@@ -60,13 +63,18 @@ class Roster:
 
     @property
     def running(self) -> list[Request]:
-        """Those that hold slots."""
+        """Those that hold slots, paused ones too."""
         return list(self._by_slot.values())
 
     @property
     def num_running(self) -> int:
-        """How many hold slots."""
+        """How many hold slots, paused ones too."""
         return len(self._by_slot)
+
+    @property
+    def num_active(self) -> int:
+        """How many hold slots and are in the steps."""
+        return len(self._by_slot) - len(self.paused)
 
     @property
     def lowest_running_priority(self) -> float:
@@ -148,20 +156,54 @@ class Roster:
         self.rows.is_decoding_S[request.held_slot] = True
 
     def preempt(self, request: Request, now_s: float) -> None:
-        """Back into the queue; what it has generated is kept as tokens, its blocks are anybody's."""
+        """Back into the queue, or where it is paused, out of everybody's way; what it has generated is kept as tokens,
+        its blocks are anybody's."""
+        was_paused = request.phase is Phase.PAUSED
         self._leave_slot(request, now_s)
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
-        self.waiting.push(request, now_s)
+        if was_paused:
+            self._park(request)
+        else:
+            self.waiting.push(request, now_s)
+
+    def pause(self, request: Request, now_s: float) -> None:
+        """Out of the steps, or out of the queue. A slot is kept, and tokens of steps in flight still land in it;
+        followers go on without."""
+        self.promote_follower(request, now_s)
+        if request.is_running:
+            self._hold(request)
+            return
+        if request.leader is not None:
+            request.leader.followers.remove(request)
+            request.leader = None
+        elif request.phase is Phase.WAITING:
+            self.waiting.remove(request, now_s)
+        self._park(request)
+
+    def resume(self, request: Request, now_s: float) -> None:
+        """A paused request is in the steps again, or in the queue where it has lost its slot."""
+        if request.phase is Phase.PARKED:
+            del self.parked[request.order]
+            self._queue(request, now_s)
+            return
+        assert request.resumes_as is not None
+        del self.paused[request.held_slot]
+        request.phase, request.resumes_as = request.resumes_as, None
+        if request.phase is Phase.PREFILLING:
+            self.prefilling.append(request)
+        else:
+            self.rows.is_decoding_S[request.held_slot] = True
 
     def end(self, request: Request, ending: Ending, now_s: float) -> None:
         """The one end of a request, wherever it is."""
-        if request.is_running:
+        if request.slot is not None:
             self._leave_slot(request, now_s)
         elif request.leader is not None:
             request.leader.followers.remove(request)
         elif request.phase is Phase.WAITING:
             self.waiting.remove(request, now_s)
+        self.parked.pop(request.order, None)
         self._forget(request)
         self.promote_follower(request, now_s)
         finished = finished_message(request, ending, now_s)
@@ -194,6 +236,18 @@ class Roster:
         else:
             self.waiting.push(request, now_s)
 
+    def _hold(self, request: Request) -> None:
+        slot = request.held_slot
+        if request.phase is Phase.PREFILLING:
+            self.prefilling.remove(request)
+        self.rows.is_decoding_S[slot] = False
+        request.resumes_as, request.phase = request.phase, Phase.PAUSED
+        self.paused[slot] = request
+
+    def _park(self, request: Request) -> None:
+        request.phase = Phase.PARKED
+        self.parked[request.order] = request
+
     def _take_row(self, request: Request, num_cached_tokens: int) -> None:
         slot = request.held_slot
         self._by_slot[slot] = request
@@ -214,8 +268,9 @@ class Roster:
         self.blocks.release(slot, request.block_owner)
         del self._by_slot[slot]
         self.sharing.discard(int(slot))
+        self.paused.pop(slot, None)
         self._drop_priority(request.asked.priority)
-        request.slot = None
+        request.slot = request.resumes_as = None
 
     def _keep_times(self, request: Request, now_s: float) -> None:
         """What the receipt tells of the slot that is being left; token_ids_T is still what it was taken with."""

@@ -61,13 +61,18 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
-        return self._roster.num_running
+        """Requests that hold a slot and are in the steps."""
+        return self._roster.num_active
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue, preempted ones among them, and outputs whose prompt another one computes for them."""
-        return len(self._roster) - self._roster.num_running
+        return len(self._roster) - self._roster.num_running - len(self._roster.parked)
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that are in no step until their callers read on, with a slot or without."""
+        return len(self._roster.paused) + len(self._roster.parked)
 
     @property
     def num_in_flight(self) -> int:
@@ -76,8 +81,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request or step is unfinished."""
-        return bool(len(self._roster) or self._flights)
+        """Whether steps should be made: any request that is not paused is unfinished, or a step is."""
+        return bool(self._flights or self.num_running or self.num_waiting)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request and no step is unfinished."""
+        return not (self._roster or self._flights)
 
     @property
     def is_draining(self) -> bool:
@@ -126,6 +136,20 @@ class Scheduler:
         finished keys are ignored."""
         if request := self._roster.find(key):
             self._roster.end(request, Ending(WireFinishReason.CANCELLED), now_s)
+
+    def pause(self, key: RequestKey, *, now_s: float) -> None:
+        """Nobody reads what this request gives: no step has it until `resume`. It keeps its blocks until others need
+        its place. Unknown and finished keys are ignored, and those of paused requests."""
+        request = self._roster.find(key)
+        if request is not None and not request.is_paused:
+            self.counters.num_pauses += 1
+            self._roster.pause(request, now_s)
+
+    def resume(self, key: RequestKey, *, now_s: float) -> None:
+        """A paused request goes on where it was. All other keys are ignored."""
+        request = self._roster.find(key)
+        if request is not None and request.is_paused:
+            self._roster.resume(request, now_s)
 
     def drop_gateway(self, gateway: GatewayIndex, *, now_s: float) -> None:
         """Cancel all requests of a gateway that is gone; nobody is told."""
@@ -200,13 +224,9 @@ class Scheduler:
             return Ending(WireFinishReason.DEADLINE)
         if ending := refusal(asked, self._config, pool_tokens=self._pool_tokens):
             return ending
-        if self.num_waiting + len(asked.fork_handles) >= self._config.max_waiting + self._num_idle_slots:
-            return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting")
+        if len(self._roster) + len(asked.fork_handles) >= self._config.max_waiting + self._config.max_num_seqs:
+            return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting, {self.num_paused} paused")
         return None
-
-    @property
-    def _num_idle_slots(self) -> int:
-        return self._config.max_num_seqs - self.num_running
 
     def _expire(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:

@@ -17,6 +17,7 @@ class SchedulerCounters:
     num_refused: int = 0
     num_duplicates: int = 0
     num_preemptions: int = 0
+    num_pauses: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_cached_tokens: int = 0
@@ -38,6 +39,7 @@ class EngineStats:
     num_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_paused: int = 0
     num_in_flight: int = 0
     is_draining: bool = False
     num_blocks: int = 0
@@ -48,11 +50,12 @@ class EngineStats:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_pauses: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_generated_tokens: int = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether steps should advance."""
+        """Whether steps should advance: for paused requests there are none."""
         return bool(self.num_running or self.num_waiting or self.num_in_flight)

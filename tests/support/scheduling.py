@@ -148,6 +148,19 @@ class World:
         """Give an output up."""
         self.scheduler.cancel(key(handle, gateway), now_s=self.now_s)
 
+    def pause(self, handle: int, gateway: int = 0) -> None:
+        """Its caller does not read."""
+        self.scheduler.pause(key(handle, gateway), now_s=self.now_s)
+
+    def resume(self, handle: int, gateway: int = 0) -> None:
+        """Its caller reads on."""
+        self.scheduler.resume(key(handle, gateway), now_s=self.now_s)
+
+    def resume_all(self) -> None:
+        """Every caller reads on."""
+        for which in self.asked:
+            self.scheduler.resume(which, now_s=self.now_s)
+
     # ------------------------------------------------------------ steps
 
     def launch(self) -> StepPlan | None:
@@ -209,7 +222,7 @@ class World:
         return first
 
     def run(self, max_steps: int = 2000) -> int:
-        """Until nothing is left; how many steps. AssertionError where it takes too many."""
+        """Until nothing is left but what is paused; how many steps. AssertionError where it takes too many."""
         for num_steps in range(max_steps):
             if not self.scheduler.has_work:
                 self.take(self.scheduler.flush())
@@ -271,7 +284,10 @@ class World:
     def _check(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.config.max_batch_tokens
         self.in_flight.check(plan, self.blocks, self._by_slot())
-        self.trace.append(seen(plan, self._by_slot()))
+        by_slot = self._by_slot()
+        for slot in [*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)]:
+            assert by_slot[slot].is_running, f"{by_slot[slot].phase} is in step {plan.step}"
+        self.trace.append(seen(plan, by_slot))
 
     def _by_slot(self) -> dict[int, Request]:
         return {int(request.held_slot): request for request in self.scheduler.roster.running}
@@ -300,7 +316,9 @@ class World:
     def check_quiet(self) -> None:
         """Nothing is left behind."""
         assert self.blocks.audit().violations == ()
-        assert (self.blocks.num_active, self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0, 0)
+        scheduler = self.scheduler
+        assert (self.blocks.num_active, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
+        assert (scheduler.num_paused, scheduler.is_empty) == (0, True)
         assert self.blocks.num_free + self.blocks.num_cached == self.config.num_blocks
         counters = self.scheduler.counters
         assert counters.num_accepted == counters.num_ended.total()

@@ -126,6 +126,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         if index < len(keys):
             self.world.cancel(keys[index].handle, keys[index].gateway)
 
+    @rule(index=st.integers(0, MAX_ADDED - 1))
+    def caller_stalls(self, index: int) -> None:
+        """At any moment, also twice, and whether anything was sent or not."""
+        keys = list(self.world.asked)
+        if index < len(keys):
+            self.world.pause(keys[index].handle, keys[index].gateway)
+
+    @rule(index=st.integers(0, MAX_ADDED - 1))
+    def caller_reads_on(self, index: int) -> None:
+        keys = list(self.world.asked)
+        if index < len(keys):
+            self.world.resume(keys[index].handle, keys[index].gateway)
+
+    @rule()
+    def others_come_to_their_end(self) -> None:
+        """Whoever is paused holds up nobody, and gets nothing."""
+        stalled = {which: len(stream.tokens) for which, stream in self._paused().items()}
+        while self.world.plans:
+            self.world.collect()
+            stalled = {which: len(stream.tokens) for which, stream in self._paused().items()}
+        self.world.run(max_steps=600)
+        assert {which: len(stream.tokens) for which, stream in self._paused().items()} == {
+            which: num_tokens for which, num_tokens in stalled.items() if which in self._paused()
+        }
+
+    def _paused(self) -> dict[RequestKey, Stream]:
+        roster = self.world.scheduler.roster
+        return {request.asked.key: self.world.streams[request.asked.key] for request in roster if request.is_paused}
+
     @rule()
     def launch(self) -> None:
         self.world.launch()
@@ -185,15 +214,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [request for request in requests if request.is_running]
         waiting = [request for request in requests if request.phase is Phase.WAITING]
         following = [request for request in requests if request.phase is Phase.FOLLOWING]
-        assert len(running) + len(waiting) + len(following) == len(requests)
+        paused = [request for request in requests if request.phase is Phase.PAUSED]
+        parked = [request for request in requests if request.phase is Phase.PARKED]
+        assert len(running) + len(waiting) + len(following) + len(paused) + len(parked) == len(requests)
+        assert scheduler.num_paused == len(paused) + len(parked)
+        assert {id(request) for request in paused} == {id(each) for each in scheduler.roster.paused.values()}
+        assert {id(request) for request in parked} == {id(each) for each in scheduler.roster.parked.values()}
+        assert all(request.leader is None and not request.followers for request in [*paused, *parked])
+        assert all((request.resumes_as is not None) == (request.phase is Phase.PAUSED) for request in requests)
         assert (len(running), len(waiting)) == (scheduler.num_running, len(scheduler.roster.waiting))
         assert scheduler.num_waiting == len(waiting) + len(following)
         led = [follower for request in requests for follower in request.followers]
         assert {id(request) for request in led} == {id(request) for request in following}
         assert all(follower.leader is request for request in requests for follower in request.followers)
-        assert {id(request) for request in running} == {id(request) for request in scheduler.roster.running}
-        assert all(request.slot is None for request in waiting)
-        assert len(running) <= self.world.config.max_num_seqs
+        in_slots = {id(request) for request in scheduler.roster.running}
+        assert {id(request) for request in [*running, *paused]} == in_slots
+        assert all(request.slot is None for request in [*waiting, *following, *parked])
+        assert len(running) + len(paused) <= self.world.config.max_num_seqs
         prefilling = [request for request in running if request.phase is Phase.PREFILLING]
         assert {id(request) for request in prefilling} == {id(request) for request in scheduler.roster.prefilling}
 
@@ -213,6 +250,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
+        self.world.run()
+        self.world.resume_all()
         self.world.run()
         self.world.check_complete()
         self.world.check_quiet()
