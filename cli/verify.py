@@ -7,8 +7,9 @@ from rich.table import Table
 
 from model.checkpoint import resolve_checkpoint
 from model.config import load_config
+from model.dtypes import parse_dtype
 from model.rounding_error import RoundingError
-from model.verify import VerifyReport, find_numeric_fault, parse_dtype, verify_checkpoint
+from model.verify import VerifyReport, find_numeric_fault, verify_checkpoint
 from model.verify_checks import VerifyRow
 from model.verify_rounding import verify_rounding
 

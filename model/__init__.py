@@ -8,7 +8,8 @@ Must not know: sockets, requests, schedulers, who owns a block.
 
 from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
 from model.checkpoint import resolve_checkpoint
-from model.config import DTYPES, Qwen2Config, load_config
+from model.config import Qwen2Config, load_config
+from model.dtypes import DTYPES
 from model.errors import CheckpointError, ConfigError
 from model.generate import dense_logits, generate
 from model.kv_pool import KvPool, kv_block_bytes, write_kv

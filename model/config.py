@@ -12,16 +12,10 @@ from typing import Any
 import torch
 
 from model.config_fields import ConfigFields
+from model.dtypes import DTYPES
 from model.errors import CheckpointError, ConfigError
 from model.quantization.settings import GroupSettings, parse_quantization
 from model.rope_scaling import YarnScaling, parse_rope
-
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-"""What a model can be computed in, by the name that configs and flags use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +89,7 @@ class Qwen2Config:
             rope_theta=rope.theta,
             yarn=rope.yarn,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            dtype=parse_dtype(fields),
+            dtype=checkpoint_dtype(fields),
             eos_token_ids=fields.token_ids("eos_token_id"),
             quantization=parse_quantization(fields),
         )
@@ -126,7 +120,7 @@ def default_head_dim(fields: ConfigFields, hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
-def parse_dtype(fields: ConfigFields) -> torch.dtype | None:
+def checkpoint_dtype(fields: ConfigFields) -> torch.dtype | None:
     """`dtype` (transformers 5) or `torch_dtype` (4), None where neither is set."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     if not fields.has(name):

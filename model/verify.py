@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model.attention import BACKENDS, get_backend
-from model.config import DTYPES
+from model.dtypes import parse_dtype
 from model.errors import CheckpointError
 from model.loading import load_model
 from model.numerics import NumericFinding, watch_numerics
@@ -85,15 +85,6 @@ def find_numeric_fault(
             if watch.first is not None:
                 break
     return watch.first
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Raises ValueError for a name that is not in DTYPES."""
-    if not isinstance(dtype, str):
-        return dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> torch.nn.Module:

@@ -13,7 +13,8 @@ import torch
 from model.attention_invariant import InvariantAttention
 from model.cache_scales import fold_cache_scales
 from model.checkpoint import resolve_checkpoint
-from model.config import DTYPES, load_config
+from model.config import load_config
+from model.dtypes import parse_dtype
 from model.invariant import InvarianceUnavailable, arithmetic, make_invariant
 from model.loading import load_model
 from model.numerics import NumericFinding, default_limit
@@ -103,7 +104,7 @@ def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
 
 
 def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> Qwen2ForCausalLM:
-    dtype = None if config.dtype is None else _dtype(config.dtype)
+    dtype = parse_dtype(config.dtype)
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
     is_packed = load_config(folder).quantization is not None
     device, is_deterministic = torch.device(config.device), config.deterministic is Deterministic.ON
@@ -199,12 +200,6 @@ def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
     order_of_sums = arithmetic(model.device).encode() if is_deterministic else b""
     roundings = rounding_of(config.quantization, model.device), rounding_of_cache(config.kv_cache_dtype)
     return with_rounding(model.fingerprint, *roundings, order_of_sums)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _staged(stage: str, on_progress: OnProgress) -> Callable[[int, int], None]:
