@@ -25,6 +25,7 @@ import torch
 
 from bench.gpu_floors import Floors
 from bench.gpu_step import config_of, copy_rate, random_model
+from bench.mailbox import GATEWAY, Mailbox
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
@@ -37,43 +38,29 @@ from worker.cuda_programs import CudaRunnerConfig, PathChoice
 from worker.cuda_runner import CudaRunner
 from worker.engine import Engine, EngineConfig
 from worker.memory import size_pool
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
 from worker.runner_warmup import warm_up
 from worker.scheduler import Scheduler
 
-GATEWAY = GatewayIndex(0)
 VOCAB = 151_665
 BLOCK_SIZE = 16
 QWENS_WISHES = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
 
-class Mail:
-    """Inbox and outbox of one gateway that lives here and only counts. first_s: when the first token came."""
+class Mail(Mailbox):
+    """Only counts. first_s: when the first token came."""
 
     def __init__(self) -> None:
-        self.coming: list[tuple[GatewayIndex, InboxMessage]] = []
+        super().__init__()
         self.num_tokens = 0
         self.num_finished = 0
         self.first_s = 0.0
 
-    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
-        """All of it."""
-        coming, self.coming = self.coming, []
-        return coming
-
-    def wait(self, timeout_s: float) -> None:
-        """Nothing comes by itself."""
-
-    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
+    def take(self, output: StepOutput) -> None:
         """Count."""
-        if isinstance(message, StepOutput):
-            if message.tokens and not self.num_tokens:
-                self.first_s = time.perf_counter()
-            self.num_tokens += len(message.tokens) // 4
-            self.num_finished += len(message.finished)
-
-    def put_all(self, message: OutboxMessage) -> None:
-        """Events of the prefix cache: nobody listens."""
+        if output.tokens and not self.num_tokens:
+            self.first_s = time.perf_counter()
+        self.num_tokens += len(output.tokens) // 4
+        self.num_finished += len(output.finished)
 
 
 @dataclass(slots=True)

@@ -3,58 +3,41 @@ for comparisons and soaks, on any runner."""
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from bench.mailbox import GATEWAY, Mailbox, tokens_of
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
 from wire.messages import Cancel, Finished, Run, Sampling, StepOutput, TokenLogprobs
 from worker.config import SchedulerConfig
 from worker.engine import Engine, EngineConfig
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
 from worker.runner import Runner
 from worker.runner_warmup import WarmConfig
 from worker.scheduler import Scheduler
 
-GATEWAY = GatewayIndex(0)
 
+class KeptMail(Mailbox):
+    """tokens, logprobs, finished: by handle, until somebody takes them."""
 
-@dataclass
-class KeptMail:
-    """Inbox and outbox of one gateway that lives here. tokens, logprobs, finished: by handle, until somebody takes
-    them."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
+        self.finished: dict[int, Finished] = {}
+        self.num_tokens = 0
 
-    coming: list[tuple[GatewayIndex, InboxMessage]] = field(default_factory=list)
-    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
-    finished: dict[int, Finished] = field(default_factory=dict)
-    num_tokens: int = 0
-
-    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
-        """All of it."""
-        coming, self.coming = self.coming, []
-        return coming
-
-    def wait(self, timeout_s: float) -> None:
-        """Nothing comes by itself."""
-
-    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """Unpack as a gateway does."""
-        if isinstance(message, StepOutput):
-            handles, tokens = np.frombuffer(message.handles, np.int64), np.frombuffer(message.tokens, np.int32)
-            for handle, token in zip(handles.tolist(), tokens.tolist(), strict=True):
-                self.tokens[handle].append(token)
-            self.num_tokens += len(tokens)
-            for handle, logprobs in message.logprobs.items():
-                self.logprobs[handle].extend(logprobs)
-            for finished in message.finished:
-                self.finished[finished.handle] = finished
-
-    def put_all(self, message: OutboxMessage) -> None:
-        """Events of the prefix cache: nobody listens."""
+    def take(self, output: StepOutput) -> None:
+        """Keep all of it."""
+        for handle, token in tokens_of(output):
+            self.tokens[handle].append(token)
+            self.num_tokens += 1
+        for handle, logprobs in output.logprobs.items():
+            self.logprobs[handle].extend(logprobs)
+        for finished in output.finished:
+            self.finished[finished.handle] = finished
 
 
 class InProcess:

@@ -4,8 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
-
+from bench.mailbox import GATEWAY, Mailbox, tokens_of
 from bench.workloads import Ask, Clock
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
@@ -14,42 +13,27 @@ from model.qwen2 import Qwen2ForCausalLM
 from wire.messages import Run, Sampling, StepOutput
 from worker.config import SchedulerConfig
 from worker.engine import Engine, EngineConfig
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
 from worker.runner_warmup import warm_up
 from worker.scheduler import Scheduler
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 BLOCK_SIZE = 16
 MAX_BATCH_TOKENS = 512
-GATEWAY = GatewayIndex(0)
 
 
-class _Mail:
-    """Inbox and outbox of one gateway that lives here. tokens: by handle."""
+class _Mail(Mailbox):
+    """tokens: by handle."""
 
     def __init__(self) -> None:
-        self.coming: list[tuple[GatewayIndex, InboxMessage]] = []
+        super().__init__()
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.num_finished = 0
 
-    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
-        """All of it."""
-        coming, self.coming = self.coming, []
-        return coming
-
-    def wait(self, timeout_s: float) -> None:
-        """Nothing comes by itself."""
-
-    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """Unpack as a gateway does."""
-        if isinstance(message, StepOutput):
-            handles, tokens = np.frombuffer(message.handles, np.int64), np.frombuffer(message.tokens, np.int32)
-            for handle, token in zip(handles.tolist(), tokens.tolist(), strict=True):
-                self.tokens[handle].append(token)
-            self.num_finished += len(message.finished)
-
-    def put_all(self, message: OutboxMessage) -> None:
-        """Events of the prefix cache: nobody listens."""
+    def take(self, output: StepOutput) -> None:
+        """Keep the tokens."""
+        for handle, token in tokens_of(output):
+            self.tokens[handle].append(token)
+        self.num_finished += len(output.finished)
 
 
 class LocalEngine:
