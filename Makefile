@@ -29,8 +29,10 @@ demo: install ## start a service on the embedded model, ask three questions, sho
 serve: install ## serve the embedded model until Ctrl-C
 	@$(BIN)/octavo serve
 
+# First what may run at once, a process a core; then, one by one, what starts services or looks at the time.
 test: dev ## the whole CPU suite
-	@$(BIN)/python -m pytest -m "not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not alone"
+	@$(BIN)/python -m pytest -m "alone and not gpu"
 
 # Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
 # with the others: what must be free within seconds is looked at here.

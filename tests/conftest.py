@@ -14,9 +14,24 @@ if shutil.which("nvidia-smi") is None:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# What starts services, or looks at the time of its own process: no other test may run beside it.
+ALONE = (
+    "cli/test_errors.py", "cli/test_serve.py", "cli/test_service.py", "deploy", "e2e", "examples", "faults",
+    "gateway/test_garbage.py", "gateway/test_logs.py", "gateway/test_main.py", "gateway/test_responsiveness.py",
+    "gateway/workers", "worker/test_heartbeat.py", "worker/test_main.py",
+)  # fmt: skip
+
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("OCTAVO_HYPOTHESIS", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of services are marked `alone`: `make test` runs the others at once before them."""
+    for item in items:
+        place = item.path.relative_to(REPOSITORY / "tests")
+        if any(place.is_relative_to(each) for each in ALONE):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")
