@@ -74,8 +74,9 @@ class Entrance:
         there is a block for each to write to, and nobody who waits goes before it."""
         if not leader.followers or self._roster.num_running >= self._max_num_seqs:
             return False
-        head = self._roster.waiting.head(now_s)
-        return self._room > num_forked + 1 and (head is None or leader.followers[0].rank < head.rank)
+        waiting = self._roster.waiting
+        head = waiting.head(now_s)
+        return self._room > num_forked + 1 and (head is None or waiting.goes_before(leader.followers[0], head))
 
     # ------------------------------------------------------------ who gives way
 

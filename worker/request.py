@@ -57,6 +57,7 @@ class AddRequest:
     pooling: for the prompt's embedding instead of tokens; then sampling.max_tokens is 1, for a token that nobody sees.
     resumed_ids_T: int32, output that another worker gave before it was lost.
     fork_handles: of outputs 1 and up of the same prompt, which draw with seed + 1 and up; not with resumed output.
+    tenant, weight: whose turn it takes in the queue, and how large that tenant's share is (`worker.shares`).
     """
 
     key: RequestKey
@@ -69,6 +70,8 @@ class AddRequest:
     pooling: Pooling | None = None
     resumed_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     fork_handles: tuple[int, ...] = ()
+    tenant: str = ""
+    weight: int = 1
 
     @property
     def keys(self) -> list[RequestKey]:
@@ -101,6 +104,7 @@ class Request:
     leader, followers: outputs of one prompt whose fate is still the leader's (both in order).
     origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
     num_told_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
+    num_paid_tokens: of its first so many tokens nobody is charged again (`worker.shares`).
     resumes_as: what a PAUSED request does when it goes on; None for all others.
     matcher: how far the output has come in its grammar; None without one, and until it is compiled.
     slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
@@ -132,6 +136,7 @@ class Request:
     followers: "list[Request]" = field(default_factory=list)
     origin: "Request | None" = None
     num_told_prompt_logprobs: int = 0
+    num_paid_tokens: int = 0
     matcher: Matcher | None = None
     resumes_as: Phase | None = None
     block_owner: str = field(init=False)

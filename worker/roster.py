@@ -254,6 +254,7 @@ class Roster:
         self._running_priorities[request.asked.priority] += 1
         ids = stop_ids(request.asked.sampling, self._eos_token_ids)
         self.rows.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
+        self.waiting.shares.begin(request, num_cached_tokens=num_cached_tokens)
 
     def _leave_slot(self, request: Request, now_s: float) -> None:
         slot = request.held_slot
@@ -264,6 +265,7 @@ class Roster:
         request.last_token_s = None if np.isnan(last_token_s) else last_token_s
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)
+        self.waiting.shares.end(request)
         self.rows.leave(slot)
         self.blocks.release(slot, request.block_owner)
         del self._by_slot[slot]
@@ -295,3 +297,5 @@ class Roster:
     def _forget(self, request: Request) -> None:
         request.phase = Phase.FINISHED
         del self._by_key[request.asked.key]
+        if not self._by_slot and not len(self.waiting):
+            self.waiting.shares.forget()

@@ -45,6 +45,7 @@ class Rows:
         self.gateway_S = np.zeros(num_slots, np.int32)
         self.handle_S = np.zeros(num_slots, np.int64)
         self.last_token_s_S = np.zeros(num_slots, np.float64)
+        self.num_appends = 0  # so that others can tell whether any token has come
 
     def join(self, slot: Slot, request: Request, *, num_cached_tokens: int, stop_ids: tuple[int, ...]) -> None:
         """A request takes the slot; its cached tokens count as computed."""
@@ -77,6 +78,7 @@ class Rows:
 
     def append(self, slots_N: np.ndarray, tokens_N: np.ndarray, num_computed_N: np.ndarray, now_s: float) -> None:
         """One sampled token for each of these rows, which verifies what was computed before it."""
+        self.num_appends += 1
         num_known_N = self.num_known_S[slots_N]
         self.token_ids_SL[slots_N, num_known_N] = tokens_N
         self.token_ticks_SL[slots_N, num_known_N] = tick(now_s)

@@ -27,6 +27,7 @@ from worker.ports import GatewayIndex
 from worker.request import AddRequest, Ending, Request, RequestKey, failure, finished_message
 from worker.roster import Roster
 from worker.rows import Rows
+from worker.shares import Shares
 from worker.stats import SchedulerCounters
 from worker.waiting import WaitingQueue
 
@@ -46,7 +47,7 @@ class Scheduler:
         self._pool_tokens = pool.block_size * min(pool.num_blocks, pool.max_blocks_per_slot)
         longest = min(config.max_model_len, self._pool_tokens + 1)
         self._rows = Rows(num_slots=pool.max_slots, max_total_tokens=longest)
-        waiting = WaitingQueue(aging_s=config.aging_s)
+        waiting = WaitingQueue(aging_s=config.aging_s, shares=Shares(self._rows))
         self._roster = Roster(rows=self._rows, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids)
         self._planner = Planner(config, self._roster)
         self._landing = Landing(self._roster)

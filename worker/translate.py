@@ -9,6 +9,7 @@ from wire.messages import Finished, KvEvent, KvEventKind, KvEvents, Run, Samplin
 from worker.outputs import GatewayOutput
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, RequestKey
+from worker.shares import MAX_WEIGHT
 
 MAX_EVENTS_PER_MESSAGE = 512  # some milliseconds of the gateway's loop, and far from what a frame may hold
 _RARE_KINDS = {EventKind.REMOVED: KvEventKind.REMOVED, EventKind.CLEARED: KvEventKind.CLEARED}
@@ -24,6 +25,8 @@ def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
         raise ValueError("fork_handles: with resumed output or pooling")
     if len({run.handle, *run.fork_handles}) <= len(run.fork_handles):
         raise ValueError("fork_handles: not distinct")
+    if not 1 <= run.weight <= MAX_WEIGHT:
+        raise ValueError(f"weight: {run.weight} is not in [1, {MAX_WEIGHT}]")
     return AddRequest(
         key=RequestKey(gateway, run.handle),
         request_id=run.request_id,
@@ -35,6 +38,8 @@ def asked_by(gateway: GatewayIndex, run: Run) -> AddRequest:
         timeout_s=run.timeout_s,
         pooling=run.pooling,
         fork_handles=run.fork_handles,
+        tenant=run.tenant,
+        weight=run.weight,
     )
 
 

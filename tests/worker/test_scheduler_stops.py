@@ -12,6 +12,7 @@ from worker.plan import Slot
 from worker.ports import GatewayIndex
 from worker.request import AddRequest, Phase, Request
 from worker.rows import Rows
+from worker.shares import Shares
 from worker.stops import TokenVerdict, find_ends, judge, stop_ids
 from worker.waiting import WaitingQueue
 
@@ -110,7 +111,7 @@ def test_leaving_and_joining_change_the_generation() -> None:
 
 
 def test_the_queue_is_by_priority_then_arrival_and_forgets_who_left() -> None:
-    queue = WaitingQueue(aging_s=100.0)
+    queue = WaitingQueue(aging_s=100.0, shares=Shares(Rows(num_slots=1, max_total_tokens=8)))
     requests = [make_request(order, [9], priority=priority) for order, priority in enumerate([0, 1, 0, 1])]
     for request in requests:
         queue.push(request, now_s=0.0)
@@ -122,7 +123,7 @@ def test_the_queue_is_by_priority_then_arrival_and_forgets_who_left() -> None:
 
 
 def test_time_waited_counts_over_all_spells_and_makes_aged() -> None:
-    queue = WaitingQueue(aging_s=10.0)
+    queue = WaitingQueue(aging_s=10.0, shares=Shares(Rows(num_slots=1, max_total_tokens=8)))
     old, important = make_request(0, [9], priority=-5), make_request(1, [9], priority=5)
     queue.push(old, now_s=0.0)
     queue.remove(old, now_s=6.0)
