@@ -4,6 +4,7 @@ python -m bench.kv_events [BLOCKS]
 """
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from blockmgr.manager import BlockManager
 from gateway.dialects.vllm_kv_events import KvBatches
 from gateway.workers.prefixes import Prefixes
 from wire.codec import decode_to_gateway, encode
-from worker.translate import whole_cache
+from worker.cache_telling import CacheTelling
+from worker.ports import GatewayIndex, OutboxMessage
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 1_600
@@ -54,6 +56,31 @@ def timed(what: str, work: Callable[[], Any]) -> Any:
     return result
 
 
+class Frames:
+    """The gateway's end: what would be sent."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
+        """Encoded, as the link does."""
+        self.frames.append(encode(message))
+
+    def put_all(self, message: OutboxMessage) -> None:
+        """Nothing changes here."""
+
+
+def tell(manager: BlockManager, sent: Frames) -> list[float]:
+    """The whole cache, as an engine does between its steps; the seconds of each part, of the thread alone."""
+    telling, took_s = CacheTelling(manager, sent, epoch="e"), []
+    telling.begin(GatewayIndex(0))
+    while telling.is_due:
+        begin_s = time.thread_time()
+        telling.tell_a_part()
+        took_s.append(time.thread_time() - begin_s)
+    return took_s
+
+
 def apply_all(prefixes: Prefixes, frames: list[bytes]) -> float:
     """As a gateway does; the longest message, in seconds."""
     model, size = SimpleNamespace(name="m"), SimpleNamespace(block_size=BLOCK_SIZE)
@@ -81,9 +108,13 @@ async def subscribe(prefixes: Prefixes) -> tuple[int, float]:
 def main() -> None:
     """Print a line for each part."""
     manager = filled(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)
-    stored = timed("worker: list the blocks", manager.snapshot_events)
-    frames = timed("worker: translate and encode", lambda: [encode(each) for each in whole_cache(stored, epoch="e")])
-    print(f"{len(stored)} blocks, {sum(map(len, frames)) / 1e6:.1f} MB in {len(frames)} messages")
+    gc.collect()
+    gc.freeze()  # as a worker does when it has started
+    sent = Frames()
+    took_s = timed("worker: tell the blocks", lambda: tell(manager, sent))
+    frames = sent.frames
+    print(f"{manager.num_indexed} blocks, {sum(map(len, frames)) / 1e6:.1f} MB in {len(frames)} messages")
+    print(f"{len(took_s)} parts, mean {1e3 * np.mean(took_s):.2f} ms, longest {1e3 * max(took_s):.2f} ms")
     prefixes = Prefixes(max_nodes=1 << 20)
     longest_s = timed("gateway: apply", lambda: apply_all(prefixes, frames))
     print(f"longest message {longest_s * 1e3:.1f} ms")

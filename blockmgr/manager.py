@@ -28,6 +28,7 @@ from blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from blockmgr.pool import BlockPool
 from blockmgr.prefix_index import PrefixIndex
 from blockmgr.tables import SlotTables
+from blockmgr.walk import IndexWalk
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -74,6 +75,11 @@ class BlockManager:
     def num_active(self) -> int:
         """Blocks that somebody uses, or that wait for steps in flight."""
         return self.config.num_blocks - self._pool.num_available
+
+    @property
+    def num_indexed(self) -> int:
+        """Blocks that a prompt may hit, used or not."""
+        return len(self._index)
 
     @property
     def num_evicted_blocks(self) -> int:
@@ -240,6 +246,10 @@ class BlockManager:
     def snapshot_events(self) -> list[BlockEvent]:
         """STORED for every indexed block, parents first: what a listener that joins late must hear."""
         return self._index.snapshot()
+
+    def walk_events(self) -> IndexWalk:
+        """The same in parts, for a listener that hears every change too; this may be changed between two parts."""
+        return IndexWalk(self._index)
 
     def audit(self) -> BlockAudit:
         """Recount everything from scratch."""

@@ -121,7 +121,13 @@ class PrefixIndex:
     def snapshot(self) -> list[BlockEvent]:
         """STORED for everything in the index, parents before children."""
         blocks = np.array(list(self.block_of.values()), np.int64)
-        return [self._stored_event(block) for block in blocks[np.argsort(self.entry_P[blocks])].tolist()]
+        return [self.stored_event(block) for block in blocks[np.argsort(self.entry_P[blocks])].tolist()]
+
+    def stored_event(self, block: int) -> BlockEvent:
+        """STORED for an indexed block."""
+        salt, token_bytes = self.content(block)
+        digest = self.digest_of[block] or b""
+        return stored_event(digest=digest, parent=self._parent_of[block], token_bytes=token_bytes, salt=salt)
 
     def content(self, block: int) -> tuple[str, bytes]:
         """Salt and token bytes of an indexed block."""
@@ -175,8 +181,3 @@ class PrefixIndex:
         self._parent_of[block] = parent
         self._salt_of[block] = chain.salt
         self.events.stored(digest=digest, parent=parent, token_bytes=token_bytes, salt=chain.salt)
-
-    def _stored_event(self, block: int) -> BlockEvent:
-        salt, token_bytes = self.content(block)
-        digest = self.digest_of[block] or b""
-        return stored_event(digest=digest, parent=self._parent_of[block], token_bytes=token_bytes, salt=salt)

@@ -163,7 +163,7 @@ class Life:
             while not self.engine.is_done:
                 num_steps = self.engine.num_steps
                 await self._step()
-                if self.engine.num_steps == num_steps and not self.engine.is_done:
+                if self.engine.num_steps == num_steps and not self.engine.is_done and not self.engine.is_telling:
                     await self._wait(self.link.patience_s)
             reason = "STOPPED" if self.engine._is_stopping else "DRAINED"
             self.outbox.put_all(Leaving(epoch=self.register.epoch, reason=reason))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from blockmgr.manager import BlockManager
 from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
+from worker.cache_telling import CacheTelling
 from worker.grammar_desk import GrammarDesk
 from worker.outputs import StepOutputs
 from worker.plan import StepPlan
@@ -30,7 +31,7 @@ from worker.runner import Runner, RunnerError, RunnerOutOfMemory
 from worker.scheduler import Scheduler
 from worker.snapshot import snapshot
 from worker.stats import EngineStats
-from worker.translate import asked_by, kv_events, refused_run, step_output, whole_cache
+from worker.translate import asked_by, kv_events, refused_run, step_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class Engine:
         self._clock = clock
         self._observer = observer or NullObserver()
         self._grammars = grammars
+        self._telling = CacheTelling(blocks, outbox, epoch=config.epoch)
         self._launched: deque[_Launched] = deque()
         self._awaits_masks = False  # the newest launched step does
         self._seq: dict[GatewayIndex, int] = {}
@@ -91,7 +93,7 @@ class Engine:
             while not self.is_done:
                 num_steps = self.num_steps
                 self.step()
-                if self.num_steps == num_steps and not self.is_done:
+                if self.num_steps == num_steps and not self.is_done and not self.is_telling:
                     self._inbox.wait(self._config.idle_wait_s)
             self._outbox.put_all(
                 Leaving(epoch=self._config.epoch, reason="STOPPED" if self._is_stopping else "DRAINED")
@@ -113,6 +115,7 @@ class Engine:
         self._launch_ahead()
         self._send(self._collect() if self._launched else self._scheduler.flush())
         self._send_kv_events()
+        self._telling.tell_a_part()
         self._take_stats()
 
     @property
@@ -120,6 +123,11 @@ class Engine:
         """Stopped, or drained with nothing left."""
         is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not self._launched
         return self._is_stopping or is_drained
+
+    @property
+    def is_telling(self) -> bool:
+        """A gateway has not heard yet all that is cached here: there is more to do than `has_work` says."""
+        return self._telling.is_due
 
     def request_drain(self, grace_s: float) -> None:
         """Take no new requests, finish the others within ``grace_s`` seconds, then end."""
@@ -150,10 +158,12 @@ class Engine:
             case Drain():
                 self.request_drain(message.grace_s)
             case GatewayJoined():
-                self._tell_cache(gateway)
+                self._send_kv_events()
+                self._telling.begin(gateway)
             case GatewayLost():
                 self._scheduler.drop_gateway(gateway, now_s=now_s)
                 self._seq.pop(gateway, None)
+                self._telling.end(gateway)
 
     def _add(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
         try:
@@ -274,13 +284,6 @@ class Engine:
     def _send_kv_events(self) -> None:
         for message in kv_events(self._blocks.take_events(), epoch=self._config.epoch):
             self._outbox.put_all(message)
-
-    def _tell_cache(self, gateway: GatewayIndex) -> None:
-        """What has changed so far goes first: the state that follows has it already."""
-        self._send_kv_events()
-        stored = self._blocks.snapshot_events()
-        for message in whole_cache(stored, epoch=self._config.epoch) if stored else ():
-            self._outbox.put(gateway, message)
 
     def _audit(self) -> tuple[str, ...]:
         violations = self._blocks.audit().violations

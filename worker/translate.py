@@ -78,12 +78,6 @@ def kv_events(events: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
         yield KvEvents(epoch=epoch, events=tuple(_kv_event(event) for event in some))
 
 
-def whole_cache(stored: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
-    """The same for a gateway that knows nothing, or something that is over: first of all everything is forgotten.
-    stored: what is cached now, parents first."""
-    return kv_events([BlockEvent(kind=EventKind.CLEARED), *stored], epoch=epoch)
-
-
 def _kv_event(event: BlockEvent) -> KvEvent:
     return KvEvent(
         kind=KvEventKind.STORED if event.kind is EventKind.STORED else _RARE_KINDS[event.kind],

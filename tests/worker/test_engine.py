@@ -1,5 +1,7 @@
 """The engine loop over lists: messages in, messages out, steps in flight."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from wire.messages import (
     StepOutput,
     WireFinishReason,
 )
-from worker import translate
+from worker import cache_telling
 from worker.engine import Engine, EngineConfig
 from worker.oracle_model import OracleModel, oracle_tokens
 from worker.oracle_runner import OracleFaults
@@ -37,6 +39,7 @@ class ListInbox:
     def __init__(self) -> None:
         self.messages: list[tuple[GatewayIndex, InboxMessage]] = []
         self.waits: list[float] = []
+        self.on_wait: Callable[[], None] = lambda: None
 
     def put(self, message: InboxMessage, gateway: int = 0) -> None:
         self.messages.append((GatewayIndex(gateway), message))
@@ -47,6 +50,7 @@ class ListInbox:
 
     def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
+        self.on_wait()
 
 
 class ListOutbox:
@@ -226,19 +230,36 @@ def test_stored_blocks_are_told_to_every_gateway() -> None:
     assert (events[0].parent_hash, events[1].parent_hash) == (b"", events[0].block_hash)
 
 
-def test_a_gateway_that_joins_late_hears_the_whole_cache_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translate, "MAX_EVENTS_PER_MESSAGE", 2)
+def test_a_gateway_that_joins_late_hears_the_whole_cache_a_part_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_telling, "MAX_PART_BLOCKS", 2)
     rig = Rig(WorldConfig(model=MODEL, block_size=2))
     rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
     rig.steps()
     early = [event for message in rig.outbox.sent_to_all if isinstance(message, KvEvents) for event in message.events]
     rig.inbox.put(GatewayJoined(), gateway=1)
-    rig.steps()
+    sizes: list[list[int]] = []
+    while not sizes or rig.engine.is_telling:
+        num_sent = len(rig.outbox.sent)
+        rig.engine.step()
+        sizes.append([len(told.events) for _, told in rig.outbox.sent[num_sent:] if isinstance(told, KvEvents)])
+    assert sizes == [[1, 2], [1]]
     late = [message for to, message in rig.outbox.sent if to == 1 and isinstance(message, KvEvents)]
-    assert [len(message.events) for message in late] == [2, 2]
     events = [event for message in late for event in message.events]
     assert [events[0].kind, *events[1:]] == [KvEventKind.CLEARED, *early]
     assert len(early) == 3
+
+
+def test_an_idle_engine_tells_its_cache_without_resting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_telling, "MAX_PART_BLOCKS", 1)
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
+    rig.steps()
+    rig.inbox.waits.clear()
+    rig.inbox.put(GatewayJoined(), gateway=1)
+    rig.inbox.on_wait = rig.engine.request_stop
+    rig.engine.run()
+    assert rig.inbox.waits == [0.25]
+    assert sum(len(told.events) for to, told in rig.outbox.sent if to == 1 and isinstance(told, KvEvents)) == 4
 
 
 def test_a_gateway_that_joins_an_empty_worker_hears_nothing() -> None:
