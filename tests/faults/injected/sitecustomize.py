@@ -9,6 +9,8 @@
     raise_token_id     a prompt with it makes its step raise
     oom_token_id       a prompt with it makes its step run out of memory
     load_sleep_s       loading takes so long; load_raises: and fails then
+    marked             a prompt that begins with 2 and then 11, 12, 13, 14 or 15 does one of these: crash, nan (at
+                       nan_output_index), raise, oom, seize
 
 In all processes:
 
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import clock
+
+MARKS = {(2, 11): "crash", (2, 12): "nan", (2, 13): "raise", (2, 14): "oom", (2, 15): "seize"}
 
 
 def _faults() -> dict[str, Any]:
@@ -55,7 +59,26 @@ def _inject(wanted: dict[str, Any]) -> None:
                 pass
             if wanted.get("seize_token_id") in joined:
                 re.match(r"(a+)+$", "a" * 64 + "b")  # native code, exponential, never lets go of the lock
+            if wanted.get("marked"):
+                self._act_on(plan)
             super().launch(plan)
+
+        def _act_on(self, plan: Any) -> None:
+            acts = {MARKS.get(tuple(join.token_ids_T[:2].tolist())) for join in plan.joins}
+            if "crash" in acts:
+                os._exit(139)
+            if "raise" in acts:
+                raise RunnerError("illegal memory access (injected)")
+            if "oom" in acts:
+                raise RunnerOutOfMemory("out of memory (injected)")
+            if "seize" in acts:
+                re.match(r"(a+)+$", "a" * 64 + "b")
+
+        def _new_row(self, join: Any) -> Any:
+            row = super()._new_row(join)
+            if wanted.get("marked") and MARKS.get(tuple(row.token_ids[:2])) == "nan":
+                row.has_nan_token = True
+            return row
 
     loaded.OracleRunner = FaultyRunner
 
