@@ -8,6 +8,22 @@ import pytest
 import torch
 
 FLOATS = {32: np.float32, 16: np.float16}
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # integers wrap, as they must
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+"""Marks for tests of whole runners: what numpy says of kernels that are right."""
+
+
+def cut_decodes_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs programs one after the other, also those without work: few of them then, and chunks so short that short
+    contexts have several."""
+    from model.kernels import decode_work
+
+    limits = decode_work.WorkLimits(target_items=8, min_chunk_tokens=16)
+    monkeypatch.setattr(decode_work.WorkLimits, "of", lambda num_kv_heads: limits)
+    monkeypatch.setattr(decode_work, "CHUNK_MULTIPLE", 16)
 
 
 def convert_to_e4m3_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,23 +4,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels import decode_work
-from tests.support.cuda_twins import DEVICE, prompt, twins, world
+from tests.support.cuda_twins import prompt, twins, world
+from tests.support.interpreter import WARNINGS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs programs one after the other, also those without work."""
-    if DEVICE == "cpu":
-        for name, value in (("TARGET_ITEMS", 8), ("TARGET_PROGRAMS", 16), ("MIN_CHUNK_TOKENS", 16)):
-            monkeypatch.setattr(decode_work, name, value, raising=False)
-        monkeypatch.setattr(decode_work, "CHUNK_MULTIPLE", 16)
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 
 
 @pytest.mark.slow

@@ -10,18 +10,14 @@ from model.gpu.weights import GpuWeights
 from model.linear import Linear
 from model.quantization.rounding import FP8, round_to_groups
 from tests.support.cuda_twins import BLOCK, CONFIG, DEVICE, VOCAB, Hand, chunk, prompt, random_model
-from tests.support.interpreter import convert_to_e4m3_as_devices_do
+from tests.support.interpreter import WARNINGS, convert_to_e4m3_as_devices_do
 from tests.support.twin_runner import TwinRunner
 from worker.cuda_graphs import Launching
 from worker.cuda_programs import CudaRunnerConfig
 from worker.cuda_runner import CudaRunner
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = WARNINGS
 LAUNCHING = Launching.GRAPHS if DEVICE == "cuda" else Launching.EAGER
 
 
