@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from model import Qwen2ForCausalLM, dense_logits
 from model.attention import get_backend, make_inputs
 from model.cpu import invariant
 from model.cpu.native import kernels_fingerprint, native_library
@@ -14,28 +14,11 @@ from model.kv_pool import KvPool
 from model.linear import WeightFormat
 from model.norm import plain_rms_norm
 from model.rope import Rope
+from tests.support.invariant_model import CONFIG, random_model
 
-CONFIG = Qwen2Config(
-    vocab_size=330,
-    hidden_size=96,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-)
 BLOCK = 4
 LENGTH = 97
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
-
-
-def random_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=1, dtype=dtype)
-    for parameter in model.parameters():
-        parameter.data *= 3
-    return model
 
 
 class Steps:

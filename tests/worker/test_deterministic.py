@@ -4,31 +4,14 @@ in Triton's interpreter (the GPU itself: tests/gpu/test_gpu_deterministic.py).""
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
+from model import Qwen2ForCausalLM
 from model.cpu.native import native_library
 from model.invariant import make_invariant
 from tests.support.invariance import Invariance, Limits, check
+from tests.support.invariant_model import random_model
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
-CONFIG = Qwen2Config(
-    vocab_size=330,
-    hidden_size=96,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-)
 LIMITS = Limits(num_blocks=400, block_size=4, max_slots=40, max_batch_tokens=96, max_model_len=120, vocab_size=301)
-
-
-def random_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=1, dtype=dtype)
-    for parameter in model.parameters():
-        parameter.data *= 3
-    return model
 
 
 def torch_runner(model: Qwen2ForCausalLM, backend: str) -> TorchRunner:
