@@ -43,7 +43,7 @@ class ListenSettings(AddressSettings):
 class LimitSettings(Settings):
     """What callers may ask of one gateway process."""
 
-    max_requests: int = setting(4096, "Requests in flight, per gateway", panel="Limits", ge=1)
+    max_requests: int = setting(4096, "Outputs in flight, per gateway", panel="Limits", ge=1)
     max_prompt_bytes: int = setting(2 * 2**20, "Bytes of a prompt's text or rendered chat", panel="Limits", ge=1)
     max_message_bytes: int = setting(4 * 2**20, "Bytes of a gRPC message", panel="Limits", ge=1024)
     max_streams_per_connection: int = setting(512, "Calls in flight on one connection", panel="Limits", ge=1)

@@ -21,7 +21,7 @@ from gateway.errors import DeadlinePassed, Draining, RequestAborted, RequestErro
 from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
-from gateway.output import OutputAssembler, OutputFormat
+from gateway.output import OutputAssembler
 from gateway.preparation import Prepared, Preparer
 from gateway.quotas import TenantQuotas
 from gateway.rpc.scope import RpcScope
@@ -129,11 +129,11 @@ class Desk:
         card = self.models.resolve(request.model, self.pool.cards(), path=f"{prefix}model")
         scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
-        key = scope.key
-        self.admission.enter(key)
+        key, num_outputs = scope.key, request.num_outputs or 1
+        self.admission.enter(key, num_outputs=num_outputs)
         preparing = self._preparing[key] = _Preparing(_current_task())
         try:
-            self.quotas.enter(key, scope.caller, _now_ns())
+            self.quotas.enter(key, scope.caller, _now_ns(), num_outputs=num_outputs)
             async with until(deadline.end_s):
                 prepared = await self._preparer.prepare(request, card, prefix=prefix, deadline=deadline)
             return self._send_to_somebody(prepared, scope)
@@ -173,6 +173,10 @@ class Desk:
         """The salt that a caller's cached prefixes are kept under."""
         return self._prefix_salt.of(scope.caller, cache_salt)
 
+    def label_of(self, scope: RpcScope) -> str:
+        """What workers know a caller's tenant by."""
+        return self._prefix_salt.label_of(scope.caller)
+
     # No await from here to `close`: nothing can be lost between the send and the caller's hands.
 
     def _send_to_somebody(self, prepared: Prepared, scope: RpcScope) -> LiveRequest:
@@ -201,7 +205,7 @@ class Desk:
         max_on_worker = worker.capacity.max_num_seqs + worker.capacity.max_waiting
         self.admission.place(scope.key, worker.worker_id, max_on_worker=max_on_worker)
         run, bell = self._run_request(prepared, worker, scope, salt), Bell()
-        streams = [self._stream(output, prepared, scope, bell) for output in prepared.outputs]
+        streams = [self._stream(index, prepared, scope, bell) for index in range(len(prepared.outputs))]
         num_tokens = len(prepared.prompt_ids_T) + len(streams) * run.sampling.max_tokens
         self.quotas.reserve(scope.key, num_tokens, _now_ns())
         handles = self.pool.open_all(worker, run, streams)
@@ -245,15 +249,17 @@ class Desk:
             priority=request.priority,
             cache_salt=salt,
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),
+            tenant=self.label_of(scope),
+            weight=scope.caller.weight,
         )
 
-    def _stream(self, output: OutputFormat, prepared: Prepared, scope: RpcScope, bell: Bell) -> OutputStream:
+    def _stream(self, index: int, prepared: Prepared, scope: RpcScope, bell: Bell) -> OutputStream:
         return OutputStream(
-            OutputAssembler(output),
+            OutputAssembler(prepared.outputs[index]),
             max_pending_tokens=self.limits.max_pending_tokens,
             on_match=self._matched(scope.key),
-            on_started=self._started(scope),
-            on_moved=lambda worker_id: self.admission.move(scope.key, worker_id),
+            on_started=self._started(scope, index),
+            on_moved=lambda worker_id: self.admission.move(scope.key, worker_id, index),
             at_deadline=prepared.deadline.at_end,
             bell=bell,
         )
@@ -263,10 +269,10 @@ class Desk:
             delay_s = deadline.end_s - time.monotonic() + BACKSTOP_S
             live.backstop = asyncio.get_running_loop().call_later(delay_s, live.end_at_deadline)
 
-    def _started(self, scope: RpcScope) -> Callable[[], None] | None:
-        """For tenants, whose requests are no longer queued then."""
+    def _started(self, scope: RpcScope, index: int) -> Callable[[], None] | None:
+        """For tenants, whose outputs are no longer queued then."""
         key = scope.key
-        return None if scope.caller.tenant is None else lambda: self.quotas.started(key)
+        return None if scope.caller.tenant is None else lambda: self.quotas.started(key, index)
 
     def _matched(self, key: str) -> Callable[[OutputStream], None]:
         """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""

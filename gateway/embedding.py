@@ -106,6 +106,8 @@ class Embedder:
                     cache_salt=salt,
                     timeout_s=None if end_s is None else max(0.001, end_s - time.monotonic()),
                     pooling=_POOLINGS[request.pooling],
+                    tenant=self._desk.label_of(scope),
+                    weight=scope.caller.weight,
                 )
                 sent.append(await self._send(run, card, scope, sent))
                 scope.worker_id = sent[-1].sink.worker_id

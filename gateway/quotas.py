@@ -1,12 +1,13 @@
 """What each tenant holds of this gateway, and what it may.
 
-Pure: times are passed in. A request enters, reserves its tokens when they are known, is begun by a worker, and leaves
-exactly once however it ends; what it did not use goes back.
+Pure: times are passed in. A request enters with all its outputs, which limits count one by one; it reserves its tokens
+when they are known, its outputs are begun by a worker, and it leaves exactly once however it ends; what it did not use
+goes back.
 
     enter -> (in flight, queued) -> reserve -> started (no longer queued) -> leave
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.access.caller import Caller, TenantLimits
 from gateway.errors import ExceedsCapacity, TenantLimit
@@ -60,7 +61,7 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCounts:
-    """num_queued: of those in flight, not begun by a worker yet."""
+    """Outputs. num_queued: of those in flight, not begun by a worker yet."""
 
     num_in_flight: int = 0
     num_queued: int = 0
@@ -71,13 +72,15 @@ class _Tenant:
     name: str
     limits: TenantLimits
     bucket: TokenBucket | None
-    in_flight: set[str] = field(default_factory=set)
-    queued: set[str] = field(default_factory=set)
+    num_in_flight: int = 0
+    num_queued: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     tenant: _Tenant
+    num_outputs: int
+    queued: set[int]  # by index
     bucket: TokenBucket | None = None  # the one that was reserved from
     reserved: int = 0
 
@@ -89,20 +92,24 @@ class TenantQuotas:
         self._tenants: dict[str, _Tenant] = {}
         self._held: dict[str, _Held] = {}
 
-    def enter(self, key: str, caller: Caller, now_ns: int) -> None:
-        """A new request, its key not in flight. Raises TenantLimit; then nothing has changed."""
+    def enter(self, key: str, caller: Caller, now_ns: int, *, num_outputs: int = 1) -> None:
+        """A new request, its key not in flight. Raises TenantLimit, ExceedsCapacity; then nothing has changed."""
         if caller.tenant is None:
             return
-        tenant = self._tenant(caller.tenant, caller.limits, now_ns)
-        _check("requests are in flight", len(tenant.in_flight), caller.limits.max_requests)
-        _check("requests are queued", len(tenant.queued), caller.limits.max_queued)
-        tenant.in_flight.add(key)
-        tenant.queued.add(key)
-        self._held[key] = _Held(tenant)
+        limits = caller.limits
+        for where, limit in (("in flight", limits.max_requests), ("queued", limits.max_queued)):
+            if limit is not None and num_outputs > limit:
+                raise ExceedsCapacity(f"{num_outputs} outputs are more than this tenant may ever have {where}")
+        tenant = self._tenant(caller.tenant, limits, now_ns)
+        _check("in flight", num_outputs, tenant.num_in_flight, limits.max_requests)
+        _check("queued", num_outputs, tenant.num_queued, limits.max_queued)
+        tenant.num_in_flight += num_outputs
+        tenant.num_queued += num_outputs
+        self._held[key] = _Held(tenant, num_outputs, set(range(num_outputs)))
 
     def reserve(self, key: str, num_tokens: int, now_ns: int) -> None:
-        """Prompt and max_tokens of a request. A second time, for another worker, it costs nothing. Raises TenantLimit,
-        ExceedsCapacity; then nothing has changed."""
+        """Prompt and max_tokens of every output of a request. A second time, for another worker, it costs nothing.
+        Raises TenantLimit, ExceedsCapacity; then nothing has changed."""
         held = self._held.get(key)
         if held is None or held.bucket is not None or held.tenant.bucket is None:
             return
@@ -115,11 +122,12 @@ class TenantQuotas:
             raise TenantLimit(f"{num_tokens} tokens are too many now for this tenant", retry_after_ms=wait_ms) from None
         held.bucket, held.reserved = held.tenant.bucket, num_tokens
 
-    def started(self, key: str) -> None:
-        """A worker has begun the request. Idempotent."""
+    def started(self, key: str, output_index: int = 0) -> None:
+        """A worker has begun this output. Idempotent."""
         held = self._held.get(key)
-        if held is not None:
-            held.tenant.queued.discard(key)
+        if held is not None and output_index in held.queued:
+            held.queued.remove(output_index)
+            held.tenant.num_queued -= 1
 
     def leave(self, key: str, *, num_used: int, now_ns: int) -> None:
         """The request ended after so many tokens, prompt included. Idempotent."""
@@ -129,9 +137,9 @@ class TenantQuotas:
         if held.bucket is not None:
             held.bucket.give_back(max(0, held.reserved - num_used), now_ns)
         tenant = held.tenant
-        tenant.in_flight.discard(key)
-        tenant.queued.discard(key)
-        if not tenant.in_flight and tenant.bucket is None:
+        tenant.num_in_flight -= held.num_outputs
+        tenant.num_queued -= len(held.queued)
+        if not tenant.num_in_flight and tenant.bucket is None:
             self._tenants.pop(tenant.name, None)
 
     def counts(self, tenant: str) -> TenantCounts:
@@ -139,7 +147,7 @@ class TenantQuotas:
         found = self._tenants.get(tenant)
         if found is None:
             return TenantCounts()
-        return TenantCounts(num_in_flight=len(found.in_flight), num_queued=len(found.queued))
+        return TenantCounts(num_in_flight=found.num_in_flight, num_queued=found.num_queued)
 
     def _tenant(self, name: str, limits: TenantLimits, now_ns: int) -> _Tenant:
         """The tenant's counts; where its limits have changed, with a new bucket."""
@@ -158,6 +166,6 @@ def _bucket(limits: TenantLimits, now_ns: int) -> TokenBucket | None:
     return TokenBucket(tokens_per_minute=rate, burst_tokens=limits.burst_tokens or rate, now_ns=now_ns)
 
 
-def _check(what: str, count: int, limit: int | None) -> None:
-    if limit is not None and count >= limit:
-        raise TenantLimit(f"{count} {what}, the limit of this tenant")
+def _check(where: str, num_new: int, count: int, limit: int | None) -> None:
+    if limit is not None and count + num_new > limit:
+        raise TenantLimit(f"{count} outputs are {where}, the limit of this tenant is {limit}")

@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 
 from gateway.access.scopes import Scope
 
+MAX_WEIGHT = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
     """What one tenant may ask of one gateway process; None: no limit of its own.
 
-    max_requests: in flight. max_queued: of these, not begun by a worker yet. tokens_per_minute: prompt and
+    max_requests: outputs in flight. max_queued: of these, not begun by a worker yet. tokens_per_minute: prompt and
     `max_tokens` of requests, refunded where fewer were used. burst_tokens: that much at once; None: a minute's worth.
     """
 
@@ -21,13 +23,15 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """tenant None: nobody asks who calls here. sharing_group: tenants of one group share cached prefixes."""
+    """tenant None: nobody asks who calls here. sharing_group: tenants of one group share cached prefixes. weight: of
+    the tenant's share where tenants wait for one another, 1 to MAX_WEIGHT."""
 
     name: str
     tenant: str | None
     scopes: frozenset[Scope]
     limits: TenantLimits = field(default_factory=TenantLimits)
     sharing_group: str | None = None
+    weight: int = 1
 
     def key_of(self, request_id: str) -> str:
         """A request id that no other tenant's can equal: ids have no line feed."""

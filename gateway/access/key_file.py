@@ -14,7 +14,8 @@
     tenant = "acme"
 
     [tenants.acme]
-    max_requests = 32              # in flight
+    weight = 4                     # of its share where tenants wait for one another: default 1
+    max_requests = 32              # outputs in flight
     max_queued = 8                 # of these, not begun yet
     tokens_per_minute = 100_000    # prompt + max_tokens, refunded where fewer were used
     burst_tokens = 20_000
@@ -30,7 +31,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gateway.access.caller import Caller, TenantLimits
+from gateway.access.caller import MAX_WEIGHT, Caller, TenantLimits
 from gateway.access.file_errors import AccessFileError, read_private
 from gateway.access.keys import MAX_KEY_LEN, MIN_KEY_LEN, KeyEntry, KeyRing, digest_of
 from gateway.access.scopes import Scope
@@ -79,11 +80,13 @@ class _Callers:
     """Makes callers, with the limits of their tenants."""
 
     def __init__(self, tenants: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._defaults = _limits(defaults, "defaults", also=())
+        self._defaults = _limits(defaults, "defaults", also=("weight",))
+        self._default_weight = _weight(defaults, "defaults")
         self._limits = {
-            name: _limits(_named(table, f"tenants.{name}"), f"tenants.{name}", also=("share_prefixes_with",))
+            name: _limits(_named(table, f"tenants.{name}"), f"tenants.{name}", also=("share_prefixes_with", "weight"))
             for name, table in tenants.items()
         }
+        self._weights = {name: _weight(table, f"tenants.{name}") for name, table in tenants.items()}
         self._groups = {name: _text(table, "share_prefixes_with", f"tenants.{name}") for name, table in tenants.items()}
 
     def make(self, name: str, table: Mapping[str, Any], where: str) -> Caller:
@@ -97,6 +100,7 @@ class _Callers:
             scopes=frozenset(map(Scope, words)),
             limits=self._limits.get(tenant, self._defaults),
             sharing_group=self._groups.get(tenant),
+            weight=self._weights.get(tenant, self._default_weight),
         )
 
 
@@ -154,6 +158,13 @@ def _limits(table: Mapping[str, Any], where: str, *, also: tuple[str, ...]) -> T
     if limits.burst_tokens is not None and limits.tokens_per_minute is None:
         raise ValueError(f"{where}: burst_tokens needs tokens_per_minute")
     return limits
+
+
+def _weight(table: Mapping[str, Any], where: str) -> int:
+    weight = table.get("weight", 1)
+    if type(weight) is not int or not 0 < weight <= MAX_WEIGHT:
+        raise ValueError(f"{where}: weight is a whole number from 1 to {MAX_WEIGHT}")
+    return weight
 
 
 def _rows(content: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:

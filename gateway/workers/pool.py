@@ -319,6 +319,8 @@ def _run(handles: Sequence[int], request: RunRequest) -> Run:
         timeout_s=request.timeout_s,
         pooling=request.pooling,
         num_resumed_tokens=request.num_resumed_tokens,
+        tenant=request.tenant,
+        weight=request.weight,
     )
 
 

@@ -56,7 +56,7 @@ class EmbeddingSink(OutputSink, Protocol):
 class RunRequest:
     """One output to generate. prompt_ids: int32 [T]; timeout_s: remaining now, None for no deadline. pooling: the
     prompt's embedding is wanted instead, and the sink is an EmbeddingSink. num_resumed_tokens: the last so many of
-    prompt_ids are output that was given before."""
+    prompt_ids are output that was given before. tenant, weight: as `wire.messages.Run` has them."""
 
     request_id: str
     prompt_ids: np.ndarray
@@ -66,6 +66,8 @@ class RunRequest:
     timeout_s: float | None = None
     pooling: Pooling | None = None
     num_resumed_tokens: int = 0
+    tenant: str = ""
+    weight: int = 1
 
 
 class WorkerState(Enum):

@@ -1,6 +1,7 @@
 """Tenants' limits against exact arithmetic and a recount."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -113,38 +114,98 @@ def test_new_limits_are_in_force_at_the_next_request_and_old_ones_forgotten() ->
     assert quotas._tenants == {}
 
 
+def test_every_output_counts_and_a_request_that_can_never_fit_is_told_so() -> None:
+    quotas, tenant = TenantQuotas(), caller("t", max_requests=8, max_queued=6)
+    for num_outputs in (7, 9):
+        with pytest.raises(ExceedsCapacity):
+            quotas.enter("a", tenant, 0, num_outputs=num_outputs)
+    quotas.enter("a", tenant, 0, num_outputs=5)
+    with pytest.raises(TenantLimit):
+        quotas.enter("b", tenant, 0, num_outputs=2)
+    for index in (0, 0, 3):
+        quotas.started("a", index)
+    assert quotas.counts("t") == TenantCounts(num_in_flight=5, num_queued=3)
+    quotas.enter("b", tenant, 0, num_outputs=3)
+    assert quotas.counts("t") == TenantCounts(num_in_flight=8, num_queued=6)
+    quotas.leave("a", num_used=0, now_ns=0)
+    assert quotas.counts("t") == TenantCounts(num_in_flight=3, num_queued=3)
+
+
+MAX_REQUESTS, MAX_QUEUED, BURST, RATE = 6, 4, 40, 120
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["enter", "start", "leave", "reserve"]), st.sampled_from("abcd"), st.sampled_from("xy")),
-    max_size=60,
+    st.tuples(
+        st.sampled_from(["enter", "enter", "start", "leave", "reserve"]),
+        st.sampled_from("abcd"),
+        st.sampled_from("xy"),
+        st.integers(1, 7),
+        st.integers(0, 10**10),
+    ),
+    max_size=80,
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+class Shadow:
+    """The same by lists and fractions: [tenant, which outputs have begun, tokens reserved] of each request."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[Any]] = {}
+        self.levels = {name: Fraction(BURST) for name in "xy"}
+
+    def rows(self, tenant: str) -> list[list[bool]]:
+        return [begun for name, begun, _ in self.held.values() if name == tenant]
+
+    def fits(self, tenant: str, num_outputs: int) -> bool:
+        begun = [each for row in self.rows(tenant) for each in row]
+        return len(begun) + num_outputs <= MAX_REQUESTS and begun.count(False) + num_outputs <= MAX_QUEUED
+
+    def counts(self, tenant: str) -> TenantCounts:
+        begun = [each for row in self.rows(tenant) for each in row]
+        return TenantCounts(num_in_flight=len(begun), num_queued=begun.count(False))
+
+
+@settings(max_examples=400)
 @given(actions=ACTIONS)
-def test_counts_are_what_a_recount_says(actions: list[tuple[str, str, str]]) -> None:
-    quotas, shadow = TenantQuotas(), dict[str, tuple[str, bool]]()
-    for action, request_id, tenant in actions:
-        who = caller(tenant, max_requests=3, max_queued=2, tokens_per_minute=1, burst_tokens=3)
+def test_limits_and_tokens_are_what_exact_arithmetic_says(actions: list[tuple[str, str, str, int, int]]) -> None:
+    """Never above a quota, and refused only where it would be; what was not used comes back whole."""
+    quotas, shadow, now_ns = TenantQuotas(), Shadow(), 0
+    for action, request_id, tenant, number, passed_ns in actions:
+        now_ns += passed_ns
+        for name, level in shadow.levels.items():
+            shadow.levels[name] = min(Fraction(BURST), level + Fraction(passed_ns * RATE, MINUTE_NS))
+        who = caller(
+            tenant, max_requests=MAX_REQUESTS, max_queued=MAX_QUEUED, tokens_per_minute=RATE, burst_tokens=BURST
+        )
         key = who.key_of(request_id)
-        rows = [row for row in shadow.values() if row[0] == tenant]
-        if action == "enter" and key not in shadow:
-            full = len(rows) >= 3 or sum(not is_started for _, is_started in rows) >= 2
+        held = shadow.held.get(key)
+        if action == "enter" and held is None:
+            fits = shadow.fits(tenant, number)
             try:
-                quotas.enter(key, who, 0)
-                shadow[key] = (tenant, False)
-                assert not full
+                quotas.enter(key, who, now_ns, num_outputs=number)
+                shadow.held[key] = [tenant, [False] * number, None]
+                assert fits
+            except ExceedsCapacity:
+                assert number > MAX_QUEUED
             except TenantLimit:
-                assert full
+                assert not fits
+                assert number <= MAX_QUEUED
         elif action == "start":
-            quotas.started(key)
-            if key in shadow:
-                shadow[key] = (tenant, True)
+            quotas.started(key, number - 1)
+            if held is not None and number <= len(held[1]):
+                held[1][number - 1] = True
         elif action == "leave":
-            quotas.leave(key, num_used=0, now_ns=0)
-            shadow.pop(key, None)
-        elif action == "reserve":
-            quotas.reserve(key, 1, 0)
+            quotas.leave(key, num_used=number, now_ns=now_ns)
+            if (left := shadow.held.pop(key, None)) is not None and left[2] is not None:
+                shadow.levels[tenant] = min(Fraction(BURST), shadow.levels[tenant] + max(0, left[2] - number))
+        elif action == "reserve" and held is not None and held[2] is None:
+            num_tokens = 4 + number * len(held[1])
+            try:
+                quotas.reserve(key, num_tokens, now_ns)
+                assert num_tokens <= shadow.levels[tenant]
+                held[2] = num_tokens
+                shadow.levels[tenant] -= num_tokens
+            except ExceedsCapacity:
+                assert num_tokens > BURST
+            except TenantLimit:
+                assert num_tokens > shadow.levels[tenant]
         for name in "xy":
-            rows = [row for row in shadow.values() if row[0] == name]
-            expected = TenantCounts(num_in_flight=len(rows), num_queued=sum(not is_started for _, is_started in rows))
-            assert quotas.counts(name) == expected
+            assert quotas.counts(name) == shadow.counts(name)

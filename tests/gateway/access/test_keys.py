@@ -55,6 +55,7 @@ def test_a_file_gives_callers_with_tenants_scopes_limits_and_groups(write_keys: 
     path = write_keys(f"""
         [defaults]
         max_requests = 3
+        weight = 2
         [keys.plain]
         key = "{KEY}"
         [keys.full]
@@ -70,6 +71,7 @@ def test_a_file_gives_callers_with_tenants_scopes_limits_and_groups(write_keys: 
         tokens_per_minute = 100
         burst_tokens = 10
         share_prefixes_with = "family"
+        weight = 7
     """)
     access = load_access_list(path)
     plain, full = access.ring._entries
@@ -77,18 +79,22 @@ def test_a_file_gives_callers_with_tenants_scopes_limits_and_groups(write_keys: 
     default = frozenset({Scope.GENERATE, Scope.MODELS})
     assert plain == KeyEntry(
         digest=bytes.fromhex(SHA),
-        caller=Caller(name="plain", tenant="plain", scopes=default, limits=TenantLimits(max_requests=3)),
+        caller=Caller(name="plain", tenant="plain", scopes=default, limits=TenantLimits(max_requests=3), weight=2),
     )
     assert full == KeyEntry(
         digest=b"\xab" * 32,
         caller=Caller(
-            name="full", tenant="acme", scopes=frozenset({Scope.ADMIN}), limits=limits, sharing_group="family"
+            name="full",
+            tenant="acme",
+            scopes=frozenset({Scope.ADMIN}),
+            limits=limits,
+            sharing_group="family",
+            weight=7,
         ),
         expires_s=60.0,
     )
-    assert access.certificates == {
-        "billing.internal": Caller(name="billing", tenant="acme", scopes=default, limits=limits, sharing_group="family")
-    }
+    billing = Caller(name="billing", tenant="acme", scopes=default, limits=limits, sharing_group="family", weight=7)
+    assert access.certificates == {"billing.internal": billing}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,8 @@ def test_a_file_gives_callers_with_tenants_scopes_limits_and_groups(write_keys: 
         ("[keys]\na = 1", "must be a table"),
         ("[tenants.a]\nmax_request = 1", "'max_request' is unknown"),
         ("[tenants.a]\nmax_requests = 0", "above 0"),
+        ("[tenants.a]\nweight = 0", "from 1 to 1000"),
+        ("[defaults]\nweight = 0.5", "from 1 to 1000"),
         ("[tenants.a]\nmax_requests = true", "above 0"),
         ("[tenants.a]\nburst_tokens = 5", "needs tokens_per_minute"),
         ("[certificates.a]", "needs a subject"),

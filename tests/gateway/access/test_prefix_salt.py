@@ -47,3 +47,12 @@ def test_different_owners_or_salts_never_meet(parts: list[tuple[str, str | None,
         owner2 = ("tenant", tenant2) if group2 is None else ("group", group2)
         same = salt.of(caller(tenant, group), own) == salt.of(caller(tenant2, group2), own2)
         assert same == ((owner, own) == (owner2, own2))
+
+
+def test_a_tenants_label_is_its_own_the_same_everywhere_and_says_nothing() -> None:
+    one, again, other = PrefixSalt("a"), PrefixSalt("a"), PrefixSalt("b")
+    assert one.label_of(ANYBODY) == ""
+    assert one.label_of(caller("acme")) == again.label_of(caller("acme", "family")) != other.label_of(caller("acme"))
+    labels = {one.label_of(each) for each in (caller("acme"), caller("zen"), caller("family"), PUBLIC)}
+    assert len(labels) == 4
+    assert not any("acme" in label or label in one.of(caller("acme"), "") for label in labels)

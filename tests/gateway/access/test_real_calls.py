@@ -271,6 +271,54 @@ async def test_a_tenants_limits_stop_it_and_nobody_else(guarded: Any) -> None:
         assert served.gateway.desk.quotas._held == {}
 
 
+async def test_limits_count_every_output_of_a_request(guarded: Any) -> None:
+    file = FILE + "[tenants.ann]\nmax_requests = 4\n"
+    pool = FakePool()
+    async with guarded(pool, file=file) as served:
+
+        def ask(num_outputs: int) -> Any:
+            request = pb.GenerateRequest(text="x", num_outputs=num_outputs)
+            return served.inference.Generate(request, metadata=as_("ann"))
+
+        never = await refused(ask(5))
+        assert (never.code, never.reason) == (C.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
+        stream = ask(3)
+        await anext(aiter(stream))
+        assert (await refused(ask(2))).reason == "TENANT_LIMIT"
+        counts = served.gateway.desk.quotas.counts("ann")
+        assert (counts.num_in_flight, counts.num_queued) == (3, 3)
+        assert served.gateway.desk.admission.counts().num_outputs == 3
+        pool.runs[1].sink.on_started()
+        pool.runs[1].sink.on_started()
+        assert served.gateway.desk.quotas.counts("ann").num_queued == 2
+        stream.cancel()
+        await served.until(lambda: served.gateway.desk.quotas.counts("ann").num_in_flight == 0)
+        four = ask(4)
+        await anext(aiter(four))
+        four.cancel()
+
+
+async def test_workers_hear_of_a_tenant_by_label_and_weight_whatever_its_headers_say(guarded: Any) -> None:
+    file = FILE + "[tenants.ann]\nweight = 9\n"
+    pool = answers(5)
+    async with guarded(pool, file=file) as served:
+        for name, more in (("ann", ()), ("bob", ()), ("ann", (("x-tenant", "bob"), ("tenant", "bob")))):
+            metadata = (*as_(name), *more)
+            complete = pb.CompleteRequest(generate=pb.GenerateRequest(text="x"))
+            await served.inference.Complete(complete, metadata=metadata)
+        ann, bob, again = [run.request for run in pool.runs]
+    assert (ann.weight, bob.weight, again.weight) == (9, 1, 9)
+    assert ann.tenant == again.tenant != bob.tenant
+    assert not {"ann", "bob", ""} & {ann.tenant, bob.tenant}
+
+
+async def test_without_keys_everybody_is_one_tenant(serve: Any) -> None:
+    pool = answers(5)
+    async with serve(pool) as served:
+        await served.inference.Complete(pb.CompleteRequest(generate=pb.GenerateRequest(text="x")))
+        assert (pool.runs[0].request.tenant, pool.runs[0].request.weight) == ("", 1)
+
+
 async def test_tokens_are_reserved_refused_with_the_wait_and_refunded(guarded: Any) -> None:
     file = FILE + "[tenants.ann]\ntokens_per_minute = 60\nburst_tokens = 50\n"
     pool = FakePool()
