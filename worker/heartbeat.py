@@ -46,7 +46,9 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Once."""
+        """Once. The process is watched from here on: its first step, before the first beat, can be the one that hangs."""
+        if self._watchdog is not None:
+            self._watchdog.arm()
         self._thread.start()
 
     def close(self) -> None:

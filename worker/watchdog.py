@@ -24,7 +24,7 @@ class Watchdog:
 
     def feed(self, stats: EngineStats, now_s: float) -> None:
         """Note the engine's progress; ends the process where there was none for too long."""
-        self._arm()
+        self.arm()
         if self.is_stalled(stats, now_s):
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
@@ -41,5 +41,6 @@ class Watchdog:
         """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
+        """The process ends where this is not called again in time, whoever holds the interpreter's lock."""
         faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True)

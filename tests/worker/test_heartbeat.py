@@ -74,22 +74,25 @@ from worker.stats import EngineStats
 from worker.watchdog import Watchdog
 stats = EngineStats(num_running=1)
 watchdog = Watchdog(stall_timeout_s=0.5)
-HeartbeatThread([], "e", lambda: stats, lambda: (), interval_s=0.05, watchdog=watchdog).start()
+HeartbeatThread([], "e", lambda: stats, lambda: (), interval_s=INTERVAL_S, watchdog=watchdog).start()
 time.sleep(0.2)
 """
 
 
 @pytest.mark.parametrize(
-    ("hang", "code"),
+    ("hang", "interval_s", "code"),
     [
-        ("time.sleep(60)", EXIT_STALLED),
-        ("ctypes.PyDLL(None).sleep(60)", 1),  # native code that keeps the interpreter's lock
+        ("time.sleep(60)", 0.05, EXIT_STALLED),
+        ("ctypes.PyDLL(None).sleep(60)", 0.05, 1),  # native code that keeps the interpreter's lock
+        ("ctypes.PyDLL(None).sleep(60)", 30, 1),  # the same, before the first beat
     ],
 )
-def test_a_hung_process_ends_itself_and_says_where_it_was(hang: str, code: int, repository: Path) -> None:
+def test_a_hung_process_ends_itself_and_says_where_it_was(
+    hang: str, interval_s: float, code: int, repository: Path
+) -> None:
     started_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", HANG + hang],
+        [sys.executable, "-c", HANG.replace("INTERVAL_S", str(interval_s)) + hang],
         cwd=repository,
         capture_output=True,
         text=True,
