@@ -118,7 +118,7 @@ ROWS: dict[int, Row] = {
     16: row(
         "a cancel at each point of a life",
         "tests/worker/test_scheduler.py::test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody",
-        "tests/gateway/test_generate.py::test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind",
+        "tests/gateway/test_generate_ends.py::test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind",
         "tests/gateway/workers/test_migration.py::test_a_cancel_ends_it_wherever_it_is",
         heading="Scheduler and blocks",
     ),
@@ -138,7 +138,7 @@ ROWS: dict[int, Row] = {
         "a request that can never fit",
         "tests/worker/test_scheduler.py::"
         "test_a_request_too_long_for_the_pool_is_refused_at_once_and_nobody_waits_behind_it",
-        "tests/gateway/test_generate.py::test_what_can_never_fit_is_refused_at_once",
+        "tests/gateway/test_generate_refusals.py::test_what_can_never_fit_is_refused_at_once",
     ),
     20: row(
         "an output grows to the ceiling of the pool",
@@ -274,7 +274,7 @@ ROWS: dict[int, Row] = {
         "handlers with defects",
         "tests/gateway/rpc/test_guard.py::test_defects_are_internal_with_our_trailer_and_no_secret",
         "tests/gateway/rpc/test_guard.py::test_streams_end_with_the_tables_status_after_what_they_sent",
-        "tests/gateway/test_generate.py::test_a_defect_of_ours_is_internal_and_never_unknown",
+        "tests/gateway/test_generate_ends.py::test_a_defect_of_ours_is_internal_and_never_unknown",
         "tests/gateway/rpc/test_guard.py::test_a_second_abort_changes_nothing",
         "tests/gateway/rpc/test_guard.py::test_a_stream_without_messages_ends_well",
     ),
@@ -288,7 +288,7 @@ ROWS: dict[int, Row] = {
         "tests/gateway/validation/test_fields.py::test_any_bytes_that_parse_are_good_or_refused_and_never_crash",
         "tests/gateway/validation/test_fields.py::"
         "test_every_field_of_generate_is_in_the_tables_above_or_refers_to_the_model",
-        "tests/gateway/test_generate.py::test_a_duplicate_id_is_refused_and_the_first_request_is_not_disturbed",
+        "tests/gateway/test_generate_refusals.py::test_a_duplicate_id_is_refused_and_the_first_request_is_not_disturbed",
     ),
     43: row(
         "callers without rights",
@@ -300,7 +300,7 @@ ROWS: dict[int, Row] = {
     44: row(
         "texts that are slow to tokenize",
         "tests/gateway/test_responsiveness.py::test_the_loop_goes_on_turning",
-        "tests/gateway/test_generate.py::test_a_text_above_the_limit_is_refused_before_it_is_tokenized",
+        "tests/gateway/test_generate_refusals.py::test_a_text_above_the_limit_is_refused_before_it_is_tokenized",
         heading="Input",
     ),
     45: row(
@@ -319,7 +319,7 @@ ROWS: dict[int, Row] = {
         "control tokens in texts",
         "tests/gateway/text/test_model_text.py::test_no_message_can_write_a_control_token",
         "tests/gateway/text/test_model_text.py::test_a_template_cannot_reach_out_of_its_sandbox",
-        "tests/gateway/test_generate.py::test_ids_that_the_model_does_not_have_are_named_by_their_place",
+        "tests/gateway/test_generate_refusals.py::test_ids_that_the_model_does_not_have_are_named_by_their_place",
     ),
     48: row(
         "hostile schemas and expressions",
