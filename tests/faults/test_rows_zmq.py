@@ -17,7 +17,7 @@ from gateway.workers import WorkerPool
 from tests.support.fault_callers import calls
 from tests.support.figures import record
 from tests.support.siege import besiege
-from tests.support.workers import FakeWorker, RecordingSink, finished, pool_config, request, step_output, until
+from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, step_output, until
 from wire.codec import MAX_FRAME_BYTES, encode
 from wire.messages import Heartbeat
 from wire.options import new_dealer
@@ -137,10 +137,8 @@ def _is_cut(peer: socket.socket) -> bool:
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[WorkerPool]:
-    opened = WorkerPool(pool_config(tmp_path))
-    await opened.start()
-    yield opened
-    await opened.close()
+    async with open_pool(tmp_path) as (opened, _):
+        yield opened
 
 
 def change(frames: list[bytes], kind: str, at: int) -> list[bytes]:

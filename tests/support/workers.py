@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -206,3 +207,20 @@ class FakeWorker:
     def close(self) -> None:
         """Vanish."""
         self._context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def open_pool(folder: Path, *names: str, **changes: object) -> AsyncIterator[tuple[WorkerPool, list[FakeWorker]]]:
+    """A pool that is started, with workers of these names that have joined; all closed at the end."""
+    pool = WorkerPool(pool_config(folder, **changes))
+    await pool.start()
+    workers: list[FakeWorker] = []
+    try:
+        for name in names:
+            workers.append(FakeWorker(pool.bound_endpoints[0], name))
+            await workers[-1].join(pool)
+        yield pool, workers
+    finally:
+        await pool.close()
+        for worker in workers:
+            worker.close()

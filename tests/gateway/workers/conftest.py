@@ -3,22 +3,19 @@
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from gateway.workers import WorkerPool
-from tests.support.workers import FakeWorker, pool_config
+from tests.support.workers import FakeWorker, open_pool
 
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[WorkerPool]:
     """Started, with one ipc endpoint."""
-    opened = WorkerPool(pool_config(tmp_path))
-    await opened.start()
-    yield opened
-    await opened.close()
+    async with open_pool(tmp_path) as (opened, _):
+        yield opened
 
 
 @pytest.fixture
@@ -42,10 +39,3 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
-
-
-@pytest.fixture
-async def pools() -> AsyncIterator[AsyncExitStack]:
-    """For what a test opens itself: push the way to close it."""
-    async with AsyncExitStack() as stack:
-        yield stack

@@ -1,32 +1,21 @@
 """Outputs go on at another worker behind what they have given, and whoever kills workers is found out."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from gateway.workers import WorkerPool
-from tests.support.workers import FakeWorker, RecordingSink, finished, pool_config, request, until
+from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, until
 from wire.messages import Cancel, Leaving, Run, WireFinishReason
 
+Served = tuple[WorkerPool, list[FakeWorker]]
 
-@asynccontextmanager
-async def served(folder: Path, *names: str, **changes: object) -> AsyncIterator[tuple[WorkerPool, list[FakeWorker]]]:
-    """A pool whose outputs may move, and workers of these names that have joined."""
-    pool = WorkerPool(pool_config(folder, **({"max_migrations": 2, "migration_timeout_s": 5.0} | changes)))
-    await pool.start()
-    workers = []
-    try:
-        for name in names:
-            workers.append(FakeWorker(pool.bound_endpoints[0], name))
-            await workers[-1].join(pool)
-        yield pool, workers
-    finally:
-        await pool.close()
-        for worker in workers:
-            worker.close()
+
+def served(folder: Path, *names: str, **changes: object) -> AbstractAsyncContextManager[Served]:
+    """A pool whose outputs may move."""
+    return open_pool(folder, *names, **({"max_migrations": 2, "migration_timeout_s": 5.0} | changes))
 
 
 def open_on(pool: WorkerPool, worker: FakeWorker, request_id: str = "r", **sampling: object) -> RecordingSink:

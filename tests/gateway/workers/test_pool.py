@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from tests.support.workers import (
     capacity,
     card,
     finished,
+    open_pool,
     pool_config,
     request,
     until,
@@ -105,21 +106,14 @@ async def test_a_request_goes_out_and_its_tokens_come_back(pool: WorkerPool, dia
     assert [view.in_flight for view in pool.workers()] == [0]
 
 
-async def test_what_arrives_while_we_send_is_read_without_waiting_for_a_tick(
-    tmp_path: Path, pools: AsyncExitStack
-) -> None:
-    pool = WorkerPool(pool_config(tmp_path, tick_s=60.0))
-    await pool.start()
-    pools.push_async_callback(pool.close)
-    worker = FakeWorker(pool.bound_endpoints[0])
-    pools.callback(worker.close)
-    await worker.join(pool)
-    handle, sink = open_one(pool)
-    await worker.expect(Run)
-    await worker.step([(handle, 1)], finished=(finished(handle, 1),))
-    stop_the_loop(0.1)  # it has arrived; the next send takes the socket's news, and with it the descriptor's signal
-    open_one(pool)
-    await sink.end()
+async def test_what_arrives_while_we_send_is_read_without_waiting_for_a_tick(tmp_path: Path) -> None:
+    async with open_pool(tmp_path, "w0", tick_s=60.0) as (pool, (worker,)):
+        handle, sink = open_one(pool)
+        await worker.expect(Run)
+        await worker.step([(handle, 1)], finished=(finished(handle, 1),))
+        stop_the_loop(0.1)  # it has arrived; the next send takes the socket's news, and with it the descriptor's signal
+        open_one(pool)
+        await sink.end()
 
 
 async def test_cancels_of_one_turn_travel_in_one_message(pool: WorkerPool, dial: Dial) -> None:
@@ -276,36 +270,26 @@ async def test_a_restarted_worker_is_taken_at_once(pool: WorkerPool, dial: Dial,
     assert sink.calls == [("lost", "WORKER_LOST")]
 
 
-async def test_a_silent_worker_is_given_up_and_told_when_it_speaks_again(tmp_path: Path, pools: AsyncExitStack) -> None:
-    pool = WorkerPool(pool_config(tmp_path, heartbeat_timeout_s=0.3))
-    await pool.start()
-    pools.push_async_callback(pool.close)
-    worker = FakeWorker(pool.bound_endpoints[0])
-    pools.callback(worker.close)
-    await worker.join(pool)
-    handle, sink = open_one(pool)
-    await worker.expect(Run)
-    assert await sink.end(timeout_s=2.0) == ("lost", "WORKER_LOST")
-    await worker.step([(handle, 1)])
-    await worker.send(Heartbeat(epoch=worker.epoch, num_steps=1, has_work=True))
-    assert (await worker.expect(Refused)).epoch == worker.epoch
-    await worker.send(worker.register)
-    assert (await worker.expect(Refused)).epoch == worker.epoch
-    assert (sink.calls, pool.stats.stale_messages) == ([("lost", "WORKER_LOST")], 2)
+async def test_a_silent_worker_is_given_up_and_told_when_it_speaks_again(tmp_path: Path) -> None:
+    async with open_pool(tmp_path, "w0", heartbeat_timeout_s=0.3) as (pool, (worker,)):
+        handle, sink = open_one(pool)
+        await worker.expect(Run)
+        assert await sink.end(timeout_s=2.0) == ("lost", "WORKER_LOST")
+        await worker.step([(handle, 1)])
+        await worker.send(Heartbeat(epoch=worker.epoch, num_steps=1, has_work=True))
+        assert (await worker.expect(Refused)).epoch == worker.epoch
+        await worker.send(worker.register)
+        assert (await worker.expect(Refused)).epoch == worker.epoch
+        assert (sink.calls, pool.stats.stale_messages) == ([("lost", "WORKER_LOST")], 2)
 
 
-async def test_a_stalled_worker_is_given_up_though_it_beats(tmp_path: Path, pools: AsyncExitStack) -> None:
-    pool = WorkerPool(pool_config(tmp_path, stall_timeout_s=0.3))
-    await pool.start()
-    pools.push_async_callback(pool.close)
-    worker = FakeWorker(pool.bound_endpoints[0])
-    pools.callback(worker.close)
-    await worker.join(pool)
-    _, sink = open_one(pool)
-    while not sink.done.is_set():
-        await worker.send(Heartbeat(epoch=worker.epoch, num_steps=0, has_work=True))
-        await asyncio.sleep(0.05)
-    assert sink.calls == [("lost", "WORKER_STALLED")]
+async def test_a_stalled_worker_is_given_up_though_it_beats(tmp_path: Path) -> None:
+    async with open_pool(tmp_path, "w0", stall_timeout_s=0.3) as (pool, (worker,)):
+        _, sink = open_one(pool)
+        while not sink.done.is_set():
+            await worker.send(Heartbeat(epoch=worker.epoch, num_steps=0, has_work=True))
+            await asyncio.sleep(0.05)
+        assert sink.calls == [("lost", "WORKER_STALLED")]
 
 
 async def test_a_gap_in_the_numbers_recycles_the_worker(pool: WorkerPool, dial: Dial) -> None:
