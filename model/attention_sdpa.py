@@ -4,7 +4,8 @@ on a CPU. Any device.
 Sequences with one new token (decodes) are read in place by the kernel of model.cpu where that works (bf16 on a CPU with
 a C compiler). Elsewhere they go through one call of SDPA, padded to the longest context; the G query heads of a KV head
 stand where SDPA expects query positions, so that keys and values are read once per KV head and never repeated.
-Sequences with several new tokens (prefill chunks) get one call each.
+Sequences with several new tokens (prefill chunks) get one call each, of model.cpu's kernel where that is faster
+(AVX512-BF16 and no AMX), else of SDPA.
 
 Padding never reads a block outside the sequence's own context: it gathers the sequence's first token again and masks
 it, since a NaN in a stranger's block would survive a mask (0 * NaN is NaN).
@@ -21,7 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention import AttentionInputs
 from model.cpu.ops import decode_attention, takes
+from model.cpu.prefill import chunk_attention, takes_chunks
 from model.kv_pool import indexable
+from model.linear import has_amx
 
 
 class SdpaAttention:
@@ -76,10 +79,20 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPart:
-    """One sequence with several new tokens. mask_QC: True where a query reads; None where nothing was cached before,
-    so that plain causal attention is right."""
+    """One sequence with several new tokens. table_M: its blocks, int32. gathered: what SDPA reads; None where the
+    kernel of model.cpu reads the blocks where they lie."""
 
     rows: slice
+    table_M: torch.Tensor
+    context_len: int
+    gathered: "GatheredChunk | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredChunk:
+    """index_KC: as in `Gathered`, of one sequence. mask_QC: True where a query reads; None where nothing was cached
+    before, so that plain causal attention is right."""
+
     index_KC: torch.Tensor
     mask_QC: torch.Tensor | None
 
@@ -110,12 +123,15 @@ def attend_chunk(
     q_QNH: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, part: ChunkPart, scale: float
 ) -> torch.Tensor:
     """Several new tokens of one sequence over its prefix and themselves."""
+    if part.gathered is None:
+        return chunk_attention(q_QNH, k_pool_PKBH, v_pool_PKBH, part.table_M, scale, context_len=part.context_len)
+    index_KC, mask_QC = part.gathered.index_KC, part.gathered.mask_QC
     out_1NQH = scaled_dot_product_attention(
         q_QNH.transpose(0, 1)[None],
-        gather(k_pool_PKBH, part.index_KC)[None].to(q_QNH.dtype),
-        gather(v_pool_PKBH, part.index_KC)[None].to(q_QNH.dtype),
-        attn_mask=part.mask_QC,
-        is_causal=part.mask_QC is None,
+        gather(k_pool_PKBH, index_KC)[None].to(q_QNH.dtype),
+        gather(v_pool_PKBH, index_KC)[None].to(q_QNH.dtype),
+        attn_mask=mask_QC,
+        is_causal=mask_QC is None,
         scale=scale,
         enable_gqa=True,
     )
@@ -138,16 +154,15 @@ def plan_of(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
 
 def make_plan(inputs: AttentionInputs, pool_PKBH: torch.Tensor) -> SdpaPlan:
     """Sort the sequences into decodes and chunks and work out what each gathers."""
-    num_heads, block_size = pool_PKBH.shape[1], pool_PKBH.shape[2]
+    in_place = takes_chunks(pool_PKBH) and not has_amx()
     bounds, contexts = inputs.cu_query_lens_S1.tolist(), inputs.context_lens_S.tolist()
     decodes = [s for s in range(len(contexts)) if bounds[s + 1] - bounds[s] == 1]
     chunks = []
     for s in sorted(set(range(len(contexts))).difference(decodes)):
         if bounds[s + 1] > bounds[s]:
             rows = slice(bounds[s], bounds[s + 1])
-            index_1KC = pool_rows(inputs.table_SM[s : s + 1], inputs.context_lens_S[s : s + 1], num_heads, block_size)
-            mask_QC = prefix_mask(rows.stop - rows.start, contexts[s], index_1KC.device)
-            chunks.append(ChunkPart(rows, index_1KC[0], mask_QC))
+            gathered = None if in_place else make_gathered_chunk(inputs, s, rows.stop - rows.start, pool_PKBH)
+            chunks.append(ChunkPart(rows, inputs.table_SM[s], contexts[s], gathered))
     return SdpaPlan(make_decode_part(inputs, decodes, pool_PKBH) if decodes else None, tuple(chunks))
 
 
@@ -171,6 +186,14 @@ def make_gathered(table_SM: torch.Tensor, context_S: torch.Tensor, pool_PKBH: to
         return Gathered(index_SKC, None)
     mask_SC = torch.arange(index_SKC.shape[2], device=context_S.device) < context_S[:, None]
     return Gathered(index_SKC, mask_SC[:, None, None])
+
+
+def make_gathered_chunk(inputs: AttentionInputs, s: int, query_len: int, pool_PKBH: torch.Tensor) -> GatheredChunk:
+    """The whole context of sequence number s."""
+    one = slice(s, s + 1)
+    table_1M, context_1 = inputs.table_SM[one], inputs.context_lens_S[one]
+    index_1KC = pool_rows(table_1M, context_1, pool_PKBH.shape[1], pool_PKBH.shape[2])
+    return GatheredChunk(index_1KC[0], prefix_mask(query_len, int(context_1[0]), index_1KC.device))
 
 
 def pool_rows(table_SM: torch.Tensor, context_S: torch.Tensor, num_heads: int, block_size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compiles `kernels.c`, `matmul.c` and `invariant.c` with the machine's own C compiler, once per machine, and loads it.
+"""Compiles the C files of this folder with the machine's own C compiler, once per machine, and loads it.
 
 The result is kept in $XDG_CACHE_HOME/octavo/native (or ~/.cache/octavo/native) under the hash of source, flags,
 compiler and processor. Without a compiler, or where OCTAVO_NATIVE=off, there is no library and callers use torch.
@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c", "invariant.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c", "prefill.c", "invariant.c"))
 HEADER = Path(__file__).with_name("vectors.h")
 _FLAGS = (
     "-O3",
@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "octavo_silu_mul": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_has_matmul": ([], _INT),
     "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, *[_LONG] * 3, _INT], _INT),
+    "octavo_chunk_attention": ([*[_TENSOR] * 5, *[_LONG] * 6, _FLOAT, _INT], _INT),
     "octavo_invariant_product": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 2, *[_LONG] * 3, _INT], None),
     "octavo_rms_norm_f32": ([*[_TENSOR] * 3, _LONG, _LONG, _FLOAT, _INT], None),
     "octavo_silu_mul_f32": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),

@@ -29,7 +29,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torc
     require(x_TD.dtype == weight_D.dtype == torch.bfloat16, "dtype")
     out_TD = torch.empty_like(x_TD)
     loaded_library().octavo_rms_norm(
-        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, _threads(2 * num_rows * dim)
+        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, threads_for(2 * num_rows * dim)
     )
     return out_TD
 
@@ -41,7 +41,7 @@ def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
     require(gate_up_TE.dtype == torch.bfloat16 and dim % LANES == 0, "gate_up_TE")
     out_TI = gate_up_TE.new_empty(num_rows, dim)
     loaded_library().octavo_silu_mul(
-        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, _threads(4 * num_rows * dim)
+        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, threads_for(4 * num_rows * dim)
     )
     return out_TI
 
@@ -81,7 +81,7 @@ def rope_write(
         num_kv_heads,
         head_dim,
         block_size,
-        _threads(2 * num_rows * width),
+        threads_for(2 * num_rows * width),
     )
     return q_TNH
 
@@ -120,12 +120,13 @@ def decode_attention(
         head_dim,
         block_size,
         scale,
-        _threads(4 * num_rows * num_kv_heads * head_dim * max_context_len),
+        threads_for(4 * num_rows * num_kv_heads * head_dim * max_context_len),
     )
     if failed:
         raise MemoryError("no memory for the scores of a decode")
     return out_SNH
 
 
-def _threads(num_bytes: int) -> int:
+def threads_for(num_bytes: int) -> int:
+    """How many are worth waking for a pass over so many bytes."""
     return torch.get_num_threads() if num_bytes >= _ENOUGH_BYTES else 1
