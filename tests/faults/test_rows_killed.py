@@ -138,15 +138,20 @@ def test_row_4_a_worker_that_dies_while_it_loads_ends_the_start_and_leaves_nobod
 
 async def test_row_5_a_request_that_kills_workers_costs_two_and_bystanders_nothing(bench: Any) -> None:
     async with bench("--workers=2", crash_token_id=MAGIC) as faults:
-        poison = Call(prompt=[MAGIC, 5], max_tokens=10)
-        everybody = [*calls(24, max_tokens=250), poison]
-        await faults.run(everybody)
+        poison, bystanders = Call(prompt=[MAGIC, 5], max_tokens=10), calls(24, max_tokens=250)
+        everybody = [*bystanders, poison]
+        running = asyncio.create_task(faults.run(bystanders))
+        await until_running(faults, 24)  # whoever comes while both workers are dead is told NO_WORKER, as in row 1
+        await faults.run([poison])
+        await running
         assert (poison.code, poison.reason) == ("INTERNAL", "POISONED")
         assert [call.reason for call in everybody if call.error] == ["POISONED"]
         await faults.until_workers(2, num_new=2)
         await faults.check(everybody, limit_s=30, victims=["POISONED"])
-        killed = (await faults.metrics()).total("octavo_gateway_workers_lost_total")
+        page = await faults.metrics()
+        killed = page.total("octavo_gateway_workers_lost_total")
         assert killed == 2
+        assert page.total("octavo_requests_migrated_total") >= 24  # nobody had ended before
         record("5", workers_killed=round(killed), bystanders_failed=0)
 
 
