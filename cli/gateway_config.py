@@ -27,6 +27,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             max_requests=settings.max_requests,
             max_prompt_bytes=settings.max_prompt_bytes,
             tokenizer_threads=settings.tokenizer_threads,
+            pause_pending_tokens=settings.pause_pending_tokens,
             max_pending_tokens=settings.max_pending_tokens,
             write_stall_s=settings.write_stall_s,
             pushback_ms=settings.pushback_ms,

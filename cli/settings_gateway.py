@@ -47,7 +47,12 @@ class LimitSettings(Settings):
     max_prompt_bytes: int = setting(2 * 2**20, "Bytes of a prompt's text or rendered chat", panel="Limits", ge=1)
     max_message_bytes: int = setting(4 * 2**20, "Bytes of a gRPC message", panel="Limits", ge=1024)
     max_streams_per_connection: int = setting(512, "Calls in flight on one connection", panel="Limits", ge=1)
-    max_pending_tokens: int = setting(16384, "Tokens that a slow reader may leave unread", panel="Limits", ge=1)
+    pause_pending_tokens: int = setting(
+        512, "Tokens that a slow reader may leave unread before its output is paused", panel="Limits", ge=1
+    )
+    max_pending_tokens: int = setting(
+        16384, "Tokens that a slow reader may leave unread before its stream ends", panel="Limits", ge=1
+    )
     write_stall_s: float = setting(30.0, "Seconds that one message may wait for its reader", panel="Limits", gt=0)
     pushback_ms: int = setting(500, "Milliseconds after which refused callers are told to retry", panel="Limits", ge=0)
     tokenizer_threads: int = setting(2, "Threads that tokenize, per gateway", panel="Limits", ge=1)

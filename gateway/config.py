@@ -53,7 +53,8 @@ class RequestLimits:
     max_prompt_bytes: int = 2 * MIB  # UTF-8 bytes of text, or of a rendered chat, before it is tokenized
     tokenizer_threads: int = 2
     max_tokenizing: int = 512  # texts waiting for these threads
-    max_pending_tokens: int = 16_384  # tokens that a slow reader may leave unread before its stream ends
+    pause_pending_tokens: int = 512  # tokens that a slow reader may leave unread before its output is paused …
+    max_pending_tokens: int = 16_384  # … and before its stream ends, should the worker not heed the pause
     write_stall_s: float = 30.0  # how long one message may wait for the reader
     pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
     grammar: GrammarLimits = field(default_factory=GrammarLimits)  # of constraints on outputs

@@ -257,9 +257,11 @@ class Desk:
         return OutputStream(
             OutputAssembler(prepared.outputs[index]),
             max_pending_tokens=self.limits.max_pending_tokens,
+            pause_pending_tokens=self.limits.pause_pending_tokens,
             on_match=self._matched(scope.key),
             on_started=self._started(scope, index),
             on_moved=lambda worker_id: self.admission.move(scope.key, worker_id, index),
+            on_flow=self._flowed(scope.key),
             at_deadline=prepared.deadline.at_end,
             bell=bell,
         )
@@ -278,13 +280,24 @@ class Desk:
         """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""
 
         def cancel(stream: OutputStream) -> None:
-            live = self.live.get(key)
-            handles = [handle for handle, other in live.outputs if other is stream] if live is not None else []
-            for handle in handles:
+            for handle in self._handles_of(stream, key):
                 self.pool.cancel(handle)
                 asyncio.get_running_loop().call_later(self._receipt_timeout_s, stream.stop_waiting_for_figures)
 
         return cancel
+
+    def _flowed(self, key: str) -> Callable[[OutputStream], None]:
+        """When a reader falls behind, or has caught up, the worker is told."""
+
+        def tell(stream: OutputStream) -> None:
+            for handle in self._handles_of(stream, key):
+                (self.pool.pause if stream.is_paused else self.pool.resume)(handle)
+
+        return tell
+
+    def _handles_of(self, stream: OutputStream, key: str) -> list[int]:
+        live = self.live.get(key)
+        return [handle for handle, other in live.outputs if other is stream] if live is not None else []
 
     def fail(self, request_id: str, error: RequestError) -> bool:
         """End a request from here, whatever it is doing and whoever's it is; False where it is not in flight."""

@@ -42,6 +42,7 @@ _STATS_COUNTERS: tuple[tuple[str, str, Callable[[PoolStats], int]], ...] = (
     ("octavo_gateway_worker_registrations", "Registrations accepted", lambda s: s.registrations),
     ("octavo_gateway_kv_events", "Prefix-cache events received", lambda s: s.kv_events),
     ("octavo_requests_migrated", "Outputs that went on after their worker was lost", lambda s: s.moved_outputs),
+    ("octavo_gateway_pauses", "Outputs paused: their readers fell behind", lambda s: s.pauses),
     ("octavo_gateway_sink_errors", "Defects in streams", lambda s: s.sink_errors),
 )
 _WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (

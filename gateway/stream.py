@@ -6,6 +6,10 @@ idle, several when writing is slow or tokens come in bursts. Knows no gRPC; must
     RUNNING --stop string--> MATCHED --worker's end, or no news for a while--> ENDED
     RUNNING --worker's end--> ENDED
     RUNNING --lost, failed, aborted--> FAILED
+
+A reader that is busy with a message while more and more tokens gather is behind: its output is paused at the worker,
+and goes on as soon as most of them are taken. Who waits for news is not behind, whatever has gathered: it takes all of
+it in its next turn, or nothing of it can be sent yet.
 """
 
 import asyncio
@@ -28,6 +32,9 @@ class StreamState(Enum):
     FAILED = "failed"
 
 
+_RESUME_SHARE = 4  # of the mark at which an output is paused, the part at which it goes on
+
+
 class Bell:
     """Wakes the one task that waits for news of any of its streams."""
 
@@ -45,6 +52,11 @@ class Bell:
         finally:
             self._waiter = None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for it, or was woken and has not had its turn."""
+        return self._waiter is not None
+
     def ring(self) -> None:
         """There is news."""
         waiter = self._waiter
@@ -58,9 +70,11 @@ class OutputStream:
     __slots__ = (
         "_loop",
         "_max_pending",
+        "_on_flow",
         "_on_match",
         "_on_moved_to",
         "_on_started",
+        "_pause_mark",
         "assembler",
         "at_deadline",
         "bell",
@@ -68,6 +82,7 @@ class OutputStream:
         "finished",
         "first_token_s",
         "is_partial",
+        "is_paused",
         "num_moves",
         "scheduled_s",
         "state",
@@ -80,15 +95,18 @@ class OutputStream:
         assembler: OutputAssembler,
         *,
         max_pending_tokens: int,
+        pause_pending_tokens: int = 512,
         on_match: Callable[["OutputStream"], None],
         on_started: Callable[[], None] | None = None,
         on_moved: Callable[[str], None] | None = None,
+        on_flow: Callable[["OutputStream"], None] | None = None,
         at_deadline: AtDeadline = AtDeadline.STATUS,
         bell: Bell | None = None,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
-        begun; called at once. on_moved: another worker, by its id, goes on with the output. bell: shared by the streams
-        of one request; None: a bell of its own."""
+        begun; called at once. on_moved: another worker, by its id, goes on with the output. on_flow: `is_paused` has
+        changed. bell: shared by the streams of one request; None: a bell of its own. pause_pending_tokens: unread
+        tokens that make it pause, at most half of max_pending_tokens, which end it."""
         self.assembler = assembler
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
@@ -100,7 +118,11 @@ class OutputStream:
         self.is_partial = False  # the deadline ended the output, and the caller takes what there is
         self.worker_id = ""  # the worker that it has moved to
         self.num_moves = 0
+        self.is_paused = False  # the worker was asked to wait for the reader
         self._max_pending = max_pending_tokens
+        # Steps that are in flight when the pause is sent need room below the end.
+        self._pause_mark = min(max_pending_tokens if on_flow is None else pause_pending_tokens, max_pending_tokens // 2)
+        self._on_flow = on_flow
         self._on_match = on_match
         self._on_started = on_started
         self._on_moved_to = on_moved
@@ -126,8 +148,8 @@ class OutputStream:
         if assembler.match is not None:
             self.state = StreamState.MATCHED
             self._loop.call_soon(self._on_match, self)  # soon: the pool is in the middle of a message
-        elif assembler.num_pending > self._max_pending:
-            self.fail(SlowConsumer(f"{assembler.num_pending} tokens wait to be read"))
+        elif assembler.num_pending > self._pause_mark:
+            self._fall_behind()
         self._wake()
 
     def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
@@ -188,17 +210,39 @@ class OutputStream:
         self.is_partial, self.state = True, StreamState.ENDED
         self._wake()
 
+    def _fall_behind(self) -> None:
+        num_pending = self.assembler.num_pending
+        if num_pending > self._max_pending:
+            self.fail(SlowConsumer(f"{num_pending} tokens wait to be read"))
+        elif not self.is_paused and not self.bell.is_awaited and self._on_flow is not None:
+            self.is_paused = True
+            self._on_flow(self)
+
+    def _catch_up(self, piece: Piece | None) -> None:
+        """piece: what was taken last. Where that is nothing, the reader waits for more."""
+        if piece is None or self.assembler.num_pending * _RESUME_SHARE <= self._pause_mark:
+            self.is_paused = False
+            if self._on_flow is not None:
+                self._on_flow(self)
+
     def stop_waiting_for_figures(self) -> None:
         """After a stop string: the worker did not answer in time."""
         if self.state is StreamState.MATCHED:
             self.state = StreamState.ENDED
             self._wake()
 
+    def take(self) -> Piece | None:
+        """What can be sent now; None where that is nothing. A paused output goes on where little or nothing is left."""
+        piece = self.assembler.take()
+        if self.is_paused:
+            self._catch_up(piece)
+        return piece
+
     async def next(self) -> Piece | None:
         """The next piece, as soon as there is one; None after the last. Raises the RequestError that ended the output,
         after what came before it. For one caller at a time."""
         while True:
-            piece = self.assembler.take()
+            piece = self.take()
             if piece is not None:
                 return piece
             if self.state is StreamState.ENDED:
@@ -223,7 +267,7 @@ class OutputStreams:
         turns. Raises the RequestError that ended one of them. For one caller at a time."""
         while self._open:
             for index, stream in tuple(self._open.items()):
-                piece = stream.assembler.take()
+                piece = stream.take()
                 if piece is not None:
                     self._open[index] = self._open.pop(index)  # to the end of the line
                     return index, piece

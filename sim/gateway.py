@@ -179,6 +179,7 @@ class SimGateway(Gateway):
             dialects=Dialects.NONE,
             limits=RequestLimits(
                 max_requests=config.max_requests,
+                pause_pending_tokens=config.pause_pending_tokens,
                 max_pending_tokens=config.max_pending_tokens,
                 write_stall_s=config.write_stall_s,
             ),

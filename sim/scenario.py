@@ -107,6 +107,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     stall_exit_s: float = 40.0
     write_stall_s: float = 30.0
     max_pending_tokens: int = 16_384
+    pause_pending_tokens: int = 512
     max_requests: int = 4096
     restart_s: float = 0.5
     max_moves: int = 0

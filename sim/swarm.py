@@ -11,7 +11,7 @@ from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 
 MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
-POINTS = ("engine.launched", "engine.applied", "engine.added")
+POINTS = ("engine.launched", "engine.applied", "engine.added", "engine.paused")
 DEFECT_POINTS = ("pool.opening", "delivery.written")
 TENANTS = ("", "acme", "zen")
 
@@ -70,6 +70,7 @@ def _config(rng: random.Random) -> SimConfig:
         is_watched=rng.random() < 0.7,
         poisons=rng.random() < 0.7,
         audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
+        pause_pending_tokens=rng.choice((1, 3, 512)),
     )
 
 

@@ -150,6 +150,7 @@ class Engine:
             case Pause():
                 for handle in message.handles:
                     self._scheduler.pause(RequestKey(gateway, handle), now_s=now_s)
+                fault_point("engine.paused")
             case Resume():
                 for handle in message.handles:
                     self._scheduler.resume(RequestKey(gateway, handle), now_s=now_s)

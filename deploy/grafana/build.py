@@ -88,6 +88,7 @@ ROWS = (
                 queries=(
                     ("running", f"sum (octavo_num_requests_running{W})"),
                     ("waiting", f"sum (octavo_num_requests_waiting{W})"),
+                    ("paused", f"sum (octavo_num_requests_paused{W})"),
                 ),
             ),
             Panel(title="Engine step", unit="s", queries=quantiles("octavo_step_time_seconds", W)),

@@ -42,6 +42,7 @@ class Output:
     is_started: bool = False
     is_on_probation: bool = False  # the migration waits for its next token
     is_cancelled: bool = False
+    is_paused: bool = False  # its reader is behind: whoever has it gives it no more steps
     is_faulted: bool = False  # ended by us; the worker must be told to stop it
 
     @property

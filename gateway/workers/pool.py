@@ -33,7 +33,7 @@ from gateway.workers.stats import PoolStats
 from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest, WorkerState, WorkerView
 from gateway.workers.watch import ProcessWatch
 from wire.fault_points import fault_point
-from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Run
+from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Pause, Resume, Run
 from wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ class WorkerPool:
             max_moves=config.max_migrations,
             timeout_s=config.migration_timeout_s,
         )
-        self._outputs.on_turned_away, self._outputs.on_passed = self._migration.turned_away, self._migration.passed
+        self._outputs.on_turned_away, self._outputs.on_passed = self._migration.turned_away, self._passed
         self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
         self._link = make_link(config, self._take_frame, self.stats)
         self._executor = Executor(
@@ -209,8 +209,37 @@ class WorkerPool:
         else:
             self._post.cancel(output.incarnation, output.handle)
 
+    def pause(self, handle: int) -> None:
+        """Ask for no more tokens of an output until `resume`; those of steps in flight still come. The wish goes with
+        the output wherever it moves. Unknown and ended handles are ignored."""
+        output = self._outputs.get(handle)
+        if output is not None and not output.is_paused:
+            output.is_paused = True
+            self.stats.pauses += 1
+            # One on probation has to show with a token that it kills nobody: others wait for that.
+            if not output.is_on_probation:
+                self._tell_pace(output)
+
+    def resume(self, handle: int) -> None:
+        """An output goes on. Handles of others are ignored."""
+        output = self._outputs.get(handle)
+        if output is not None and output.is_paused:
+            output.is_paused = False
+            self._tell_pace(output)
+
+    def _tell_pace(self, output: Output) -> None:
+        if not self._migration.is_waiting(output) and not output.is_cancelled:
+            self._post.pace(output.incarnation, output.handle, Pause if output.is_paused else Resume)
+
+    def _passed(self, output: Output) -> None:
+        self._migration.passed(output)
+        if output.is_paused:
+            self._tell_pace(output)
+
     def _send_again(self, record: WorkerRecord, request: RunRequest, output: Output) -> None:
         self._post.send(record, _run([output.handle], request))
+        if output.is_paused and not output.is_on_probation:
+            self._post.pace(record.incarnation, output.handle, Pause)
 
     def drain(self, worker_id: str, *, grace_s: float) -> None:
         """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
@@ -299,7 +328,7 @@ class WorkerPool:
     def _tick(self) -> None:
         self._link.drain_all()
         self._executor.carry_out(self._registry.on_tick(time.monotonic()))
-        self._post.flush_cancels()
+        self._post.flush()
         self._migration.soon()
         try:
             self.stats.rebinds += self._link.restore()

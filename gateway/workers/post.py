@@ -1,4 +1,4 @@
-"""Sending to workers: what each outcome means, and cancels in one message per turn of the loop."""
+"""Sending to workers: what each outcome means; cancels, pauses and resumes in one message each per turn of the loop."""
 
 import asyncio
 from collections import defaultdict
@@ -12,7 +12,7 @@ from gateway.workers.link import PeerFull, PeerGone, RouterLink
 from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry
 from wire.codec import MessageTooLarge
-from wire.messages import Cancel, Message
+from wire.messages import Cancel, Message, Pause, Resume
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +24,9 @@ class Post:
         self._link = link
         self._registry = registry
         self._carry_out = carry_out
-        self._cancels: defaultdict[int, list[int]] = defaultdict(list)  # by incarnation, not yet sent
+        # By incarnation, not yet sent. Of an output's paces only the last one matters.
+        self._cancels: defaultdict[int, list[int]] = defaultdict(list)
+        self._paces: defaultdict[int, dict[int, type[Pause] | type[Resume]]] = defaultdict(dict)
 
     def send(self, record: WorkerRecord, message: Message) -> None:
         """Raises WorkerBusy, WorkerGone (then its outputs have ended), MessageTooLarge; nothing was sent then."""
@@ -53,12 +55,34 @@ class Post:
 
     def cancel(self, incarnation: int, handle: int) -> None:
         """Send a Cancel soon, together with those of the same turn of the loop."""
-        if not self._cancels:
-            asyncio.get_running_loop().call_soon(self.flush_cancels)
+        self._flush_soon()
         self._cancels[incarnation].append(handle)
 
-    def flush_cancels(self) -> None:
+    def pace(self, incarnation: int, handle: int, pace: type[Pause] | type[Resume]) -> None:
+        """Send a Pause or a Resume soon, likewise."""
+        self._flush_soon()
+        self._paces[incarnation][handle] = pace
+
+    def _flush_soon(self) -> None:
+        if not self._cancels and not self._paces:
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
         """Send what waits; where a queue is full it stays for the next call."""
+        self._flush_cancels()
+        for incarnation in tuple(self._paces):
+            record = self._registry.get(incarnation)
+            if record is None or self._sent_paces(record, self._paces.get(incarnation, {})):
+                self._paces.pop(incarnation, None)
+
+    def _sent_paces(self, record: WorkerRecord, paces: dict[int, type[Pause] | type[Resume]]) -> bool:
+        for kind in (Pause, Resume):
+            handles = tuple(handle for handle, pace in paces.items() if pace is kind)
+            if handles and not self.try_send(record, kind(handles=handles)):
+                return False
+        return True
+
+    def _flush_cancels(self) -> None:
         for incarnation in tuple(self._cancels):
             record = self._registry.get(incarnation)
             handles = tuple(self._cancels.get(incarnation, ()))

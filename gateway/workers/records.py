@@ -27,6 +27,7 @@ class WorkerRecord:
     has_work: bool = False
     num_running: int = 0
     num_waiting: int = 0
+    num_paused: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     is_watched: bool = False  # its process is watched: silence is then a stall, not a death
@@ -53,7 +54,8 @@ class WorkerRecord:
     def take_heartbeat(self, beat: Heartbeat, now_s: float) -> None:
         """Note that it lives, and whether its steps advance while there is something to do."""
         self.last_heard_s = now_s
-        is_idle = not beat.has_work and self.in_flight == 0
+        self.num_paused = beat.num_paused
+        is_idle = not beat.has_work and not self.owes_us
         if is_idle or beat.num_steps != self.num_steps:
             self.last_progress_s = now_s
         self.num_steps = beat.num_steps
@@ -71,9 +73,14 @@ class WorkerRecord:
         self.last_progress_s = now_s
 
     @property
+    def owes_us(self) -> bool:
+        """It has requests of ours, and not because all that it has are paused."""
+        return self.in_flight > self.num_paused
+
+    @property
     def num_requests(self) -> int:
         """Requests it has: ours for sure, or what it last said of everybody's."""
-        return max(self.in_flight, self.num_running + self.num_waiting)
+        return max(self.in_flight, self.num_running + self.num_waiting + self.num_paused)
 
     @property
     def max_requests(self) -> int:

@@ -230,7 +230,7 @@ class Registry:
             reason = LostReason.WORKER_STALLED if record.is_watched else LostReason.WORKER_LOST
             return self.give_up(record, reason, f"silent for {silent_s:.1f} s")
         still_s = now_s - record.last_progress_s
-        if still_s > self._limits.stall_timeout_s and (record.has_work or record.in_flight):
+        if still_s > self._limits.stall_timeout_s and (record.has_work or record.owes_us):
             return self.give_up(record, LostReason.WORKER_STALLED, f"no step for {still_s:.1f} s with work waiting")
         return []
 

@@ -26,4 +26,5 @@ class PoolStats:
     routed: Counter[str] = field(default_factory=Counter)  # by RouteReason
     kv_events: int = 0
     moved_outputs: int = 0  # went on at another worker, or at the next life of their own
+    pauses: int = 0  # outputs whose readers fell behind
     rebinds: int = 0  # ipc sockets that had vanished from the run directory

@@ -48,6 +48,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         allowed_worker_keys=("a.pub", "b.pub"), registration_token="word", heartbeat_timeout_s=1.5,
         stall_timeout_s=2.5, drain_grace_s=3.5, max_requests=10, max_prompt_bytes=11, max_message_bytes=2048,
         max_streams_per_connection=13, max_pending_tokens=14, write_stall_s=15.5, pushback_ms=16, tokenizer_threads=17,
+        pause_pending_tokens=12,
         keepalive_time_s=18.5, keepalive_timeout_s=19.5, log_format="json", log_level="debug",
         tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",

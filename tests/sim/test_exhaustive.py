@@ -12,6 +12,10 @@ LONG, SHORT = (5, 6, 7), (5, 6, 8)
 SCOPES = {
     "the same prompt twice": Scope(num_blocks=3, prompts=(LONG, LONG)),
     "two plans in flight": Scope(num_blocks=3, prompts=(LONG, SHORT), max_in_flight=2, budget=(("cancel", 1),)),
+    "readers stop": Scope(num_blocks=3, prompts=(LONG, SHORT), budget=(("pause", 2),)),
+    "readers stop, one slot": Scope(
+        num_blocks=3, prompts=(LONG, SHORT), max_in_flight=2, max_num_seqs=1, budget=(("pause", 2),)
+    ),
 }
 # Larger ones, by hand, all without deadlock and cycle: the second scope with preemptions, failed steps and lack of
 # memory: 3,009 states, 6,899 transitions; 4 blocks, two plans, prompts of 5 and 3 tokens, the second of
@@ -52,3 +56,11 @@ def test_it_finds_requests_that_are_displaced_again_before_their_prompt_is_compu
 def test_it_finds_a_queue_that_nobody_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Entrance, "_may_fit", lambda self, head: self._roster.num_running == 1)
     assert explore(TIGHT, max_states=1000).deadlocks != []
+
+
+def test_it_finds_those_who_wait_for_the_slot_of_one_whose_caller_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scope = SCOPES["readers stop, one slot"]
+    monkeypatch.setattr(Entrance, "make_way", lambda self, pipeline, now_s: None)
+    assert explore(scope, max_states=10_000).deadlocks != []

@@ -112,6 +112,7 @@ class FakePool:
     answers_cancels: bool = True
     runs: list[FakeRun] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    paces: list[tuple[str, int]] = field(default_factory=list)  # pauses and resumes, by handle
     queries: list[dict[str, object]] = field(default_factory=list)
     replies: list[tuple[str, AdminReply]] = field(default_factory=list)
     refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
@@ -178,6 +179,14 @@ class FakePool:
                 run.is_cancelled = True
                 if self.answers_cancels:
                     run.finish(WireFinishReason.CANCELLED)
+
+    def pause(self, handle: int) -> None:
+        """Noted."""
+        self.paces.append(("pause", handle))
+
+    def resume(self, handle: int) -> None:
+        """Noted."""
+        self.paces.append(("resume", handle))
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """As the real one: of `prefixes`."""

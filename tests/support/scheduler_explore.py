@@ -1,9 +1,9 @@
 """Every state that two requests can bring a scheduler with a tiny pool into, up to the names of blocks.
 
-The environment adds, cancels, preempts and lets steps fail, each a bounded number of times; the system launches steps
-and acknowledges them. In every state the invariants hold and the tokens are the oracle's; wherever there is work the
-system can move (no deadlock); and no sequence of its own moves comes back to where it was (no livelock: a cycle of
-preemptions shows as one).
+The environment adds, cancels, preempts, stops reading and lets steps fail, each a bounded number of times, and reads
+on; the system launches steps and acknowledges them. In every state the invariants hold and the tokens are the oracle's;
+wherever there is work the system can move (no deadlock); and no sequence of its own moves comes back to where it was
+(no livelock: a cycle of preemptions shows as one).
 """
 
 import copy
@@ -31,6 +31,7 @@ class Scope:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int = 3
     max_in_flight: int = 1
+    max_num_seqs: int = 2
     max_batch_tokens: int = 4
     priorities: tuple[int, ...] = (0, 0)
     budget: tuple[tuple[str, int], ...] = (("cancel", 1), ("preempt", 1), ("fail", 1), ("oom", 1))
@@ -99,7 +100,7 @@ def _config(scope: Scope) -> WorldConfig:
     return WorldConfig(
         num_blocks=scope.num_blocks,
         block_size=BLOCK_SIZE,
-        max_num_seqs=2,
+        max_num_seqs=scope.max_num_seqs,
         max_batch_tokens=scope.max_batch_tokens,
         max_model_len=16,
         max_in_flight=scope.max_in_flight,
@@ -124,13 +125,17 @@ def _actions(node: _Node, scope: Scope) -> Iterator[tuple[str, int]]:
         request = world.scheduler.roster.find(key(handle))
         if request is not None and left.get("cancel"):
             yield "cancel", handle
+        if request is not None and request.is_paused:
+            yield "resume", handle
+        elif request is not None and left.get("pause"):
+            yield "pause", handle
         if request is not None and left.get("preempt") and request.is_running and not world.plans:
             yield "preempt", handle
 
 
 def _do(node: _Node, action: str, handle: int, scope: Scope) -> None:
     world = node.world
-    node.path = (*node.path, f"{action}{handle}" if action in ("add", "cancel", "preempt") else action)
+    node.path = (*node.path, f"{action}{handle}" if action not in ("launch", "ack", "fail", "oom") else action)
     if action in node.left:
         node.left[action] -= 1
     match action:
@@ -144,6 +149,10 @@ def _do(node: _Node, action: str, handle: int, scope: Scope) -> None:
             world.collect()
         case "cancel":
             world.cancel(handle)
+        case "pause":
+            world.pause(handle)
+        case "resume":
+            world.resume(handle)
         case "preempt":
             request = world.scheduler.roster.find(key(handle))
             assert request is not None
@@ -166,7 +175,7 @@ def _check(world: World) -> None:
     assert counters.num_accepted == counters.num_ended.total() + unfinished
     for which, stream in world.streams.items():
         assert stream.tokens == world.expected(which)[: len(stream.tokens)], which
-    if not world.scheduler.has_work:
+    if world.scheduler.is_empty:
         world.check_quiet()
         world.check_complete()
 
@@ -191,7 +200,8 @@ def state_of(node: _Node) -> State:
             if slot is None
             else (int(rows.num_scheduled_S[slot]), int(rows.num_computed_S[slot]), bool(rows.is_decoding_S[slot]))
         )
-        requests.append((handle, request.order, request.phase.value, slot, known, figures))
+        resumes_as = request.resumes_as.value if request.resumes_as is not None else None
+        requests.append((handle, request.order, request.phase.value, resumes_as, slot, known, figures))
     flights = tuple(
         (
             tuple(flight.slots_A.tolist()),
@@ -201,7 +211,8 @@ def state_of(node: _Node) -> State:
         )
         for flight in world.scheduler._flights
     )
-    refused = world.scheduler._planner._entrance._refused
+    entrance = world.scheduler._planner._entrance
+    refused = (entrance._refused, entrance._hopeless)
     left = tuple(sorted(node.left.items()))
     return tuple(requests), flights, refused, left, _blocks_state(world.blocks)
 
