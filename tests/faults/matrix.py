@@ -15,6 +15,9 @@ CALLERS = "tests/faults/test_rows_callers.py::test_row_"
 WORKER = "tests/faults/test_rows_worker.py::test_row_"
 MANAGER = "tests/blockmgr/test_manager.py::test_"
 POOL = "tests/gateway/workers/test_pool.py::test_"
+LOST = "tests/gateway/workers/test_lost_workers.py::test_"
+HOSTILE = "tests/gateway/workers/test_hostile_workers.py::test_"
+SOCKETS = "tests/gateway/workers/test_sockets.py::test_"
 MAIN = "tests/worker/test_main.py::test_"
 CODEC = "tests/wire/test_codec.py::test_"
 
@@ -106,8 +109,8 @@ ROWS: dict[int, Row] = {
     ),
     14: row(
         "a worker lies",
-        POOL + "a_lie_costs_its_victim_and_the_worker_is_told_to_stop_it",
-        POOL + "another_worker_cannot_speak_for_ours",
+        HOSTILE + "a_lie_costs_its_victim_and_the_worker_is_told_to_stop_it",
+        HOSTILE + "another_worker_cannot_speak_for_ours",
         "tests/gateway/workers/test_outputs.py::test_a_lie_is_counted_and_costs_only_its_victim",
     ),
     15: row(
@@ -339,7 +342,7 @@ ROWS: dict[int, Row] = {
     ),
     51: row(
         "garbage on the workers' sockets",
-        POOL + "ten_thousand_garbage_frames_leave_it_serving",
+        HOSTILE + "ten_thousand_garbage_frames_leave_it_serving",
         CODEC + "random_bytes_raise_only_protocol_error",
         CODEC + "deep_nesting_where_elements_are_skipped_does_not_overflow_the_stack",
         ZMQ + "51_hostile_frames_are_counted_and_nothing_else",
@@ -363,14 +366,14 @@ ROWS: dict[int, Row] = {
         "steps that repeat, or are missing",
         "tests/gateway/workers/test_registry.py::test_numbers_in_order_pass_and_a_gap_ends_the_worker",
         "tests/gateway/workers/test_registry.py::test_a_repeated_or_early_number_ends_the_worker",
-        POOL + "a_gap_in_the_numbers_recycles_the_worker",
+        LOST + "a_gap_in_the_numbers_recycles_the_worker",
         ZMQ + "54_changed_order_of_steps_never_changes_a_token",
         figures=("54 replayed", "54 duplicated", "54 swapped", "54 lost"),
     ),
     55: row(
         "a worker that pretends to be another",
-        POOL + "an_id_whose_process_lives_is_not_taken_over",
-        POOL + "another_worker_cannot_speak_for_ours",
+        LOST + "an_id_whose_process_lives_is_not_taken_over",
+        HOSTILE + "another_worker_cannot_speak_for_ours",
         MAIN + "a_wrong_token_ends_the_worker_with_the_reason",
         ZMQ + "55_strangers_that_claim_a_workers_name_get_nothing",
         ZMQ + "55_four_hundred_handshakes_that_stall_keep_nobody_out",
@@ -378,8 +381,8 @@ ROWS: dict[int, Row] = {
     ),
     56: row(
         "the run directory is open, the socket gone or stale",
-        POOL + "an_open_run_directory_stops_the_start",
-        POOL + "a_socket_that_vanished_is_bound_again_and_running_streams_do_not_notice",
+        SOCKETS + "an_open_run_directory_stops_the_start",
+        SOCKETS + "a_socket_that_vanished_is_bound_again_and_running_streams_do_not_notice",
         "tests/wire/test_run_dir.py::test_the_socket_of_a_dead_process_is_removed",
         ZMQ + "56_a_socket_that_vanishes_is_bound_again",
         figures=("56",),

@@ -33,6 +33,7 @@ from wire.options import new_dealer
 
 FILES = {"tokenizer.json": b"{}"}
 WAIT_S = 5.0
+PROMPT = np.array([1, 2, 3], np.int32)
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -207,6 +208,16 @@ class FakeWorker:
     def close(self) -> None:
         """Vanish."""
         self._context.destroy(linger=0)
+
+
+Dial = Callable[..., FakeWorker]
+"""A fixture that makes workers, which are connected to the pool of the test."""
+
+
+def open_one(pool: WorkerPool, model: str = "tiny") -> tuple[int, RecordingSink]:
+    """An output on the worker that the pool chooses: its handle and its sink."""
+    asked, sink = request(), RecordingSink()
+    return pool.open(pool.choose(model, asked.prompt_ids, ""), asked, sink), sink
 
 
 @asynccontextmanager

@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from gateway.workers import WorkerPool
-from tests.support.workers import FakeWorker, open_pool
+from tests.support.workers import Dial, FakeWorker, open_pool
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[WorkerPool]:
 
 
 @pytest.fixture
-def dial(pool: WorkerPool) -> Iterator[Callable[..., FakeWorker]]:
+def dial(pool: WorkerPool) -> Iterator[Dial]:
     """Makes workers that are connected to the pool, and closes them."""
     workers: list[FakeWorker] = []
 
