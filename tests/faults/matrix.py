@@ -120,7 +120,7 @@ ROWS: dict[int, Row] = {
     ),
     16: row(
         "a cancel at each point of a life",
-        "tests/worker/test_scheduler.py::test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody",
+        "tests/worker/test_scheduler_ends.py::test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody",
         "tests/gateway/test_generate_ends.py::test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind",
         "tests/gateway/workers/test_migration.py::test_a_cancel_ends_it_wherever_it_is",
         heading="Scheduler and blocks",
@@ -139,7 +139,7 @@ ROWS: dict[int, Row] = {
     ),
     19: row(
         "a request that can never fit",
-        "tests/worker/test_scheduler.py::"
+        "tests/worker/test_scheduler_refusals.py::"
         "test_a_request_too_long_for_the_pool_is_refused_at_once_and_nobody_waits_behind_it",
         "tests/gateway/test_generate_refusals.py::test_what_can_never_fit_is_refused_at_once",
     ),
@@ -180,7 +180,7 @@ ROWS: dict[int, Row] = {
         "messages that repeat or are lost on the way to blocks",
         "tests/sim/test_seeds.py::test_every_seed_ends_balances_and_repeats",
         MANAGER + "a_second_release_and_a_strangers_do_nothing",
-        "tests/worker/test_scheduler.py::test_a_key_in_use_is_ignored_and_counted",
+        "tests/worker/test_scheduler_refusals.py::test_a_key_in_use_is_ignored_and_counted",
     ),
     27: row(
         "a caller vanishes without a word",
