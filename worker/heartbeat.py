@@ -46,7 +46,7 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Once. The process is watched from here on: its first step, before the first beat, can be the one that hangs."""
+        """Once. The process is watched from here on: already its first step, before any beat, can be one that hangs."""
         if self._watchdog is not None:
             self._watchdog.arm()
         self._thread.start()
