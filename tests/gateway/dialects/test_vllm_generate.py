@@ -1,8 +1,6 @@
-"""VllmEngine's Generate and Abort over a real channel."""
+"""VllmEngine's Generate over a real channel: what comes, and what the worker is asked for."""
 
-import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,33 +10,9 @@ pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from gateway.text.model_text import ModelText
-from tests.support.fake_pool import FakePool, FakeRun, busy, model_card, worker_view
-from tests.support.rpc_errors import refused
+from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
+from tests.support.vllm_calls import Stub, request, speaking
 from wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
-
-Stub = Callable[[Any], Any]
-
-
-def request(stream: bool = True, ids: tuple[int, ...] = (5, 6, 7), **params: Any) -> vllm.GenerateRequest:
-    return vllm.GenerateRequest(
-        request_id="r1",
-        stream=stream,
-        tokenized=vllm.TokenizedInput(input_ids=ids),
-        sampling_params=vllm.SamplingParams(**params),
-    )
-
-
-def speaking(*ids: int, end: tuple[WireFinishReason, int | None] = (WireFinishReason.LENGTH, None)) -> FakePool:
-    """Gives these tokens one by one, each in a message of its own, then ends."""
-    tasks: list[asyncio.Task[None]] = []
-
-    async def speak(run: FakeRun) -> None:
-        for token_id in ids:
-            run.tokens([token_id])
-            await asyncio.sleep(0.005)
-        run.finish(end[0], stop_token_id=end[1])
-
-    return FakePool(on_run=lambda run: tasks.append(asyncio.create_task(speak(run))))
 
 
 async def test_a_stream_is_chunks_of_new_tokens_and_one_complete(serve: Any, vllm_stub: Stub) -> None:
@@ -210,25 +184,6 @@ async def test_several_outputs_each_have_their_index_and_one_end(serve: Any, vll
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_abort_ends_every_output_that_is_under_way(serve: Any, vllm_stub: Stub, stream: bool) -> None:
-    def speak(run: FakeRun) -> None:
-        run.tokens([10 * run.handle])
-        if run.handle == 1:
-            run.finish()
-
-    async with serve(FakePool(on_run=speak, answers_cancels=False)) as served:
-        stub = vllm_stub(served.channel)
-        call = stub.Generate(request(stream=stream, n=3))
-        await served.until(lambda: len(served.pool.runs) == 3)
-        await asyncio.sleep(0.05)
-        await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
-        ends = [answer.complete async for answer in call if answer.HasField("complete")]
-        assert set(served.pool.cancelled) >= {2, 3}
-        assert served.gateway.desk.admission.counts().num_entered == 0
-    assert sorted((end.index, end.finish_reason) for end in ends) == [(0, "length"), (1, "abort"), (2, "abort")]
-
-
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_top", [0, 2])
 async def test_the_prompts_logprobs_come_whole_and_once(
     serve: Any, vllm_stub: Stub, stream: bool, num_top: int
@@ -263,142 +218,6 @@ async def test_bias_and_truncation_reach_the_worker(serve: Any, vllm_stub: Stub)
         (run,) = served.pool.runs
     assert run.request.prompt_ids.tolist() == [3, 4]
     assert run.request.sampling.logit_bias == {5: 2.5, 6: -100.0}
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_abort_ends_the_stream_with_what_came_before_and_tells_the_worker(
-    serve: Any, vllm_stub: Stub, stream: bool
-) -> None:
-    pool = FakePool(on_run=lambda run: run.tokens([11, 12]), answers_cancels=False)
-    async with serve(pool) as served:
-        stub = vllm_stub(served.channel)
-        call = stub.Generate(request(stream=stream))
-        await served.until(lambda: pool.runs)
-        await stub.Abort(vllm.AbortRequest(request_ids=["unknown", "r1"]))
-        assert set(pool.cancelled) == {1}
-        answers = [answer async for answer in call]
-        assert await call.code() is grpc.StatusCode.OK
-        assert served.gateway.desk.admission.counts().num_entered == 0
-        await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
-    ids = [token for answer in answers for token in (*answer.chunk.token_ids, *answer.complete.output_ids)]
-    assert ids == [11, 12]
-    assert answers[-1].complete.finish_reason == "abort"
-    assert [answer.HasField("complete") for answer in answers].count(True) == 1
-
-
-async def test_abort_tells_the_worker_at_once_even_where_nobody_reads(serve: Any, vllm_stub: Stub) -> None:
-    async with serve(FakePool(on_run=lambda run: run.tokens([11]))) as served:
-        call = vllm_stub(served.channel).Generate(request())
-        await served.until(lambda: served.pool.runs)
-        assert served.gateway.desk.abort("r1")
-        assert served.pool.cancelled == [1]  # before any task had a turn
-        call.cancel()
-
-
-async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: Any, vllm_stub: Stub) -> None:
-    async with serve() as served:
-        stub, gate = vllm_stub(served.channel), asyncio.Event()
-
-        async def hang(*_: Any) -> None:
-            await gate.wait()
-
-        served.gateway.desk.text.run = hang
-        call = stub.Generate(vllm.GenerateRequest(request_id="r1", text="Hello"))
-        await served.until(lambda: served.gateway.desk.admission.holds("r1"))
-        await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
-        assert [answer.complete.finish_reason async for answer in call] == ["abort"]
-        assert served.pool.runs == []
-
-
-async def test_a_caller_that_leaves_frees_the_worker(serve: Any, vllm_stub: Stub) -> None:
-    async with serve(FakePool(on_run=lambda run: run.tokens([1]))) as served:
-        call = vllm_stub(served.channel).Generate(request())
-        await call.read()
-        call.cancel()
-        await served.until(lambda: served.pool.cancelled == [1])
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
-
-
-async def test_errors_are_statuses_with_the_reasons_of_the_gateway(serve: Any, vllm_stub: Stub) -> None:
-    async with serve() as served:
-        stub = vllm_stub(served.channel)
-        first = stub.Generate(request())
-        await served.until(lambda: served.pool.runs)
-        duplicate = await refused(stub.Generate(request()))
-        served.pool.runs[0].tokens([3])
-        served.pool.runs[0].lose()
-        lost = await refused(first)
-        served.pool.refuse = [busy()]
-        full = await refused(stub.Generate(request()))
-        late = await refused(stub.Generate(request(), timeout=0.3))
-    codes = grpc.StatusCode
-    assert (duplicate.code, duplicate.reason) == (codes.ALREADY_EXISTS, "DUPLICATE_REQUEST")
-    assert (lost.code, lost.reason, lost.tokens_delivered) == (codes.UNAVAILABLE, "WORKER_LOST", 1)
-    assert (full.code, full.reason, full.pushback_ms) == (codes.RESOURCE_EXHAUSTED, "QUEUE_FULL", 500)
-    assert late.code is codes.DEADLINE_EXCEEDED
-    assert 0 < served.pool.runs[-1].request.timeout_s < 0.31  # gRPC rounds deadlines up on the wire
-
-
-@pytest.mark.parametrize(
-    ("changes", "fields"),
-    [
-        ({"n": 129}, ("sampling_params.n",)),
-        ({"logprobs": -1}, ("sampling_params.logprobs",)),
-        ({"logprobs": 21}, ("sampling_params.logprobs",)),
-        ({"prompt_logprobs": -1}, ("sampling_params.prompt_logprobs",)),
-        ({"prompt_logprobs": 21}, ("sampling_params.prompt_logprobs",)),
-        ({"truncate_prompt_tokens": 0}, ("sampling_params.truncate_prompt_tokens",)),
-        ({"logit_bias": {1: 100.5}}, ("sampling_params.logit_bias[1]",)),
-        ({"logit_bias": {600: 2.0}}, ("sampling_params.logit_bias[600]",)),
-        ({"json_schema": '{"type": "nothing"}'}, ("sampling_params.json_schema",)),
-        ({"regex": "("}, ("sampling_params.regex",)),
-        ({"grammar": "no rule"}, ("sampling_params.grammar",)),
-        ({"structural_tag": "a"}, ("sampling_params.structural_tag",)),
-        ({"json_object": False}, ("sampling_params.json_object",)),
-        ({"choice": vllm.ChoiceConstraint()}, ("sampling_params.choice.choices",)),
-        ({"logit_bias": {-1: 2.0}}, ("sampling_params.logit_bias",)),
-        ({"truncate_prompt_tokens": -1}, ("sampling_params.truncate_prompt_tokens",)),
-        ({"temperature": -1, "top_p": 2}, ("sampling_params.temperature", "sampling_params.top_p")),
-        ({"repetition_penalty": -1}, ("sampling_params.repetition_penalty",)),
-        ({"max_tokens": 0}, ("sampling_params.max_tokens",)),
-        ({"max_tokens": 2, "min_tokens": 3}, ("sampling_params.min_tokens",)),
-        ({"stop": ["a", ""]}, ("sampling_params.stop[1]",)),
-        ({"stop_token_ids": [1, 600]}, ("sampling_params.stop_token_ids[1]",)),
-        ({"ids": ()}, ("tokenized.input_ids",)),
-        ({"ids": (1, 600)}, ("tokenized.input_ids[1]",)),
-    ],
-)
-async def test_a_parameter_that_is_wrong_or_not_served_is_refused_by_its_path(
-    serve: Any, vllm_stub: Stub, changes: dict[str, Any], fields: tuple[str, ...]
-) -> None:
-    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
-        refusal = await refused(vllm_stub(served.channel).Generate(request(**changes)))
-        assert served.pool.runs == []
-    assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert refusal.fields == fields
-
-
-async def test_a_request_field_that_is_not_served_is_refused_by_its_name(serve: Any, vllm_stub: Stub) -> None:
-    unserved = {
-        "kv_transfer_params": vllm.KvTransferParams(remote_host="h"),
-        "kv_transfer_params_json": "{}",
-        "mm_inputs": vllm.MultimodalInputs(mm_hashes=["x"]),
-        "extra_mm_inputs": [vllm.MultimodalInputs()],
-        "media_refs": vllm.MediaRefs(),
-        "data_parallel_rank": 1,
-    }
-    found = {}
-    async with serve() as served:
-        stub = vllm_stub(served.channel)
-        for name, value in unserved.items():
-            found[name] = (await refused(stub.Generate(vllm.GenerateRequest(text="x", **{name: value})))).fields
-        nothing = await refused(stub.Generate(vllm.GenerateRequest()))
-        unknown = vllm.GenerateRequest(text="x")
-        unknown.MergeFromString(b"\xf8\x3f\x01")  # field 1023
-        newer = await refused(stub.Generate(unknown))
-    assert found == {name: (name,) for name in unserved}
-    assert nothing.fields == ("input",)
-    assert newer.fields == ("#1023",)
 
 
 async def test_ten_tokens_that_came_during_one_write_are_one_chunk(serve: Any, vllm_stub: Stub) -> None:
