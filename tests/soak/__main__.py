@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.soak.drive import Soak, SoakConfig
+from tests.soak.drive import FAULTS, Soak, SoakConfig
 from tests.soak.report import figures, is_good, whole
 from tests.support.figures import record, show
 
@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--round-s", type=float, default=20.0, help="seconds of load between two quiesce points")
     parser.add_argument("--min-life-s", type=float, default=35.0, help="leave processes alone that are younger")
+    parser.add_argument("--only", metavar="NAME,NAME", help="draw from these faults alone; none: no faults")
     parser.add_argument("--json", type=Path, help="everything that was seen")
     parser.add_argument("--log", type=Path, help="keep the service's log here")
     parser.add_argument("--leak", metavar="ROLE=MIB_PER_H", help="plant a leak in gateway or worker")
@@ -32,6 +33,7 @@ def main() -> int:
         seed=given.seed,
         round_s=given.round_s,
         min_life_s=given.min_life_s,
+        faults=tuple(each for each in FAULTS if given.only is None or each.name in given.only.split(",")),
         leak=(leak[0], float(leak[1])) if leak else None,
     )
     soak = Soak(config=config, show=show)

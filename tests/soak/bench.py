@@ -142,8 +142,9 @@ class SoakBench(FaultBench):
         """Nothing new that only a defect writes."""
         with self.service.log.open("rb") as log:
             log.seek(self.log_at)
-            text = log.read().decode(errors="replace")
-        self.log_at += len(text.encode())
+            data = log.read()
+        self.log_at += len(data)
+        text = data.decode(errors="replace")
         found = [line for line in text.splitlines() if any(bad in line for bad in BAD_LINES)]
         assert not found, found[:3]
 

@@ -20,7 +20,8 @@ class Deck:
 
     def deal(self, may_take: Callable[[Takes], bool]) -> list[Fault]:
         """The faults of a round. may_take: whether those processes have lived long enough."""
-        wanted, hand, aside = self.drawn.randrange(1, MOST_A_ROUND + 1), list[Fault](), list[Fault]()
+        wanted = self.drawn.randrange(1, MOST_A_ROUND + 1)
+        hand, aside = list[Fault](), list[Fault]()
         for _ in range(2 * len(self.faults)):
             if len(hand) == wanted:
                 break

@@ -141,6 +141,8 @@ class Soak:
             await fault.inject(field, drawn)
         except (OSError, ValueError, psutil.Error) as error:  # whom it was meant for is being replaced
             self.show(f"  {fault.name} met nobody: {error!r}")
+        except AssertionError as error:
+            self.violations.append(f"{fault.name}: {error}")
 
     async def _quiesce(self, field: Field, hand: list[Fault], start_s: float) -> None:
         """Nothing is asked any more: everything must hold."""

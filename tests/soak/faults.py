@@ -78,7 +78,7 @@ async def _short_freeze(field: Field, drawn: random.Random) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-async def _culprit(field: Field, drawn: random.Random, kind: str, num_more: int = 0) -> Asked:
+async def culprit(field: Field, drawn: random.Random, kind: str, num_more: int = 0) -> Asked:
     """A request that the injected runner knows by its first two tokens."""
     prompt = [MARK, MARKED[kind], *(drawn.randrange(10, 900) for _ in range(4 + num_more))]
     request = generate_request(
@@ -89,23 +89,23 @@ async def _culprit(field: Field, drawn: random.Random, kind: str, num_more: int 
 
 
 async def _poison(field: Field, drawn: random.Random) -> None:
-    await field.processes.lose_both_to("poison", asyncio.create_task(_culprit(field, drawn, "crash")))
+    await field.processes.lose_both_to("poison", asyncio.create_task(culprit(field, drawn, "crash")))
 
 
 async def _seized(field: Field, drawn: random.Random) -> None:
-    await field.processes.lose_both_to("seize", asyncio.create_task(_culprit(field, drawn, "seize")))
+    await field.processes.lose_both_to("seize", asyncio.create_task(culprit(field, drawn, "seize")))
 
 
 async def _raising(field: Field, drawn: random.Random) -> None:
-    await _culprit(field, drawn, "raise")
+    await culprit(field, drawn, "raise")
 
 
 async def _out_of_memory(field: Field, drawn: random.Random) -> None:
-    await _culprit(field, drawn, "oom", num_more=200)
+    await culprit(field, drawn, "oom", num_more=200)
 
 
 async def _not_a_number(field: Field, drawn: random.Random) -> None:
-    await _culprit(field, drawn, "nan")
+    await culprit(field, drawn, "nan")
 
 
 async def _no_cpu(field: Field, drawn: random.Random) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo import AsyncClient
@@ -16,44 +17,52 @@ LIMIT_S = 2.0  # who waits longer for three tokens is not served
 
 @dataclass(slots=True, kw_only=True)
 class Probes:
-    """outages: when they began and how long they were; from the first call that failed to the end of the next that did
-    not. watched_s: seconds in all."""
+    """outages: how long nobody was served of those who asked, each from the first that was not to the answer of the
+    next that was. watched_s: seconds in all."""
 
     target: str
-    outages: list[tuple[float, float]] = field(default_factory=list)
+    outages: list[float] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)  # of the present round
     watched_s: float = 0.0
     num_calls: int = 0
     num_failed: int = 0
 
     async def run(self, over: asyncio.Event) -> None:
-        """One after another until it is over, and then until one is served."""
-        start_s, down_since_s = time.monotonic(), None
-        while not over.is_set() or (down_since_s is not None and time.monotonic() - start_s < 600):
-            call = await self._probe()
-            if call.error is not None and down_since_s is None:
-                down_since_s = call.sent_s
-            elif call.error is None and down_since_s is not None:
-                self.outages.append((down_since_s, call.ended_s - down_since_s))
-                down_since_s = None
-            await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - call.sent_s)))
+        """Send them until it is over, and until the last one sent was served; wait for all."""
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            while not over.is_set():
+                self.calls.append(Call(prompt=[3, 1, 4, self.num_calls % 100], max_tokens=3, seed=self.num_calls))
+                group.create_task(self._probe(self.calls[-1]))
+                self.num_calls += 1
+                await asyncio.sleep(EVERY_S)
+        self.outages += outages(self.calls)
+        self.num_failed += sum(call.error is not None for call in self.calls)
         self.watched_s += time.monotonic() - start_s
 
-    async def _probe(self) -> Call:
-        call = Call(prompt=[3, 1, 4, self.num_calls % 100], max_tokens=3, seed=self.num_calls)
-        self.calls.append(call)
-        self.num_calls += 1
+    async def _probe(self, call: Call) -> None:
         async with AsyncClient(self.target, options=(*NO_RETRIES, OWN_CONNECTION)) as client:
             await run(client, call, timeout_s=LIMIT_S)
-        self.num_failed += call.error is not None
-        return call
 
     @property
     def serving_share(self) -> float:
         """Of the time that was watched."""
-        return 1.0 - sum(seconds for _, seconds in self.outages) / max(self.watched_s, 1e-9)
+        return 1.0 - sum(self.outages) / max(self.watched_s, 1e-9)
 
     @property
     def longest_s(self) -> float:
         """Of the outages."""
-        return max((seconds for _, seconds in self.outages), default=0.0)
+        return max(self.outages, default=0.0)
+
+
+def outages(calls: Sequence[Call]) -> list[float]:
+    """Of calls that have ended, in the order in which they were sent: how long each run of failures kept people from
+    being served. The last may go on after the last call: it is counted up to that one's end."""
+    found, since_s = list[float](), None
+    for call in calls:
+        if call.error is not None and since_s is None:
+            since_s = call.sent_s
+        elif call.error is None and since_s is not None:
+            found.append(call.ended_s - since_s)
+            since_s = None
+    return [*found, *([calls[-1].ended_s - since_s] if since_s is not None else [])]

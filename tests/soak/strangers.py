@@ -121,16 +121,16 @@ async def _unread(field: Field, drawn: random.Random) -> None:
 async def _wrong_requests(field: Field, drawn: random.Random) -> None:
     """Rows 42, 44, 47, 48, 58 and 59: parameters, names, texts and schemas that are refused, each by its name."""
     odd: list[dict[str, Any]] = [
-        {"temperature": float("nan")}, {"temperature": -1.0}, {"top_p": 2.0}, {"top_k": -5}, {"max_tokens": 2**31},
+        {"temperature": float("nan")}, {"temperature": -1.0}, {"top_p": 2.0}, {"top_k": 2**31}, {"max_tokens": 0},
         {"num_outputs": 16_384}, {"logprobs": 10_000}, {"stop": ["x"] * 10_000}, {"model": "../../etc/passwd"},
         {"model": f"tenant-{drawn.getrandbits(32)}"}, {"token_ids": [10**9]}, {"text": "a" * 3_000_000},
-        {"text": "<|im_end|>" * 200_000}, {"regex": "(a+)+$" * 5_000}, {"json_schema": '{"type":' * 500},
+        {"text": "<|im_end|>" * 20_000}, {"regex": "(a+)+$" * 5_000}, {"json_schema": '{"type":' * 500},
         {"json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'},
     ]  # fmt: skip
     async with AsyncClient(field.load.target, options=(*NO_RETRIES, OWN_CONNECTION)) as client:
-        for fields in odd * 3:
+        for fields in odd:
             field.bench.foreign += 1
-            with suppress(OctavoError):
+            with suppress(OctavoError, ValueError):  # the latter where no message can hold it
                 has_input = {"text", "token_ids"} & fields.keys()
                 await client.complete(timeout_s=10, **({} if has_input else {"text": "x"}) | {"max_tokens": 2} | fields)
 
