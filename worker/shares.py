@@ -61,7 +61,6 @@ class Shares:
         share.price = UNITS // asked.weight
         num_due = num_known - max(num_cached_tokens, request.num_paid_tokens)
         if num_due > 0:
-            self._clock = max(self._clock, share.served)
             share.served += num_due * share.price
         request.num_paid_tokens = max(num_known, request.num_paid_tokens)
         self._hold(share)
@@ -105,9 +104,10 @@ class Shares:
         return self._clock if share is None else max(share.served, self._clock)
 
     def take_turn(self, tenant: str) -> None:
-        """The next turn is this tenant's: what it did not use before is gone."""
+        """The next turn is this tenant's: what it did not use before is gone. Settle first. The clock is what it has
+        now; output of its others that comes before its request does is no reason to lift those who wait."""
         share = self._share(tenant)
-        share.served = max(share.served, self._clock)
+        self._clock = share.served = max(share.served, self._clock)
 
     # ------------------------------------------------------------ inside
 

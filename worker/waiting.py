@@ -49,6 +49,9 @@ class WaitingQueue:
         del self._spells[request.order]
         request.waited_s += now_s - request.waiting_since_s
         tenant = request.asked.tenant
+        if len(self._by_tenant) == 1:
+            self.shares.settle()
+            self.shares.take_turn(tenant)
         line = self._by_tenant[tenant]
         line.num_waiting -= 1
         if not line.num_waiting:

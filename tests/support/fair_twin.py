@@ -49,11 +49,12 @@ class FairTwin:
         self.left(request)
         self.served.setdefault(request.asked.tenant, self.clock)
         if num_due > 0:
-            self.clock = max(self.clock, self.served[request.asked.tenant])
             self.charge(request, num_due)
 
     def left(self, request: Request) -> None:
-        """It waits no longer."""
+        """It waits no longer. A tenant that waits alone has every turn."""
+        if {entry.tenant for entry in self.waiting} == {request.asked.tenant}:
+            self.take_turn(request.asked.tenant)
         self.waiting = [entry for entry in self.waiting if entry.request is not request]
         if self.turn == request.asked.tenant:
             self.turn = None
@@ -72,11 +73,15 @@ class FairTwin:
                      if any(e.tenant == t for e in able)]  # fmt: skip
             chosen = min(heads, key=lambda entry: (self._served(entry.tenant), entry.request.order))
             self.turn = chosen.tenant
-            self.served[self.turn] = self._served(self.turn)
+            self.take_turn(self.turn)
         mine = min((e for e in able if e.tenant == self.turn), key=lambda entry: entry.place(now_s))
         begun = sorted((e for e in self.waiting if e.has_begun), key=lambda entry: entry.place(now_s))
         first = min([mine, *begun[:1]], key=lambda entry: entry.rank(now_s))
         return first.request
+
+    def take_turn(self, tenant: str) -> None:
+        """What it did not use is gone; the clock follows."""
+        self.clock = self.served[tenant] = self._served(tenant)
 
     def _served(self, tenant: str) -> Fraction:
         return max(self.served.get(tenant, self.clock), self.clock)
