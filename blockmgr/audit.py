@@ -79,13 +79,15 @@ def _count_places(pool: BlockPool, refs_P: np.ndarray) -> np.ndarray:
 def _check_rows(pool: BlockPool, tables: SlotTables) -> Iterator[str]:
     table_SM = tables.table_SM
     is_used_SM = np.arange(tables.width) < tables.num_blocks_S[:, None]
-    if (table_SM[is_used_SM] < 0).any() or (table_SM[is_used_SM] >= pool.num_blocks).any():
+    used = table_SM[is_used_SM]
+    if len(used) and (used.min() < 0 or used.max() >= pool.num_blocks):
         yield "a row holds something that is no block"
-    if (table_SM[~is_used_SM] != UNSET).any():
+    if np.count_nonzero(table_SM[~is_used_SM] != UNSET):
         yield "a row is set beyond its length"
     ordered_SM = np.sort(np.where(is_used_SM, table_SM, -1 - np.arange(tables.width, dtype=np.int32)), axis=1)
-    twice_S = (ordered_SM[:, 1:] == ordered_SM[:, :-1]).any(axis=1)
-    if twice_S.any():
+    is_twice_SM = ordered_SM[:, 1:] == ordered_SM[:, :-1]
+    if np.count_nonzero(is_twice_SM):
+        twice_S = is_twice_SM.any(axis=1)
         yield f"a block stands twice in the rows of slots {_named(np.flatnonzero(twice_S))}"
 
 

@@ -1,5 +1,6 @@
 """When a request has to end, and what its caller gets then. Pure."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -8,6 +9,9 @@ PARTIAL_MARGIN_S = 0.05
 library. Callers who are further away than that set `timeout_s` themselves."""
 BACKSTOP_S = 0.03
 """So long after the worker should have ended the output, the gateway does: a step of the model may be long."""
+FIGURES_S = 0.2
+"""So long after that a partial answer waits for the worker's figures, where the wire's deadline is further away: its
+text is with the caller by then."""
 
 
 class AtDeadline(Enum):
@@ -20,22 +24,30 @@ class AtDeadline(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     """end_s: monotonic seconds at which the worker stops; None: never. needs_backstop: nobody but the gateway ends the
-    request where the worker is late (the gRPC library ends calls at the wire's deadline, with the status)."""
+    request where the worker is late (the gRPC library ends calls at the wire's deadline, with the status). figures_s:
+    seconds that the end of a partial answer then waits for the worker's figures."""
 
     end_s: float | None = None
     at_end: AtDeadline = AtDeadline.STATUS
     needs_backstop: bool = False
+    figures_s: float = 0.0
 
 
 def deadline_of(
     *, arrived_s: float, wire_timeout_s: float | None, timeout_s: float | None, at_end: AtDeadline
 ) -> Deadline:
     """The earlier one of the wire's and the request's own. Both are seconds from arrival; None: not given."""
+    is_partial = at_end is AtDeadline.PARTIAL
     ends = []
     if wire_timeout_s is not None:
-        margin_s = min(PARTIAL_MARGIN_S, wire_timeout_s / 2) if at_end is AtDeadline.PARTIAL else 0.0
-        ends.append(arrived_s + wire_timeout_s - margin_s)
+        ends.append(arrived_s + wire_timeout_s - (min(PARTIAL_MARGIN_S, wire_timeout_s / 2) if is_partial else 0.0))
+    wire_s = ends[0] if ends else math.inf
     if timeout_s is not None:
         ends.append(arrived_s + timeout_s)
-    needs_backstop = bool(ends) and (timeout_s is not None or at_end is AtDeadline.PARTIAL)
-    return Deadline(end_s=min(ends, default=None), at_end=at_end, needs_backstop=needs_backstop)
+    end_s = min(ends, default=None)
+    return Deadline(
+        end_s=end_s,
+        at_end=at_end,
+        needs_backstop=end_s is not None and (timeout_s is not None or is_partial),
+        figures_s=max(0.0, min(FIGURES_S, wire_s - end_s - BACKSTOP_S)) if end_s is not None and is_partial else 0.0,
+    )

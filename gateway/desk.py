@@ -269,7 +269,7 @@ class Desk:
     def _set_backstop(self, live: LiveRequest, deadline: Deadline) -> None:
         if deadline.end_s is not None and deadline.needs_backstop:
             delay_s = deadline.end_s - time.monotonic() + BACKSTOP_S
-            live.backstop = asyncio.get_running_loop().call_later(delay_s, live.end_at_deadline)
+            live.backstop = asyncio.get_running_loop().call_later(delay_s, live.end_at_deadline, deadline.figures_s)
 
     def _started(self, scope: RpcScope, index: int) -> Callable[[], None] | None:
         """For tenants, whose outputs are no longer queued then."""

@@ -100,10 +100,9 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(self.readiness.run(), name="readiness"),
             asyncio.create_task(self.keeper.run(), name="keeper"),
-            asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
             asyncio.create_task(refresh(self.desk, self.collector), name="refresh"),
             asyncio.create_task(report(self.desk), name="report"),
-            asyncio.create_task(GarbageWatch().run(), name="garbage"),
+            *self._watch_process(),
         ]
         for task in self._tasks:
             task.add_done_callback(_log_defect)
@@ -111,6 +110,12 @@ class Gateway:
         _log.info(
             "listening", address=self.listen_address, admin=self.admin_address or None, metrics_port=self.metrics_port
         )
+
+    def _watch_process(self) -> list["asyncio.Task[None]"]:
+        return [
+            asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
+            asyncio.create_task(GarbageWatch().run(), name="garbage"),
+        ]
 
     async def _listen(self) -> None:
         config = self.config

@@ -52,10 +52,16 @@ class LiveRequest:
         """Generated, in all outputs."""
         return sum(stream.assembler.num_tokens for stream in self.streams)
 
-    def end_at_deadline(self) -> None:
-        """The time is over and the worker has not said so."""
+    def end_at_deadline(self, figures_s: float) -> None:
+        """The time is over and the worker has not said so: for so long its figures are waited for, where there is
+        something to tell them with."""
         for stream in self.streams:
             stream.end_at_deadline()
+        self.backstop = asyncio.get_running_loop().call_later(figures_s, self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        for stream in self.streams:
+            stream.stop_waiting_for_figures()
 
     def fail(self, error: RequestError) -> None:
         """End it from here. Where its task is in a write, the task is cancelled and finds the error in the stream: a

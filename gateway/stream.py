@@ -3,7 +3,7 @@
 The pool calls in (tokens, end), the RPC's own task takes pieces out as fast as its caller reads: one token a piece when
 idle, several when writing is slow or tokens come in bursts. Knows no gRPC; must not block.
 
-    RUNNING --stop string--> MATCHED --worker's end, or no news for a while--> ENDED
+    RUNNING --stop string, deadline--> MATCHED --worker's end, or no news for a while--> ENDED
     RUNNING --worker's end--> ENDED
     RUNNING --lost, failed, aborted--> FAILED
 
@@ -27,7 +27,7 @@ class StreamState(Enum):
     """Where an output stands."""
 
     RUNNING = "running"
-    MATCHED = "matched"  # a stop string ended it; the worker's figures are on their way
+    MATCHED = "matched"  # a stop string or the deadline ended it; the worker's figures are on their way
     ENDED = "ended"
     FAILED = "failed"
 
@@ -165,7 +165,7 @@ class OutputStream:
         elif self.state is StreamState.RUNNING:
             self.finished = finished
             if finished.reason is WireFinishReason.DEADLINE and self.at_deadline is AtDeadline.PARTIAL:
-                self._end_partial()
+                self._end_partial(StreamState.ENDED)
                 return
             self.error = error_of(finished)
             if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
@@ -197,17 +197,17 @@ class OutputStream:
             self._wake()
 
     def end_at_deadline(self) -> None:
-        """The time is over and the worker has not said so."""
+        """The time is over and the worker has not said so. A partial output still waits for the worker's figures."""
         if self.state is not StreamState.RUNNING:
             return
         if self.at_deadline is AtDeadline.PARTIAL:
-            self._end_partial()
+            self._end_partial(StreamState.MATCHED)
         else:
             self.fail(DeadlinePassed("the deadline passed"))
 
-    def _end_partial(self) -> None:
+    def _end_partial(self, state: StreamState) -> None:
         self.assembler.cut_short()
-        self.is_partial, self.state = True, StreamState.ENDED
+        self.is_partial, self.state = True, state
         self._wake()
 
     def _fall_behind(self) -> None:
@@ -226,7 +226,7 @@ class OutputStream:
                 self._on_flow(self)
 
     def stop_waiting_for_figures(self) -> None:
-        """After a stop string: the worker did not answer in time."""
+        """After a stop string, or at the deadline: the worker did not answer in time."""
         if self.state is StreamState.MATCHED:
             self.state = StreamState.ENDED
             self._wake()

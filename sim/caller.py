@@ -158,11 +158,12 @@ class Caller:
             is_whole = all(got.finished is not None for got in self._got)
             journal.check(is_whole, f"{name}: OK without Finished")
         elif is_ours:
-            journal.check(status.trailers.get("x-error-reason"), f"{name}: {status} has no reason")
-            journal.check("x-tokens-delivered" in status.trailers, f"{name}: {status} does not tell what came")
+            trailers = status.trailers
+            journal.check(trailers.get("x-error-reason"), lambda: f"{name}: {status} has no reason")
+            journal.check("x-tokens-delivered" in trailers, lambda: f"{name}: {status} does not tell what came")
         else:
             library_codes = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-            journal.check(status.code in library_codes, f"{name}: {status} without our trailers")
+            journal.check(status.code in library_codes, lambda: f"{name}: {status} without our trailers")
         for index, (got, spec) in enumerate(zip(self._got, outputs_of(self._spec), strict=True)):
             if index and got.finished is not None:
                 got.finished.usage.cached_tokens = 0  # it shares the whole prompt with the first output

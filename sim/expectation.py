@@ -37,9 +37,16 @@ class Expectation:
         self._max_model_len = config.max_model_len
         self._bytes_by_id = bytes_by_id
         self._first_blocks: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._tokens: dict[tuple[int, int], list[int]] = {}  # by request and seed, which differs between its outputs
 
     def tokens(self, spec: RequestSpec) -> list[int]:
         """The whole output, with the token that ends it."""
+        key = (spec.index, spec.seed)
+        if (known := self._tokens.get(key)) is None:
+            known = self._tokens[key] = self._computed_tokens(spec)
+        return known
+
+    def _computed_tokens(self, spec: RequestSpec) -> list[int]:
         sampling = Sampling(
             seed=spec.seed,
             max_tokens=min(spec.max_tokens, self._max_model_len - len(spec.prompt)),

@@ -197,6 +197,10 @@ class SimGateway(Gateway):
         self.is_dead = False
         self._behaviours: dict[str, Any] = {}
 
+    def _watch_process(self) -> list[Any]:
+        """It has none: real memory and real lag are nothing that a seed decides."""
+        return []
+
     async def _listen(self) -> None:
         servicer = InferenceServicer(self.desk)
         generate: Any = grpc.unary_stream_rpc_method_handler(servicer.Generate, pb.GenerateRequest.FromString)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sim.loop import SimLoop
@@ -59,11 +60,11 @@ class Journal:
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(f"{self._loop.time():.3f} s: {what}")
 
-    def check(self, is_true: object, what: str) -> None:
-        """An invariant; counted."""
+    def check(self, is_true: object, what: str | Callable[[], str]) -> None:
+        """An invariant; counted. what: a function where telling costs more than looking."""
         self.counts["checks"] += 1
         if not is_true:
-            self.violate(what)
+            self.violate(what if isinstance(what, str) else what())
 
     @property
     def trace(self) -> str:

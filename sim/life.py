@@ -123,7 +123,7 @@ class Life:
         )
         self.exit_code = 0
         self.is_alive = True
-        self.stats = EngineStats(num_blocks=config.num_blocks)  # what the heartbeat's thread sees
+        self._computing_since: int | None = None  # how many steps there were before the one that takes its time now
         self._num_idle_turns = 0
         self._tasks = [
             asyncio.create_task(self._live(), name=f"life of {self.name}"),
@@ -156,6 +156,13 @@ class Life:
             self.kill()
             self._on_death(code)
 
+    @property
+    def stats(self) -> EngineStats:
+        """What the heartbeat's thread sees: before a step's end the work, but not the step."""
+        if self._computing_since is None:
+            return self.engine.stats
+        return replace(self.engine.stats, num_steps=self._computing_since, num_in_flight=1)
+
     # ------------------------------------------------------------ its threads
 
     async def _live(self) -> None:
@@ -176,19 +183,18 @@ class Life:
             self._die(70)
 
     async def _step(self) -> None:
-        former, num_steps = self.stats, self.engine.num_steps
+        num_steps = self.engine.num_steps
         for dealer in self.dealers:
             dealer.compute()
         self.engine.step()
         if self.clock.ahead_s:
-            # Whoever looks before the step's end sees the work, but not the step.
-            self.stats = replace(self.engine.stats, num_steps=former.num_steps, num_in_flight=1)
+            self._computing_since = num_steps
             await asyncio.sleep(self.clock.ahead_s)
             self.clock.ahead_s = 0.0
         await self._thawed.wait()
+        self._computing_since = None
         for dealer in self.dealers:
             dealer.release()
-        self.stats = self.engine.stats
         self._check(num_steps)
 
     async def _wait(self, limit_s: float) -> None:
@@ -229,18 +235,19 @@ class Life:
             self.audit()
         stuck = self.scheduler.has_work and self.engine.num_steps == num_steps
         self._num_idle_turns = self._num_idle_turns + 1 if stuck else 0
-        self._journal.check(self._num_idle_turns <= MAX_IDLE_TURNS, f"{self.name} has work and makes no steps")
+        self._journal.check(self._num_idle_turns <= MAX_IDLE_TURNS, lambda: f"{self.name} has work and makes no steps")
 
     def audit(self) -> None:
         """Recount everything, and the counters with it."""
         journal, blocks, counters = self._journal, self.blocks, self.scheduler.counters
         violations = blocks.audit().violations
-        journal.check(not violations, f"audit of {self.name}: {violations}")
+        journal.check(not violations, lambda: f"audit of {self.name}: {violations}")
         total = blocks.num_free + blocks.num_cached + blocks.num_active
-        journal.check(total == self._config.num_blocks, f"{total} blocks of {self._config.num_blocks}")
+        journal.check(total == self._config.num_blocks, lambda: f"{total} blocks of {self._config.num_blocks}")
         unfinished = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_paused
         ended = counters.num_ended.total()
-        journal.check(counters.num_accepted == ended + unfinished, f"{counters} with {unfinished} unfinished")
+        is_whole = counters.num_accepted == ended + unfinished
+        journal.check(is_whole, lambda: f"{counters} with {unfinished} unfinished")
 
     def check_quiet(self) -> None:
         """Nothing is asked of it, so it holds nothing."""

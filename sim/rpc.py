@@ -138,7 +138,7 @@ class SimCall:
             self._task.cancel()
 
     def _end(self, status: Status) -> None:
-        self._journal.check(self.status is None, f"{self.name} ended twice: {self.status}, {status}")
+        self._journal.check(self.status is None, lambda: f"{self.name} ended twice: {self.status}, {status}")
         self._journal.note(f"{self.name} ends {status.code} {status.trailers.get('x-error-reason', '')}")
         self.status = status
         if self._timer is not None:

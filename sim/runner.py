@@ -92,8 +92,9 @@ class SimRunner(OracleRunner):
         return super()._new_row(join)
 
     def _look_at(self, plan: StepPlan) -> None:
-        journal, slots = self._journal, [*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)]
+        journal, num_tokens = self._journal, plan.num_tokens
+        slots = [*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)]
         journal.counts["steps"] += 1
-        journal.note(f"step {plan.step} {plan.num_tokens} {slots}")
-        journal.check(0 < plan.num_tokens <= self._config.max_batch_tokens, f"a step of {plan.num_tokens} tokens")
-        journal.check(len(set(slots)) == len(slots) <= self._config.max_num_seqs, f"a step of slots {slots}")
+        journal.note(f"step {plan.step} {num_tokens} {slots}")
+        journal.check(0 < num_tokens <= self._config.max_batch_tokens, lambda: f"a step of {num_tokens} tokens")
+        journal.check(len(set(slots)) == len(slots) <= self._config.max_num_seqs, lambda: f"a step of slots {slots}")

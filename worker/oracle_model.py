@@ -48,7 +48,10 @@ def choose_token(
     one that would end the output. output: what is out, where bad words ask for it. A bias of 100 is a must, one of
     -100 a ban; others are not felt."""
     noise = mix((state ^ mix((sampling.seed + output_index * TOKEN_FACTOR) & MASK_64)) & MASK_64)
-    may_end, banned = output_index >= sampling.min_tokens, _banned(sampling, output)
+    may_end = output_index >= sampling.min_tokens
+    if not (sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
+        return _choose_from_all(model, noise, sampling, may_end)
+    banned = _banned(sampling, output)
     wanted = {token for token, bias in sampling.logit_bias.items() if bias >= 100.0} or set(range(model.vocab_size))
     if sampling.allowed_token_ids:
         wanted &= set(sampling.allowed_token_ids)
@@ -62,6 +65,17 @@ def choose_token(
         return _next_free(noise % model.vocab_size, model.vocab_size, banned)
     choices = sorted(wanted - banned) or (sorted(enders) if may_end else [])
     return choices[noise % len(choices)] if choices else None
+
+
+def _choose_from_all(model: OracleModel, noise: int, sampling: Sampling, may_end: bool) -> int | None:
+    """`choose_token` where nothing is wanted and nothing forbidden: simulations spend their time here."""
+    enders = model.eos_token_ids
+    if model.eos_every and enders and may_end and (noise >> 32) % model.eos_every == 0:
+        return sorted(enders)[noise % len(enders)]
+    token = noise % model.vocab_size
+    if token not in enders and (may_end or token not in sampling.stop_token_ids):
+        return token
+    return _next_free(token, model.vocab_size, {*enders, *(() if may_end else sampling.stop_token_ids)})
 
 
 def choose_allowed(

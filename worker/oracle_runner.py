@@ -33,6 +33,9 @@ from worker.runner import RunnerError
 
 EMPTY = -1  # never written, or poisoned after it was freed
 NOT_A_NUMBER = -2  # written by a row whose activations were NaN: whoever reads it is NaN too
+_TOKEN_FACTOR, _POSITION_FACTOR = np.uint64(TOKEN_FACTOR), np.uint64(POSITION_FACTOR)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_THIRTY, _TWENTY_SEVEN, _THIRTY_ONE = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 class OracleViolation(AssertionError):
@@ -179,7 +182,12 @@ class OracleRunner:
             return
         if position != len(row.token_ids) - 1:
             raise OracleViolation(f"slot {slot} decodes at {position}, its last token is at {len(row.token_ids) - 1}")
-        self._write(slot, np.arange(position, position + 1), np.asarray(row.token_ids[-1:], np.int32))
+        block, offset = int(self._table_SM[slot, position // self._block_size]), position % self._block_size
+        if block < 0:
+            raise OracleViolation(f"slot {slot} writes {[position]} without a block")
+        is_nan = row.is_nan_at(position + 1 - row.num_prompt_tokens, self._faults)
+        self.kv_tokens_PB[block, offset] = NOT_A_NUMBER if is_nan else row.token_ids[-1]
+        self.kv_positions_PB[block, offset] = position
 
     def _write_chunk(self, chunk: Chunk) -> None:
         row = self._rows[chunk.slot]
@@ -204,7 +212,7 @@ class OracleRunner:
 
     def _write(self, slot: int, positions_T: np.ndarray, tokens_T: np.ndarray) -> None:
         blocks_T = self._table_SM[slot, positions_T // self._block_size]
-        if (blocks_T < 0).any():
+        if blocks_T.min() < 0:
             raise OracleViolation(f"slot {slot} writes {positions_T.tolist()} without a block")
         offsets_T = positions_T % self._block_size
         row = self._rows[slot]
@@ -245,7 +253,7 @@ class OracleRunner:
             is_finite_S=is_finite_S,
             logprobs=logprobs,
             embeddings=embeddings,
-            is_exhausted_S=is_exhausted_S if is_exhausted_S.any() else None,
+            is_exhausted_S=is_exhausted_S if np.count_nonzero(is_exhausted_S) else None,
             prompt_logprobs={
                 index: self._prompt_logprobs(chunk)
                 for index, chunk in enumerate(plan.prefill)
@@ -264,11 +272,11 @@ class OracleRunner:
     def _read_state(self, slot: int, num_tokens: int) -> int | None:
         """The sum over everything the table leads to; None where a NaN is among it."""
         blocks = self._table_SM[slot, : -(-num_tokens // self._block_size)]
-        if (blocks < 0).any():
+        if blocks.min() < 0:
             raise OracleViolation(f"slot {slot} reads {num_tokens} tokens through {blocks.tolist()}")
         tokens_T = self.kv_tokens_PB[blocks].reshape(-1)[:num_tokens]
         positions_T = self.kv_positions_PB[blocks].reshape(-1)[:num_tokens]
-        if (tokens_T == NOT_A_NUMBER).any():
+        if tokens_T.min() == NOT_A_NUMBER:  # nothing is below it
             return None
         return int(_mix_tokens(tokens_T, positions_T).sum(dtype=np.uint64)) & MASK_64
 
@@ -290,8 +298,11 @@ class OracleRunner:
 
 def _mix_tokens(tokens_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
     """`worker.oracle_model.mix_token` on arrays: uint64 wraps around by itself."""
-    values = tokens_T.astype(np.int64).view(np.uint64) * np.uint64(TOKEN_FACTOR)
-    values = values + positions_T.astype(np.int64).view(np.uint64) * np.uint64(POSITION_FACTOR)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = tokens_T.astype(np.int64).view(np.uint64) * _TOKEN_FACTOR
+    values += positions_T.astype(np.int64).view(np.uint64) * _POSITION_FACTOR
+    values ^= values >> _THIRTY
+    values *= _FIRST_FACTOR
+    values ^= values >> _TWENTY_SEVEN
+    values *= _SECOND_FACTOR
+    values ^= values >> _THIRTY_ONE
+    return values

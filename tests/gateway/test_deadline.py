@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import grpc
 import pytest
 from octavo.v1 import inference_pb2 as pb
 
-from gateway.deadline import PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
+from gateway.deadline import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
+from gateway.stream import OutputStream
 from gateway.text.model_text import ModelText
 from tests.support.fake_pool import FakePool, FakeRun
 from tests.support.rpc_errors import refused
@@ -24,14 +26,22 @@ from wire.messages import WireFinishReason
         (None, 2.0, AtDeadline.STATUS, Deadline(end_s=102.0, needs_backstop=True)),
         (5.0, None, AtDeadline.PARTIAL, Deadline(end_s=105.0 - PARTIAL_MARGIN_S, at_end=AtDeadline.PARTIAL,
                                                  needs_backstop=True)),
-        (5.0, 2.0, AtDeadline.PARTIAL, Deadline(end_s=102.0, at_end=AtDeadline.PARTIAL, needs_backstop=True)),
+        (5.0, 2.0, AtDeadline.PARTIAL, Deadline(end_s=102.0, at_end=AtDeadline.PARTIAL, needs_backstop=True,
+                                                figures_s=FIGURES_S)),
+        (None, 2.0, AtDeadline.PARTIAL, Deadline(end_s=102.0, at_end=AtDeadline.PARTIAL, needs_backstop=True,
+                                                 figures_s=FIGURES_S)),
+        (2.0, 1.75, AtDeadline.PARTIAL, Deadline(end_s=101.75, at_end=AtDeadline.PARTIAL, needs_backstop=True,
+                                                 figures_s=0.25 - PARTIAL_MARGIN_S - BACKSTOP_S)),
         (0.0625, None, AtDeadline.PARTIAL, Deadline(end_s=100.03125, at_end=AtDeadline.PARTIAL, needs_backstop=True)),
     ],
 )  # fmt: skip
 def test_the_earlier_one_counts(
     wire_s: float | None, own_s: float | None, at_end: AtDeadline, expected: Deadline
 ) -> None:
-    assert deadline_of(arrived_s=100.0, wire_timeout_s=wire_s, timeout_s=own_s, at_end=at_end) == expected
+    deadline = deadline_of(arrived_s=100.0, wire_timeout_s=wire_s, timeout_s=own_s, at_end=at_end)
+    assert replace(deadline, figures_s=round(deadline.figures_s, 6)) == replace(
+        expected, figures_s=round(expected.figures_s, 6)
+    )
 
 
 def hello(model_text: ModelText, *, ends: bool) -> FakePool:
@@ -66,6 +76,30 @@ async def test_a_partial_answer_comes_before_the_wires_deadline(
     latest_s = 1.01 - PARTIAL_MARGIN_S  # gRPC rounds deadlines up on the wire
     assert all(run.request.timeout_s is not None and run.request.timeout_s <= latest_s for run in pool.runs)
     assert served.gateway.desk.meters.of_model("tiny").finished == {"deadline": 2}
+
+
+async def test_figures_that_come_with_the_end_of_a_long_step_are_in_a_partial_answer(
+    serve: Any, tiny_text: ModelText
+) -> None:
+    """The worker's end comes as soon as the gateway has cut the output, not by the clock."""
+    ids = tiny_text.encode("Hello", max_bytes=100).ids_T.tolist()
+
+    def end_when_cut(run: FakeRun) -> None:
+        if cast(OutputStream, run.sink).is_partial:
+            run.tokens(ids)  # too late
+            run.finish(WireFinishReason.DEADLINE)
+        else:
+            asyncio.get_running_loop().call_later(0.01, end_when_cut, run)
+
+    def run(run: FakeRun) -> None:
+        run.tokens(ids)
+        end_when_cut(run)
+
+    request = pb.GenerateRequest(text="x", return_partial_on_deadline=True, timeout_s=0.2)
+    async with serve(FakePool(on_run=run)) as served:
+        response = await served.inference.Complete(pb.CompleteRequest(generate=request), timeout=30)
+    assert (response.text, response.finished.reason) == ("Hello", pb.FINISH_REASON_DEADLINE)
+    assert response.finished.receipt.computed_tokens == 5
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["worker ends it", "worker is late"])
