@@ -17,7 +17,7 @@
 typedef uint16_t bf16;
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
+#include "integers.h"
 
 static inline __m512bh pair_of(const bf16 *x) {
     int32_t pair;
@@ -30,16 +30,10 @@ static inline void put(bf16 *out, __m512 sum, int64_t width) {
     _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(sum));
 }
 
-/* 32 integers as bf16, exactly. */
-static inline __m512bh widened(const int8_t *from) {
-    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + 16))));
-    return _mm512_cvtne2ps_pbh(high, low);
-}
-
-static inline __m512bh weights_at(const void *panel, const int is_int8, int64_t index) {
+static inline wide_pairs weights_at(const void *panel, const int is_int8, int64_t index) {
     if (is_int8) return widened((const int8_t *)panel + index);
-    return (__m512bh)_mm512_loadu_si512((const bf16 *)panel + index);
+    const bf16 *from = (const bf16 *)panel + index;
+    return (wide_pairs){(__m512bh)_mm512_loadu_si512(from), (__m512bh)_mm512_loadu_si512(from + PANEL)};
 }
 
 /* rows, is_int8: constants where this is called, so that the sums are registers. */
@@ -49,16 +43,17 @@ static inline __attribute__((always_inline)) void tile(const int rows, const int
     __m512 low[TILE], high[TILE];
     for (int m = 0; m < rows; m++) low[m] = high[m] = _mm512_setzero_ps();
     for (int64_t k = 0; k < K; k += 2) {
-        __m512bh w0 = weights_at(panel, is_int8, k * PANEL), w1 = weights_at(panel, is_int8, k * PANEL + PANEL);
+        wide_pairs w = weights_at(panel, is_int8, k * PANEL);
         for (int m = 0; m < rows; m++) {
             __m512bh pair = pair_of(x + m * K + k);
-            low[m] = _mm512_dpbf16_ps(low[m], w0, pair);
-            high[m] = _mm512_dpbf16_ps(high[m], w1, pair);
+            low[m] = _mm512_dpbf16_ps(low[m], w.low, pair);
+            high[m] = _mm512_dpbf16_ps(high[m], w.high, pair);
         }
     }
     __m512 scale0 = _mm512_loadu_ps(scale), scale1 = _mm512_loadu_ps(scale + 16);
     __m512 bias0 = _mm512_loadu_ps(bias), bias1 = _mm512_loadu_ps(bias + 16);
     for (int m = 0; m < rows; m++) {
+        if (is_int8) reorder(&low[m], &high[m]);
         put(out + m * N, _mm512_fmadd_ps(low[m], scale0, bias0), width);
         put(out + m * N + 16, _mm512_fmadd_ps(high[m], scale1, bias1), width - 16);
     }
@@ -74,18 +69,25 @@ static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const bf16 
 }
 
 /* So few rows that widening the integers as they come is cheaper than doing it once for all rows. */
-#define FEW 4
+#define FEW (2 * TILE)
 
 static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const int8_t *panel, const float *scale,
                                 const float *bias, bf16 *out, int64_t N, int64_t width) {
     switch (rows) {
 #define FEW_CASE(n) case n: tile(n, 1, x, K, panel, scale, bias, out, N, width); break;
-        FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4)
+        FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) FEW_CASE(5) FEW_CASE(6)
+        FEW_CASE(7) FEW_CASE(8) FEW_CASE(9) FEW_CASE(10) FEW_CASE(11) FEW_CASE(12)
     }
 }
 
 static inline void widen_panel(const int8_t *from, bf16 *to, int64_t count) {
-    for (int64_t i = 0; i < count; i += 32) _mm512_storeu_si512(to + i, (__m512i)widened(from + i));
+    for (int64_t i = 0; i < count; i += 2 * PANEL) {
+        wide_pairs w = widened(from + i);
+        __m512 low = (__m512)w.low, high = (__m512)w.high;
+        reorder(&low, &high);
+        _mm512_storeu_ps(to + i, low);
+        _mm512_storeu_ps(to + i + PANEL, high);
+    }
 }
 
 int octavo_has_matmul(void) { return 1; }
@@ -103,8 +105,10 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
         for (int64_t p = 0; p < count; p++) {
             const bf16 *panel = (const bf16 *)panels + p * K * PANEL;
             if (is_int8 && M <= FEW) {
-                few_rows_times_int8(M, x, K, (const int8_t *)panels + p * K * PANEL, scale + p * PANEL, bias + p * PANEL,
-                                    out + p * PANEL, N, N - p * PANEL);
+                const int8_t *integers = (const int8_t *)panels + p * K * PANEL;
+                for (int64_t m = 0; m < M; m += TILE)
+                    few_rows_times_int8(M - m < TILE ? M - m : TILE, x + m * K, K, integers, scale + p * PANEL,
+                                        bias + p * PANEL, out + m * N + p * PANEL, N, N - p * PANEL);
                 continue;
             }
             if (is_int8) {

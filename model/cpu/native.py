@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c", "prefill.c", "invariant.c"))
-HEADER = Path(__file__).with_name("vectors.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "integers.h"))
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -55,7 +55,7 @@ def native_library() -> ctypes.CDLL | None:
     """
     if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
         return None
-    if not all(source.exists() for source in (*SOURCES, HEADER)):
+    if not all(source.exists() for source in (*SOURCES, *HEADERS)):
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
@@ -116,7 +116,7 @@ def _fingerprint(compiler: str) -> str:
     """Of all that decides what the compiler writes: caches are shared between machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10.0).stdout
     parts = (
-        *(source.read_bytes() for source in (*SOURCES, HEADER)),
+        *(source.read_bytes() for source in (*SOURCES, *HEADERS)),
         " ".join(_FLAGS).encode(),
         version,
         _processor().encode(),
