@@ -1,11 +1,11 @@
 """The commands that call a service: chat, generate, embed, models, health, tour."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cli.generate_options import ConstraintOptions, OutputOptions
 from cli.options import with_settings
 from cli.resolve import Resolved
 from cli.settings import ALL_KEYS, ClientSettings, ServeSettings
@@ -51,50 +51,15 @@ def chat(
 
 def generate(
     resolved: Resolved[ClientSettings],
+    *,
     prompt: Annotated[list[str] | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
     as_: Annotated[
         InputKind, typer.Option("--as", help="text as it is, chat for one user message, ids for token ids 1,2,3.")
     ] = InputKind.TEXT,
     chat: Annotated[bool, typer.Option("--chat", help="The same as --as chat.")] = False,
     system: Annotated[str, typer.Option("--system", help="System message before a chat prompt.")] = "",
-    json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", help="File of a JSON schema that the output must satisfy.")
-    ] = None,
-    json_object: Annotated[bool, typer.Option("--json-object", help="The output must be a JSON object.")] = False,
-    regex: Annotated[str, typer.Option("--regex", help="Regular expression that the output must match.")] = "",
-    ebnf: Annotated[
-        Path | None, typer.Option("--ebnf", help="File of a grammar (GBNF) that the output must be of.")
-    ] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option("--choice", help="What the output may be; repeat for several.")
-    ] = None,
-    num_outputs: Annotated[
-        int | None, typer.Option("--num-outputs", "-n", help="Outputs; each is printed when it is complete.")
-    ] = None,
-    min_tokens: Annotated[int | None, typer.Option("--min-tokens", help="No end before so many tokens.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False,
-    include_stop: Annotated[bool, typer.Option("--include-stop", help="Leave what ended the text in it.")] = False,
-    typical_p: Annotated[float | None, typer.Option("--typical-p", help="Locally typical sampling, in (0, 1].")] = None,
-    bad_word: Annotated[
-        list[str] | None, typer.Option("--bad-word", help="Never in the output; repeat for several.")
-    ] = None,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option("--logit-bias", help="ID=BIAS added to a token's logit; repeat for several.")
-    ] = None,
-    allowed_ids: Annotated[str, typer.Option("--allowed-ids", help="Only these token ids, 1,2,3.")] = "",
-    logprobs: Annotated[
-        int | None, typer.Option("--logprobs", help="Log-probabilities, and of so many likely tokens; with --json.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option("--prompt-logprobs", help="The same of the prompt; with --json.")
-    ] = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Begin with the prompt.")] = False,
-    return_prompt: Annotated[
-        bool, typer.Option("--return-prompt", help="Tell the rendered prompt and its ids; with --json.")
-    ] = False,
-    truncate_prompt_tokens: Annotated[
-        int | None, typer.Option("--truncate-prompt-tokens", help="Keep so many last tokens of the prompt.")
-    ] = None,
+    constraint: ConstraintOptions,
+    wishes: OutputOptions,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Print token ids; nothing is detokenized.")] = False,
     receipt: Annotated[bool, typer.Option("--receipt", help="Print where the time went, to stderr.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, ids, usage, receipt.")] = False,
@@ -106,25 +71,11 @@ def generate(
     from cli.output_fields import output_fields
 
     kind = InputKind.CHAT if chat else as_
-    constraint = constraint_fields(
-        json_schema=json_schema, json_object=json_object, regex=regex, ebnf=ebnf, choices=choice or ()
+    fields = (
+        prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
+        | constraint_fields(**vars(constraint))
+        | output_fields(**vars(wishes))
     )
-    wishes = output_fields(
-        num_outputs=num_outputs,
-        min_tokens=min_tokens,
-        ignore_eos=ignore_eos,
-        include_stop=include_stop,
-        typical_p=typical_p,
-        bad_words=bad_word or [],
-        logit_bias=logit_bias or [],
-        allowed_ids=allowed_ids,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        echo=echo,
-        return_prompt=return_prompt,
-        truncate_prompt_tokens=truncate_prompt_tokens,
-    )
-    fields = prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system) | constraint | wishes
     output = "token_ids" if token_ids else "text_and_token_ids" if json else "text"
     return run(resolved.settings, fields, output=output, wants_receipt=receipt, wants_json=json)
 

@@ -9,7 +9,7 @@ from cli.errors import usage
 
 
 def constraint_fields(
-    *, json_schema: Path | None, json_object: bool, regex: str, ebnf: Path | None, choices: Sequence[str]
+    *, json_schema: Path | None, json_object: bool, regex: str, ebnf: Path | None, choices: Sequence[str] | None
 ) -> GenerateFields:
     """The fields that are given; the files are read. Raises CliError."""
     fields = GenerateFields()

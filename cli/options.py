@@ -6,6 +6,8 @@ Must not know any particular setting.
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -23,7 +25,8 @@ def with_settings(
     group: type[Settings], known_keys: frozenset[str]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a function whose first parameter is `resolved: Resolved[group]`: the command that typer sees has the
-    function's other parameters, an option for each setting, and --config."""
+    function's other parameters, an option for each setting, and --config. A parameter that is a dataclass of options
+    is an option for each of its fields."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -31,10 +34,10 @@ def with_settings(
             config = given.pop("config")
             flags = {name: given.pop(name) for name in group.model_fields}
             flags = {name: value for name, value in flags.items() if value not in (None, [], ())}
-            return function(resolve(group, flags, file=config, known_keys=known_keys), **given)
+            return function(resolve(group, flags, file=config, known_keys=known_keys), **_grouped(own, given))
 
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        parameters = [*(_keyword(each) for each in own), *_options(group), _config_option()]
+        parameters = [*chain.from_iterable(map(_expanded, own)), *_options(group), _config_option()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
         del command.__wrapped__  # type: ignore[attr-defined]
@@ -52,8 +55,27 @@ def shown(value: object) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _keyword(parameter: inspect.Parameter) -> inspect.Parameter:
-    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """The parameter itself, or those that its dataclass stands for."""
+    group = _group_of(parameter)
+    if group is None:
+        return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+    return list(inspect.signature(group, eval_str=True).parameters.values())
+
+
+def _grouped(own: list[inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:
+    """The function's arguments, from those of the command."""
+    arguments = dict(given)
+    for parameter in own:
+        if (group := _group_of(parameter)) is not None:
+            names = [field.name for field in fields(group)]
+            arguments[parameter.name] = group(**{name: arguments.pop(name) for name in names})
+    return arguments
+
+
+def _group_of(parameter: inspect.Parameter) -> type[Any] | None:
+    kind = parameter.annotation
+    return kind if isinstance(kind, type) and is_dataclass(kind) else None
 
 
 def _options(group: type[Settings]) -> list[inspect.Parameter]:

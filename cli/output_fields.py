@@ -8,7 +8,7 @@ from octavo.client_requests import GenerateFields
 from cli.errors import usage
 
 
-def output_fields(*, logit_bias: Sequence[str], allowed_ids: str, **given: Any) -> GenerateFields:
+def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> GenerateFields:
     """Fields of the same names; what is None, empty or False is left out. logit_bias: as ID=BIAS. allowed_ids: ids
     separated by commas or blanks. Raises CliError."""
     fields = {name: value for name, value in given.items() if not (value is None or value is False or value == [])}
