@@ -5,9 +5,12 @@ Knows the scenario, not how the service works.
 
 from collections import Counter
 
+import msgspec
+
+from sim.identities import tenant_of
 from sim.rpc import Status
 from sim.runner import NAN_TOKEN, POISON_TOKEN
-from sim.scenario import FaultKind, RequestSpec, Scenario
+from sim.scenario import FaultKind, RequestSpec, Scenario, Tenant
 
 _K = FaultKind
 _TAKES_WORKERS_AWAY = {
@@ -65,8 +68,10 @@ class Blame:
                 return True
             case "NUMERICAL":
                 return NAN_TOKEN in spec.prompt
+            case "TENANT_LIMIT":
+                return self._limits(spec) != Tenant(name="")
             case "EXCEEDS_CAPACITY":
-                return len(spec.prompt) + max(1, spec.min_tokens) > self._room
+                return len(spec.prompt) + max(1, spec.min_tokens) > self._room or self._is_above_quota(spec)
             case "SLOW_CONSUMER":
                 return bool(spec.pace_s or spec.stall_after) or self._config.max_pending_tokens < 100
             case "DUPLICATE_REQUEST":
@@ -74,6 +79,18 @@ class Blame:
             case "WORKER_LOST" | "WORKER_STALLED" | "NO_WORKER" | "POISONED" if self._has_poison:
                 return True
         return bool(self._kinds & _NEEDED.get(reason, set()))
+
+    def _limits(self, spec: RequestSpec) -> Tenant:
+        """Of its tenant; nothing else of it."""
+        return msgspec.structs.replace(tenant_of(self._config, spec.tenant), name="", weight=1)
+
+    def _is_above_quota(self, spec: RequestSpec) -> bool:
+        """No waiting lets it through."""
+        limits = self._limits(spec)
+        num_tokens = len(spec.prompt) + spec.num_outputs * spec.max_tokens
+        burst = limits.burst_tokens or limits.tokens_per_minute
+        places = [limit for limit in (limits.max_requests, limits.max_queued) if limit is not None]
+        return spec.num_outputs > min(places, default=spec.num_outputs) or (burst is not None and num_tokens > burst)
 
     @property
     def _room(self) -> int:

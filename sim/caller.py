@@ -27,7 +27,7 @@ FORMATS = {
 }
 
 
-def message_of(spec: RequestSpec, request_id: str) -> pb.GenerateRequest:
+def message_of(spec: RequestSpec, request_id: str, *, cache_salt: str) -> pb.GenerateRequest:
     """What it sends."""
     request = pb.GenerateRequest(
         request_id=request_id,
@@ -43,7 +43,7 @@ def message_of(spec: RequestSpec, request_id: str) -> pb.GenerateRequest:
         output=pb.OutputOptions(format=FORMATS[spec.output], logprobs=spec.logprobs),
         num_outputs=spec.num_outputs if spec.num_outputs > 1 else None,
         priority=spec.priority,
-        cache_salt=spec.tenant,
+        cache_salt=cache_salt,
     )
     if not spec.min_tokens:
         request.stop.ClearField("min_tokens")
@@ -100,7 +100,11 @@ class Caller:
             return
         name = spec.request_id or f"r{spec.index}"
         call = gateway.call(
-            message_of(spec, name), name=f"r{spec.index}.{attempt}", is_unary=spec.is_unary, timeout_s=spec.timeout_s
+            message_of(spec, name, cache_salt=gateway.salt_for(spec.tenant)),
+            name=f"r{spec.index}.{attempt}",
+            is_unary=spec.is_unary,
+            timeout_s=spec.timeout_s,
+            tenant=spec.tenant,
         )
         timer = self._loop.call_later(spec.cancel_after_s, call.cancel) if spec.cancel_after_s is not None else None
         await self._read(call)

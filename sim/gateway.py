@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from octavo.v1 import inference_pb2 as pb
 
-from gateway.config import Dialects, GatewayConfig, RequestLimits
+from gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
 from gateway.gateway import Gateway
 from gateway.servicers.inference import InferenceServicer
 from gateway.workers.config import WorkerPoolConfig
@@ -19,6 +19,7 @@ from gateway.workers.decisions import Peer
 from gateway.workers.link import OnFrame, PeerFull, PeerGone
 from gateway.workers.pool import WorkerPool
 from gateway.workers.stats import PoolStats
+from sim.identities import WatchedQuotas, access_list_of, metadata_of
 from sim.journal import Journal
 from sim.loop import SimLoop
 from sim.network import Hub, Listener
@@ -177,6 +178,7 @@ class SimGateway(Gateway):
             ),
             metrics_address=None,
             dialects=Dialects.NONE,
+            access=AccessConfig(prefix_salt_secret="of all gateways"),
             limits=RequestLimits(
                 max_requests=config.max_requests,
                 pause_pending_tokens=config.pause_pending_tokens,
@@ -192,6 +194,8 @@ class SimGateway(Gateway):
         )
         super().__init__(gateway_config, pool=pool)
         self.text._executor = SimExecutor(loop, hub.rng)  # type: ignore[assignment]
+        self.keeper.door.access = access_list_of(config)
+        self.quotas = self.desk.quotas = WatchedQuotas(self.desk, journal)
         self.calls: list[SimCall] = []
         self.num_calls = 0
         self.is_dead = False
@@ -216,8 +220,14 @@ class SimGateway(Gateway):
         details = type("Details", (), names)()
         return await self._guard.intercept_service(continuation, details)
 
-    def call(self, request: pb.GenerateRequest, *, name: str, is_unary: bool, timeout_s: float | None) -> SimCall:
-        """A caller calls. request goes through its bytes."""
+    def salt_for(self, tenant: str) -> str:
+        """What a tenant keeps its prefixes apart by: nothing where it has a key."""
+        return "" if self._sim.tenants else tenant
+
+    def call(
+        self, request: pb.GenerateRequest, *, name: str, is_unary: bool, timeout_s: float | None, tenant: str
+    ) -> SimCall:
+        """A caller of a tenant calls. request goes through its bytes."""
         self.num_calls += 1
         method: str = "Generate"
         message: Any = request
@@ -232,6 +242,7 @@ class SimGateway(Gateway):
             name=name,
             timeout_s=timeout_s,
             window_bytes=self._sim.window_bytes,
+            metadata=metadata_of(self._sim, tenant),
         )
         self.calls.append(call)
         return call
@@ -260,6 +271,7 @@ class SimGateway(Gateway):
         journal, desk = self._journal, self.desk
         counts = desk.admission.counts()
         journal.check(counts.num_entered == counts.num_placed == 0, f"{name}: admission still has {counts}")
+        self.quotas.check_quiet(name)
         journal.check(len(desk.live) == 0, f"{name}: {len(desk.live)} live requests")
         journal.check(self.pool.num_outputs == 0, f"{name}: {self.pool.num_outputs} open outputs")
         in_flight = {worker.worker_id: worker.in_flight for worker in self.pool.workers()}

@@ -12,6 +12,7 @@ from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
 from sim.dealer import SimDealer
+from sim.fairness import FairnessWatch
 from sim.journal import Journal
 from sim.lies import LyingOutbox
 from sim.loop import SimLoop
@@ -121,6 +122,7 @@ class Life:
             outbox=self.outbox,
             clock=self.clock,
         )
+        self.fairness = FairnessWatch(self.scheduler, journal, self.name, scenario)
         self.exit_code = 0
         self.is_alive = True
         self._computing_since: int | None = None  # how many steps there were before the one that takes its time now
@@ -230,6 +232,8 @@ class Life:
     def _check(self, num_steps: int) -> None:
         if self._config.poisons:
             self.runner.poison(self.blocks._pool.blank_blocks())
+        if self._config.tenants:
+            self.fairness.look()
         every = self._config.audit_every_steps
         if every and self.engine.num_steps % every == 0:
             self.audit()

@@ -41,12 +41,14 @@ class SimCall:
         name: str,
         timeout_s: float | None,
         window_bytes: int,
+        metadata: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.status: Status | None = None
         self.name = name
         self._loop = loop
         self._journal = journal
         self._window_bytes = window_bytes
+        self._metadata = metadata
         self._unread: deque[tuple[int, Any]] = deque()
         self._unread_bytes = 0
         self._news = asyncio.Event()
@@ -82,6 +84,13 @@ class SimCall:
     def time_remaining(self) -> float | None:
         """Seconds; None for no deadline."""
         return None if self._expires_s is None else max(0.0, self._expires_s - self._loop.time())
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What the caller shows."""
+        return self._metadata
+
+    def peer_identities(self) -> None:
+        """No certificates."""
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         """Nobody looks at it."""

@@ -76,9 +76,21 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     retries: int = 0
 
 
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who has a key, with limits per gateway as `gateway.access.caller.TenantLimits` has them."""
+
+    name: str
+    weight: int = 1
+    max_requests: int | None = None
+    max_queued: int | None = None
+    tokens_per_minute: int | None = None
+    burst_tokens: int | None = None
+
+
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The service. Step time: step_base_s + step_prefill_s per prompt token + step_seq_s per decode, all times
-    1 ± jitter. is_watched: the gateways see a worker's process end at once. poisons: freed blocks are overwritten."""
+    1 ± jitter. is_watched: the gateways see a worker's process end at once. poisons: freed blocks are overwritten.
+    tenants: with keys; none: nobody is asked who they are, and tenants keep apart by salts that they choose."""
 
     num_workers: int = 1
     num_gateways: int = 1
@@ -115,6 +127,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_watched: bool = True
     poisons: bool = True
     audit_every_steps: int = 10
+    tenants: tuple[Tenant, ...] = ()
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,9 +5,11 @@ et al., 2012). Pure: a seed and a size give the same scenario everywhere.
 import math
 import random
 
+import msgspec
+
 from sim.lies import LIES
 from sim.runner import NAN_TOKEN, POISON_TOKEN
-from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
+from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
 
 MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
@@ -24,6 +26,7 @@ def scenario_of(seed: int, *, num_requests: int) -> Scenario:
     capacity = config.num_workers * config.max_num_seqs / (step_s * MEAN_OUTPUT_TOKENS)
     rate = capacity * rng.choice((0.1, 0.3, 0.6, 0.9, 1.5))
     horizon_s = max(num_requests / rate, rng.choice((0.0, 5.0, 20.0)))  # downtimes must not be all of it
+    config = msgspec.structs.replace(config, tenants=_tenants(config, random.Random(f"{seed}:tenants")))
     requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests)
     faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
     return Scenario(seed=seed, config=config, requests=requests, faults=faults)
@@ -71,6 +74,26 @@ def _config(rng: random.Random) -> SimConfig:
         poisons=rng.random() < 0.7,
         audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
         pause_pending_tokens=rng.choice((1, 3, 512)),
+    )
+
+
+def _tenants(config: SimConfig, rng: random.Random) -> tuple[Tenant, ...]:
+    """In some seeds callers have keys; some of the tenants limits, large ones and such that always bind."""
+    if rng.random() < 0.5:
+        return ()
+    return tuple(_tenant(name, config, rng) for name in TENANTS if name)
+
+
+def _tenant(name: str, config: SimConfig, rng: random.Random) -> Tenant:
+    room = config.max_num_seqs + config.max_waiting
+    rate = rng.choice((None, None, 600, 60_000))
+    return Tenant(
+        name=name,
+        weight=rng.choice((1, 1, 2, 7)),
+        max_requests=rng.choice((None, 9, max(1, room // 2), 2 * room)),
+        max_queued=rng.choice((None, 9, max(1, config.max_num_seqs // 2))),
+        tokens_per_minute=rate,
+        burst_tokens=rng.choice((None, 400)) if rate else None,
     )
 
 
@@ -140,7 +163,7 @@ class _Requests:
             max_tokens=max_tokens,
             seed=rng.getrandbits(64),
             gateway=rng.randrange(self._config.num_gateways),
-            tenant=rng.choice(TENANTS) if has["tenants"] else "",
+            tenant=rng.choice(TENANTS) if has["tenants"] or self._config.tenants else "",
             request_id=f"r{rng.randrange(index + 1)}" if has["duplicates"] and rng.random() < 0.05 else "",
             min_tokens=rng.randint(0, max_tokens) if not stops and rng.random() < 0.2 else 0,
             ignore_eos=rng.random() < 0.1,
