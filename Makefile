@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long lint format proto install dev clean
+.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -54,6 +54,10 @@ sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with 
 
 faults-long: dev ## the proofs that take minutes: fifty killed workers, ten thousand cancels; figures into docs/reliability.json
 	@OCTAVO_FIGURES=docs/reliability.json OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m long tests/faults
+
+SOAK ?= --minutes 30 --seed 1
+soak: dev ## half an hour at 70 % load under random faults, SOAK="--minutes 5 --seed 2" for another; figures as above
+	@OCTAVO_FIGURES=docs/reliability.json OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --json out/soak.json $(SOAK)
 
 bench: dev ## Octavo against transformers on this machine's CPU, with a table; some ten minutes
 	@$(BIN)/python -m bench.cpu

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import psutil
 
 from tests.soak.asked import MODEL_LEN, Asked
@@ -114,8 +115,9 @@ class Soak:
                 await self._round(field, hand)
                 await self._quiesce(field, hand, start_s)
                 self.show(self._line(now_s, hand))
-        except (AssertionError, TimeoutError) as error:
-            self.violations.append(f"at {time.monotonic() - start_s:.0f} s, the soak ended: {error!r}")
+        except* (AssertionError, TimeoutError, grpc.RpcError, psutil.Error) as group:
+            for error in group.exceptions:
+                self.violations.append(f"at {time.monotonic() - start_s:.0f} s, the soak ended: {error!r}")
         self.seconds = time.monotonic() - start_s
         self.own_cpu_s = sum(psutil.Process().cpu_times()[:2])
         self.late_s, self.repairs, self.num_checks = field.load.late_s, field.processes.repairs, field.bench.num_checks

@@ -82,6 +82,7 @@ class Processes:
         """All workers registered, so many of them new, at a gateway that answers."""
         start_s = time.monotonic()
         while time.monotonic() - start_s < STRENGTH_TIMEOUT_S:
+            assert self.bench.service.process.poll() is None, "P: the supervisor has ended"
             epochs = await self.epochs()
             if len(epochs) == NUM_WORKERS and len(epochs - self.bench.epochs) >= num_new:
                 self.bench.epochs = epochs
