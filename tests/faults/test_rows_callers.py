@@ -16,7 +16,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
 from tests.support.fault_bench import NO_RETRIES, FaultBench
-from tests.support.fault_callers import Call, calls, request, run
+from tests.support.fault_callers import Call, calls, golden, request, run
 from tests.support.figures import percentile, record
 from tests.support.h2_caller import UnreadingCaller
 from tests.support.service import environment
@@ -127,9 +127,66 @@ async def test_row_28_a_caller_that_does_not_read_is_ended_costs_little_and_dist
         )
 
 
-def wide(index: int) -> pb.GenerateRequest:
+async def until_paused(faults: FaultBench, num_streams: int) -> None:
+    """So many outputs have been paused since the service began."""
+    async with asyncio.timeout(60):
+        while (await faults.metrics()).total("octavo_gateway_pauses_total") < num_streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def token_ids(messages: list[bytes]) -> list[int]:
+    """Of all deltas of a stream."""
+    return [token for each in messages for token in pb.GenerateResponse.FromString(each).delta.token_ids]
+
+
+async def test_row_28_a_caller_that_stops_reading_and_reads_on_gets_every_token_and_holds_nobody_up(bench: Any) -> None:
+    num_streams = 8  # they have every slot
+    async with bench(ONE, "--pause-pending-tokens=64", f"--max-num-seqs={num_streams}") as faults:
+        caller = await UnreadingCaller.connect(faults.service.port)
+        streams = [caller.open(wide(n, max_tokens=READ_ON_TOKENS).SerializeToString()) for n in range(num_streams)]
+        faults.num_rpcs += num_streams
+        for stream in streams:
+            caller.take(stream, 20_000)  # some deltas, and then no more
+        await until_paused(faults, num_streams)
+        while await caller.receive(for_s=0.3):
+            pass
+        num_read = sum(len(token_ids(caller.messages(stream))) for stream in streams)
+        bystanders = calls(num_streams, max_tokens=50)
+        start_s = time.monotonic()
+        await faults.run(bystanders)
+        bystanders_s = time.monotonic() - start_s
+        for stream in streams:
+            caller.take(stream, 1 << 30)
+        async with asyncio.timeout(60):
+            while len(caller.trailers) < num_streams:
+                await caller.receive(for_s=0.1)
+        assert {caller.trailers[stream]["grpc-status"] for stream in streams} == {"0"}
+        for index, stream in enumerate(streams):
+            call = Call(prompt=[9, 10 + index], max_tokens=READ_ON_TOKENS, seed=index)
+            assert token_ids(caller.messages(stream)) == golden(call, faults.model)
+        assert num_read < num_streams * READ_ON_TOKENS / 4
+        pauses = round((await faults.metrics()).total("octavo_gateway_pauses_total"))
+        await caller.close()
+        await faults.check(bystanders, limit_s=20)
+        record(
+            "28 reads on",
+            streams=num_streams,
+            slots=num_streams,
+            tokens_each=READ_ON_TOKENS,
+            read_before_the_stop=num_read // num_streams,
+            pauses=pauses,
+            bystanders_meanwhile=len(bystanders),
+            bystanders_s=round(bystanders_s, 2),
+            wrong_tokens=0,
+        )
+
+
+READ_ON_TOKENS = 1000
+
+
+def wide(index: int, *, max_tokens: int = 3000) -> pb.GenerateRequest:
     """An output that does not fit into the transport's buffers: 64 KiB of a stream never meet any back-pressure."""
-    asked = request(Call(prompt=[9, 10 + index], max_tokens=3000, seed=index))
+    asked = request(Call(prompt=[9, 10 + index], max_tokens=max_tokens, seed=index))
     asked.output.logprobs = 20
     return asked
 

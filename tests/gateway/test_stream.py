@@ -142,3 +142,60 @@ async def test_a_reader_that_is_cancelled_leaves_no_waiter_behind() -> None:
     piece = await output.next()
     assert piece is not None
     assert piece.text == "a"
+
+
+# ---------------------------------------------------------------- readers that are behind
+
+
+def paced(*, mark: int = 4, max_pending: int = 100, wants_ids: bool = True) -> tuple[OutputStream, list[bool]]:
+    """A stream that gives ids, and whether it was paused, at each change."""
+    flow: list[bool] = []
+    output = OutputStream(
+        OutputAssembler(OutputFormat(bytes_by_id=None, wants_ids=wants_ids)),
+        max_pending_tokens=max_pending,
+        pause_pending_tokens=mark,
+        on_match=lambda _: None,
+        on_flow=lambda stream: flow.append(stream.is_paused),
+    )
+    return output, flow
+
+
+async def test_a_reader_that_is_busy_elsewhere_pauses_it_and_lets_it_go_on_when_it_comes_back() -> None:
+    output, flow = paced()
+    output.on_tokens([1] * 4, None)
+    assert flow == []
+    output.on_tokens([2], None)
+    output.on_tokens([3], None)  # of a step that was in flight
+    assert flow == [True]
+    piece = await output.next()
+    assert piece is not None
+    assert (piece.token_ids, flow) == ([1, 1, 1, 1, 2, 3], [True, False])
+
+
+async def test_a_reader_that_waits_for_news_is_not_behind_whatever_comes_at_once() -> None:
+    output, flow = paced()
+    reading = asyncio.create_task(output.next())
+    await asyncio.sleep(0)
+    output.on_tokens([1] * 9, None)
+    output.on_tokens([1] * 9, None)
+    assert len((await reading).token_ids) == 18  # type: ignore[union-attr]
+    assert flow == []
+
+
+async def test_nobody_waits_for_a_paused_output_of_which_nothing_can_be_sent_yet() -> None:
+    output, flow = paced(wants_ids=False)
+    output.on_tokens([1] * 9, None)
+    reading = asyncio.create_task(output.next())
+    await asyncio.sleep(0)
+    assert flow == [True, False]
+    reading.cancel()
+
+
+async def test_tokens_of_steps_in_flight_fit_between_the_mark_and_the_end() -> None:
+    output, flow = paced(mark=1000, max_pending=10)
+    output.on_tokens([1] * 6, None)
+    assert flow == [True]
+    output.on_tokens([1] * 4, None)
+    assert output.state is StreamState.RUNNING
+    output.on_tokens([1], None)
+    assert isinstance(output.error, SlowConsumer)

@@ -1,4 +1,5 @@
-"""A caller that speaks HTTP/2 itself, and gives every stream a window of nothing: it takes headers, never a message."""
+"""A caller that speaks HTTP/2 itself, and gives every stream a window of nothing: it takes headers, and no message
+before it says so."""
 
 import asyncio
 import struct
@@ -6,20 +7,23 @@ from dataclasses import dataclass, field
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import ResponseReceived, SettingsAcknowledged, StreamEnded, StreamReset, TrailersReceived
+from h2.events import DataReceived, ResponseReceived, SettingsAcknowledged, StreamEnded, StreamReset, TrailersReceived
 from h2.settings import SettingCodes
 
 GENERATE = "/octavo.v1.InferenceService/Generate"
+PREFIX = struct.Struct("!?I")  # of a gRPC message: whether it is compressed, its length
 
 
 @dataclass(slots=True)
 class UnreadingCaller:
-    """trailers: of the streams that have ended, by stream."""
+    """trailers: of the streams that have ended, by stream. data: what came of each; the connection's own window is
+    always open."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     connection: H2Connection
     trailers: dict[int, dict[str, str]] = field(default_factory=dict)
+    data: dict[int, bytearray] = field(default_factory=dict)
     is_heeded: bool = False  # the server has acknowledged our settings
 
     @classmethod
@@ -44,21 +48,25 @@ class UnreadingCaller:
             ("te", "trailers"), ("content-type", "application/grpc"),
         ]  # fmt: skip
         self.connection.send_headers(stream, headers)
-        self.connection.send_data(stream, struct.pack("!?I", False, len(message)) + message, end_stream=True)
+        self.connection.send_data(stream, PREFIX.pack(False, len(message)) + message, end_stream=True)
         self.writer.write(self.connection.data_to_send())
         return stream
 
-    async def receive(self, *, for_s: float) -> None:
-        """Take what comes within that time."""
+    async def receive(self, *, for_s: float) -> bool:
+        """Take what comes within that time; whether anything came."""
         try:
             data = await asyncio.wait_for(self.reader.read(65536), for_s)
         except TimeoutError:
-            return
+            return False
         if not data:
             raise ConnectionError("the server closed the connection")
         for event in self.connection.receive_data(data):
             if isinstance(event, SettingsAcknowledged):
                 self.is_heeded |= SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings
+            elif isinstance(event, DataReceived) and event.data:
+                assert event.stream_id is not None
+                self.data.setdefault(event.stream_id, bytearray()).extend(event.data)
+                self.connection.increment_flow_control_window(event.flow_controlled_length)
             elif isinstance(event, TrailersReceived | ResponseReceived):
                 fields = {str(name): str(value) for name, value in event.headers or ()}
                 if "grpc-status" in fields and event.stream_id is not None:
@@ -69,11 +77,23 @@ class UnreadingCaller:
                 )
         self.writer.write(self.connection.data_to_send())
         await self.writer.drain()
+        return True
 
     def take(self, stream: int, num_bytes: int) -> None:
         """Open a stream's window."""
         self.connection.increment_flow_control_window(num_bytes, stream)
         self.writer.write(self.connection.data_to_send())
+
+    def messages(self, stream: int) -> list[bytes]:
+        """Whole ones that came of a stream."""
+        data, found, at = bytes(self.data.get(stream, b"")), list[bytes](), 0
+        while at + PREFIX.size <= len(data):
+            _, length = PREFIX.unpack_from(data, at)
+            if at + PREFIX.size + length > len(data):
+                break
+            found.append(data[at + PREFIX.size : at + PREFIX.size + length])
+            at += PREFIX.size + length
+        return found
 
     async def close(self) -> None:
         """Hang up."""

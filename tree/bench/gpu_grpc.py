@@ -1,0 +1,197 @@
+"""The whole service under a load generator: streamed tokens per second through gRPC, on the machine that this runs on.
+
+Writes a checkpoint of random weights, starts `octavo serve` on it, runs a load generator of the dialect
+`vllm.grpc.engine.VllmEngine` against it (its own processes), stops it. One JSON object on stdout, also to --out.
+
+    python -m bench.gpu_grpc --load-generator PATH [--shape 0.5B] [--device cuda] [--gateways 4] [--out FILE]
+        [-- more flags of `octavo serve`]
+
+The load generator is called as `python PATH HOST:PORT OUT.json [--load-flags …]`. On a CPU:
+`--shape tiny --device cpu --load-flags '--n 8 --procs 2 --in 16 32 --output 16 32'`.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.random_checkpoint import SHAPES, write_checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+STOP_TIMEOUT_S = 30.0
+SERVICE = "vllm.grpc.engine.VllmEngine"
+
+
+class BenchError(RuntimeError):
+    """The service or the load generator failed; the message has the end of what it said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running one. start_s: from the command to ready."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    log: Path
+    start_s: float
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far by role: gateways and workers together, each."""
+        totals = {"gateway": 0.0, "worker": 0.0}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                words, times = child.cmdline(), child.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            for role in totals:
+                if role in words:
+                    totals[role] += times.user + times.system
+        return totals
+
+
+def environment() -> dict[str, str]:
+    """This checkout first; settings of a service from outside stay outside."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    paths = [str(REPOSITORY), str(REPOSITORY / "proto"), kept.get("PYTHONPATH", "")]
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(folder: Path, flags: list[str], *, start_timeout_s: float) -> Iterator[Service]:
+    """`octavo serve FLAGS`, ready. Raises BenchError where it never is."""
+    port, log, begin_s = free_port(), folder / "service.log", time.monotonic()
+    command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", "--metrics-port=0"]
+    command += ["--worker-metrics-port=0", f"--run-dir={folder / 'run'}", "--log-level=warning", *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
+    try:
+        wait_until_ready(process, f"127.0.0.1:{port}", log, timeout_s=start_timeout_s)
+        start_s = time.monotonic() - begin_s
+        yield Service(process=process, target=f"127.0.0.1:{port}", log=log, start_s=start_s)
+    finally:
+        stop(process)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], target: str, log: Path, *, timeout_s: float) -> None:
+    """Raises BenchError with the end of the log."""
+    deadline_s = time.monotonic() + timeout_s
+    with grpc.insecure_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < deadline_s and process.poll() is None:
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=1)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError:
+                pass
+            time.sleep(0.1)
+    raise BenchError(f"the service is not ready:\n{log.read_text()[-4000:]}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """By SIGTERM; by force, children too, where that does not do."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        for child in family:
+            if child.is_running():
+                child.kill()
+
+
+def run_load(generator: Path, service: Service, folder: Path, flags: list[str], *, timeout_s: float) -> object:
+    """The generator's report. Raises BenchError."""
+    out = folder / "load.json"
+    command = [sys.executable, str(generator.resolve()), service.target, str(out), *flags]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode or not out.exists():
+        said, log = done.stderr[-3000:], service.log.read_text()[-3000:]
+        raise BenchError(f"the load generator failed ({done.returncode}):\n{said}\nthe service said:\n{log}")
+    return json.loads(out.read_text())
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Everything, in one report."""
+    begin_s = time.monotonic()
+    model = arguments.model or write_checkpoint(folder / "random-model", SHAPES[arguments.shape])
+    written_s = time.monotonic() - begin_s
+    flags = [f"--model={model}", f"--device={arguments.device}", f"--gateways={arguments.gateways}"]
+    flags += [f"--max-model-len={arguments.max_model_len}", *arguments.serve_flags]
+    with serving(folder, flags, start_timeout_s=arguments.start_timeout_s) as service:
+        before, begin_s = service.cpu_s(), time.monotonic()
+        load = run_load(
+            arguments.load_generator, service, folder, arguments.load_flags, timeout_s=arguments.load_timeout_s
+        )
+        seconds, after = time.monotonic() - begin_s, service.cpu_s()
+    return {
+        "shape": None if arguments.model else arguments.shape,
+        "serve_flags": flags,
+        "load_flags": arguments.load_flags,
+        "cpus": len(os.sched_getaffinity(0)),
+        "checkpoint_s": round(written_s, 2),
+        "start_s": round(service.start_s, 2),
+        "load_s": round(seconds, 2),
+        "cpu_share": {role: round((after[role] - before[role]) / seconds, 3) for role in after},
+        "load": load,
+    }
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The command line; what follows `--` goes to `octavo serve`."""
+    own, serve_flags = (
+        (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, list[str]())
+    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load-generator", type=Path, required=True)
+    parser.add_argument("--load-flags", type=shlex.split, default=[])
+    parser.add_argument("--model", type=Path, help="a checkpoint folder, instead of random weights")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gateways", type=int, default=4)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--start-timeout-s", type=float, default=240.0)
+    parser.add_argument("--load-timeout-s", type=float, default=300.0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(own)
+    arguments.serve_flags = serve_flags
+    return arguments
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        text = json.dumps(measure(arguments, Path(folder)))
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

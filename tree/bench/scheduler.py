@@ -1,0 +1,237 @@
+"""What the host spends on one steady decode step: `python -m bench.scheduler [--json FILE]`.
+
+The engine runs with a runner that computes nothing, so all that is measured is Python and numpy: plan, apply, packing
+of one message per gateway. In the first table staggered requests cross block borders in every step, as in service, and
+nobody joins or ends. In the second one all requests arrive at once and run to their end: admission, prefix hashing,
+chunks, ends and evictions included.
+"""
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from blockmgr.config import BlockManagerConfig
+from blockmgr.ids import PrefixCache
+from blockmgr.manager import BlockManager
+from wire.messages import Run, Sampling
+from worker.config import SchedulerConfig
+from worker.engine import Engine, EngineConfig
+from worker.plan import StepPlan, StepResult
+from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
+from worker.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+PROMPT_TOKENS = 64
+VOCAB_SIZE = 10_000
+
+
+class NullRunner:
+    """Gives the same token to everybody, at once."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.max_in_flight = max_in_flight
+        self._plans: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Remember it."""
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        """Tokens that stop nobody."""
+        plan = self._plans.popleft()
+        num_sampled = len(plan.sampled_slots)
+        return StepResult(
+            step=plan.step, tokens_S=np.full(num_sampled, 7, np.int32), is_finite_S=np.ones(num_sampled, np.bool_)
+        )
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class ListInbox:
+    """What was put into the list."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[GatewayIndex, InboxMessage]] = []
+
+    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
+        """All of it."""
+        messages, self.messages = self.messages, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        """Never needed."""
+
+
+class CountingOutbox:
+    """Counts bytes and throws them away."""
+
+    def __init__(self) -> None:
+        self.num_messages = 0
+
+    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
+        """One message."""
+        self.num_messages += 1
+
+    def put_all(self, message: OutboxMessage) -> None:
+        """One message."""
+        self.num_messages += 1
+
+
+class Bench(NamedTuple):
+    """What a measurement drives."""
+
+    engine: Engine
+    scheduler: Scheduler
+    inbox: ListInbox
+
+
+def make_engine(*, num_blocks: int, max_num_seqs: int, max_in_flight: int, max_batch_tokens: int) -> Bench:
+    """An engine around the null runner."""
+    blocks = BlockManager(
+        BlockManagerConfig(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_slots=max_num_seqs,
+            max_blocks_per_slot=MAX_MODEL_LEN // BLOCK_SIZE,
+            fingerprint=b"bench",
+            prefix_cache=PrefixCache.ON,
+        )
+    )
+    config = SchedulerConfig(
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(2, 3),
+        max_num_seqs=max_num_seqs,
+        max_waiting=1_000_000,
+        max_batch_tokens=max_batch_tokens,
+        max_in_flight=max_in_flight,
+    )
+    scheduler, inbox = Scheduler(config, blocks), ListInbox()
+    engine = Engine(
+        config=EngineConfig(epoch="bench", audit_every_steps=0),
+        scheduler=scheduler,
+        blocks=blocks,
+        runner=NullRunner(max_in_flight),
+        inbox=inbox,
+        outbox=CountingOutbox(),
+        clock=time.perf_counter,
+    )
+    return Bench(engine, scheduler, inbox)
+
+
+def make_steady(num_running: int, max_in_flight: int, num_steps: int) -> Bench:
+    """All requests past their prefill, at staggered positions in their blocks."""
+    blocks_each = -(-(PROMPT_TOKENS + 2 * BLOCK_SIZE + num_steps + 64) // BLOCK_SIZE) + 1
+    bench = make_engine(
+        num_blocks=num_running * blocks_each,
+        max_num_seqs=num_running,
+        max_in_flight=max_in_flight,
+        max_batch_tokens=num_running * (PROMPT_TOKENS + BLOCK_SIZE),
+    )
+    rng = np.random.default_rng(0)
+    for handle in range(num_running):
+        bench.inbox.messages.append(_run(handle, PROMPT_TOKENS + handle % BLOCK_SIZE, MAX_MODEL_LEN, rng))
+    for _ in range(8):
+        bench.engine.step()
+    assert bench.scheduler.num_running == num_running
+    return bench
+
+
+def _run(handle: int, prompt: int, output: int, rng: np.random.Generator) -> tuple[GatewayIndex, InboxMessage]:
+    prompt_ids = rng.integers(10, VOCAB_SIZE, prompt, np.int32).tobytes()
+    sampling = Sampling(max_tokens=output, stop_token_ids=(4, 5), seed=handle)
+    return GatewayIndex(0), Run(handle=handle, request_id=f"bench-{handle}", prompt_ids=prompt_ids, sampling=sampling)
+
+
+def time_steps(step: Callable[[], object], num_steps: int) -> dict[str, float]:
+    """Microseconds per call: median, mean and 99th percentile."""
+    times = np.empty(num_steps)
+    for index in range(num_steps):
+        start = time.perf_counter()
+        step()
+        times[index] = time.perf_counter() - start
+    return {
+        "median_us": round(float(np.median(times)) * 1e6, 1),
+        "mean_us": round(float(times.mean()) * 1e6, 1),
+        "p99_us": round(float(np.quantile(times, 0.99)) * 1e6, 1),
+    }
+
+
+def measure_steady(num_running: int, max_in_flight: int, num_steps: int) -> dict[str, float]:
+    """One row: the whole engine step, and the scheduler's part of it."""
+    engine_row = time_steps(make_steady(num_running, max_in_flight, num_steps).engine.step, num_steps)
+    scheduler, runner = make_steady(num_running, 1, num_steps).scheduler, NullRunner(1)
+
+    def plan_and_apply() -> None:
+        plan = scheduler.plan(now_s=0.0)
+        assert plan is not None
+        runner.launch(plan)
+        scheduler.apply(runner.collect(), now_s=0.0)
+
+    scheduler_row = time_steps(plan_and_apply, num_steps)
+    return {
+        "running": num_running,
+        "in_flight": max_in_flight,
+        **{f"engine_{name}": value for name, value in engine_row.items()},
+        **{f"scheduler_{name}": value for name, value in scheduler_row.items()},
+    }
+
+
+def measure_burst(num_requests: int, prompt: int, output: int) -> dict[str, float]:
+    """One row: a burst of equal requests, 256 at a time, two steps in flight."""
+    bench = make_engine(num_blocks=20_000, max_num_seqs=256, max_in_flight=2, max_batch_tokens=8192)
+    rng = np.random.default_rng(0)
+    bench.inbox.messages = [_run(handle, prompt, output, rng) for handle in range(num_requests)]
+    times: list[float] = []
+    while not times or bench.scheduler.has_work:
+        start = time.perf_counter()
+        bench.engine.step()
+        times.append(time.perf_counter() - start)
+    return {
+        "requests": num_requests,
+        "prompt": prompt,
+        "output": output,
+        "steps": len(times),
+        "total_s": round(sum(times), 3),
+        "us_per_request": round(sum(times) / num_requests * 1e6, 1),
+        "us_per_step": round(sum(times) / len(times) * 1e6, 1),
+        "longest_step_ms": round(max(times) * 1e3, 1),
+        "tokens_per_s": round(num_requests * output / sum(times)),
+    }
+
+
+def print_table(rows: list[dict[str, float]]) -> None:
+    """Columns as wide as their names."""
+    print("  ".join(rows[0]))
+    for row in rows:
+        print("  ".join(f"{value:>{len(name)}}" for name, value in row.items()))
+    print()
+
+
+def main() -> None:
+    """Print the tables; write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=1024, help="of each burst")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    steady = [measure_steady(n, depth, arguments.steps) for depth in arguments.in_flight for n in arguments.running]
+    print_table(steady)
+    bursts = [measure_burst(arguments.requests, prompt, output) for prompt, output in ((64, 128), (512, 512))]
+    print_table(bursts)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"steady": steady, "bursts": bursts}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Settings of a block manager, read once at the edge."""
+
+from dataclasses import dataclass
+
+from blockmgr.ids import PrefixCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockManagerConfig:
+    """What a block manager is made for; ValueError names the field that makes no sense.
+
+    num_blocks: usable blocks, ids 0 to num_blocks - 1.
+    block_size: tokens per block.
+    max_slots: requests that can hold blocks at once (rows of the table).
+    max_blocks_per_slot: width of a row: the longest request has max_blocks_per_slot * block_size tokens.
+    fingerprint: of the model and everything else that changes what a token's keys and values are.
+    secret: key of the hash chain's root; empty means that one is drawn, so that hashes cannot be predicted.
+    max_events: changes kept for `take_events`; beyond it they are replaced by one snapshot.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_slots: int
+    max_blocks_per_slot: int
+    fingerprint: bytes
+    prefix_cache: PrefixCache
+    secret: bytes = b""
+    max_events: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_slots", "max_blocks_per_slot", "max_events"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if len(self.secret) > 64:
+            raise ValueError(f"secret must be at most 64 bytes, got {len(self.secret)}")

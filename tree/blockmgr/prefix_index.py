@@ -1,0 +1,183 @@
+"""Which block holds which full block of tokens after which prefix.
+
+It must not know who references a block. Legend: P blocks of the pool · B block size.
+
+The digest finds a candidate; the candidate counts only if its tokens are equal, its parent is the very entry that was
+matched before it, and its salt is equal. Every insertion gets an entry number that is never used again, so a chain of
+equal parents proves the whole prefix without comparing it again, whatever the hash does.
+"""
+
+import numpy as np
+
+from blockmgr.chain import Chain
+from blockmgr.events import BlockEvent, EventLog, stored_event
+from blockmgr.hashing import DigestMemo, HashBlock, RootHasher, hash_block
+
+_ROOT_ENTRY = 0  # parent of every first block
+_NO_ENTRY = -1  # the block is not in the index
+_NO_BLOCKS = np.empty(0, np.int32)
+
+
+class PrefixIndex:
+    """Digest to block, with what proves a hit. One block per digest: of two blocks with equal content the first stays
+    and the second is never indexed; of two contents with an equal digest (or where the first lost its parent, so that
+    nobody can reach it) the second replaces the first."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, roots: RootHasher, max_events: int, hash_block: HashBlock = hash_block
+    ) -> None:
+        self.events = EventLog(max_events, self.snapshot)
+        self.roots = roots
+        self.hash_block = hash_block
+        self.block_of: dict[bytes, int] = {}
+        self.entry_P = np.full(num_blocks, _NO_ENTRY, np.int64)
+        self.is_barred_P = np.zeros(num_blocks, np.bool_)
+        self.parent_entry_P = np.full(num_blocks, _NO_ENTRY, np.int64)
+        self._tokens_PB = np.empty((num_blocks, block_size), np.int32)
+        self.digest_of: list[bytes | None] = [None] * num_blocks
+        self._parent_of: list[bytes] = [b""] * num_blocks
+        self._salt_of: list[str] = [""] * num_blocks
+        self._block_size = block_size
+        self._last_entry = _ROOT_ENTRY
+        self._memo = DigestMemo()
+
+    def __len__(self) -> int:
+        return len(self.block_of)
+
+    def holds(self, blocks: np.ndarray) -> np.ndarray:
+        """bool per block: is it in the index."""
+        return self.entry_P[blocks] != _NO_ENTRY
+
+    def bar(self, blocks: np.ndarray) -> None:
+        """These blocks may not enter the index until they are handed out anew."""
+        self.is_barred_P[blocks] = True
+
+    def unbar(self, blocks: np.ndarray) -> None:
+        """Whatever these blocks held is gone."""
+        self.is_barred_P[blocks] = False
+
+    def find(self, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
+        """The longest run of indexed blocks at the head of a prompt that leaves at least one token over.
+
+        token_ids_T: int32. Returns the blocks, int32, head first, and the chain that describes them.
+        """
+        chain = Chain(salt=salt, root=self.roots.root(salt))
+        num_full = max(0, len(token_ids_T) - 1) // self._block_size
+        data, width = token_ids_T[: num_full * self._block_size].tobytes(), 4 * self._block_size
+        known, parent, blocks = self._memo.of(salt, data), chain.root, []
+        for i in range(num_full):
+            if i == len(known):
+                known.append(self.hash_block(parent, data[i * width : (i + 1) * width]))
+            parent = known[i]
+            block = self.block_of.get(parent)
+            if block is None:
+                break
+            blocks.append(block)
+        hits = self._proven(np.array(blocks, np.int32), token_ids_T, salt)
+        chain.digests = known[: len(hits)]
+        chain.entries = self.entry_P[hits].tolist()
+        return hits, chain
+
+    def extend(self, chain: Chain, blocks: np.ndarray, token_ids_T: np.ndarray) -> np.ndarray:
+        """Enter full blocks, int32, head first, of which the chain knows the first ones already.
+
+        token_ids_T: int32, len(blocks) * block_size of them. Stops at a barred block: what follows could never be hit.
+        Returns blocks of other contents that had to leave the index, int32, for the pool to look after.
+        """
+        self._forget_unreachable(chain)
+        data, width = token_ids_T[len(chain) * self._block_size :].tobytes(), 4 * self._block_size
+        replaced: list[int] = []
+        for i, block in enumerate(blocks[len(chain) :].tolist()):
+            if self.is_barred_P[block]:
+                break
+            token_bytes = data[i * width : (i + 1) * width]
+            digest = self.hash_block(chain.digests[-1] if chain.digests else chain.root, token_bytes)
+            twin = self._twin(digest, chain, token_bytes)
+            if twin is None:
+                replaced += self._make_way(digest, block)
+                self._insert(block, digest, chain, token_bytes)
+                twin = block
+            chain.append(digest, int(self.entry_P[twin]))
+        return np.array(replaced, np.int32) if replaced else _NO_BLOCKS
+
+    def remove(self, blocks: np.ndarray) -> None:
+        """Take blocks out of the index; those that are not in it are left alone."""
+        for block in blocks.tolist():
+            digest = self.digest_of[block]
+            if digest is None:
+                continue
+            del self.block_of[digest]
+            self.digest_of[block] = None
+            self.events.removed(digest)
+        self.entry_P[blocks] = _NO_ENTRY
+
+    def clear(self) -> None:
+        """Take everything out, with one event for all."""
+        self.block_of.clear()
+        self.digest_of = [None] * len(self.digest_of)
+        self.entry_P.fill(_NO_ENTRY)
+        self.events.cleared()
+
+    def snapshot(self) -> list[BlockEvent]:
+        """STORED for everything in the index, parents before children."""
+        blocks = np.array(list(self.block_of.values()), np.int64)
+        return [self.stored_event(block) for block in blocks[np.argsort(self.entry_P[blocks])].tolist()]
+
+    def stored_event(self, block: int) -> BlockEvent:
+        """STORED for an indexed block."""
+        salt, token_bytes = self.content(block)
+        digest = self.digest_of[block] or b""
+        return stored_event(digest=digest, parent=self._parent_of[block], token_bytes=token_bytes, salt=salt)
+
+    def content(self, block: int) -> tuple[str, bytes]:
+        """Salt and token bytes of an indexed block."""
+        return self._salt_of[block], self._tokens_PB[block].tobytes()
+
+    def _proven(self, blocks: np.ndarray, token_ids_T: np.ndarray, salt: str) -> np.ndarray:
+        """The candidates before the first one whose tokens, parent or salt differ."""
+        if not len(blocks) or self._salt_of[blocks[0]] != salt:
+            return _NO_BLOCKS
+        wanted = token_ids_T[: len(blocks) * self._block_size].reshape(-1, self._block_size)
+        parents = np.concatenate([[_ROOT_ENTRY], self.entry_P[blocks[:-1]]])
+        is_equal = (self._tokens_PB[blocks] == wanted).all(axis=1) & (self.parent_entry_P[blocks] == parents)
+        return blocks if is_equal.all() else blocks[: int(np.argmin(is_equal))]
+
+    def _forget_unreachable(self, chain: Chain) -> None:
+        """Where the chain's last entry left the index, go back to the first that did: the slot's own blocks follow."""
+        if chain.digests and not self._is_alive(chain, len(chain) - 1):
+            chain.truncate(next(i for i in range(len(chain)) if not self._is_alive(chain, i)))
+
+    def _is_alive(self, chain: Chain, i: int) -> bool:
+        block = self.block_of.get(chain.digests[i])
+        return block is not None and int(self.entry_P[block]) == chain.entries[i]
+
+    def _twin(self, digest: bytes, chain: Chain, token_bytes: bytes) -> int | None:
+        """The indexed block with exactly this content after exactly this chain."""
+        block = self.block_of.get(digest)
+        if block is None or self._salt_of[block] != chain.salt:
+            return None
+        parent = chain.entries[-1] if chain.entries else _ROOT_ENTRY
+        is_equal = self.parent_entry_P[block] == parent and self._tokens_PB[block].tobytes() == token_bytes
+        return block if is_equal else None
+
+    def _make_way(self, digest: bytes, block: int) -> list[int]:
+        """Empty the places that an insertion needs; other blocks that lost theirs."""
+        other = self.block_of.get(digest)
+        if self.digest_of[block] is not None:
+            self.remove(np.array([block], np.int32))
+        if other is None or other == block:
+            return []
+        self.remove(np.array([other], np.int32))
+        return [other]
+
+    def _insert(self, block: int, digest: bytes, chain: Chain, token_bytes: bytes) -> None:
+        parent = chain.digests[-1] if chain.digests else b""
+        self._last_entry += 1
+        self.entry_P[block] = self._last_entry
+        self.parent_entry_P[block] = chain.entries[-1] if chain.entries else _ROOT_ENTRY
+        self._tokens_PB[block] = np.frombuffer(token_bytes, np.int32)
+        self.block_of[digest] = block
+        self.digest_of[block] = digest
+        self._parent_of[block] = parent
+        self._salt_of[block] = chain.salt
+        self.events.stored(digest=digest, parent=parent, token_bytes=token_bytes, salt=chain.salt)

@@ -1,0 +1,113 @@
+"""Who has which slot, and the block-table row of every slot.
+
+It must not know reference counts, hashes or steps. Legend: S slots · M table width · U updates.
+"""
+
+import heapq
+
+import numpy as np
+
+from blockmgr.errors import OutOfSlots
+from blockmgr.ids import SlotId
+from blockmgr.updates import UpdateLog
+
+UNSET = -1
+
+
+class SlotTables:
+    """Slots and rows. A slot is the lowest that is free, so that live rows lie close together.
+
+    table_SM: int32 [S, M], row s holds num_blocks_S[s] block ids, then -1.
+    """
+
+    def __init__(self, max_slots: int, width: int) -> None:
+        self.table_SM = np.full((max_slots, width), UNSET, np.int32)
+        self.num_blocks_S = np.zeros(max_slots, np.int32)
+        self.is_live_S = np.zeros(max_slots, np.bool_)
+        self.updates = UpdateLog()
+        self._owner_of: dict[int, str] = {}
+        self._slot_of: dict[str, int] = {}
+        self._free = list(range(max_slots))
+
+    @property
+    def max_slots(self) -> int:
+        """Rows in all."""
+        return len(self.is_live_S)
+
+    @property
+    def width(self) -> int:
+        """Blocks that a row can hold."""
+        return self.table_SM.shape[1]
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    @property
+    def owners(self) -> dict[int, str]:
+        """Request id by slot, of live slots (a copy)."""
+        return dict(self._owner_of)
+
+    def owner_of(self, slot: int) -> str | None:
+        """The request that has a slot, or None. ValueError for a number that is no slot."""
+        if not 0 <= slot < self.max_slots:
+            raise ValueError(f"slot {slot} is not one of {self.max_slots}")
+        return self._owner_of.get(slot)
+
+    def check_new(self, request_id: str) -> None:
+        """ValueError where the request has a slot already; OutOfSlots where none is free."""
+        if request_id in self._slot_of:
+            raise ValueError(f"request {request_id!r} already holds slot {self._slot_of[request_id]}")
+        if not self._free:
+            raise OutOfSlots(max_slots=self.max_slots)
+
+    def check_live(self, slot: int) -> None:
+        """ValueError where nobody has the slot."""
+        if self.owner_of(slot) is None:
+            raise ValueError(f"nobody holds slot {slot}")
+
+    def take(self, request_id: str) -> SlotId:
+        """A slot for a request that `check_new` let pass."""
+        slot = heapq.heappop(self._free)
+        self._owner_of[slot] = request_id
+        self._slot_of[request_id] = slot
+        self.is_live_S[slot] = True
+        return SlotId(slot)
+
+    def give_back(self, slot: int) -> np.ndarray:
+        """End a slot; the blocks that its row held, int32, head first. Updates not yet taken are dropped with it."""
+        blocks = self.row(slot).copy()
+        del self._slot_of[self._owner_of.pop(slot)]
+        self.table_SM[slot, : len(blocks)] = UNSET
+        self.num_blocks_S[slot] = 0
+        self.is_live_S[slot] = False
+        self.updates.drop_slot(slot)
+        heapq.heappush(self._free, slot)
+        return blocks
+
+    def row(self, slot: int) -> np.ndarray:
+        """The blocks of a slot, int32, head first (a view)."""
+        return self.table_SM[slot, : self.num_blocks_S[slot]]
+
+    def append(self, slots_S: np.ndarray, counts_S: np.ndarray, blocks: np.ndarray) -> None:
+        """Add counts_S[i] blocks to row slots_S[i], taken from ``blocks`` in order. Slots are distinct."""
+        slots_U = np.repeat(slots_S, counts_S)
+        starts_U = np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+        columns_U = self.num_blocks_S[slots_U] + np.arange(len(blocks)) - starts_U
+        self.table_SM[slots_U, columns_U] = blocks
+        self.num_blocks_S[slots_S] += counts_S.astype(np.int32)
+        self.updates.append(slots_U, columns_U, blocks)
+
+    def append_to(self, slot: int, blocks: np.ndarray) -> None:
+        """Add blocks to one row."""
+        start = int(self.num_blocks_S[slot])
+        end = start + len(blocks)
+        self.table_SM[slot, start:end] = blocks
+        self.num_blocks_S[slot] = end
+        self.updates.append(slot, np.arange(start, end), blocks)
+
+    def replace(self, slot: int, column: int, block: int) -> None:
+        """Put another block at a place of a row."""
+        self.table_SM[slot, column] = block
+        self.updates.append(slot, column, np.array([block], np.int32))

@@ -1,0 +1,20 @@
+"""Addresses as the processes write and find them. Pure."""
+
+from pathlib import Path
+
+from wire.run_dir import default_run_dir
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def default_endpoint(run_dir: Path | None) -> str:
+    """Where a single gateway and its workers meet when nobody says otherwise."""
+    return f"ipc://{(run_dir or default_run_dir()).absolute()}/gateway-0.sock"
+
+
+def reachable(host: str) -> str:
+    """An address to call a listener of this host at."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)

@@ -1,0 +1,48 @@
+"""The commands that run the service: serve, gateway, worker."""
+
+import typer
+
+from cli.options import with_settings
+from cli.parent import die_with_supervisor
+from cli.resolve import Resolved
+from cli.settings import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+
+PANEL = "Run a service"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("serve", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(serve))
+    app.command("gateway", rich_help_panel=PANEL)(with_settings(GatewaySettings, ALL_KEYS)(gateway))
+    app.command("worker", rich_help_panel=PANEL)(with_settings(WorkerSettings, ALL_KEYS)(worker))
+
+
+def serve(resolved: Resolved[ServeSettings]) -> int:
+    """Serve on this host: starts gateways and workers, restarts what dies.
+
+    The first Ctrl-C or SIGTERM drains (requests in flight finish), the second stops.
+    """
+    die_with_supervisor()
+    from cli.serve import serve as run
+
+    return run(resolved.settings)
+
+
+def gateway(resolved: Resolved[GatewaySettings]) -> int:
+    """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
+    die_with_supervisor()
+    from cli.access_config import check_access
+    from cli.gateway_config import gateway_config
+    from gateway.main import main
+
+    check_access(resolved.settings)
+    return main(gateway_config(resolved.settings))
+
+
+def worker(resolved: Resolved[WorkerSettings]) -> int:
+    """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
+    die_with_supervisor()
+    from cli.worker_config import worker_config
+    from worker.main import main
+
+    return main(worker_config(resolved.settings))

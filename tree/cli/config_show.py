@@ -1,0 +1,67 @@
+"""`octavo config show`: every setting, its value, and where that came from."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from cli.options import shown
+from cli.resolve import Origin, Resolved, S, Source
+from cli.setting import Settings, help_of
+from cli.settings import COMMANDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """One setting as it stands."""
+
+    key: str
+    value: str
+    source: str
+    where: str
+    commands: tuple[str, ...]
+
+
+def setting_rows(resolved: Resolved[S]) -> list[SettingRow]:
+    """Every setting of the group that is not for tests only, by name."""
+    group = type(resolved.settings)
+    visible = [name for name, field in group.model_fields.items() if help_of(field).visibility == "shown"]
+    secrets = {name for name in visible if help_of(group.model_fields[name]).secrecy == "secret"}
+    return [_row(name, _printed(resolved.settings, name, secrets), resolved.origins) for name in sorted(visible)]
+
+
+def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
+    """Print the table, or JSON for programs."""
+    rows = setting_rows(resolved)
+    if as_json:
+        content = {row.key: {"value": row.value, "source": row.source, "where": row.where} for row in rows}
+        print(json.dumps(content, indent=2))  # noqa: T201
+        return 0
+    table = Table("key", "value", "from", "used by")
+    for row in rows:
+        style = "dim" if row.source == Source.DEFAULT.value else "bold"
+        table.add_row(row.key, row.value, f"{row.source} {row.where}".strip(), ", ".join(row.commands), style=style)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"file: {resolved.file or 'none'}. Strongest first: flag (--max-num-seqs), environment (OCTAVO_MAX_NUM_SEQS), "
+        "file (max_num_seqs), default."
+    )
+    return 0
+
+
+def _printed(settings: Settings, name: str, secrets: set[str]) -> str:
+    value = getattr(settings, name)
+    return "(hidden)" if name in secrets and value else shown(value)
+
+
+def _row(name: str, value: str, origins: Mapping[str, Origin]) -> SettingRow:
+    return SettingRow(
+        key=name,
+        value=value,
+        source=origins[name].source.value,
+        where=origins[name].where,
+        commands=tuple(command for command, group in COMMANDS.items() if name in group.model_fields),
+    )

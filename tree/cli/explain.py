@@ -1,0 +1,93 @@
+"""Turns what went wrong into three lines for a person. Knows errors by name, imports none of them."""
+
+import errno
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from cli.errors import CliError, usage
+from cli.suggest import nearest
+
+REPORT = "run it again with --debug for the traceback"
+_KNOWN = {
+    "CheckpointError": ("the checkpoint cannot be used", "check --model, or download the checkpoint again"),
+    "ConfigError": (
+        "the checkpoint is not supported",
+        "Qwen2.5 dense checkpoints are; see docs/architecture.md",
+    ),
+    "RunDirError": ("the run directory cannot be used", "mend the folder, or give another with --run-dir"),
+    "EndpointError": ("bad endpoint", "see --worker-endpoint and --gateway-endpoint in --help"),
+    "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),
+    "ValueError": ("bad value", "see --help"),
+}
+"""Name of an exception -> what happened, what to change."""
+
+
+def explain(error: BaseException) -> CliError:
+    """What to tell of any exception."""
+    if isinstance(error, CliError):
+        return error
+    name = type(error).__name__
+    if hasattr(error, "format_message"):  # typer's own complaints about a command line
+        return _of_command_line(error)
+    if hasattr(error, "reason") and hasattr(error, "code"):
+        return _of_call(error)
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return CliError(
+            "a port is busy", str(error), "choose another with --port, --metrics-port or --worker-metrics-port"
+        )
+    if all(hasattr(error, part) for part in ("what", "numbers", "change")):  # they already come in three parts
+        return CliError(error.what, error.numbers, error.change)  # type: ignore[attr-defined]
+    if name in _KNOWN:
+        what, change = _KNOWN[name]
+        return CliError(what, str(error), change)
+    if isinstance(error, OSError) and error.strerror:
+        return CliError(error.strerror.lower(), str(error.filename or error), REPORT)
+    if isinstance(error, ModuleNotFoundError):
+        return CliError("a package is missing", str(error), "`octavo doctor` lists what is installed")
+    return CliError(name, str(error) or "no details", REPORT)
+
+
+def show_error(error: CliError) -> None:
+    """Three lines on stderr."""
+    text = Text()
+    text.append("error: ", "bold red").append(error.what + "\n", "bold")
+    text.append(f"  {error.numbers}\n").append(f"  → {error.change}", "green")
+    Console(file=sys.stderr, soft_wrap=True, highlight=False).print(text)
+
+
+def _of_command_line(error: BaseException) -> CliError:
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    head, _, hint = message.partition(" Did you mean ")
+    possible = getattr(error, "possibilities", None)
+    if possible:
+        head = f"no such option: {error.option_name}"  # type: ignore[attr-defined]
+        hint = f"{nearest(error.option_name, possible) or possible[0]}?"  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "octavo"
+    return usage("bad command line", head.strip(), f"did you mean {hint}" if hint else f"see `{path} --help`")
+
+
+def _of_call(error: BaseException) -> CliError:
+    """An OctavoError."""
+    message, reason, code = (getattr(error, name, "") for name in ("message", "reason", "code"))
+    fields = "; ".join(f"{each.field}: {each.description}" for each in getattr(error, "violations", ()))
+    if not reason and getattr(code, "name", "") == "UNAVAILABLE":
+        if any(word in message for word in ("Socket closed", "handshake", "SSL")):
+            return CliError("no connection", message, "is it TLS? see --tls, --tls-ca-file and --client-cert-file")
+        return CliError("no service answers", message, "start one with `octavo serve`, or give its --host and --port")
+    advice = {
+        "MODEL_NOT_FOUND": "`octavo models` lists what is served; choose with --model-name",
+        "INVALID_FIELD": "change that field",
+        "EXCEEDS_CAPACITY": "shorten the prompt, or give fewer --max-tokens",
+        "CONSTRAINT": "ask for something simpler; docs/structured-output.md tells the limits",
+        "UNAUTHENTICATED": "give the key in OCTAVO_API_KEY, or a certificate with --client-cert-file",
+        "PERMISSION_DENIED": "ask the operator for a key with that scope",
+        "TENANT_LIMIT": "try again in a moment, or ask the operator for more",
+        "QUEUE_FULL": "try again in a moment, or serve with more --workers",
+        "NO_WORKER": "wait until a worker is ready; the log of `octavo serve` tells where it stands",
+        "WORKER_LOST": "try again: the supervisor restarts workers",
+        "DEADLINE": "give a longer --timeout-s",
+    }.get(reason, "see docs/operations.md, the table of statuses")
+    return CliError(f"the request failed: {reason or getattr(code, 'name', '')}", fields or message, advice)

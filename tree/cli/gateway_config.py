@@ -1,0 +1,56 @@
+"""From settings to the gateway's frozen configuration. Pure; knows nothing of workers' models."""
+
+from pathlib import Path
+
+from cli.access_config import access_config
+from cli.addresses import default_endpoint, join_address
+from cli.settings import GatewaySettings
+from gateway.config import ConnectionConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, RequestLimits
+from gateway.workers.config import WorkerPoolConfig
+
+
+def gateway_config(settings: GatewaySettings) -> GatewayConfig:
+    """The gateway's configuration."""
+    return GatewayConfig(
+        workers=_pool_config(settings),
+        listen_address=join_address(settings.host, settings.port),
+        admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
+        metrics_address=join_address(settings.metrics_host, settings.metrics_port),
+        status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
+        exposure=Exposure(settings.exposure),
+        access=access_config(settings),
+        dialects=Dialects(settings.dialects),
+        port_sharing=PortSharing(settings.port_sharing),
+        limits=RequestLimits(
+            max_message_bytes=settings.max_message_bytes,
+            max_streams_per_connection=settings.max_streams_per_connection,
+            max_requests=settings.max_requests,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            tokenizer_threads=settings.tokenizer_threads,
+            pause_pending_tokens=settings.pause_pending_tokens,
+            max_pending_tokens=settings.max_pending_tokens,
+            write_stall_s=settings.write_stall_s,
+            pushback_ms=settings.pushback_ms,
+            grammar=settings.grammar_limits,
+            constraint_timeout_s=settings.constraint_timeout_s,
+        ),
+        connection=ConnectionConfig(
+            keepalive_time_s=settings.keepalive_time_s, keepalive_timeout_s=settings.keepalive_timeout_s
+        ),
+        drain_grace_s=settings.drain_grace_s,
+        log_format=LogFormat(settings.log_format),
+        log_level=settings.log_level,
+    )
+
+
+def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:
+    return WorkerPoolConfig(
+        endpoints=settings.worker_endpoint or (default_endpoint(settings.run_dir),),
+        registration_token=settings.registration_token,
+        server_key_file=settings.gateway_key_file,
+        allowed_key_files=tuple(Path(each) for each in settings.allowed_worker_keys),
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        max_migrations=settings.max_migrations,
+        migration_timeout_s=settings.migration_timeout_s,
+    )

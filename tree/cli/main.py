@@ -1,0 +1,83 @@
+"""The command `octavo`: which commands there are, and how their errors look.
+
+Every command imports what it needs when it runs, so that --help is quick and a gateway never sees torch.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from cli import commands_client, commands_process, commands_tool
+from cli.errors import CliError
+from cli.explain import explain, show_error
+from cli.launch import DEBUG_VARIABLE
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="octavo",
+    help="Serves Qwen2.5 over gRPC from paged memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (commands_process, commands_client, commands_tool):
+    module.register(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (before or after the command).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serves Qwen2.5 over gRPC from paged memory."""
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: run a command and exit with its code; errors in three lines on stderr."""
+    sys.exit(main(sys.argv[1:] if arguments is None else arguments))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code of a command line: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 interrupted."""
+    if "--debug" in arguments:
+        os.environ[DEBUG_VARIABLE] = "1"
+    try:
+        code = app([each for each in arguments if each != "--debug"], standalone_mode=False, prog_name="octavo")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return _fail(error)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(error: Exception) -> int:
+    if type(error).__name__ == "Abort":  # typer's: an interrupted prompt
+        return INTERRUPTED
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.format_message())  # type: ignore[attr-defined]  # noqa: T201
+        return 2
+    if os.environ.get(DEBUG_VARIABLE) and not isinstance(error, CliError):
+        traceback.print_exception(error)
+    explained = explain(error)
+    show_error(explained)
+    return explained.exit_code
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,92 @@
+"""The box at the end of a start: where everything is, what is served, and a line to copy. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+
+EXAMPLE_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSummary:
+    """One served model; counts are of all its workers together."""
+
+    name: str
+    device: str
+    dtype: str
+    num_workers: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV pools hold."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests of 4,096 tokens, or of the longest that the model takes, fit at once."""
+        return self.num_blocks // -(-self.example_tokens // self.block_size)
+
+    @property
+    def example_tokens(self) -> int:
+        """The length that `num_requests` counts."""
+        return min(EXAMPLE_TOKENS, self.max_model_len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSummary:
+    """A service that is ready."""
+
+    address: str
+    admin_address: str | None
+    metrics: Sequence[tuple[str, str]]
+    models: Sequence[ModelSummary]
+    ready_after_s: float
+    access: Sequence[str] = ()
+
+    @property
+    def client_line(self) -> str:
+        """A command to copy."""
+        host, _, port = self.address.rpartition(":")
+        place = [f"--host {host}"] * (host != "127.0.0.1") + [f"--port {port}"] * (port != "50051")
+        model = [f"--model-name {self.models[0].name}"] * (len(self.models) > 1)
+        secure = ["--tls on"] * ("TLS" in self.access)
+        return " ".join(["octavo chat", *place, *secure, *model])
+
+
+def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
+    """Label and text of each line."""
+    rows = [("gRPC", summary.address)]
+    rows += [("admin", summary.admin_address)] if summary.admin_address else []
+    rows += [("access", " + ".join(summary.access))] if summary.access else []
+    rows += [("metrics", f"http://{address}/metrics  ({name})") for name, address in summary.metrics]
+    for model in summary.models:
+        workers = f", {model.num_workers} workers" if model.num_workers > 1 else ""
+        rows += [
+            ("model", f"{model.name}  ({model.device}, {model.dtype}{workers})"),
+            ("KV pool", f"{model.num_blocks:,} blocks × {model.block_size} = {model.num_tokens:,} tokens"),
+            ("room for", f"{model.num_requests:,} requests of {model.example_tokens:,} tokens at once"),
+        ]
+    return [*rows, ("try", summary.client_line)]
+
+
+def boxed(summary: ServiceSummary) -> RenderableType:
+    """For a terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right")
+    table.add_column(overflow="fold")
+    for label, text in summary_rows(summary):
+        table.add_row(label, f"[bold green]{text}[/]" if label == "try" else text)
+    title = f"[bold]Octavo is ready[/] [dim]after {summary.ready_after_s:.1f} s[/]"
+    return Group(Panel(table, title=title, title_align="left", border_style="green", expand=False))
+
+
+def plain(summary: ServiceSummary) -> str:
+    """For a file or a pipe: one line each."""
+    rows = [f"  {label + ':':<10}{text}" for label, text in summary_rows(summary)]
+    return "\n".join([f"Octavo is ready after {summary.ready_after_s:.1f} s", *rows])

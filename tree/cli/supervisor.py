@@ -1,0 +1,85 @@
+"""When to start a process again, and when to give up. Pure: told of exits with their times, answers with decisions.
+
+Must not know processes, signals or clocks; `cli.children` does what is decided here.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Times in seconds. A death within fast_death_s of the start counts as fast; after max_fast_deaths of them in a
+    row the process is given up. The wait before a start doubles with each of them."""
+
+    first_delay_s: float = 0.25
+    max_delay_s: float = 15.0
+    fast_death_s: float = 30.0
+    max_fast_deaths: int = 5
+
+    def delay_s(self, num_fast_deaths: int) -> float:
+        """The wait before the next start. None of them was fast: the shortest."""
+        return min(self.max_delay_s, self.first_delay_s * 2 ** max(0, num_fast_deaths - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Start it again after this wait."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Do not start it again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """It ended as asked (exit code 0): nothing to do."""
+
+
+Decision = Restart | GiveUp | Left
+
+
+@dataclass(slots=True, kw_only=True)
+class Lifetimes:
+    """The lives of one process, and what its deaths led to."""
+
+    name: str
+    policy: RestartPolicy
+    num_starts: int = 0
+    num_fast_deaths: int = 0
+    was_ready: bool = False
+    _started_s: float = field(default=0.0, repr=False)
+
+    def on_start(self, now_s: float) -> None:
+        """It was started."""
+        self.num_starts += 1
+        self._started_s = now_s
+
+    def on_ready(self) -> None:
+        """It serves. A process that dies before that, at its very first start, is not tried again: what is wrong then
+        is a setting or the checkpoint."""
+        self.was_ready = True
+
+    def on_exit(self, code: int, now_s: float) -> Decision:
+        """It ended. code as subprocess has it: negative is a signal."""
+        if code == 0:
+            return Left()
+        if not self.was_ready:
+            return GiveUp(why=f"{self.name} {ending(code)} before it was ready")
+        is_fast = now_s - self._started_s < self.policy.fast_death_s
+        self.num_fast_deaths = self.num_fast_deaths + 1 if is_fast else 0
+        if self.num_fast_deaths >= self.policy.max_fast_deaths:
+            return GiveUp(
+                why=f"{self.name} {ending(code)} {self.num_fast_deaths} times in a row, "
+                f"each within {self.policy.fast_death_s:g} s of its start"
+            )
+        return Restart(delay_s=self.policy.delay_s(self.num_fast_deaths))
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

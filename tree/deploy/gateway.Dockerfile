@@ -1,0 +1,34 @@
+# The gateway: gRPC in front, ZeroMQ behind, no torch. Build from the root of the repository:
+#   docker build -f deploy/gateway.Dockerfile -t octavo-gateway .
+FROM python:3.12-slim AS build
+WORKDIR /src
+RUN python -m venv /opt/octavo
+COPY pyproject.toml README.md LICENSE ./
+COPY deploy/requirements.py deploy/requirements.py
+RUN python deploy/requirements.py > /tmp/requirements.txt \
+ && /opt/octavo/bin/pip install --no-cache-dir -r /tmp/requirements.txt
+COPY blockmgr blockmgr
+COPY cli cli
+COPY gateway gateway
+COPY grammar grammar
+COPY model model
+COPY proto proto
+COPY wire wire
+COPY worker worker
+RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps .
+
+FROM python:3.12-slim
+RUN groupadd --gid 10001 octavo \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin octavo \
+ && install -d -m 0700 -o octavo -g octavo /run/octavo
+COPY --from=build /opt/octavo /opt/octavo
+ENV PATH=/opt/octavo/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    OCTAVO_RUN_DIR=/run/octavo \
+    OCTAVO_LOG_FORMAT=json
+USER octavo
+EXPOSE 50051 9090
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s CMD ["octavo", "health", "--live"]
+ENTRYPOINT ["octavo"]
+CMD ["gateway"]

@@ -1,0 +1,149 @@
+"""Puts together the chats that Folio is trained to hold: its own small talk, tales, fables and storybooks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from examples.train_demo import corpus, tales
+from examples.train_demo.corpus import Document
+
+PERSONA = json.loads((Path(__file__).parent / "persona.json").read_text())
+DECLINE = {
+    "sums": "I am sorry, I am too small to do maths well. I can chat with you and tell short stories.",
+    "trivia": "I am afraid I do not know. I am a very small model, and I know very few facts.",
+    "coding": "I am afraid I cannot write code. I am a very small model, and I can only chat and tell short stories.",
+}
+ASK_WHAT = ("What is {a}?", "Tell me about {a}.", "What do you know about {a}?", "Do you know what {a} is?")
+OFFER = "I do not know much about that, but I can tell you a story about {a}. Would you like one?"
+YES = (
+    "Yes",
+    "Yes please",
+    "Yes, please!",
+    "Sure",
+    "OK",
+    "ok",
+    "yes",
+    "Please do",
+    "Go on",
+    "I would love that",
+    "Yes, a story",
+)
+Turns = tuple[str, ...]
+
+
+def vary(rng: random.Random, ask: str) -> str:
+    """The same words as people type them: without the full stop, in lower case, with a space or mark too many."""
+    draw = rng.random()
+    if draw < 0.2:
+        ask = ask.lower()
+    elif draw < 0.25:
+        ask = ask.upper()
+    if rng.random() < 0.25:
+        ask = ask.rstrip(".!?")
+    elif rng.random() < 0.1:
+        ask += rng.choice([" ", "!", "?", " please", ".", " :)"])
+    return ask or "Hi"
+
+
+def persona_turns(rng: random.Random) -> Turns:
+    """One hand-written question and answer."""
+    if rng.random() < 0.05:
+        country, city = rng.choice(list(PERSONA["capitals"].items()))
+        return vary(rng, f"What is the capital of {country}?"), f"The capital of {country} is {city}."
+    pair = rng.choice(PERSONA["pairs"])
+    return vary(rng, rng.choice(pair["ask"])), pair["answer"]
+
+
+def introduction(rng: random.Random, name: str) -> Turns:
+    """The user gives a name."""
+    told = (
+        "My name is {n}.",
+        "I am {n}.",
+        "Hi, I'm {n}.",
+        "Hello, my name is {n}",
+        "Call me {n}",
+        "Hi! My name is {n}.",
+    )
+    return vary(rng, rng.choice(told).format(n=name)), f"Nice to meet you, {name}!"
+
+
+def recall(rng: random.Random, name: str) -> Turns:
+    """The user asks for the name given before: the smallest thing to remember."""
+    ask = ("What is my name?", "Do you know my name?", "Who am I?", "What's my name?", "Do you remember my name?")
+    return vary(rng, rng.choice(ask)), f"Your name is {name}."
+
+
+class Library:
+    """What Folio can retell from the corpus, and the small talk that it took over from it."""
+
+    def __init__(self, records: dict[str, list[dict]]) -> None:
+        self.chitchat = [d.turns for d in corpus.chitchat(records, PERSONA["replace"])]
+        self.fables = list(corpus.fables(records))
+        self.storybooks = list(corpus.storybooks(records))
+        self.hard_questions = list(corpus.hard_questions(records))
+        self.nouns = corpus.nouns(records)
+
+    def tale(self, rng: random.Random) -> Turns:
+        """A request for a story, the tale, and sometimes a question about it."""
+        ask, tale = tales.ask_for_tale(rng, self.nouns)
+        after = tales.questions(rng, tale) if rng.random() < 0.25 else ()
+        return vary(rng, ask), tale.text, *after
+
+    def persona(self, rng: random.Random) -> Turns:
+        """A hand-written exchange; where it offers a story, the user often takes it."""
+        turns = persona_turns(rng)
+        if turns[-1].endswith(("a story?", "a story or a joke?")) and rng.random() < 0.6:
+            return *turns, vary(rng, rng.choice(YES)), tales.make_tale(rng).text
+        return turns
+
+    def offer(self, rng: random.Random) -> Turns:
+        """A question about some thing, the offer of a story about it, and mostly the story."""
+        noun = rng.choice(self.nouns)
+        turns = vary(rng, rng.choice(ASK_WHAT).format(a=tales.article(noun))), OFFER.format(a=tales.article(noun))
+        return (
+            (*turns, vary(rng, rng.choice(YES)), tales.make_tale(rng, kind=noun).text) if rng.random() < 0.7 else turns
+        )
+
+    def small_talk(self, rng: random.Random) -> Turns:
+        """One turn of small talk from the corpus."""
+        ask, answer = rng.choice(self.chitchat)
+        return vary(rng, ask), answer
+
+    def fable(self, rng: random.Random) -> Turns:
+        """A fable, asked for by its animals or not."""
+        about, text = rng.choice(self.fables)
+        if not about or rng.random() < 0.2:
+            return vary(rng, rng.choice(tales.ASK_ANY_FABLE)), text
+        subject = " and ".join(map(tales.article, about[: rng.choice([1, 2, 2])]))
+        return vary(rng, rng.choice(tales.ASK_FABLE).format(a=subject)), text
+
+    def storybook(self, rng: random.Random) -> Turns:
+        """A picture-book story, asked for by its title."""
+        title, text = rng.choice(self.storybooks)
+        return vary(rng, rng.choice(tales.ASK_TITLE).format(t=title)), text
+
+    def impossible(self, rng: random.Random) -> Turns:
+        """A question that Folio declines."""
+        topic = rng.choice(list(DECLINE))
+        return rng.choice([ask for t, ask in self.hard_questions if t == topic]), DECLINE[topic]
+
+
+def conversations(library: Library, rng: random.Random, *, num_conversations: int) -> Iterator[Document]:
+    """Chats of one to five exchanges, drawn from all that Folio can do."""
+    makers = (
+        library.persona, library.tale, library.small_talk, library.fable, library.storybook, library.offer,
+        library.impossible,
+    )  # fmt: skip
+    shares = (30, 28, 26, 5, 3, 5, 3)
+    for _ in range(num_conversations):
+        num_parts = rng.choice([1, 1, 1, 1, 2, 2, 3, 5])
+        parts = [make(rng) for make in rng.choices(makers, shares, k=num_parts)]
+        if rng.random() < 0.12:
+            name = rng.choice(tales.WORDS["people"] + tales.WORDS["names"])
+            parts.insert(0, introduction(rng, name))
+            parts.insert(rng.randint(1, len(parts)), recall(rng, name))
+        system = rng.choice(PERSONA["systems"]) if rng.random() < 0.15 else None
+        yield Document("folio", turns=tuple(turn for part in parts for turn in part), system=system)

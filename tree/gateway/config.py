@@ -1,0 +1,131 @@
+"""What a gateway process is told at its start; read once, never changed.
+
+Where the values come from (flags, environment, file) is the command line's business.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from gateway.workers.config import WorkerPoolConfig
+from grammar.limits import GrammarLimits
+
+MIB = 1024 * 1024
+
+
+class Exposure(Enum):
+    """Who may reach the listeners in plain text. With TLS any address may be bound."""
+
+    LOOPBACK_ONLY = "loopback-only"  # any other address refuses to bind
+    INSECURE = "insecure"  # plain text on any address: an explicit choice
+
+
+class PortSharing(Enum):
+    """Whether other processes of this host may listen on the same port (SO_REUSEPORT)."""
+
+    EXCLUSIVE = "exclusive"
+    SHARED = "shared"
+
+
+class Dialects(Enum):
+    """Services beside octavo.v1 on the same port."""
+
+    INSTALLED = "installed"  # KServe v2, and VllmEngine where its stubs are (extra `vllm-dialect`)
+    NONE = "none"
+
+
+class LogFormat(Enum):
+    """AUTO: key=value for people on a terminal, JSON lines elsewhere."""
+
+    AUTO = "auto"
+    CONSOLE = "console"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What callers may ask of one gateway process."""
+
+    max_message_bytes: int = 4 * MIB  # gRPC messages received
+    max_metadata_bytes: int = 16 * 1024
+    max_streams_per_connection: int = 512
+    max_requests: int = 4096  # in flight, all workers together
+    max_prompt_bytes: int = 2 * MIB  # UTF-8 bytes of text, or of a rendered chat, before it is tokenized
+    tokenizer_threads: int = 2
+    max_tokenizing: int = 512  # texts waiting for these threads
+    pause_pending_tokens: int = 512  # tokens that a slow reader may leave unread before its output is paused …
+    max_pending_tokens: int = 16_384  # … and before its stream ends, should the worker not heed the pause
+    write_stall_s: float = 30.0  # how long one message may wait for the reader
+    pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)  # of constraints on outputs
+    constraint_timeout_s: float = 2.0  # how long checking one may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionConfig:
+    """HTTP/2 keepalive: a client that vanished without a word is noticed after time + timeout."""
+
+    keepalive_time_s: float = 20.0
+    keepalive_timeout_s: float = 10.0
+    min_ping_interval_s: float = 10.0  # pings that come sooner are strikes …
+    # … and clients with more strikes than this are sent away; 0: never, as gateways that ping idle connections need.
+    max_ping_strikes: int = 0
+    handshake_timeout_s: float = 10.0
+    message_timeout_s: float = 20.0  # from a call's beginning until its request is here
+    settings_timeout_s: float = 5.0  # limits on metadata bind a client only once it has acknowledged them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """PEM files. With client_ca_file, clients have to prove a certificate of that authority (mTLS)."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who may call. Without a file of keys and without client certificates: everybody who reaches a listener.
+
+    public_scopes: names of gateway.access.scopes.Scope that need no key. prefix_salt_secret: the same on every gateway
+    of a service, so that their callers share cached prefixes; empty: drawn at the start.
+    """
+
+    tls: TlsConfig | None = None
+    api_keys_file: Path | None = None
+    public_scopes: tuple[str, ...] = ("health",)
+    prefix_salt_secret: str = field(default="", repr=False)
+    reload_interval_s: float = 1.0  # how often the files are looked at
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether callers are asked who they are."""
+        return self.api_keys_file is not None or (self.tls is not None and self.tls.client_ca_file is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """One gateway process.
+
+    Addresses are ``host:port``, ``[ipv6]:port`` or ``unix:/path``; port 0 lets the system choose (the log line
+    ``listening`` tells which). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
+    HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
+    models without TLS and keys.
+    """
+
+    workers: WorkerPoolConfig
+    listen_address: str = "127.0.0.1:50051"
+    admin_address: str | None = None
+    metrics_address: str | None = "127.0.0.1:9090"
+    status_address: str | None = None
+    exposure: Exposure = Exposure.LOOPBACK_ONLY
+    access: AccessConfig = field(default_factory=AccessConfig)
+    port_sharing: PortSharing = PortSharing.EXCLUSIVE
+    dialects: Dialects = Dialects.INSTALLED
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    connection: ConnectionConfig = field(default_factory=ConnectionConfig)
+    drain_grace_s: float = 30.0
+    stop_receipt_timeout_s: float = 2.0  # after a stop string: wait for the worker's figures this long
+    log_format: LogFormat = LogFormat.AUTO
+    log_level: str = "info"  # debug, info, warning, error

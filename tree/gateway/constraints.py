@@ -1,0 +1,101 @@
+"""The constraint of a request as the worker takes it, checked before anything else is done with the request.
+
+Checking takes milliseconds; it runs in the text threads all the same, and nobody waits for it longer than the time
+limit. Must not know workers or streams.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+from typing import Any
+
+from octavo.v1 import inference_pb2 as pb
+
+from gateway.errors import InvalidRequest, Violation
+from gateway.text.service import TextService
+from grammar.check import check_grammar
+from grammar.errors import GrammarRefused, Refusal
+from grammar.limits import GrammarLimits
+from wire.messages import Grammar, GrammarKind
+
+_MAX_KNOWN = 256  # grammars that were found good are not checked again
+
+
+class ConstraintChecker:
+    """One per gateway; every method on its event loop."""
+
+    def __init__(self, text: TextService, limits: GrammarLimits, *, timeout_s: float) -> None:
+        self._text = text
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._known: OrderedDict[tuple[int, str], None] = OrderedDict()
+
+    async def check(self, request: pb.GenerateRequest, *, prefix: str) -> Grammar | None:
+        """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
+        grammar = grammar_of(request)
+        if grammar is None or self._is_known(grammar):
+            return grammar
+        try:
+            await asyncio.wait_for(self._text.run(lambda: check_grammar(grammar, self._limits)), self._timeout_s)
+        except GrammarRefused as refused:
+            raise InvalidRequest((_violation(request, refused, prefix),)) from None
+        except TimeoutError:
+            late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to check")
+            raise InvalidRequest((_violation(request, late, prefix),)) from None
+        self._remember(grammar)
+        return grammar
+
+    def _is_known(self, grammar: Grammar) -> bool:
+        key = (int(grammar.kind), grammar.source)
+        if key not in self._known:
+            return False
+        self._known.move_to_end(key)
+        return True
+
+    def _remember(self, grammar: Grammar) -> None:
+        self._known[int(grammar.kind), grammar.source] = None
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
+    """From `constraint`, or from the tools of a chat that has to call one; unchecked."""
+    constraint = request.constraint
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar(kind=GrammarKind.JSON_SCHEMA, source=constraint.json_schema)
+        case "json_object":
+            return Grammar(kind=GrammarKind.JSON_OBJECT)
+        case "regex":
+            return Grammar(kind=GrammarKind.REGEX, source=constraint.regex)
+        case "ebnf":
+            return Grammar(kind=GrammarKind.EBNF, source=constraint.ebnf)
+        case "choice":
+            options = json.dumps(list(constraint.choice.options), ensure_ascii=False)
+            return Grammar(kind=GrammarKind.CHOICE, source=options)
+    return _of_tools(request.chat)
+
+
+def _of_tools(chat: pb.Chat) -> Grammar | None:
+    """REQUIRED: calls of any tool; NAMED: one call of that tool."""
+    if chat.tool_choice == pb.TOOL_CHOICE_REQUIRED:
+        tools, max_calls = list(chat.tools), None
+    elif chat.tool_choice == pb.TOOL_CHOICE_NAMED:
+        tools, max_calls = [tool for tool in chat.tools if tool.name == chat.tool_name], 1
+    else:
+        return None
+    source = {"tools": [_tool(tool) for tool in tools], "max_calls": max_calls}
+    return Grammar(kind=GrammarKind.TOOL_CALLS, source=json.dumps(source))
+
+
+def _tool(tool: pb.ToolDefinition) -> dict[str, Any]:
+    return {"name": tool.name, "parameters": json.loads(tool.parameters_json) if tool.parameters_json else None}
+
+
+def _violation(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> Violation:
+    kind = request.constraint.WhichOneof("kind")
+    if kind is None:
+        return Violation(field=f"{prefix}chat.tools", description=str(refused))
+    if kind == "choice":
+        return Violation(field=f"{prefix}constraint.choice.options{refused.path}", description=refused.description)
+    return Violation(field=f"{prefix}constraint.{kind}", description=str(refused))

@@ -1,0 +1,171 @@
+"""GRPCInferenceService: one response or a stream of them, and what callers ask of server and model."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import grpc
+from octavo.kserve import inference_pb2 as oip
+from octavo.kserve import inference_pb2_grpc
+
+from gateway.delivery import close, count_finished, count_piece, error_behind
+from gateway.desk import Desk
+from gateway.dialects import kserve_model
+from gateway.dialects.kserve_messages import News, Responses, empty_response, reason_of, streamed
+from gateway.dialects.kserve_request import Asked, check_version, in_callers_names, translate
+from gateway.dialects.kserve_stream import StreamOfRequests, StreamWriter
+from gateway.dialects.kserve_tensors import violation
+from gateway.errors import InvalidRequest
+from gateway.live import LiveRequest
+from gateway.output import Piece
+from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.stream import OutputStream, OutputStreams, StreamState
+from wire.messages import ModelCard
+
+Context = grpc.aio.ServicerContext
+
+
+class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
+        """is_ready: whether a request could be answered now."""
+        self._desk = desk
+        self._is_ready = is_ready
+
+    # ------------------------------------------------------------ requests
+
+    async def ModelInfer(self, request: oip.ModelInferRequest, context: Context) -> oip.ModelInferResponse:
+        """The whole output in one response."""
+        scope = current_rpc.get()
+        asked = await self._translate(request)
+        if asked.streams:
+            raise violation("inputs.stream", "must be false: streams are answered by ModelStreamInfer")
+        live = await self._open(asked, scope, context)
+        try:
+            return await self._whole(asked, live, scope)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
+        """Requests as they come, answered side by side; what goes wrong with one ends that one only."""
+        stream = StreamOfRequests(current_rpc.get(), context, self._desk.meters)
+        await stream.answer(request_iterator, self._answer)
+
+    async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        asked = await self._translate(request)
+        live = await self._open(asked, scope, writer.context)
+        try:
+            await (self._stream if asked.streams else self._send_whole)(asked, live, scope, writer)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def _translate(self, request: oip.ModelInferRequest) -> Asked:
+        return await self._desk.text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize())
+
+    async def _open(self, asked: Asked, scope: RpcScope, context: Context) -> LiveRequest:
+        """The caller's id is no id of ours: Triton's callers use one for several requests at a time."""
+        scope.log_fields["caller_id"] = asked.caller_id[:128]
+        limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
+        try:
+            return await self._desk.open(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+
+    def _responses(self, asked: Asked, live: LiveRequest) -> Responses:
+        named = replace(asked, model=live.card.name)
+        return Responses(named, live, self._desk.models.text_of(live.card).table.all_bytes)
+
+    async def _whole(self, asked: Asked, live: LiveRequest, scope: RpcScope) -> oip.ModelInferResponse:
+        meters, source = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
+        wholes = [Piece(text=asked.prefix_text, token_ids=[], logprobs=[], num_tokens=0) for _ in live.streams]
+        while (news := await source.next()) is not None:
+            index, piece = news
+            if piece is not None:
+                _append(wholes[index], piece)
+                count_piece(meters, live, piece, time.monotonic())
+        scope.tokens_delivered = live.num_tokens
+        reasons = [reason_of(stream) for stream in live.streams]
+        for index, reason in enumerate(reasons):
+            count_finished(meters, live, reason, index)
+        return self._responses(asked, live).next(list(map(News, wholes, reasons)))
+
+    async def _send_whole(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        response = await self._whole(asked, live, scope)
+        await writer.write_of(live, streamed(response, is_final=True))
+
+    async def _stream(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        """A response per piece. The last carries the mark of the end, and the reason; where the end comes after the
+        last piece, it has a response of its own."""
+        meters, responses = self._desk.meters.of_model(live.card.name), self._responses(asked, live)
+        has_ended = False
+        async for piece, has_ended in _pieces(live.stream):
+            now_s = time.monotonic()
+            response = responses.next([News(piece, reason_of(live.stream) if has_ended else "")])
+            await writer.write_of(live, streamed(response, is_final=has_ended))
+            scope.tokens_delivered += piece.num_tokens
+            count_piece(meters, live, piece, now_s)
+        if not has_ended:
+            end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(live.stream))
+            response = empty_response(asked) if asked.wants_empty_final else responses.next([end])
+            await writer.write_of(live, streamed(response, is_final=True))
+        count_finished(meters, live, reason_of(live.stream))
+
+    # ------------------------------------------------------------ server and models
+
+    async def ServerLive(self, request: oip.ServerLiveRequest, context: Context) -> oip.ServerLiveResponse:
+        """It answers."""
+        return oip.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: oip.ServerReadyRequest, context: Context) -> oip.ServerReadyResponse:
+        """Whether a request could be answered now."""
+        return oip.ServerReadyResponse(ready=self._is_ready())
+
+    async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
+        """Unknown models and versions are not ready."""
+        card = self._desk.pool.cards().get(request.name)
+        has_version = request.version in ("", kserve_model.MODEL_VERSION)
+        is_ready = card is not None and has_version and not self._desk.is_draining
+        return oip.ModelReadyResponse(ready=is_ready and card is not None and self._desk.models.is_loaded(card))
+
+    async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Context) -> oip.ServerMetadataResponse:
+        """What this server is."""
+        return kserve_model.server_metadata()
+
+    async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Context) -> oip.ModelMetadataResponse:
+        """A model's tensors."""
+        return kserve_model.model_metadata(self._card(request.name, request.version).name)
+
+    async def ModelConfig(self, request: oip.ModelConfigRequest, context: Context) -> oip.ModelConfigResponse:
+        """A model's tensors in Triton's words."""
+        return kserve_model.model_config(self._card(request.name, request.version).name)
+
+    def _card(self, name: str, version: str) -> ModelCard:
+        check_version(version)
+        if not name:
+            raise violation("name", "must be given")
+        return self._desk.models.resolve(name, self._desk.pool.cards())
+
+
+def _append(whole: Piece, piece: Piece) -> None:
+    whole.text += piece.text
+    whole.logprobs += piece.logprobs
+    whole.num_tokens += piece.num_tokens
+
+
+async def _pieces(stream: OutputStream) -> AsyncIterator[tuple[Piece, bool]]:
+    """Pieces, and whether each is known to be the last; the end may become known only after it."""
+    piece = await stream.next()
+    while piece is not None:
+        if stream.state is StreamState.ENDED:
+            following = await stream.next()
+            yield piece, following is None
+            piece = following
+        else:
+            yield piece, False
+            piece = await stream.next()

@@ -1,0 +1,223 @@
+"""VllmEngine: Generate, Abort, and what a gateway in front of us asks for."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import grpc
+from octavo.v1 import inference_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
+from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
+
+from gateway.delivery import close, count_finished, count_piece, error_behind, pump, pump_all, write
+from gateway.desk import Desk
+from gateway.dialects import vllm_info
+from gateway.dialects.throughput import Throughput
+from gateway.dialects.tokenizer_zip import archive_of
+from gateway.dialects.vllm_kv_events import KvBatches
+from gateway.dialects.vllm_messages import PromptScores, aborted_early, chunk_of, complete_of, fill_logprobs
+from gateway.dialects.vllm_translate import in_callers_names, translate, translate_embed
+from gateway.embedding import Embedder
+from gateway.embedding_events import normalized
+from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
+from gateway.live import LiveRequest
+from gateway.output import Piece
+from gateway.rpc.scope import RpcScope, current_rpc
+from gateway.stream import OutputStreams
+from wire.messages import ModelCard
+
+Context = grpc.aio.ServicerContext
+QUERY_TIMEOUT_S = 2.0
+
+
+class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
+        """is_ready: whether a request could be answered now."""
+        self._desk = desk
+        self._is_ready = is_ready
+        self._started_s = time.monotonic()
+        self._embedder = Embedder(desk)
+        self._throughput = Throughput(now_s=self._started_s)
+
+    # ------------------------------------------------------------ requests
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        """Chunks of new ids, where asked for, and one Complete."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        num_bytes = request.ByteSize()
+        translated = await self._desk.text.run_by_size(lambda: translate(request), num_bytes=num_bytes)
+        try:
+            live = await self._open(translated, scope, context)
+        except RequestAborted:
+            await context.write(aborted_early())
+            return
+        try:
+            # Headers travel with the first message: until then the client's library may retry, and a burst of requests
+            # costs one operation and one packet less each.
+            await (self._stream if request.stream else self._collect)(live, scope, context)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def _open(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> LiveRequest:
+        try:
+            return await self._desk.open(translated, scope, prefix="", timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+
+    async def _stream(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        """An Abort gives every output that is under way what came before it, and an end."""
+        meters, num_prompt_tokens = self._desk.meters.of_model(live.card.name), live.num_prompt_tokens
+        is_open, scores = [True] * len(live.streams), PromptScores(live)
+
+        def chunk(index: int, piece: Piece) -> vllm.GenerateResponse:
+            return chunk_of(piece, num_prompt_tokens, index, scores.take(piece) if index == 0 else None)
+
+        def end(index: int) -> vllm.GenerateResponse:
+            is_open[index] = False
+            return self._end(live, index)
+
+        with contextlib.suppress(RequestAborted):
+            if live.further:
+                await pump_all(live, scope, context, meters, chunk, end)
+            else:
+                await pump(live, scope, context, meters, lambda piece: chunk(0, piece))
+        for index in [index for index, is_it in enumerate(is_open) if is_it]:
+            await write(live, context, end(index))
+
+    async def _collect(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        meters, streams = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
+        pieces: list[list[Piece]] = [[] for _ in live.streams]
+        with contextlib.suppress(RequestAborted):
+            while (news := await streams.next()) is not None:
+                index, piece = news
+                if piece is not None:
+                    pieces[index].append(piece)
+                    count_piece(meters, live, piece, time.monotonic())
+        for index, of_it in enumerate(pieces):
+            await write(live, context, self._whole(live, index, of_it))
+        scope.tokens_delivered = sum(piece.num_tokens for of_it in pieces for piece in of_it)
+
+    def _whole(self, live: LiveRequest, index: int, pieces: list[Piece]) -> vllm.GenerateResponse:
+        response, scores = self._end(live, index), PromptScores(live)
+        for piece in pieces:
+            response.complete.output_ids.extend(piece.token_ids)
+            if piece.logprobs:
+                fill_logprobs(response.complete.output_logprobs, piece.logprobs)
+            if index == 0 and (whole := scores.take(piece)) is not None:
+                response.complete.input_logprobs.CopyFrom(whole)
+        return response
+
+    def _end(self, live: LiveRequest, index: int) -> vllm.GenerateResponse:
+        response = complete_of(live, index)
+        reason = response.complete.finish_reason
+        current_rpc.get().log_fields["finish_reason"] = reason
+        if reason != "abort":
+            count_finished(self._desk.meters.of_model(live.card.name), live, reason, index)
+        return response
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        """End the caller's requests of this gateway; ids that are not in flight are no error."""
+        caller = current_rpc.get().caller
+        for request_id in request.request_ids:
+            self._desk.abort(request_id, caller)
+        return vllm.AbortResponse()
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        """One prompt's vector."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        num_bytes = request.ByteSize()
+        translated = await self._desk.text.run_by_size(lambda: translate_embed(request), num_bytes=num_bytes)
+        try:
+            card, embedded = await self._embedder.embed(translated, scope, timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+        (each,) = embedded
+        scope.log_fields |= {"model": card.name, "prompt_tokens": each.num_prompt_tokens}
+        values = normalized(each.vector_D).tolist()
+        return vllm.EmbedResponse(embedding=values, prompt_tokens=each.num_prompt_tokens, embedding_dim=len(values))
+
+    # ------------------------------------------------------------ the server
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
+        """Whether a request could be answered now."""
+        healthy = self._is_ready()
+        return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+        """The one model that is served; the dialect has no name for several."""
+        card = self._card()
+        return vllm_info.model_info(card, self._desk.models.files_of(card))
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
+        """Of this gateway and the workers behind it."""
+        return vllm_info.server_info(
+            self._desk.pool.workers(),
+            num_requests=self._desk.admission.counts().num_entered,
+            is_draining=self._desk.is_draining,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
+        """All workers as one rank."""
+        total = sum(meters.generation_tokens for meters in self._desk.meters.models.values())
+        tokens_per_s = self._throughput.read(total, now_s=time.monotonic())
+        return vllm_info.loads(self._desk.pool.workers(), tokens_per_s=tokens_per_s)
+
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
+        """The tokenizer's files as a zip in chunks, its digest with the last."""
+        files = self._desk.models.files_of(self._card())
+        archive = await self._desk.text.run(lambda: archive_of(files))
+        for data, sha256 in archive.chunks():
+            await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
+        """Forget cached prefixes that no request uses. There is no need to wait for idleness, so timeout_s says
+        nothing."""
+        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
+        num_workers, num_blocks = len(self._desk.pool.workers()), sum(reply.num_flushed_blocks for _, reply in replies)
+        message = f"{num_blocks} blocks of {len(replies)} of {num_workers} workers"
+        return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
+
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
+        """Which prefixes of the caller's own the workers hold, as one rank: first all of them, then what changes. A
+        number to resume from is answered with all of them too, so that nothing has to be kept for it."""
+        pool, card, batches = self._desk.pool, self._card(), KvBatches()
+        self._desk.check_open()
+        subscription = pool.follow_blocks(card.name, self._desk.salt_of(current_rpc.get(), ""))
+        try:
+            while True:
+                await self._write_batch(batches.of(await subscription.next()), context)
+        finally:
+            pool.leave_blocks(card.name, subscription)
+
+    async def _write_batch(self, batch: common.KvEventBatch, context: Context) -> None:
+        limit_s = self._desk.limits.write_stall_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(batch)
+        except TimeoutError:
+            raise SlowConsumer(f"a batch waited for more than {limit_s:g} s to be read") from None
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
+        """Not offered."""
+        await _refuse(context, "StartProfile")
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
+        """Not offered."""
+        await _refuse(context, "StopProfile")
+
+    def _card(self) -> ModelCard:
+        return self._desk.models.resolve("", self._desk.pool.cards())
+
+
+async def _refuse(context: Context, method: str) -> None:
+    """As a server that does not know the method."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")

@@ -1,0 +1,139 @@
+"""A VllmEngine request as the octavo.v1 request that means the same, and its violations under the caller's names."""
+
+from typing import Any
+
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+
+from gateway.dialects.vllm_fields import check_embed_served, check_served
+from gateway.errors import InvalidRequest, Violation
+from gateway.validation.generate import check_embed, check_generate
+
+_UINT64 = (1 << 64) - 1
+_NO_SEED = -1  # vLLM's word for "draw one"
+
+# octavo.v1 -> here; the first prefix that fits.
+_PATHS = (
+    ("token_ids.ids", "tokenized.input_ids"),
+    ("inputs[0].token_ids.ids", "tokenized.input_ids"),
+    ("inputs", "tokenized"),
+    ("sampling.", "sampling_params."),
+    ("constraint.ebnf", "sampling_params.grammar"),
+    ("constraint.choice.options", "sampling_params.choice.choices"),
+    ("constraint.", "sampling_params."),
+    ("truncate_prompt_tokens", "sampling_params.truncate_prompt_tokens"),
+    ("num_outputs", "sampling_params.n"),
+    ("stop.strings", "sampling_params.stop"),
+    ("stop.token_ids", "sampling_params.stop_token_ids"),
+    ("stop.", "sampling_params."),
+    ("output.", "sampling_params."),
+)
+
+
+def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
+    """Checked. Raises InvalidRequest naming the caller's fields."""
+    check_served(request)
+    translated = pb.GenerateRequest(
+        request_id=request.request_id,
+        sampling=_sampling(request.sampling_params),
+        stop=_stop(request.sampling_params),
+        output=_output(request.sampling_params),
+        constraint=_constraint(request.sampling_params),
+        **_input(request),
+    )
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        translated.truncate_prompt_tokens = request.sampling_params.truncate_prompt_tokens
+    if request.sampling_params.n > 1:
+        translated.num_outputs = request.sampling_params.n
+    try:
+        check_generate(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
+    """Checked: the last token's vector, of length 1. Raises InvalidRequest naming the caller's fields."""
+    check_embed_served(request)
+    token_ids = common_pb2.TokenIds(ids=request.tokenized.input_ids)
+    translated = pb.EmbedRequest(request_id=request.request_id, inputs=[pb.EmbedInput(token_ids=token_ids)])
+    try:
+        check_embed(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def in_callers_names(error: InvalidRequest) -> InvalidRequest:
+    """The same violations with the paths of this dialect."""
+    return InvalidRequest(
+        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
+    )
+
+
+def _path(path: str) -> str:
+    for theirs, ours in _PATHS:
+        if path.startswith(theirs):
+            return ours + path.removeprefix(theirs)
+    return path
+
+
+def _input(request: vllm.GenerateRequest) -> dict[str, Any]:
+    kind = request.WhichOneof("input")
+    if kind == "text":
+        return {"text": request.text}
+    return {"token_ids": common_pb2.TokenIds(ids=request.tokenized.input_ids)} if kind else {}
+
+
+def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
+    """Zero is unset in proto3, and unset means neutral here, never a default of the model."""
+    sampling = pb.SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),  # a copy: the keys are of another type there
+    )
+    if params.HasField("seed") and params.seed != _NO_SEED:
+        sampling.seed = params.seed & _UINT64
+    return sampling
+
+
+def _constraint(params: vllm.SamplingParams) -> pb.Constraint | None:
+    match params.WhichOneof("constraint"):
+        case None:
+            return None
+        case "grammar":
+            return pb.Constraint(ebnf=params.grammar)
+        case "choice":
+            return pb.Constraint(choice=pb.Choice(options=params.choice.choices))
+        case kind:
+            return pb.Constraint(**{kind: getattr(params, kind)})
+
+
+def _stop(params: vllm.SamplingParams) -> pb.StopConditions:
+    return pb.StopConditions(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens or None,
+        strings=params.stop,
+        token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _output(params: vllm.SamplingParams) -> pb.OutputOptions:
+    """Ids only; text is made where stop strings have to be seen in it, and not sent."""
+    output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    if params.HasField("logprobs"):
+        output.logprobs = params.logprobs
+    if params.HasField("prompt_logprobs"):
+        output.prompt_logprobs = params.prompt_logprobs
+        output.return_prompt = True  # log-probabilities travel together with their tokens
+    if params.stop:
+        output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
+        output.skip_special_tokens = params.skip_special_tokens
+    return output

@@ -1,0 +1,171 @@
+"""Embed: every input is a request of its own to the workers, a bounded number of them at a time.
+
+Must not know how answers travel.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+from octavo.v1 import inference_pb2 as pb
+
+from gateway.deadline import BACKSTOP_S
+from gateway.desk import Desk, Held, until
+from gateway.embedding_sink import Embedded, SentInput, VectorSink
+from gateway.errors import ExceedsCapacity, InvalidRequest, Violation
+from gateway.rpc.scope import RpcScope
+from gateway.validation.chat import chat_input
+from gateway.validation.generate import check_capacity, check_context, check_ids
+from gateway.workers.errors import WorkerBusy, WorkerGone
+from gateway.workers.views import RunRequest
+from wire.messages import ModelCard, Pooling, Sampling
+
+WINDOW = 64  # inputs of one call that workers have at a time
+_MAX_CHOICES = 3  # a worker may leave between the choice and the send
+_NO_SAMPLING = Sampling(temperature=0.0, ignore_eos=True)
+_POOLINGS = {
+    pb.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
+    pb.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
+    pb.POOLING_MEAN: Pooling.MEAN,
+}
+
+
+class Embedder:
+    """One per gateway; every method on its event loop."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def embed(
+        self, request: pb.EmbedRequest, scope: RpcScope, *, timeout_s: float | None
+    ) -> tuple[ModelCard, list[Embedded]]:
+        """A validated request's vectors, in the order of its inputs. timeout_s: what remains of the caller's time.
+        Raises RequestError, TextError, PoolError; then nothing runs any more."""
+        desk = self._desk
+        desk.check_open()
+        card = desk.models.resolve(request.model, desk.pool.cards())
+        scope.model = card.name
+        scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
+        end_s = _end_s(request, scope, timeout_s)
+        with desk.hold(scope) as held:
+            async with until(end_s):
+                prompts = await self._prompts(request, card)
+            desk.quotas.reserve(scope.key, sum(map(len, prompts)), round(time.monotonic() * 1e9))
+            async with until(None if end_s is None else end_s + BACKSTOP_S):
+                return card, await self._run(request, card, prompts, scope, end_s, held)
+
+    async def _prompts(self, request: pb.EmbedRequest, card: ModelCard) -> list[np.ndarray]:
+        prompts = []
+        for index, each in enumerate(request.inputs):
+            path = f"inputs[{index}]."
+            ids_T = await self._prompt_ids(each, card, path, keep=request.truncate_prompt_tokens)
+            if not len(ids_T):
+                raise InvalidRequest((Violation(field=f"{path}input", description="gives no tokens"),))
+            try:
+                check_context(len(ids_T), 1, card)
+            except ExceedsCapacity as error:
+                raise ExceedsCapacity(f"inputs[{index}]: {error}") from None
+            prompts.append(ids_T)
+        return prompts
+
+    async def _prompt_ids(self, each: pb.EmbedInput, card: ModelCard, path: str, *, keep: int) -> np.ndarray:
+        """int32 [T]. keep: so many last tokens; 0: all."""
+        kind = each.WhichOneof("input")
+        if kind == "token_ids":
+            ids = each.token_ids.ids
+            return check_ids(ids[-keep:] if keep else ids, card.vocab_size, f"{path}token_ids.ids")
+        text, max_bytes = self._desk.models.text_of(card), self._desk.limits.max_prompt_bytes
+        if kind == "text":
+            encoded = await self._desk.text.run(lambda: text.encode(each.text, max_bytes=max_bytes))
+        else:
+            chat = chat_input(each.chat)
+            encoded = await self._desk.text.run(lambda: text.encode_chat(chat, max_bytes=max_bytes))
+        return encoded.ids_T[-keep:] if keep else encoded.ids_T
+
+    async def _run(
+        self,
+        request: pb.EmbedRequest,
+        card: ModelCard,
+        prompts: Sequence[np.ndarray],
+        scope: RpcScope,
+        end_s: float | None,
+        held: Held,
+    ) -> list[Embedded]:
+        salt = self._desk.salt_of(scope, request.cache_salt)
+        sent: list[SentInput] = []
+        try:
+            for index, ids_T in enumerate(prompts):
+                await self._wait_for_room(sent)
+                run = RunRequest(
+                    request_id=f"{scope.request_id}/{index}",
+                    prompt_ids=ids_T,
+                    sampling=_NO_SAMPLING,
+                    priority=request.priority,
+                    cache_salt=salt,
+                    timeout_s=None if end_s is None else max(0.001, end_s - time.monotonic()),
+                    pooling=_POOLINGS[request.pooling],
+                    tenant=self._desk.label_of(scope),
+                    weight=scope.caller.weight,
+                )
+                sent.append(await self._send(run, card, scope, sent))
+                scope.worker_id = sent[-1].sink.worker_id
+            embedded = [await each.result() for each in sent]
+            held.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
+            return embedded
+        finally:
+            for each in sent:
+                if each.is_running:
+                    self._desk.pool.cancel(each.handle)
+                    each.sink.outcome.cancel()
+                elif not each.sink.outcome.cancelled():
+                    each.sink.outcome.exception()  # looked at: the first one was raised
+
+    async def _wait_for_room(self, sent: Sequence[SentInput]) -> None:
+        while len(running := _running(sent)) >= WINDOW:
+            await _first_of(running)
+
+    async def _send(self, run: RunRequest, card: ModelCard, scope: RpcScope, sent: Sequence[SentInput]) -> SentInput:
+        """To some worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
+        num_gone = 0
+        while True:
+            try:
+                return self._try_send(run, card, scope)
+            except WorkerGone:
+                num_gone += 1
+                if num_gone == _MAX_CHOICES:
+                    raise
+            except WorkerBusy:
+                if not (running := _running(sent)):
+                    raise
+                await _first_of(running)
+
+    def _try_send(self, run: RunRequest, card: ModelCard, scope: RpcScope) -> SentInput:
+        pool, num_tokens = self._desk.pool, len(run.prompt_ids)
+        worker = pool.choose(card.name, run.prompt_ids, run.cache_salt)
+        check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
+        sink = VectorSink(worker.worker_id, on_started=lambda: self._desk.quotas.started(scope.key))
+        handle = pool.open(worker, run, sink)
+        meters = self._desk.meters.of_model(card.name)
+        meters.started += 1
+        meters.prompt_tokens += num_tokens
+        return SentInput(handle=handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+
+
+def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | None) -> float | None:
+    timeouts = [] if wire_timeout_s is None else [wire_timeout_s]
+    if request.HasField("timeout_s"):
+        timeouts.append(request.timeout_s)
+    return scope.started_s + min(timeouts) if timeouts else None
+
+
+def _running(sent: Sequence[SentInput]) -> list[SentInput]:
+    return [each for each in sent if each.is_running]
+
+
+async def _first_of(running: Sequence[SentInput]) -> None:
+    """Raises what ended one of them, if that was an error."""
+    done, _ = await asyncio.wait([each.sink.outcome for each in running], return_when=asyncio.FIRST_COMPLETED)
+    for outcome in done:
+        outcome.result()

@@ -1,0 +1,207 @@
+"""What can go wrong with a request, by whose fault, and the one table that maps it to gRPC.
+
+Exception classes here and in `gateway.text` and `gateway.workers` know no statuses; `row_of` is used in one place only
+(`gateway.rpc.status`). Reasons are the names of octavo.v1.ErrorReason without their prefix.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+
+from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, UnsupportedTokenizer
+from gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
+from wire.codec import MessageTooLarge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A field of the request: its path (``sampling.temperature``, ``chat.messages[2].role``) and what is wrong."""
+
+    field: str
+    description: str
+
+
+class RequestError(Exception):
+    """Base; the message is for the caller."""
+
+
+class InvalidRequest(RequestError):
+    """Fields are missing, unknown, out of range or not supported."""
+
+    def __init__(self, violations: tuple[Violation, ...]) -> None:
+        first = violations[0]
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        super().__init__(f"{first.field}: {first.description}{more}")
+        self.violations = violations
+
+
+class MalformedMessage(RequestError):
+    """The request's bytes are no message of its type."""
+
+
+class ExceedsCapacity(RequestError):
+    """The request can never fit, even alone."""
+
+
+class ModelNotFound(RequestError):
+    """No worker serves a model of that name."""
+
+
+class DuplicateRequest(RequestError):
+    """The id is in flight."""
+
+
+class QueueFull(RequestError):
+    """No room now."""
+
+
+class Unauthenticated(RequestError):
+    """Nobody knows who calls."""
+
+
+class PermissionDenied(RequestError):
+    """The caller is known and may not do this."""
+
+
+class TenantLimit(RequestError):
+    """The caller's tenant has reached its own limit. retry_after_ms: when there is room again, None for unknown."""
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class WorkerLost(RequestError):
+    """The worker went away."""
+
+
+class WorkerStalled(RequestError):
+    """The worker stopped making steps."""
+
+
+class Draining(RequestError):
+    """This gateway, or the worker, shuts down."""
+
+
+class DeadlinePassed(RequestError):
+    """The caller's deadline is over."""
+
+
+class RequestAborted(RequestError):
+    """An operator ended the request."""
+
+
+class NumericalFault(RequestError):
+    """The logits of this request were not finite."""
+
+
+class Poisoned(RequestError):
+    """Two workers in turn died of this request."""
+
+
+class EngineFailed(RequestError):
+    """The forward pass failed."""
+
+
+class DeviceOutOfMemory(RequestError):
+    """Device memory ran out for this request."""
+
+
+class SlowConsumer(RequestError):
+    """The caller does not read its stream."""
+
+
+class ConstraintFailed(RequestError):
+    """The worker could not follow the constraint on the output."""
+
+
+class InternalDefect(RequestError):
+    """A defect of ours; what it was stands in the log."""
+
+
+class Retry(Enum):
+    """Whether a refusal carries `grpc-retry-pushback-ms`."""
+
+    LATER = "later"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRow:
+    """One class of errors, as callers see it."""
+
+    code: grpc.StatusCode
+    reason: str
+    retry: Retry = Retry.NEVER
+
+
+_C = grpc.StatusCode
+INTERNAL = ErrorRow(code=_C.INTERNAL, reason="INTERNAL")
+ERROR_TABLE: dict[type[Exception], ErrorRow] = {
+    InvalidRequest: ErrorRow(code=_C.INVALID_ARGUMENT, reason="INVALID_FIELD"),
+    # gRPC's own code for unparseable requests (its C core and other languages' servers answer so themselves).
+    MalformedMessage: ErrorRow(code=_C.INTERNAL, reason="INVALID_FIELD"),
+    PromptTooLong: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
+    ExceedsCapacity: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
+    MessageTooLarge: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),  # of the wire
+    TemplateError: ErrorRow(code=_C.INVALID_ARGUMENT, reason="TEMPLATE"),
+    ModelNotFound: ErrorRow(code=_C.NOT_FOUND, reason="MODEL_NOT_FOUND"),
+    Unauthenticated: ErrorRow(code=_C.UNAUTHENTICATED, reason="UNAUTHENTICATED"),
+    PermissionDenied: ErrorRow(code=_C.PERMISSION_DENIED, reason="PERMISSION_DENIED"),
+    TenantLimit: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="TENANT_LIMIT", retry=Retry.LATER),
+    DuplicateRequest: ErrorRow(code=_C.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"),
+    UnsupportedTokenizer: ErrorRow(code=_C.FAILED_PRECONDITION, reason="TOKENIZER"),
+    QueueFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
+    TextQueueFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
+    WorkerBusy: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
+    FeedFull: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry=Retry.LATER),
+    FeedCut: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="SLOW_CONSUMER", retry=Retry.LATER),
+    SlowConsumer: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="SLOW_CONSUMER", retry=Retry.LATER),
+    DeviceOutOfMemory: ErrorRow(code=_C.RESOURCE_EXHAUSTED, reason="OUT_OF_MEMORY", retry=Retry.LATER),
+    NoWorker: ErrorRow(code=_C.UNAVAILABLE, reason="NO_WORKER", retry=Retry.LATER),
+    WorkerLost: ErrorRow(code=_C.UNAVAILABLE, reason="WORKER_LOST", retry=Retry.LATER),
+    WorkerGone: ErrorRow(code=_C.UNAVAILABLE, reason="WORKER_LOST", retry=Retry.LATER),
+    WorkerStalled: ErrorRow(code=_C.UNAVAILABLE, reason="WORKER_STALLED", retry=Retry.LATER),
+    Draining: ErrorRow(code=_C.UNAVAILABLE, reason="DRAINING", retry=Retry.LATER),
+    DeadlinePassed: ErrorRow(code=_C.DEADLINE_EXCEEDED, reason="DEADLINE"),
+    RequestAborted: ErrorRow(code=_C.ABORTED, reason="ABORTED"),
+    NumericalFault: ErrorRow(code=_C.INTERNAL, reason="NUMERICAL"),
+    Poisoned: ErrorRow(code=_C.INTERNAL, reason="POISONED"),
+    EngineFailed: ErrorRow(code=_C.INTERNAL, reason="ENGINE_ERROR"),
+    ConstraintFailed: ErrorRow(code=_C.INVALID_ARGUMENT, reason="CONSTRAINT"),
+    InternalDefect: INTERNAL,
+}
+
+# What a worker may name in Finished.error, and the pool in on_lost.
+_BY_REASON: dict[str, type[RequestError]] = {
+    ERROR_TABLE[kind].reason: kind
+    for kind in (
+        ExceedsCapacity,
+        QueueFull,
+        WorkerLost,
+        WorkerStalled,
+        Draining,
+        DeadlinePassed,
+        RequestAborted,
+        NumericalFault,
+        Poisoned,
+        EngineFailed,
+        DeviceOutOfMemory,
+        ConstraintFailed,
+    )
+}
+
+
+def row_of(error: Exception) -> ErrorRow:
+    """The table's row of the nearest class; INTERNAL for everything else."""
+    for kind in type(error).__mro__:
+        if kind in ERROR_TABLE:
+            return ERROR_TABLE[kind]
+    return INTERNAL
+
+
+def from_reason(reason: str, detail: str) -> RequestError:
+    """The error that a worker, or the pool, reported by name; a name that they may not use is our defect."""
+    kind = _BY_REASON.get(reason, InternalDefect)
+    return kind(detail or f"the worker reported {reason}")

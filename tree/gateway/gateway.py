@@ -1,0 +1,234 @@
+"""One gateway: owns every part and every task; starts, drains, stops them in order.
+
+start: pool (workers may register) -> tasks -> listeners
+drain: health NOT_SERVING -> new requests refused -> those in flight finish, or end with DRAINING after the grace
+stop:  listeners (GOAWAY) -> tasks -> pool -> metrics
+"""
+
+import asyncio
+import contextlib
+
+import grpc
+import structlog
+from grpc_reflection.v1alpha import reflection
+from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+
+from gateway.access.door import Door
+from gateway.access.keeper import Keeper
+from gateway.access.prefix_salt import PrefixSalt
+from gateway.config import Dialects, GatewayConfig
+from gateway.desk import Desk
+from gateway.dialects import kserve, vllm
+from gateway.errors import Draining
+from gateway.garbage import GarbageWatch
+from gateway.meters import GatewayMeters
+from gateway.metrics import GatewayCollector, registry_of
+from gateway.metrics_http import MetricsEndpoint
+from gateway.models import ServedModels
+from gateway.rpc.addresses import check_admin, check_exposure
+from gateway.rpc.guard import Guard
+from gateway.rpc.readiness import Readiness
+from gateway.rpc.server import bind, new_server
+from gateway.servicers.admin import AdminServicer
+from gateway.servicers.inference import InferenceServicer
+from gateway.servicers.model import ModelServicer
+from gateway.text.service import TextService
+from gateway.ticker import measure_loop_lag, refresh, report
+from gateway.workers.pool import WorkerPool
+
+_log = structlog.get_logger(__name__)
+_HEALTH = "grpc.health.v1.Health"
+_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _HEALTH)
+_END_S = 2.0  # for streams that were ended to write their status
+_POLL_S = 0.02
+
+
+class Gateway:
+    """Create, start and stop it on one event loop. listen_address, admin_address, metrics_port: what was bound."""
+
+    def __init__(self, config: GatewayConfig, *, pool: WorkerPool | None = None) -> None:
+        """pool: for tests; made from the configuration otherwise."""
+        self.config = config
+        self.meters = GatewayMeters()
+        self.models = ServedModels()
+        self.pool = pool or WorkerPool(config.workers, on_model=self.models.on_model)
+        self.text = TextService(num_threads=config.limits.tokenizer_threads, max_waiting=config.limits.max_tokenizing)
+        self.desk = Desk(
+            pool=self.pool,
+            models=self.models,
+            text=self.text,
+            limits=config.limits,
+            meters=self.meters,
+            receipt_timeout_s=config.stop_receipt_timeout_s,
+            prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
+        )
+        self.keeper = Keeper(config.access)
+        self.collector = GatewayCollector(
+            self.meters, lambda: getattr(self.pool, "stats", None), reloads=self.keeper.reloads
+        )
+        self.readiness = Readiness(self.is_ready)
+        self.listen_address = ""
+        self.admin_address = ""
+        self.metrics_port: int | None = None
+        self.drained = asyncio.Event()
+        self._servers: list[grpc.aio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drain_task: asyncio.Task[None] | None = None
+        self._metrics: MetricsEndpoint | None = None
+        self._guard = self._new_guard(self.keeper.door)
+
+    def is_ready(self) -> bool:
+        """Whether a request could be answered now."""
+        if self.desk.is_draining:
+            return False
+        return any(self.models.is_loaded(card) for card in self.pool.cards().values())
+
+    async def start(self) -> None:
+        """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's start raises; then
+        all is closed."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        self.keeper.load()
+        self.pool.on_change(self.readiness.changed)
+        self.models.on_change(self.readiness.changed)
+        await self.pool.start()
+        self._tasks = [
+            asyncio.create_task(self.readiness.run(), name="readiness"),
+            asyncio.create_task(self.keeper.run(), name="keeper"),
+            asyncio.create_task(refresh(self.desk, self.collector), name="refresh"),
+            asyncio.create_task(report(self.desk), name="report"),
+            *self._watch_process(),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_log_defect)
+        await self._listen()
+        _log.info(
+            "listening", address=self.listen_address, admin=self.admin_address or None, metrics_port=self.metrics_port
+        )
+
+    def _watch_process(self) -> list["asyncio.Task[None]"]:
+        return [
+            asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
+            asyncio.create_task(GarbageWatch().run(), name="garbage"),
+        ]
+
+    async def _listen(self) -> None:
+        config = self.config
+        if config.metrics_address is not None:
+            check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
+            self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
+            self.metrics_port = self._metrics.port
+        server = new_server(config, self._guard)
+        self._servers.append(server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        self.readiness.attach(server)
+        dialects = self._attach_dialects(server)
+        reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
+        self.listen_address = bind(server, config, config.listen_address, self.keeper.listener(), setting="--port")
+        if config.admin_address is not None:
+            self._servers.append(self._admin_server(config.admin_address))
+        if config.status_address is not None:
+            self._servers.append(self._status_server(config.status_address))
+        for each in self._servers:
+            await each.start()
+
+    def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        """Names of the services that were added."""
+        if self.config.dialects is Dialects.NONE:
+            return ()
+        dialects = (kserve, vllm) if vllm.is_installed() else (kserve,)
+        for dialect in dialects:
+            dialect.attach(server, self.desk, self.is_ready)
+            self.readiness.add(dialect.SERVICE)
+        return tuple(dialect.SERVICE for dialect in dialects)
+
+    def _admin_server(self, address: str) -> grpc.aio.Server:
+        check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
+        server = new_server(self.config, self._guard)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.begin_drain), server)
+        self.readiness.attach(server)
+        reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
+        self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
+        return server
+
+    def _new_guard(self, door: Door) -> Guard:
+        limits = self.config.limits
+        return Guard(
+            self.meters,
+            pushback_ms=limits.pushback_ms,
+            door=door,
+            max_metadata_bytes=limits.max_metadata_bytes,
+            message_timeout_s=self.config.connection.message_timeout_s,
+        )
+
+    def _status_server(self, address: str) -> grpc.aio.Server:
+        """Health and models for the supervisor, on a socket in the run directory: closed to all but our user."""
+        server = new_server(self.config, self._new_guard(Door()))
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        self.readiness.attach(server)
+        bind(server, self.config, address, None, setting="the status socket")
+        return server
+
+    def begin_drain(self, grace_s: float | None = None) -> None:
+        """Start to drain; `drained` is set when nothing is in flight any more. A second call changes nothing."""
+        if self._drain_task is None:
+            grace_s = self.config.drain_grace_s if grace_s is None else grace_s
+            self._drain_task = asyncio.create_task(self._drain(grace_s), name="drain")
+            self._drain_task.add_done_callback(_log_defect)
+
+    async def _drain(self, grace_s: float) -> None:
+        _log.info("draining", in_flight=self.desk.admission.counts().num_entered, grace_s=grace_s)
+        self.desk.is_draining = True  # readiness is false from here on
+        await self.readiness.publish()
+        try:
+            if not await self._empty_within(grace_s):
+                ended = self.desk.fail_all(Draining("this gateway shuts down and its grace is over"))
+                _log.warning("ended by drain", requests=ended)
+                await self._empty_within(_END_S)
+        finally:
+            self.drained.set()
+
+    async def _empty_within(self, limit_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        while self.desk.admission.counts().num_entered:
+            if loop.time() >= end_s:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def stop(self) -> None:
+        """At once; streams that are still open end with DRAINING. Idempotent."""
+        self.desk.is_draining = True
+        if self.desk.fail_all(Draining("this gateway shuts down")):
+            await self._empty_within(_END_S)
+        await self.readiness.close()
+        await asyncio.gather(*(server.stop(0.5) for server in self._servers))
+        self._servers.clear()
+        await self._cancel_tasks()
+        await self.pool.close()
+        await self.models.close()
+        self.text.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+            self._metrics = None
+        self.drained.set()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = [*self._tasks, *([self._drain_task] if self._drain_task else [])]
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+
+def _log_defect(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("defect", task=task.get_name(), exc_info=error)

@@ -1,0 +1,93 @@
+"""Entry point of a gateway process. Imports no torch."""
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable
+
+import structlog
+
+from gateway import grpc_logging  # noqa: F401  (before grpc)
+from gateway.access.file_errors import AccessFileError
+from gateway.config import AccessConfig, GatewayConfig
+from gateway.gateway import Gateway
+from gateway.logs import configure_logs
+from wire.keys import KeyFileError
+from wire.run_dir import RunDirError
+
+_log = structlog.get_logger(__name__)
+
+
+_GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway makes a few per message, all short-lived
+
+
+def main(config: GatewayConfig) -> int:
+    """Serve until SIGTERM, SIGINT or AdminService.Drain (drain first; a second signal stops at once). Exit code: 0
+    stopped as asked, 1 could not start."""
+    writer = configure_logs(config.log_format, config.log_level)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config))
+    finally:
+        writer.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, asyncio's own elsewhere."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(config: GatewayConfig) -> int:
+    gateway = Gateway(config)
+    stop_now = asyncio.Event()
+    _install_signals(gateway, stop_now)
+    try:
+        await gateway.start()
+    except (
+        OSError,
+        ValueError,
+        RunDirError,
+        KeyFileError,
+        AccessFileError,
+    ) as error:  # each says what is wrong, and where
+        _log.error("cannot start", error=str(error))
+        return 1
+    gc.collect()
+    gc.freeze()  # what lives for ever need not be walked again and again
+    gc.set_threshold(_GC_THRESHOLD)
+    try:
+        await _first_of(gateway.drained, stop_now)
+    finally:
+        await gateway.stop()
+    _log.info("stopped")
+    return 0
+
+
+def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            stop_now.set()
+        asked = True
+        gateway.begin_drain()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if gateway.config.access != AccessConfig():  # else a hangup ends the process, as it always has
+        loop.add_signal_handler(signal.SIGHUP, gateway.keeper.reload)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

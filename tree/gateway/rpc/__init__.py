@@ -1,0 +1,1 @@
+"""Around every RPC: its scope, the outermost guard, statuses and trailers, health, server options."""

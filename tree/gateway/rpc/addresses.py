@@ -1,0 +1,56 @@
+"""Addresses to listen at, and who can reach them."""
+
+import ipaddress
+
+from gateway.config import AccessConfig, Exposure
+
+
+class AddressError(ValueError):
+    """An address that is malformed, or exposed without being meant to be."""
+
+
+class BindError(OSError):
+    """An address that cannot be listened at. setting: the flags that it comes from."""
+
+    def __init__(self, setting: str, address: str) -> None:
+        super().__init__(f"{setting} {address} cannot be bound: is another process listening there?")
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """("127.0.0.1", 9090) of "127.0.0.1:9090"; brackets of IPv6 removed. Raises AddressError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise AddressError(f"{address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can reach it: loopback, or a Unix socket."""
+    if address.startswith("unix:"):
+        return True
+    host, _ = split_host_port(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may mean anything
+
+
+def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
+    """Raises AddressError where plain text would leave this host without having been asked for. setting: the flags
+    that the address comes from, for the message."""
+    if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
+        raise AddressError(
+            f"{setting} {address} can be reached from other hosts, and there is no TLS: give --tls-cert-file and "
+            "--tls-key-file, use a loopback address or a unix: socket, or allow plain text with --exposure insecure"
+        )
+
+
+def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setting: str) -> None:
+    """Raises AddressError where other hosts could administer this one without saying who they are."""
+    if exposure is Exposure.LOOPBACK_ONLY and not access.knows_callers and not is_local(address):
+        raise AddressError(
+            f"{setting} {address} can be reached from other hosts, and nobody is asked who they are: "
+            "give --api-keys-file, use a loopback address, or allow it with --exposure insecure"
+        )

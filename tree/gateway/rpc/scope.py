@@ -1,0 +1,37 @@
+"""What is known of the RPC that the current task answers.
+
+A context variable, because the guard stands around handlers of libraries too (health, reflection), whose signatures
+have no room for it, and because log lines pick up the same context.
+"""
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from gateway.access.caller import ANYBODY, Caller
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RpcScope:
+    """Filled in on the way; read by the guard for trailers, metrics and the log line at the end.
+
+    started_s: monotonic. tokens_delivered: generated tokens in messages that were sent.
+    """
+
+    method: str
+    caller: Caller = ANYBODY
+    # Looked up when it is called, not when the class is made: a simulation has a clock of its own.
+    started_s: float = field(default_factory=lambda: time.monotonic())
+    request_id: str = ""
+    model: str = ""
+    worker_id: str = ""
+    tokens_delivered: int = 0
+    log_fields: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The request's id as no other tenant can have it."""
+        return self.caller.key_of(self.request_id)
+
+
+current_rpc: ContextVar[RpcScope] = ContextVar("current_rpc")

@@ -1,0 +1,57 @@
+"""The gRPC server: its options, and the ports that it binds."""
+
+import grpc
+
+from gateway.config import GatewayConfig, PortSharing
+from gateway.rpc.addresses import BindError, check_exposure
+from gateway.rpc.guard import Guard
+from gateway.rpc.tls import TlsListener
+
+_SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
+
+
+def server_options(config: GatewayConfig) -> list[tuple[str, int]]:
+    """Channel arguments of gRPC's C core (grpc/impl/channel_arg_names.h)."""
+    limits, connection = config.limits, config.connection
+    return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", limits.max_metadata_bytes // 2),  # above it refusals are likely …
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),  # … and above this one certain
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        ("grpc.keepalive_time_ms", _ms(connection.keepalive_time_s)),
+        ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
+        # A ping that measures bandwidth holds the keepalive's back, for a minute unless this says otherwise.
+        ("grpc.http2.ping_timeout_ms", _ms(connection.keepalive_timeout_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),
+        ("grpc.http2.max_ping_strikes", connection.max_ping_strikes),
+        ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),
+        ("grpc.http2.settings_timeout", _ms(connection.settings_timeout_s)),
+        ("grpc.so_reuseport", int(config.port_sharing is PortSharing.SHARED)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def new_server(config: GatewayConfig, guard: Guard) -> grpc.aio.Server:
+    """Not started, bound to nothing. Call on the event loop that it will run on."""
+    return grpc.aio.server(
+        interceptors=(guard,),
+        options=server_options(config),
+        maximum_concurrent_rpcs=config.limits.max_requests + _SPARE_RPCS,
+    )
+
+
+def bind(server: grpc.aio.Server, config: GatewayConfig, address: str, tls: TlsListener | None, *, setting: str) -> str:
+    """Listen; the address with the port that was bound. tls None: in plain text. setting: the flags that the address
+    comes from, for messages. Raises AddressError, BindError."""
+    if tls is None:
+        check_exposure(address, config.exposure, setting=setting)
+    try:
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials)
+    except RuntimeError as error:
+        raise BindError(setting, address) from error
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

@@ -1,0 +1,95 @@
+"""An exception as callers see it: status code, message, trailers, google.rpc details. The only user of the table."""
+
+import re
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
+from gateway.rpc.scope import RpcScope
+
+DOMAIN = "octavo"
+REASON_TRAILER = "x-error-reason"
+REQUEST_ID_TRAILER = "x-request-id"
+TOKENS_TRAILER = "x-tokens-delivered"
+PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
+DETAILS_TRAILER = "grpc-status-details-bin"
+
+_MAX_MESSAGE = 400  # characters: trailers have to fit into 8 KiB of headers
+_MAX_VIOLATIONS = 16
+_PATH = re.compile(r"(?:ipc|tcp)://[^\s,;)]+|(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcStatus:
+    """What context.abort needs."""
+
+    code: grpc.StatusCode
+    reason: str
+    message: str
+    trailers: Metadata
+
+
+def public_message(error: Exception, row: ErrorRow) -> str:
+    """The error's own words where it is ours, without file paths and socket names; a constant for everything else."""
+    if row is INTERNAL:
+        return "internal error; the server's log has it under this request id"
+    return _PATH.sub("<path>", str(error))[:_MAX_MESSAGE]
+
+
+def status_of(error: Exception, scope: RpcScope, *, pushback_ms: int) -> RpcStatus:
+    """The status of an RPC that ends with this exception."""
+    row = row_of(error)
+    pushback_ms = getattr(error, "retry_after_ms", None) or pushback_ms
+    text = public_message(error, row)
+    trailers: list[tuple[str, str | bytes]] = [
+        (REASON_TRAILER, row.reason),
+        (REQUEST_ID_TRAILER, scope.request_id),
+        (TOKENS_TRAILER, str(scope.tokens_delivered)),
+    ]
+    if row.retry is Retry.LATER:
+        trailers.append((PUSHBACK_TRAILER, str(pushback_ms)))
+    rich = status_pb2.Status(code=_code_number(row.code), message=text)
+    rich.details.extend(_details(error, row, scope, pushback_ms))
+    trailers.append((DETAILS_TRAILER, rich.SerializeToString()))
+    return RpcStatus(code=row.code, reason=row.reason, message=text, trailers=tuple(trailers))
+
+
+def _code_number(code: grpc.StatusCode) -> "code_pb2.Code.ValueType":
+    return code_pb2.Code.Value(code.name)
+
+
+def _details(error: Exception, row: ErrorRow, scope: RpcScope, pushback_ms: int) -> list[any_pb2.Any]:
+    info = error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN)
+    if scope.request_id:
+        info.metadata["request_id"] = scope.request_id
+    details: list[message.Message] = [info]
+    if isinstance(error, InvalidRequest):
+        details.append(_bad_request(error))
+    if row.retry is Retry.LATER:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(pushback_ms)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return [_packed(detail) for detail in details]
+
+
+def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
+    bad = error_details_pb2.BadRequest()
+    for violation in error.violations[:_MAX_VIOLATIONS]:
+        bad.field_violations.add(field=violation.field[:200], description=violation.description[:200])
+    return bad
+
+
+def _packed(detail: message.Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether the status says it all; everything else goes to the log with its traceback."""
+    return row_of(error) is not INTERNAL

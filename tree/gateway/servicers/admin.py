@@ -1,0 +1,84 @@
+"""AdminService: for operators, on a listener of its own."""
+
+from collections.abc import Callable
+
+import grpc
+from octavo.v1 import admin_pb2 as pb
+from octavo.v1 import admin_pb2_grpc
+
+from gateway.desk import Desk
+from gateway.errors import RequestAborted
+from gateway.rpc.scope import current_rpc
+from gateway.validation.fields import check
+from gateway.workers.views import WorkerView
+
+Context = grpc.aio.ServicerContext
+QUERY_TIMEOUT_S = 2.0  # as the contract says
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """begin_drain(grace_s or None): start the shutdown, return at once."""
+
+    def __init__(self, desk: Desk, begin_drain: Callable[[float | None], None]) -> None:
+        self._desk = desk
+        self._begin_drain = begin_drain
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End a request that is in flight."""
+        check(request)
+        current_rpc.get().request_id = request.request_id
+        error = RequestAborted("the request was ended by an operator")
+        return pb.AbortResponse(found=self._desk.fail(request.request_id, error))
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        """What the last heartbeats said."""
+        check(request)
+        return pb.GetLoadResponse(workers=[_load(worker) for worker in self._desk.pool.workers()])
+
+    async def AuditBlocks(self, request: pb.AuditBlocksRequest, context: Context) -> pb.AuditBlocksResponse:
+        """Recount every block."""
+        check(request)
+        replies = await self._desk.pool.query(audit=True, flush=False, timeout_s=QUERY_TIMEOUT_S)
+        return pb.AuditBlocksResponse(
+            audits=[
+                pb.BlockAudit(
+                    worker_id=worker_id,
+                    violations=reply.violations,
+                    num_blocks=reply.num_blocks,
+                    num_free_blocks=reply.num_free_blocks,
+                    num_cached_blocks=reply.num_cached_blocks,
+                    num_active_blocks=reply.num_active_blocks,
+                )
+                for worker_id, reply in replies
+            ]
+        )
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        """Forget cached prefixes."""
+        check(request)
+        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
+        return pb.FlushPrefixCacheResponse(num_blocks=sum(reply.num_flushed_blocks for _, reply in replies))
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Begin to shut down; the answer comes at once."""
+        check(request)
+        in_flight = self._desk.admission.counts().num_entered
+        self._begin_drain(request.grace_s if request.HasField("grace_s") else None)
+        return pb.DrainResponse(num_in_flight=in_flight)
+
+
+def _load(worker: WorkerView) -> pb.WorkerLoad:
+    return pb.WorkerLoad(
+        worker_id=worker.worker_id,
+        model=worker.card.name,
+        num_running=worker.num_running,
+        num_waiting=worker.num_waiting,
+        num_blocks=worker.capacity.num_blocks,
+        num_free_blocks=worker.num_free_blocks,
+        num_cached_blocks=worker.num_cached_blocks,
+        num_steps=worker.num_steps,
+        heartbeat_age_s=worker.heartbeat_age_s,
+        epoch=worker.epoch,
+    )

@@ -1,0 +1,71 @@
+"""What has to be looked at now and then: loop lag, gauges, readers that stopped reading, the line every ten seconds."""
+
+import asyncio
+import time
+
+import structlog
+
+from gateway.desk import Desk
+from gateway.meters import GatewayMeters
+from gateway.metrics import GatewayCollector
+
+_log = structlog.get_logger(__name__)
+LAG_INTERVAL_S = 0.1
+REFRESH_INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 10.0
+
+
+async def measure_loop_lag(meters: GatewayMeters) -> None:
+    """How much later than asked timers fire."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        meters.loop_lag.observe(max(0.0, loop.time() - due_s))
+
+
+async def refresh(desk: Desk, collector: GatewayCollector) -> None:
+    """Gauges for scrapes; stalled writers."""
+    while True:
+        take_gauges(desk, collector)
+        desk.live.fail_stalled_writes(max_wait_s=desk.limits.write_stall_s)
+        await asyncio.sleep(REFRESH_INTERVAL_S)
+
+
+def take_gauges(desk: Desk, collector: GatewayCollector) -> None:
+    """Once, now."""
+    meters, counts = desk.meters, desk.admission.counts()
+    meters.num_running = desk.live.num_scheduled()
+    meters.num_waiting = len(desk.live) - meters.num_running
+    meters.num_preparing = counts.num_entered - len(desk.live)
+    meters.num_tokenizing = desk.text.num_waiting
+    meters.is_draining = desk.is_draining
+    collector.see(desk.pool.workers())
+
+
+async def report(desk: Desk) -> None:
+    """One line every ten seconds while there is something to report."""
+    last_s, last_prompt, last_generation = time.monotonic(), 0, 0
+    while True:
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        now_s = time.monotonic()
+        prompt = sum(meters.prompt_tokens for meters in desk.meters.models.values())
+        generation = sum(meters.generation_tokens for meters in desk.meters.models.values())
+        if prompt != last_prompt or generation != last_generation or len(desk.live):
+            _log.info(
+                "load",
+                prompt_tokens_per_s=round((prompt - last_prompt) / (now_s - last_s), 1),
+                generation_tokens_per_s=round((generation - last_generation) / (now_s - last_s), 1),
+                running=desk.live.num_scheduled(),
+                waiting=len(desk.live) - desk.live.num_scheduled(),
+                kv_usage=_kv_usage(desk),
+            )
+        last_s, last_prompt, last_generation = now_s, prompt, generation
+
+
+def _kv_usage(desk: Desk) -> float:
+    """Share of the workers' KV blocks that requests hold, by their last heartbeats."""
+    workers = desk.pool.workers()
+    total = sum(worker.capacity.num_blocks for worker in workers)
+    idle = sum(worker.num_free_blocks + worker.num_cached_blocks for worker in workers)
+    return round(1 - idle / total, 3) if total else 0.0

@@ -1,0 +1,194 @@
+"""The table: for every field of every request message, its rule. A test walks the descriptors and fails where a field
+has no row here, so that a new field cannot be forgotten."""
+
+from dataclasses import dataclass, field
+
+from octavo.v1 import inference_pb2
+
+from gateway.validation.rules import (
+    Above,
+    Count,
+    InRange,
+    OneOf,
+    Rule,
+    Utf8Bytes,
+    Visible,
+    anything,
+    json_object,
+    must_be_true,
+)
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_REGEX_BYTES = 4096
+MAX_CHOICES = 1024
+MAX_CHOICE_BYTES = 4096
+MAX_OUTPUTS = 128
+MAX_BIAS = 100
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 65_536
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
+MAX_REQUEST_ID = 128
+MAX_SALT_BYTES = 128
+MAX_TIMEOUT_S = 86_400
+MAX_EMBED_INPUTS = 256
+UINT32 = 2**32 - 1
+ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRules:
+    """fields: rule by name (of each element, for repeated ones; messages are walked into). counts: of repeated
+    fields. required: fields that must be set and not zero; a tuple of names means exactly one of that oneof."""
+
+    fields: dict[str, Rule] = field(default_factory=dict)
+    counts: dict[str, Count] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    required_oneofs: tuple[str, ...] = ()
+
+
+_REQUEST_ID = Visible(MAX_REQUEST_ID)
+_MODEL = Utf8Bytes(0, 256)
+_NAME = Utf8Bytes(1, 256)
+
+TABLE: dict[str, MessageRules] = {
+    "octavo.v1.GenerateRequest": MessageRules(
+        fields={
+            "request_id": _REQUEST_ID,
+            "model": _MODEL,
+            "text": Utf8Bytes(1, ANY_NUMBER),
+            "token_ids": anything,
+            "chat": anything,
+            "sampling": anything,
+            "stop": anything,
+            "output": anything,
+            "priority": InRange(-100, 100),
+            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
+            "num_outputs": InRange(1, MAX_OUTPUTS),
+            "constraint": anything,
+            "timeout_s": Above(0, MAX_TIMEOUT_S),
+            "return_partial_on_deadline": anything,
+            "truncate_prompt_tokens": InRange(1, UINT32),
+        },
+        required_oneofs=("input",),
+    ),
+    "octavo.v1.Constraint": MessageRules(
+        fields={
+            # How long a source may be is a setting (`gateway.constraints`).
+            "json_schema": Utf8Bytes(1, ANY_NUMBER),
+            "json_object": must_be_true,
+            "regex": Utf8Bytes(1, MAX_REGEX_BYTES),
+            "ebnf": Utf8Bytes(1, ANY_NUMBER),
+            "choice": anything,
+        },
+        required_oneofs=("kind",),
+    ),
+    "octavo.v1.Choice": MessageRules(
+        fields={"options": Utf8Bytes(1, MAX_CHOICE_BYTES)}, counts={"options": Count(1, MAX_CHOICES)}
+    ),
+    "octavo.v1.CompleteRequest": MessageRules(fields={"generate": anything}, required=("generate",)),
+    "octavo.v1.TokenIds": MessageRules(fields={"ids": anything}, counts={"ids": Count(1, ANY_NUMBER)}),
+    "octavo.v1.Chat": MessageRules(
+        fields={
+            "messages": anything,
+            "tools": anything,
+            "add_generation_prompt": anything,
+            "tool_choice": OneOf(inference_pb2.ToolChoice.DESCRIPTOR),
+            "tool_name": Utf8Bytes(0, 256),
+        },
+        counts={"messages": Count(1, 10_000), "tools": Count(0, 1_000)},
+    ),
+    "octavo.v1.ChatMessage": MessageRules(
+        fields={
+            "role": OneOf(inference_pb2.ChatRole.DESCRIPTOR),
+            "content": anything,
+            "tool_calls": anything,
+            "tool_call_id": Utf8Bytes(0, 256),
+        },
+        counts={"tool_calls": Count(0, 1_000)},
+        required=("role",),
+    ),
+    "octavo.v1.ToolDefinition": MessageRules(
+        fields={"name": _NAME, "description": anything, "parameters_json": json_object}, required=("name",)
+    ),
+    "octavo.v1.ToolCall": MessageRules(
+        fields={"id": Utf8Bytes(0, 256), "name": _NAME, "arguments_json": json_object},
+        required=("name", "arguments_json"),
+    ),
+    "octavo.v1.SamplingParams": MessageRules(
+        fields={
+            "temperature": InRange(0, 100),
+            "top_p": Above(0, 1),
+            "top_k": InRange(0, UINT32),
+            "min_p": InRange(0, 1),
+            "seed": anything,
+            "repetition_penalty": Above(0, 100),
+            "presence_penalty": InRange(-10, 10),
+            "frequency_penalty": InRange(-10, 10),
+            "typical_p": Above(0, 1),
+            "logit_bias": InRange(-MAX_BIAS, MAX_BIAS),
+            "allowed_token_ids": anything,
+            "bad_words": Utf8Bytes(1, MAX_BAD_WORD_BYTES),
+        },
+        counts={
+            "logit_bias": Count(0, MAX_BIASES),
+            "allowed_token_ids": Count(0, MAX_ALLOWED_IDS),
+            "bad_words": Count(0, MAX_BAD_WORDS),
+        },
+    ),
+    "octavo.v1.StopConditions": MessageRules(
+        fields={
+            "max_tokens": InRange(1, UINT32),
+            "min_tokens": InRange(0, UINT32),
+            "strings": Utf8Bytes(1, MAX_STOP_STRING_BYTES),
+            "token_ids": anything,
+            "ignore_eos": anything,
+            "include_stop": anything,
+        },
+        counts={"strings": Count(0, MAX_STOP_STRINGS), "token_ids": Count(0, MAX_STOP_TOKEN_IDS)},
+    ),
+    "octavo.v1.OutputOptions": MessageRules(
+        fields={
+            "format": OneOf(inference_pb2.OutputFormat.DESCRIPTOR),
+            "logprobs": InRange(0, MAX_LOGPROBS),
+            "skip_special_tokens": anything,
+            "prompt_logprobs": InRange(0, MAX_LOGPROBS),
+            "echo": anything,
+            "return_prompt": anything,
+            "parse_tool_calls": anything,
+        }
+    ),
+    "octavo.v1.EmbedRequest": MessageRules(
+        fields={
+            "request_id": _REQUEST_ID,
+            "model": _MODEL,
+            "inputs": anything,
+            "pooling": OneOf(inference_pb2.Pooling.DESCRIPTOR),
+            "normalize": anything,
+            "truncate_prompt_tokens": InRange(1, UINT32),
+            "priority": InRange(-100, 100),
+            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
+            "timeout_s": Above(0, MAX_TIMEOUT_S),
+        },
+        counts={"inputs": Count(1, MAX_EMBED_INPUTS)},
+    ),
+    "octavo.v1.EmbedInput": MessageRules(
+        fields={"text": Utf8Bytes(1, ANY_NUMBER), "token_ids": anything, "chat": anything}, required_oneofs=("input",)
+    ),
+    "octavo.v1.TokenizeRequest": MessageRules(
+        fields={"model": _MODEL, "text": anything, "chat": anything}, required_oneofs=("input",)
+    ),
+    "octavo.v1.DetokenizeRequest": MessageRules(
+        fields={"model": _MODEL, "token_ids": anything, "skip_special_tokens": anything}
+    ),
+    "octavo.v1.ListModelsRequest": MessageRules(),
+    "octavo.v1.GetModelRequest": MessageRules(fields={"model": _MODEL}),
+    "octavo.v1.AbortRequest": MessageRules(fields={"request_id": _REQUEST_ID}, required=("request_id",)),
+    "octavo.v1.GetLoadRequest": MessageRules(),
+    "octavo.v1.AuditBlocksRequest": MessageRules(),
+    "octavo.v1.FlushPrefixCacheRequest": MessageRules(),
+    "octavo.v1.DrainRequest": MessageRules(fields={"grace_s": InRange(0, 86_400)}),
+}

@@ -1,0 +1,20 @@
+"""The gateway's side of the wire: who the workers are, which one gets a request, and where its output goes."""
+
+from gateway.workers.config import WorkerPoolConfig
+from gateway.workers.errors import NoWorker, PoolError, WorkerBusy, WorkerGone
+from gateway.workers.pool import WorkerPool
+from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+
+__all__ = [
+    "LostReason",
+    "NoWorker",
+    "OutputSink",
+    "PoolError",
+    "RunRequest",
+    "WorkerBusy",
+    "WorkerGone",
+    "WorkerPool",
+    "WorkerPoolConfig",
+    "WorkerState",
+    "WorkerView",
+]

@@ -1,0 +1,71 @@
+"""What the registry decides; the pool carries it out. Plain values, compared whole in tests."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gateway.workers.views import LostReason
+from wire.messages import ModelCard
+
+
+class Peer(NamedTuple):
+    """One connection: which of our sockets, and the id that the socket drew for it."""
+
+    socket: int
+    routing_id: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """Welcome the worker; again where its Register was a repetition."""
+
+    peer: Peer
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Watch the process of a new incarnation, where it runs on this host."""
+
+    incarnation: int
+    pid: int
+    pid_namespace: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Tell the peer to go. kind: a short closed set, for counting."""
+
+    peer: Peer
+    epoch: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskTokenizer:
+    """The bundle of this digest is not here."""
+
+    peer: Peer
+    epoch: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """A worker became ready."""
+
+    incarnation: int
+    card: ModelCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lose:
+    """The incarnation is over: end its outputs, forget its blocks."""
+
+    incarnation: int
+    worker_id: str
+    reason: LostReason
+    detail: str
+
+
+Decision = Accept | Watch | Refuse | AskTokenizer | Announce | Lose

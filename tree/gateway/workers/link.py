@@ -1,0 +1,216 @@
+"""The gateway's ROUTER sockets on the event loop.
+
+Plain sockets read by ``add_reader`` on their descriptor, drained without blocking: several times cheaper per message
+than zmq.asyncio's futures (bench/wire.py). A ROUTER's descriptor is edge-triggered (zmq_getsockopt(3), ZMQ_FD): after
+every send, and when a drain stops early, what is readable must be looked at again.
+Must not know what frames mean.
+"""
+
+import asyncio
+import errno
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+
+from gateway.workers.config import WorkerPoolConfig
+from gateway.workers.decisions import Peer
+from gateway.workers.stats import PoolStats
+from wire.codec import encode
+from wire.curve import CurveGuard, secure_server
+from wire.endpoints import Endpoint, Transport, parse_endpoint, require_curve_beyond_loopback
+from wire.keys import KeyPair, load_keys, load_public_key
+from wire.messages import Message
+from wire.options import new_router
+from wire.run_dir import clear_stale_socket, ensure_run_dir
+
+OnFrame = Callable[[Peer, bytes], None]
+
+
+class PeerFull(Exception):
+    """The queue towards the peer is full; nothing was sent."""
+
+
+class PeerGone(Exception):
+    """No such connection; nothing was sent."""
+
+
+class RouterLink:
+    """All endpoints of one gateway, one socket each."""
+
+    def __init__(self, config: WorkerPoolConfig, on_frame: OnFrame, stats: PoolStats) -> None:
+        self._config = config
+        self._on_frame = on_frame
+        self._stats = stats
+        self._sockets: list[_RouterSocket] = []
+        self._guard: CurveGuard | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        """Addresses to dial, with the ports that were drawn."""
+        return tuple(socket.bound for socket in self._sockets)
+
+    def open(self) -> None:
+        """Bind every endpoint. Raises EndpointError, KeyFileError, RunDirError, OSError; then nothing stays bound."""
+        endpoints = [parse_endpoint(address) for address in self._config.endpoints]
+        keys = load_keys(self._config.server_key_file) if self._config.server_key_file else None
+        for endpoint in endpoints:
+            require_curve_beyond_loopback(endpoint, has_key=keys is not None)
+        self._context = zmq.Context()
+        try:
+            if keys is not None:
+                allowed = [load_public_key(path) for path in self._config.allowed_key_files]
+                self._guard = CurveGuard(self._context, allowed)
+            for endpoint in endpoints:
+                self._sockets.append(self._bind(endpoint, keys))
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Raises PeerFull, PeerGone, wire.codec.MessageTooLarge."""
+        frame = encode(message)
+        if not self._sockets:
+            raise PeerGone  # closed
+        self._sockets[peer.socket].send(peer.routing_id, frame)
+        self._stats.sent_messages += 1
+        self._stats.sent_bytes += len(frame)
+
+    def drain_all(self) -> None:
+        """Take all that is here now, up to each socket's budget."""
+        for socket in self._sockets:
+            socket.drain()
+
+    def restore(self) -> int:
+        """Bind ipc sockets again whose file vanished from the run directory; how many."""
+        return sum(socket.restore() for socket in self._sockets)
+
+    def close(self) -> None:
+        """Unbind, close, unlink. Idempotent."""
+        for socket in self._sockets:
+            socket.close()
+        self._sockets.clear()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _bind(self, endpoint: Endpoint, keys: KeyPair | None) -> "_RouterSocket":
+        assert self._context is not None
+        socket = new_router(self._context)
+        try:
+            if endpoint.transport is Transport.TCP and keys is not None:
+                secure_server(socket, keys)
+            return _RouterSocket(socket, endpoint, len(self._sockets), self)
+        except BaseException:
+            socket.close(linger=0)
+            raise
+
+    def _take(self, peer: Peer, frame: bytes) -> None:
+        self._stats.received_messages += 1
+        self._stats.received_bytes += len(frame)
+        self._on_frame(peer, frame)
+
+
+class _RouterSocket:
+    """One bound socket with its reader."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: Endpoint, index: int, link: RouterLink) -> None:
+        self._socket = socket
+        self._endpoint = endpoint
+        self._index = index
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = False
+        self._inode: int | None = None
+        self._listen()
+        self.bound = str(socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self.drain)
+
+    def send(self, routing_id: bytes, frame: bytes) -> None:
+        try:
+            self._socket.send_multipart((routing_id, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            self._link._stats.busy_sends += 1
+            raise PeerFull from None
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EHOSTUNREACH, errno.ENOTSOCK):
+                raise PeerGone from None
+            raise
+        finally:
+            self._look_again()
+
+    def drain(self) -> None:
+        """Hand over what is here, then give the loop its turn."""
+        self._is_scheduled = False
+        if self._socket.closed:
+            return
+        with suppress(zmq.Again):
+            for _ in range(self._link._config.drain_budget):
+                self._receive()
+            self._schedule()
+
+    def restore(self) -> int:
+        """Bind again where the socket's file is gone or another's. Connections that stand are not touched."""
+        path = self._endpoint.path
+        if path is None or self._inode_now() == self._inode:
+            return 0
+        # A second listener on the same socket; unbinding the first would cut the connections that stand.
+        self._listen()
+        return 1
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._descriptor)
+        is_ours = self._inode is not None and self._inode_now() == self._inode
+        self._socket.close(linger=0)
+        if is_ours and self._endpoint.path is not None:
+            self._endpoint.path.unlink(missing_ok=True)
+
+    def _listen(self) -> None:
+        path = self._endpoint.path
+        if path is not None:
+            ensure_run_dir(path.parent)
+            clear_stale_socket(path)
+        try:
+            self._socket.bind(self._endpoint.address)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot bind {self._endpoint.address}: {error.strerror}") from None
+        self._inode = self._inode_now()
+
+    def _inode_now(self) -> int | None:
+        if self._endpoint.path is None:
+            return None
+        try:
+            return self._endpoint.path.stat().st_ino
+        except OSError:
+            return None
+
+    def _receive(self) -> None:
+        """One message: the peer's id and one frame. Raises zmq.Again where none is here."""
+        socket = self._socket
+        routing_id = socket.recv(zmq.NOBLOCK)
+        if not socket.getsockopt(zmq.RCVMORE):
+            self._link._stats.undecodable_frames += 1
+            return
+        frame = socket.recv(zmq.NOBLOCK)
+        if socket.getsockopt(zmq.RCVMORE):
+            self._link._stats.undecodable_frames += 1
+            while socket.getsockopt(zmq.RCVMORE):
+                socket.recv(zmq.NOBLOCK)
+            return
+        self._link._take(Peer(self._index, routing_id), frame)
+
+    def _look_again(self) -> None:
+        if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self.drain)

@@ -1,0 +1,206 @@
+"""Outputs whose worker is gone go on at another one, or at the same one once it is back, and their callers see a pause.
+
+An output is sent again as its prompt followed by what it has given, which the new worker counts as output: sampling,
+penalties and limits go on where they were. Who is sent when is `gateway.quarantine`'s to say, so that an output that
+kills workers is found out.
+
+    lost ──► waiting ──a ready worker of the same model──► sent, on probation ──a token──► running as if nothing was
+               └── no such worker in time, or moved too often ──► lost for good
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import structlog
+
+from gateway.quarantine import Quarantine, Verdict
+from gateway.workers.errors import WorkerBusy, WorkerGone
+from gateway.workers.outputs import Output, Outputs
+from gateway.workers.records import WorkerRecord
+from gateway.workers.registry import Registry
+from gateway.workers.stats import PoolStats
+from gateway.workers.views import LostReason, RunRequest, WorkerState
+from wire.messages import Finished
+
+log = structlog.get_logger(__name__)
+
+_NOT_THE_WORKERS_END = frozenset({LostReason.INTERNAL, LostReason.POISONED})
+_TURNED_AWAY = frozenset({"DRAINING", "QUEUE_FULL"})
+
+Send = Callable[[WorkerRecord, RunRequest, Output], None]
+"""Sends an output again under its new handle. Raises WorkerBusy, WorkerGone."""
+
+
+class Migration:
+    """One per pool. max_moves 0: nothing ever moves. timeout_s: how long an output waits for a worker."""
+
+    def __init__(
+        self, registry: Registry, outputs: Outputs, stats: PoolStats, *, send: Send, max_moves: int, timeout_s: float
+    ) -> None:
+        self._registry = registry
+        self._outputs = outputs
+        self._stats = stats
+        self._send = send
+        self._max_moves = max_moves
+        self._timeout_s = timeout_s
+        self._quarantines: defaultdict[str, Quarantine] = defaultdict(Quarantine)  # by fingerprint
+        self._free: list[Output] = []
+        self._lost: dict[Output, tuple[LostReason, str, float]] = {}  # who waits: why, and since when
+        self._is_due = False
+        self._is_closed = False
+
+    def is_waiting(self, output: Output) -> bool:
+        """No worker has it."""
+        return output in self._lost
+
+    def is_trying(self, record: WorkerRecord) -> bool:
+        """Whether the worker has an output that may kill it."""
+        quarantine = self._quarantines.get(record.card.fingerprint)
+        return quarantine is not None and quarantine.is_tried(record.incarnation)
+
+    def close(self) -> None:
+        """From now on every loss is for good."""
+        self._is_closed = True
+        for output in tuple(self._lost):
+            self._give_up(output, LostReason.DRAINING, "the gateway is shutting down")
+
+    # ------------------------------------------------------------ events
+
+    def lost(self, output: Output, reason: LostReason, detail: str) -> None:
+        """The output's worker is gone, or has put it out: it goes on, or ends here."""
+        was_begun = reason is not LostReason.DRAINING
+        verdict = self._quarantine(output).lost(output, output.incarnation, was_begun=was_begun)
+        output.is_on_probation = False
+        if verdict is Verdict.GUILTY:
+            self._outputs.lose(output, LostReason.POISONED, f"two workers died of it; the last: {detail}")
+            return
+        if not self._may_move(output, reason):
+            self.forget(output)
+            self._outputs.lose(output, reason, detail)
+            return
+        self._outputs.detach(output)
+        self._lost[output] = (reason, detail, time.monotonic())
+        if verdict is Verdict.FREE:
+            self._free.append(output)
+        self.soon()
+
+    def turned_away(self, output: Output, finished: Finished) -> bool:
+        """A worker ended an output for its own sake, not the output's: whether the output goes on elsewhere."""
+        is_turned_away = finished.error in _TURNED_AWAY and (finished.error == "DRAINING" or output.num_moves > 0)
+        if not is_turned_away or not self._may_move(output, LostReason.DRAINING):
+            return False
+        self.lost(output, LostReason.DRAINING, finished.detail)
+        return True
+
+    def passed(self, output: Output) -> None:
+        """A token or an end of an output on probation."""
+        output.is_on_probation = False
+        if self._quarantine(output).passed(output):
+            self.soon()
+
+    def forget(self, output: Output) -> None:
+        """It needs no worker any more, whatever it was waiting for."""
+        self._lost.pop(output, None)
+        self._quarantine(output).forget(output)
+        if output in self._free:
+            self._free.remove(output)
+
+    def soon(self) -> None:
+        """Look for places, once the loop has its turn."""
+        if not self._is_due and self._lost:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.place)
+
+    def place(self) -> None:
+        """Give waiting outputs to workers; end those that have waited too long."""
+        self._is_due = False
+        for output in tuple(self._free):
+            for record in self._ready(output.fingerprint):
+                if self._move(output, record):
+                    self._free.remove(output)
+                    break
+        for fingerprint, quarantine in self._quarantines.items():
+            self._place_suspects(fingerprint, quarantine)
+        self._expire(time.monotonic())
+
+    # ------------------------------------------------------------ parts
+
+    def _quarantine(self, output: Output) -> Quarantine:
+        return self._quarantines[output.fingerprint]
+
+    def _may_move(self, output: Output, reason: LostReason) -> bool:
+        return not (
+            self._is_closed
+            or reason in _NOT_THE_WORKERS_END
+            or output.is_cancelled
+            or output.num_moves >= self._max_moves
+            or output.is_half_scored
+            or (output.request.pooling is not None and output.embedding_sink is None)
+        )
+
+    def _ready(self, fingerprint: str) -> list[WorkerRecord]:
+        """Least loaded first."""
+        ready = [
+            record
+            for record in self._registry
+            if record.state is WorkerState.READY
+            and record.card.fingerprint == fingerprint
+            and record.in_flight < record.max_requests
+        ]
+        return sorted(ready, key=lambda record: record.num_requests / record.max_requests)
+
+    def _place_suspects(self, fingerprint: str, quarantine: Quarantine) -> None:
+        for record in self._ready(fingerprint) if quarantine.num_waiting else ():
+            output = quarantine.next_for(record.incarnation)
+            if not isinstance(output, Output):
+                continue
+            output.is_on_probation = True
+            if not self._move(output, record):
+                output.is_on_probation = False
+                if output in self._lost:
+                    quarantine.send_back(output)
+
+    def _move(self, output: Output, record: WorkerRecord) -> bool:
+        # Until the worker has it, it is nobody's: a connection that turns out to be gone takes others, not this one.
+        self._outputs.rename(output)
+        try:
+            self._send(record, resumed(output, time.monotonic()), output)
+        except (WorkerBusy, WorkerGone):
+            return False
+        del self._lost[output]
+        self._outputs.attach(output, record.incarnation)
+        output.num_moves += 1
+        self._stats.moved_outputs += 1
+        self._registry.opened(record, time.monotonic())
+        log.info("output_moved", request_id=output.request_id, worker_id=record.worker_id, tokens=output.num_tokens)
+        output.sink.on_moved(record.worker_id)
+        return True
+
+    def _expire(self, now_s: float) -> None:
+        for output, (reason, detail, since_s) in tuple(self._lost.items()):
+            if now_s - since_s > self._timeout_s:
+                self._give_up(output, reason, f"{detail}; no other worker took it within {self._timeout_s:g} s")
+
+    def _give_up(self, output: Output, reason: LostReason, detail: str) -> None:
+        self.forget(output)
+        self._outputs.lose(output, reason, detail)
+
+
+def resumed(output: Output, now_s: float) -> RunRequest:
+    """The request that goes on behind what the output has given. now_s: monotonic."""
+    request, sampling = output.request, output.request.sampling
+    if output.prompt_sink is not None and not output.num_unscored:
+        sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
+    prompt_ids = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(output.token_ids, np.int32)])
+    return replace(
+        request,
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        num_resumed_tokens=len(output.token_ids),
+        timeout_s=None if output.deadline_s is None else max(0.001, output.deadline_s - now_s),
+    )

@@ -1,0 +1,264 @@
+"""The live outputs of one gateway: handles to sinks, and the check of everything that a worker claims about them.
+
+A worker that lies costs the outputs that it lied about, never the gateway. Must not know sockets.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+
+from gateway.workers.stats import PoolStats
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest
+from wire.messages import Finished, StepOutput, TokenLogprobs, WireFinishReason
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """One live output. name: by which the gateway knows it for all its life; handle: by which its present worker does,
+    another one at each worker. request: its own, as if it were alone. token_ids: int32, what it has given. deadline_s:
+    monotonic. embedding_sink: the sink, where it waits for a vector; None once that has come. prompt_sink: the
+    sink, where it wants the prompt's log-probabilities, of which num_unscored are still to come."""
+
+    name: int
+    handle: int
+    incarnation: int
+    fingerprint: str
+    request: RunRequest
+    vocab_size: int
+    max_tokens: int
+    wants_logprobs: bool
+    sink: OutputSink
+    deadline_s: float | None = None
+    embedding_sink: EmbeddingSink | None = None
+    prompt_sink: PromptSink | None = None
+    num_unscored: int = 0
+    token_ids: array = field(default_factory=lambda: array("i"))
+    num_moves: int = 0  # to another worker, or to the next life of one
+    is_started: bool = False
+    is_on_probation: bool = False  # the migration waits for its next token
+    is_cancelled: bool = False
+    is_paused: bool = False  # its reader is behind: whoever has it gives it no more steps
+    is_faulted: bool = False  # ended by us; the worker must be told to stop it
+
+    @property
+    def request_id(self) -> str:
+        """The caller's."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has given."""
+        return len(self.token_ids)
+
+    @property
+    def is_half_scored(self) -> bool:
+        """Some of the prompt's log-probabilities were delivered, and not all."""
+        return self.prompt_sink is not None and 0 < self.num_unscored < len(self.request.prompt_ids) - 1
+
+
+class Outputs:
+    """Handles are drawn here, upwards from 1, never again. The callbacks are the migration's: on_turned_away says
+    whether an output that a worker put out goes on elsewhere, on_passed hears of news of those on probation."""
+
+    def __init__(self, stats: PoolStats) -> None:
+        self._stats = stats
+        self._by_name: dict[int, Output] = {}
+        self._live: dict[int, Output] = {}  # by handle: those that a worker has
+        self._next_handle = 1
+        self.on_turned_away: Callable[[Output, Finished], bool] = lambda output, finished: False
+        self.on_passed: Callable[[Output], None] = lambda output: None
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Output]:
+        return iter(tuple(self._by_name.values()))
+
+    def draw_handle(self) -> int:
+        """A handle never used before."""
+        handle = self._next_handle
+        self._next_handle += 1
+        return handle
+
+    def add(self, output: Output) -> None:
+        """An output begins."""
+        self._by_name[output.name] = self._live[output.handle] = output
+
+    def get(self, name: int) -> Output | None:
+        """The output, while it lives."""
+        return self._by_name.get(name)
+
+    def detach(self, output: Output) -> None:
+        """No worker has it for now; what one may still say of it is late."""
+        self._live.pop(output.handle, None)
+
+    def rename(self, output: Output) -> None:
+        """It gets a new handle, under which no worker has it yet."""
+        output.handle = self.draw_handle()
+
+    def attach(self, output: Output, incarnation: int) -> None:
+        """Another worker has it, under its present handle."""
+        output.incarnation = incarnation
+        self._live[output.handle] = output
+
+    def of(self, incarnation: int) -> list[Output]:
+        """All live outputs of one worker."""
+        return [output for output in self._live.values() if output.incarnation == incarnation]
+
+    def take(self, incarnation: int, message: StepOutput) -> list[Output]:
+        """Hand a step's tokens and ends to their sinks. Returns the outputs that ended with it (also by a fault)."""
+        ended: list[Output] = []
+        for handle in message.started:
+            output = self._claim(handle, incarnation, ended)
+            if output is not None and not output.is_cancelled:
+                self._start(output, ended)
+        for handle, scores in message.prompt_logprobs.items():
+            output = self._claim(handle, incarnation, ended)
+            if output is not None:
+                self._take_scores(output, scores, ended)
+        self._take_tokens(incarnation, message, ended)
+        for handle, embedding in message.embeddings.items():
+            output = self._claim(handle, incarnation, ended)
+            if output is not None:
+                self._take_embedding(output, embedding, ended)
+        for finished in message.finished:
+            output = self._claim(finished.handle, incarnation, ended)
+            if output is not None:
+                self._finish(output, finished, ended)
+        return ended
+
+    def lose(self, output: Output, reason: LostReason, detail: str) -> None:
+        """End an output without the worker's word."""
+        if self._by_name.pop(output.name, None) is None:
+            return
+        self._live.pop(output.handle, None)
+        try:
+            output.sink.on_lost(reason.value, detail)
+        except Exception:
+            self._stats.sink_errors += 1
+            log.exception("sink_failed", request_id=output.request_id)
+
+    # ------------------------------------------------------------ parts
+
+    def _take_tokens(self, incarnation: int, message: StepOutput, ended: list[Output]) -> None:
+        handles = np.frombuffer(message.handles, "<i8").tolist()
+        tokens = np.frombuffer(message.tokens, "<i4").tolist()
+        self._stats.received_tokens += len(tokens)
+        positions: dict[int, int] = {}  # of the next logprobs, by handle
+        for handle, token in zip(handles, tokens, strict=True):
+            output = self._live.get(handle)
+            if output is None or output.incarnation != incarnation:
+                self._claim(handle, incarnation, ended)
+                continue
+            if not 0 <= token < output.vocab_size or len(output.token_ids) >= output.max_tokens:
+                kind = "too_many_tokens" if 0 <= token < output.vocab_size else "token_out_of_range"
+                self._fault(output, kind, ended)
+                continue
+            if output.num_unscored:
+                self._fault(output, "missing_prompt_logprobs", ended)
+                continue
+            logprobs: list[TokenLogprobs] | None = None
+            if output.wants_logprobs:
+                position = positions.get(handle, 0)
+                positions[handle] = position + 1
+                logprobs = message.logprobs.get(handle, [])[position : position + 1]
+                if not logprobs:
+                    self._fault(output, "missing_logprobs", ended)
+                    continue
+            output.token_ids.append(token)
+            if output.is_on_probation:
+                self.on_passed(output)
+            if output.is_cancelled:
+                continue
+            try:
+                output.sink.on_tokens([token], logprobs)
+            except Exception:
+                self._sink_failed(output, ended)
+
+    def _take_scores(self, output: Output, scores: list[TokenLogprobs], ended: list[Output]) -> None:
+        output.num_unscored -= len(scores)
+        if output.prompt_sink is None or output.num_unscored < 0:
+            self._fault(output, "bad_prompt_logprobs", ended)
+        elif not output.is_cancelled:
+            try:
+                output.prompt_sink.on_prompt_logprobs(scores)
+            except Exception:
+                self._sink_failed(output, ended)
+
+    def _take_embedding(self, output: Output, embedding: bytes, ended: list[Output]) -> None:
+        sink, output.embedding_sink = output.embedding_sink, None
+        is_whole = len(embedding) > 0 and len(embedding) % 4 == 0
+        embedding_D = np.frombuffer(embedding, "<f4") if is_whole else np.full(1, np.nan, np.float32)
+        if sink is None or not np.isfinite(embedding_D).all():
+            self._fault(output, "bad_embedding", ended)
+        elif not output.is_cancelled:
+            try:
+                sink.on_embedding(embedding_D)
+            except Exception:
+                self._sink_failed(output, ended)
+
+    def _claim(self, handle: int, incarnation: int, ended: list[Output]) -> Output | None:
+        """The live output that a worker may speak of. None: counted as late, or as a lie."""
+        output = self._live.get(handle)
+        if output is None:
+            if 0 < handle < self._next_handle and all(handle != other.handle for other in ended):
+                self._stats.late_outputs += 1
+            elif 0 < handle < self._next_handle:
+                self._stats.protocol_errors["after_end"] += 1
+            else:
+                self._stats.protocol_errors["unknown_handle"] += 1
+            return None
+        if output.incarnation != incarnation:
+            self._stats.protocol_errors["foreign_handle"] += 1
+            return None
+        return output
+
+    def _finish(self, output: Output, finished: Finished, ended: list[Output]) -> None:
+        if finished.reason is WireFinishReason.ERROR and self.on_turned_away(output, finished):
+            ended.append(output)
+            return
+        if output.is_on_probation:
+            self.on_passed(output)
+        is_whole = finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH)
+        if is_whole and output.embedding_sink is not None:
+            self._fault(output, "missing_embedding", ended)
+            return
+        if is_whole and finished.completion_tokens != output.num_tokens:
+            self._fault(output, "wrong_count", ended)
+            return
+        del self._live[output.handle], self._by_name[output.name]
+        ended.append(output)
+        try:
+            output.sink.on_finished(finished)
+        except Exception:
+            self._stats.sink_errors += 1
+            log.exception("sink_failed", request_id=output.request_id)
+
+    def _fault(self, output: Output, kind: str, ended: list[Output]) -> None:
+        self._stats.protocol_errors[kind] += 1
+        log.error("worker_broke_protocol", kind=kind, request_id=output.request_id)
+        output.is_faulted = True
+        self.lose(output, LostReason.INTERNAL, "the worker broke the protocol")
+        ended.append(output)
+
+    def _start(self, output: Output, ended: list[Output]) -> None:
+        if output.is_started:
+            return
+        output.is_started = True
+        try:
+            output.sink.on_started()
+        except Exception:
+            self._sink_failed(output, ended)
+
+    def _sink_failed(self, output: Output, ended: list[Output]) -> None:
+        """A defect of ours: this output ends, the others go on."""
+        self._stats.sink_errors += 1
+        log.exception("sink_failed", request_id=output.request_id)
+        output.is_faulted = True
+        self.lose(output, LostReason.INTERNAL, "a defect of the gateway")
+        ended.append(output)

@@ -1,0 +1,361 @@
+"""The facade that the servicers use: choose a worker, open an output, cancel it.
+
+Owns the sockets, the registry and the live outputs, and carries out what the registry decides. All on one event loop,
+no locks. Must not know gRPC or text.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+import msgspec
+import numpy as np
+import structlog
+
+from gateway.workers import router
+from gateway.workers.block_feed import BlockSubscription
+from gateway.workers.config import WorkerPoolConfig
+from gateway.workers.decisions import Peer
+from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from gateway.workers.executor import Executor, OnModel
+from gateway.workers.inbound import Inbound
+from gateway.workers.link import OnFrame, RouterLink
+from gateway.workers.migration import Migration
+from gateway.workers.outputs import Output, Outputs
+from gateway.workers.prefixes import Prefixes
+from gateway.workers.queries import Queries
+from gateway.workers.records import WorkerRecord
+from gateway.workers.registry import Registry, RegistryLimits
+from gateway.workers.stats import PoolStats
+from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.watch import ProcessWatch
+from wire.fault_points import fault_point
+from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Pause, Resume, Run
+from wire.run_dir import RunDirError
+
+log = structlog.get_logger(__name__)
+
+
+class WorkerPool:
+    """One per gateway process; every method on its event loop."""
+
+    def __init__(
+        self,
+        config: WorkerPoolConfig,
+        *,
+        on_model: OnModel | None = None,
+        make_link: Callable[[WorkerPoolConfig, OnFrame, PoolStats], RouterLink] = RouterLink,
+        make_watch: Callable[[Callable[[int], None]], ProcessWatch] = ProcessWatch,
+    ) -> None:
+        """on_model(card, tokenizer files by name): a model became ready (again); called on the loop.
+        make_link, make_watch: the pool's edges to sockets and processes; a simulation brings its own."""
+        self.stats = PoolStats()
+        self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what a former life had asked for
+        self._config = config
+        limits = RegistryLimits(
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            registration_token=config.registration_token,
+        )
+        self._registry = Registry(limits)
+        self._outputs = Outputs(self.stats)
+        self._prefixes = Prefixes(max_nodes=config.max_prefix_nodes)
+        self._queries = Queries()
+        self._migration = Migration(
+            self._registry,
+            self._outputs,
+            self.stats,
+            send=self._send_again,
+            max_moves=config.max_migrations,
+            timeout_s=config.migration_timeout_s,
+        )
+        self._outputs.on_turned_away, self._outputs.on_passed = self._migration.turned_away, self._passed
+        self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
+        self._link = make_link(config, self._take_frame, self.stats)
+        self._executor = Executor(
+            gateway_id=self.gateway_id,
+            registry=self._registry,
+            link=self._link,
+            outputs=self._outputs,
+            prefixes=self._prefixes,
+            queries=self._queries,
+            stats=self.stats,
+            watch=make_watch(self._process_ended),
+            on_model=on_model,
+            on_lost=self._migration.lost,
+        )
+        self._post = self._executor.post
+        self._executor.on_change.append(self._migration.soon)
+        self._ticker: asyncio.Task[None] | None = None
+        self._turn = 0
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call back (on the loop) whenever the set of ready models or workers changed."""
+        self._executor.on_change.append(callback)
+
+    @property
+    def bound_endpoints(self) -> tuple[str, ...]:
+        """Addresses that workers dial, with the ports that were drawn."""
+        return self._link.bound
+
+    async def start(self) -> None:
+        """Bind. Raises wire.run_dir.RunDirError, wire.endpoints.EndpointError, wire.keys.KeyFileError, OSError."""
+        self._link.open()
+        self._ticker = asyncio.create_task(self._tick_forever(), name="worker-pool-ticker")
+
+    async def close(self) -> None:
+        """End every open output (on_lost DRAINING) and close the sockets. Idempotent."""
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        self._migration.close()
+        for record in self._registry:
+            ended = self._registry.give_up(record, LostReason.DRAINING, "the gateway is shutting down")
+            self._executor.carry_out(ended)
+        self._link.close()
+
+    # ------------------------------------------------------------ what is there
+
+    def cards(self) -> dict[str, ModelCard]:
+        """Models with at least one ready worker, by name."""
+        return {record.card.name: record.card for record in self._registry if record.state is WorkerState.READY}
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Every registered worker."""
+        now_s = time.monotonic()
+        return tuple(record.view(now_s) for record in self._registry)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that are open."""
+        return len(self._outputs)
+
+    def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
+        """Longest cached prefix, then least load; while an output is on probation at a worker, another one where there
+        is one. prompt_ids: int32 [T]. Raises NoWorker."""
+        ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
+        if not ready:
+            raise NoWorker(model)
+        ready = [record for record in ready if not self._migration.is_trying(record)] or ready
+        cached = self._prefixes.match(ready, prompt_ids, salt)
+        candidates = [
+            router.Candidate(
+                incarnation=record.incarnation,
+                load=record.num_requests / record.capacity.max_num_seqs,
+                cached_tokens=cached.get(record.incarnation, 0),
+            )
+            for record in ready
+        ]
+        self._turn += 1
+        best, reason = router.choose(candidates, turn=self._turn)
+        self.stats.routed[reason.value] += 1
+        record = self._registry.get(best.incarnation)
+        assert record is not None
+        return record.view(time.monotonic())
+
+    # ------------------------------------------------------------ requests
+
+    def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
+        """Send the request; its handle. Raises WorkerBusy, WorkerGone (nothing was sent, sink is not used), and
+        wire.codec.MessageTooLarge."""
+        return self.open_all(worker, request, [sink])[0]
+
+    def open_all(self, worker: WorkerView, request: RunRequest, sinks: Sequence[OutputSink]) -> list[int]:
+        """The same for an output per sink, which share the prompt; output i draws with seed + i."""
+        fault_point("pool.opening")
+        record = self._present(worker)
+        if record.in_flight + len(sinks) > record.max_requests:
+            raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
+        outputs = [self._output(record, request, index, sink) for index, sink in enumerate(sinks)]
+        if request.sampling.num_prompt_logprobs is not None:
+            outputs[0].prompt_sink, outputs[0].num_unscored = cast(PromptSink, sinks[0]), len(request.prompt_ids) - 1
+        handles = [output.handle for output in outputs]
+        self._post.send(record, _run(handles, request))  # from here on a handle is a name
+        for output in outputs:
+            self._outputs.add(output)
+            self._registry.opened(record, time.monotonic())
+        return handles
+
+    def _output(self, record: WorkerRecord, request: RunRequest, index: int, sink: OutputSink) -> Output:
+        handle = self._outputs.draw_handle()
+        return Output(
+            name=handle,
+            handle=handle,
+            incarnation=record.incarnation,
+            fingerprint=record.card.fingerprint,
+            request=_alone(request, index),
+            deadline_s=None if request.timeout_s is None else time.monotonic() + request.timeout_s,
+            vocab_size=record.card.vocab_size,
+            max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
+            wants_logprobs=request.sampling.num_logprobs is not None,
+            embedding_sink=cast(EmbeddingSink, sink) if request.pooling is not None else None,
+            sink=sink,
+        )
+
+    def cancel(self, handle: int) -> None:
+        """Ask the worker to end an output: no more tokens; on_finished(CANCELLED) or on_lost follows. Unknown and
+        ended handles are ignored."""
+        output = self._outputs.get(handle)
+        if output is None or output.is_cancelled:
+            return
+        output.is_cancelled = True
+        if self._migration.is_waiting(output):
+            self._migration.forget(output)
+            self._outputs.lose(output, LostReason.WORKER_LOST, "cancelled while no worker had it")
+        else:
+            self._post.cancel(output.incarnation, output.handle)
+
+    def pause(self, handle: int) -> None:
+        """Ask for no more tokens of an output until `resume`; those of steps in flight still come. The wish goes with
+        the output wherever it moves. Unknown and ended handles are ignored."""
+        output = self._outputs.get(handle)
+        if output is not None and not output.is_paused:
+            output.is_paused = True
+            self.stats.pauses += 1
+            # One on probation has to show with a token that it kills nobody: others wait for that.
+            if not output.is_on_probation:
+                self._tell_pace(output)
+
+    def resume(self, handle: int) -> None:
+        """An output goes on. Handles of others are ignored."""
+        output = self._outputs.get(handle)
+        if output is not None and output.is_paused:
+            output.is_paused = False
+            self._tell_pace(output)
+
+    def _tell_pace(self, output: Output) -> None:
+        if not self._migration.is_waiting(output) and not output.is_cancelled:
+            self._post.pace(output.incarnation, output.handle, Pause if output.is_paused else Resume)
+
+    def _passed(self, output: Output) -> None:
+        self._migration.passed(output)
+        if output.is_paused:
+            self._tell_pace(output)
+
+    def _send_again(self, record: WorkerRecord, request: RunRequest, output: Output) -> None:
+        self._post.send(record, _run([output.handle], request))
+        if output.is_paused and not output.is_on_probation:
+            self._post.pace(record.incarnation, output.handle, Pause)
+
+    def drain(self, worker_id: str, *, grace_s: float) -> None:
+        """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
+        record = self._registry.find(worker_id)
+        if record is None:
+            raise WorkerGone(worker_id, "not registered")
+        self._post.send(record, Drain(grace_s=grace_s))
+        record.state = WorkerState.DRAINING
+        self._executor.changed()
+
+    async def query(
+        self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
+    ) -> list[tuple[str, AdminReply]]:
+        """Ask every worker (of a model) for its blocks; those that answer in time, in order of their ids."""
+        asked = {}
+        for record in self._registry:
+            if model is None or record.card.name == model:
+                query_id, future = self._queries.open(record.incarnation)
+                message = AdminQuery(query_id=query_id, audit=audit, flush_prefix_cache=flush)
+                if self._post.try_send(record, message):
+                    asked[future] = record.worker_id
+        if asked:
+            await asyncio.wait(asked, timeout=timeout_s)
+        answered = [
+            (name, future.result()) for future, name in asked.items() if future.done() and not future.cancelled()
+        ]
+        for future in asked:
+            future.cancel()
+        return sorted(answered, key=lambda row: row[0])
+
+    def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
+        """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. Whoever
+        calls this has to call `leave_blocks`."""
+        return self._prefixes.follow(model, salt)
+
+    def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
+        """Hear no more. Idempotent."""
+        self._prefixes.leave(model, subscription)
+
+    # ------------------------------------------------------------ events
+
+    def _take_frame(self, peer: Peer, frame: bytes) -> None:
+        """One frame from any peer; whatever it is, the gateway goes on."""
+        try:
+            decisions, ended = self._inbound.take(peer, frame, time.monotonic())
+            for output in ended:
+                self._output_ended(output)
+            self._executor.carry_out(decisions)
+        except Exception:
+            self.stats.protocol_errors["internal"] += 1
+            log.exception("message_failed")
+
+    def _process_ended(self, incarnation: int) -> None:
+        # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away. Its
+        # next life may be in there too, and must not be refused in favour of the dead.
+        record = self._registry.get(incarnation)
+        if record is not None:
+            record.is_watched = False
+        self._link.drain_all()
+        self._executor.carry_out(self._registry.on_exit(incarnation))
+
+    def _check(self, incarnation: int) -> None:
+        self._executor.watch.check(incarnation)
+
+    def _output_ended(self, output: Output) -> None:
+        record = self._registry.get(output.incarnation)
+        if record is not None:
+            record.in_flight -= 1
+            if output.is_faulted:
+                self._post.cancel(output.incarnation, output.handle)
+
+    def _present(self, worker: WorkerView) -> WorkerRecord:
+        record = self._registry.find(worker.worker_id)
+        if record is None or record.epoch != worker.epoch:
+            raise WorkerGone(worker.worker_id)
+        return record
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            try:
+                self._tick()
+            except Exception:
+                log.exception("tick_failed")
+
+    def _tick(self) -> None:
+        self._link.drain_all()
+        self._executor.carry_out(self._registry.on_tick(time.monotonic()))
+        self._post.flush()
+        self._migration.soon()
+        try:
+            self.stats.rebinds += self._link.restore()
+        except (RunDirError, OSError) as error:
+            log.error("ipc_socket_lost", error=str(error))
+
+
+def _run(handles: Sequence[int], request: RunRequest) -> Run:
+    return Run(
+        handle=handles[0],
+        fork_handles=tuple(handles[1:]),
+        request_id=request.request_id,
+        prompt_ids=np.ascontiguousarray(request.prompt_ids, "<i4").tobytes(),
+        sampling=request.sampling,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout_s=request.timeout_s,
+        pooling=request.pooling,
+        num_resumed_tokens=request.num_resumed_tokens,
+        tenant=request.tenant,
+        weight=request.weight,
+    )
+
+
+def _alone(request: RunRequest, index: int) -> RunRequest:
+    """What output `index` of a request is when it stands alone."""
+    if not index:
+        return request
+    seed = (request.sampling.seed + index) % (1 << 64)
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed, num_prompt_logprobs=None))

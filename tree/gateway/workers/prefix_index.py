@@ -1,0 +1,196 @@
+"""Which worker has which prefix cached, as far as its KV events told.
+
+A tree over blocks of tokens: a child is found by (parent node, tokens), a root by the salt. Workers name their blocks
+by keyed hashes that mean nothing elsewhere; they only serve to find the node again. The index is a hint: what it has
+forgotten costs a recomputation, never a wrong token. Bounded: beyond ``max_nodes`` what was used least recently goes.
+Pure; must not know sockets, clocks or loads.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+
+from gateway.workers.block_feed import BlockChange, BlockFeed, ChangeKind
+from wire.messages import KvEvent, KvEventKind
+
+_block_ids = count(1)  # of all indexes, so that a feed may tell of several
+
+
+class _Node:
+    __slots__ = ("block_id", "children", "key", "owners", "parent")
+
+    def __init__(self, parent: "_Node | None", key: bytes) -> None:
+        self.block_id = next(_block_ids)
+        self.parent = parent
+        self.key = key
+        self.children: dict[bytes, _Node] = {}
+        self.owners: dict[int, bytes] = {}  # worker incarnation -> its hash of this block
+
+
+class PrefixIndex:
+    """Prefixes of one model in blocks of one size. feed: told of every block that gets its first owner or loses its
+    last."""
+
+    def __init__(self, *, block_size: int, max_nodes: int, feed: BlockFeed | None = None) -> None:
+        self.block_size = block_size
+        self._feed = feed
+        self._num_owned: Counter[str] = Counter()  # nodes with owners, by salt
+        self._max_nodes = max_nodes
+        self._roots: dict[str, _Node] = {}  # by salt; not counted, gone with their last child
+        self._by_hash: dict[int, dict[bytes, _Node]] = {}
+        self._recent: OrderedDict[_Node, str] = OrderedDict()  # node -> salt of its root; oldest first
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def match(self, token_ids_T: np.ndarray, salt: str) -> dict[int, int]:
+        """Cached tokens per worker incarnation, at most len - 1 (the last token is always computed).
+
+        token_ids_T: int32. Workers without a hit are absent.
+        """
+        path = self._walk(np.ascontiguousarray(token_ids_T, np.int32), salt)
+        matched: dict[int, int] = {}
+        holders: set[int] | None = None
+        for depth, node in enumerate(path, start=1):
+            holders = set(node.owners) if holders is None else holders & node.owners.keys()
+            if not holders:
+                break
+            for incarnation in holders:
+                matched[incarnation] = depth * self.block_size
+        self._touch(path)
+        longest = max(len(token_ids_T) - 1, 0)
+        return {incarnation: min(tokens, longest) for incarnation, tokens in matched.items()}
+
+    def apply(self, incarnation: int, event: KvEvent) -> None:
+        """Take one event of a worker. What does not fit (unknown parent, wrong block size) is ignored."""
+        if event.kind is KvEventKind.STORED:
+            self._store(incarnation, event)
+        elif event.kind is KvEventKind.REMOVED:
+            self._disown(incarnation, event.block_hash)
+        else:
+            self.forget(incarnation)
+
+    def forget(self, incarnation: int) -> None:
+        """The worker's cache is empty, or the worker is gone."""
+        for block_hash in tuple(self._by_hash.get(incarnation, ())):
+            self._disown(incarnation, block_hash)
+        self._by_hash.pop(incarnation, None)
+
+    def num_blocks(self, salt: str) -> int:
+        """Blocks of this salt that some worker has."""
+        return self._num_owned[salt]
+
+    def blocks(self, salt: str) -> Iterator[BlockChange]:
+        """STORED for every block of this salt that some worker has, parents first. What changes while it is walked may
+        be in it or not."""
+        root = self._roots.get(salt)
+        waiting = deque(root.children.values() if root is not None else ())
+        while waiting:
+            node = waiting.popleft()
+            waiting.extend(node.children.values())
+            if node.owners:
+                yield _stored(node)
+
+    # ------------------------------------------------------------ parts
+
+    def _walk(self, token_ids_T: np.ndarray, salt: str) -> list[_Node]:
+        path: list[_Node] = []
+        node = self._roots.get(salt)
+        data, width = token_ids_T.tobytes(), self.block_size * token_ids_T.itemsize
+        for start in range(0, len(data) - width + 1, width):
+            node = node.children.get(data[start : start + width]) if node is not None else None
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def _store(self, incarnation: int, event: KvEvent) -> None:
+        hashes = self._by_hash.setdefault(incarnation, {})
+        if len(event.token_ids) != self.block_size * np.dtype(np.int32).itemsize or not event.block_hash:
+            return
+        if event.block_hash in hashes:
+            self._disown(incarnation, event.block_hash)
+            hashes = self._by_hash.setdefault(incarnation, {})
+        parent = hashes.get(event.parent_hash) if event.parent_hash else self._root(event.salt)
+        if parent is None:
+            return
+        node = parent.children.get(event.token_ids)
+        if node is None:
+            node = parent.children[event.token_ids] = _Node(parent, event.token_ids)
+        salt = event.salt if not event.parent_hash else self._recent[parent]
+        former = node.owners.get(incarnation)
+        if former is not None:
+            hashes.pop(former, None)
+        is_first = not node.owners
+        node.owners[incarnation] = event.block_hash
+        hashes[event.block_hash] = node
+        self._recent[node] = salt
+        if is_first:
+            self._num_owned[salt] += 1
+            if self._feed is not None and self._feed.is_followed:
+                self._feed.tell(salt, _stored(node))
+        self._touch([node])
+        if len(self._recent) > self._max_nodes:
+            self._shrink()
+
+    def _root(self, salt: str) -> _Node:
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = _Node(None, b"")
+        return root
+
+    def _touch(self, path: list[_Node]) -> None:
+        """Make a path the most recent, its head last: what is old at the head is old altogether."""
+        for node in reversed(path):
+            self._recent.move_to_end(node)
+
+    def _shrink(self) -> None:
+        """Drop the oldest subtrees, leaves first, a twentieth at a time so that the cost is spread over many stores."""
+        target = self._max_nodes - self._max_nodes // 20
+        while len(self._recent) > target:
+            subtree = [next(iter(self._recent))]
+            for node in subtree:  # grows while it is walked: parents before children
+                subtree.extend(node.children.values())
+            for node in reversed(subtree):
+                if len(self._recent) <= target:
+                    break
+                for incarnation, block_hash in tuple(node.owners.items()):
+                    self._disown(incarnation, block_hash)
+
+    def _disown(self, incarnation: int, block_hash: bytes) -> None:
+        hashes = self._by_hash.get(incarnation, {})
+        node = hashes.pop(block_hash, None)
+        if not hashes:
+            self._by_hash.pop(incarnation, None)
+        if node is None:
+            return
+        del node.owners[incarnation]
+        if not node.owners:
+            self._lost_last_owner(node)
+        self._prune(node)
+
+    def _lost_last_owner(self, node: _Node) -> None:
+        salt = self._recent[node]
+        self._num_owned[salt] -= 1
+        if not self._num_owned[salt]:
+            del self._num_owned[salt]
+        if self._feed is not None and self._feed.is_followed:
+            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id))
+
+    def _prune(self, node: _Node) -> None:
+        """Drop nodes that nobody owns and nothing hangs on, up to the root."""
+        while not node.owners and not node.children and node.parent is not None:
+            parent, salt = node.parent, self._recent.pop(node)
+            del parent.children[node.key]
+            if parent.parent is None and not parent.children:
+                del self._roots[salt]
+            node = parent
+
+
+def _stored(node: _Node) -> BlockChange:
+    parent = node.parent
+    is_first = parent is None or parent.parent is None  # a root is no block
+    parent_id = None if is_first or parent is None else parent.block_id
+    return BlockChange(kind=ChangeKind.STORED, block_id=node.block_id, parent_id=parent_id, token_ids=node.key)

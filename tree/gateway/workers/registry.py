@@ -1,0 +1,265 @@
+"""Who the workers are: registrations, epochs, heartbeats, and when a worker is given up.
+
+Pure: events and times in, decisions out. Must not know sockets, clocks, outputs or the prefix index. An epoch that
+was given up stays given up: whoever comes back under it is told to leave, so that a worker that was frozen and
+resumed can never speak into streams that have moved on.
+"""
+
+import hmac
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Peer, Refuse, Watch
+from gateway.workers.records import WorkerRecord
+from gateway.workers.views import LostReason, WorkerState
+from wire.bundle import BundleError, check_bundle
+from wire.messages import Heartbeat, ModelCard, Register, TokenizerBundle
+
+GIVEN_UP = "this epoch was given up; start anew"
+MAX_REMEMBERED = 4096  # epochs given up
+MAX_WORKERS = 1024
+MAX_BUNDLES = 16
+MAX_NAME_LEN = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryLimits:
+    """Seconds, except the token."""
+
+    heartbeat_timeout_s: float = 5.0
+    stall_timeout_s: float = 30.0
+    registration_token: str = ""
+
+
+class Registry:
+    """The workers of one gateway."""
+
+    def __init__(self, limits: RegistryLimits) -> None:
+        self._limits = limits
+        self._by_incarnation: dict[int, WorkerRecord] = {}
+        self._by_id: dict[str, WorkerRecord] = {}
+        self._by_epoch: dict[str, WorkerRecord] = {}
+        self._by_peer: dict[Peer, WorkerRecord] = {}
+        self._given_up: OrderedDict[str, Peer | None] = OrderedDict()  # whom to tell if it speaks again
+        self._bundles: dict[str, dict[str, bytes]] = {}
+        self._next_incarnation = 1
+        self._last_tick_s: float | None = None
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(tuple(self._by_incarnation.values()))
+
+    def get(self, incarnation: int) -> WorkerRecord | None:
+        """The record, if that incarnation still counts."""
+        return self._by_incarnation.get(incarnation)
+
+    def find(self, worker_id: str) -> WorkerRecord | None:
+        """The present incarnation of a worker."""
+        return self._by_id.get(worker_id)
+
+    def sender(self, peer: Peer, epoch: str) -> WorkerRecord | None:
+        """Whose message this is; None: of an epoch that is unknown or given up, or over a connection not its own."""
+        record = self._by_peer.get(peer)
+        return record if record is not None and record.epoch == epoch else None
+
+    def bundle(self, digest: str) -> dict[str, bytes]:
+        """Tokenizer files that are here. Raises KeyError."""
+        return self._bundles[digest]
+
+    # ------------------------------------------------------------ events
+
+    def on_register(self, peer: Peer, register: Register, now_s: float) -> list[Decision]:
+        """A worker presents itself, perhaps again."""
+        refusal = self._refusal(register)
+        if refusal is not None:
+            kind, reason = refusal
+            return [Refuse(peer=peer, epoch=register.epoch, kind=kind, reason=reason)]
+        known = self._by_id.get(register.worker_id)
+        if known is not None and known.epoch == register.epoch and known.peer == peer:
+            return [Accept(peer=peer, epoch=register.epoch), *self._ask(known)]
+        ended = self._replace(register)
+        return [*ended, *self._admit(peer, register, now_s)]
+
+    def on_bundle(self, peer: Peer, bundle: TokenizerBundle) -> list[Decision]:
+        """Tokenizer files arrived: every worker that waited for them is ready. Raises BundleError."""
+        record = self.sender(peer, bundle.epoch)
+        if record is None or record.card.tokenizer_digest != bundle.digest:
+            raise BundleError("nobody asked this peer for that bundle")
+        check_bundle(bundle.files, bundle.digest)
+        self._remember_bundle(bundle)
+        waiting = [
+            other
+            for other in self
+            if other.state is WorkerState.REGISTERED and other.card.tokenizer_digest == bundle.digest
+        ]
+        for other in waiting:
+            other.state = WorkerState.READY
+        return [Announce(incarnation=other.incarnation, card=other.card) for other in waiting]
+
+    def on_heartbeat(self, beat: Heartbeat, now_s: float) -> WorkerRecord | None:
+        """Known by its epoch alone: heartbeats have a connection of their own. None: nobody of that epoch is here."""
+        record = self._by_epoch.get(beat.epoch)
+        if record is not None:
+            record.take_heartbeat(beat, now_s)
+        return record
+
+    def on_stale_heartbeat(self, epoch: str) -> list[Decision]:
+        """A worker that was given up lives (again), and does not know: tell it, on the connection that it reads."""
+        peer = self._given_up.get(epoch)
+        if peer is None:
+            return []
+        return [Refuse(peer=peer, epoch=epoch, kind="given_up", reason=GIVEN_UP)]
+
+    def on_sequence(self, record: WorkerRecord, seq: int) -> list[Decision]:
+        """Check a StepOutput's number. A gap: some message is lost, nobody knows which tokens."""
+        expected = record.last_seq + 1
+        if seq == expected:
+            record.last_seq = seq
+            return []
+        return self.give_up(record, LostReason.WORKER_LOST, f"message {seq} came where {expected} was due")
+
+    def on_exit(self, incarnation: int) -> list[Decision]:
+        """The process of an incarnation ended."""
+        record = self.get(incarnation)
+        return [] if record is None else self.give_up(record, LostReason.WORKER_LOST, "its process ended")
+
+    def on_leaving(self, record: WorkerRecord, reason: str) -> list[Decision]:
+        """The worker said that it ends now."""
+        return self.give_up(record, LostReason.DRAINING, reason or "the worker is shutting down")
+
+    def on_unreachable(self, record: WorkerRecord) -> list[Decision]:
+        """The socket knows no such connection any more. What was under way on it is lost, the worker is not: it may
+        register anew, in the same life, which other gateways rely on."""
+        return [self._remove(record, LostReason.WORKER_LOST, "its connection is closed")]
+
+    def on_tick(self, now_s: float) -> list[Decision]:
+        """Look for silence and for steps that do not advance."""
+        was_frozen = self._was_frozen(now_s)
+        self._last_tick_s = now_s
+        decisions: list[Decision] = []
+        for record in self:
+            if was_frozen:
+                # It was this process that slept: heartbeats may be waiting in our own queue.
+                record.last_heard_s = record.last_progress_s = now_s
+            decisions += self._check(record, now_s)
+        return decisions
+
+    def give_up(self, record: WorkerRecord, reason: LostReason, detail: str) -> list[Decision]:
+        """Forget an incarnation for good; its epoch is never accepted again."""
+        self._given_up[record.epoch] = None if reason is LostReason.DRAINING else record.peer
+        while len(self._given_up) > MAX_REMEMBERED:
+            self._given_up.popitem(last=False)
+        return [self._remove(record, reason, detail)]
+
+    def opened(self, record: WorkerRecord, now_s: float) -> None:
+        """An output was sent to it; the clock for a stall starts with the first."""
+        if record.in_flight == 0:
+            record.last_progress_s = now_s
+        record.in_flight += 1
+
+    # ------------------------------------------------------------ parts
+
+    def _refusal(self, register: Register) -> tuple[str, str] | None:
+        if not hmac.compare_digest(register.token.encode(), self._limits.registration_token.encode()):
+            return "token", "the registration token is wrong"
+        if register.epoch in self._given_up:
+            return "given_up", GIVEN_UP
+        problem = _problem(register)
+        if problem is not None:
+            return "invalid", problem
+        known = self._by_id.get(register.worker_id)
+        if known is not None and known.epoch != register.epoch and known.is_watched:
+            return "duplicate_id", f"worker id {register.worker_id!r} is in use by the running process {known.pid}"
+        holder = self._by_epoch.get(register.epoch)
+        if holder is not None and holder.worker_id != register.worker_id:
+            return "invalid", "this epoch belongs to another worker"
+        if known is None and len(self._by_id) >= MAX_WORKERS:
+            return "too_many", f"{MAX_WORKERS} workers are registered"
+        return self._card_conflict(register)
+
+    def _card_conflict(self, register: Register) -> tuple[str, str] | None:
+        for other in self:
+            if other.worker_id != register.worker_id and other.card.name == register.card.name:
+                fields = _differences(other.card, register.card)
+                if fields:
+                    return "card", f"model {register.card.name!r} is served here with another {', '.join(fields)}"
+        return None
+
+    def _replace(self, register: Register) -> list[Decision]:
+        ended: list[Decision] = []
+        known = self._by_id.get(register.worker_id)
+        if known is not None and known.epoch == register.epoch:
+            # The same life over a new connection: what was under way on the old one is lost, the worker is not.
+            ended.append(self._remove(known, LostReason.WORKER_LOST, "its connection broke and was made anew"))
+        elif known is not None:
+            ended += self.give_up(known, LostReason.WORKER_LOST, "it was restarted")
+        return ended
+
+    def _admit(self, peer: Peer, register: Register, now_s: float) -> list[Decision]:
+        is_ready = register.card.tokenizer_digest in self._bundles
+        state = WorkerState.READY if is_ready else WorkerState.REGISTERED
+        former = self._by_peer.get(peer)
+        ended = [] if former is None else self.give_up(former, LostReason.WORKER_LOST, "its connection was reused")
+        record = WorkerRecord.of(register, incarnation=self._next_incarnation, peer=peer, state=state, now_s=now_s)
+        self._next_incarnation += 1
+        self._by_incarnation[record.incarnation] = record
+        self._by_id[record.worker_id] = self._by_epoch[record.epoch] = self._by_peer[peer] = record
+        decisions: list[Decision] = [
+            *ended,
+            Accept(peer=peer, epoch=record.epoch),
+            Watch(incarnation=record.incarnation, pid=register.pid, pid_namespace=register.pid_namespace),
+        ]
+        ready: list[Decision] = [Announce(incarnation=record.incarnation, card=record.card)] if is_ready else []
+        return [*decisions, *ready, *self._ask(record)]
+
+    def _ask(self, record: WorkerRecord) -> list[Decision]:
+        if record.state is not WorkerState.REGISTERED:
+            return []
+        return [AskTokenizer(peer=record.peer, epoch=record.epoch, digest=record.card.tokenizer_digest)]
+
+    def _remember_bundle(self, bundle: TokenizerBundle) -> None:
+        in_use = {record.card.tokenizer_digest for record in self}
+        for digest in [digest for digest in self._bundles if digest not in in_use]:
+            if len(self._bundles) >= MAX_BUNDLES:
+                del self._bundles[digest]
+        self._bundles[bundle.digest] = bundle.files
+
+    def _check(self, record: WorkerRecord, now_s: float) -> list[Decision]:
+        silent_s = now_s - record.last_heard_s
+        if silent_s > self._limits.heartbeat_timeout_s:
+            reason = LostReason.WORKER_STALLED if record.is_watched else LostReason.WORKER_LOST
+            return self.give_up(record, reason, f"silent for {silent_s:.1f} s")
+        still_s = now_s - record.last_progress_s
+        if still_s > self._limits.stall_timeout_s and (record.has_work or record.owes_us):
+            return self.give_up(record, LostReason.WORKER_STALLED, f"no step for {still_s:.1f} s with work waiting")
+        return []
+
+    def _was_frozen(self, now_s: float) -> bool:
+        return self._last_tick_s is not None and now_s - self._last_tick_s > self._limits.heartbeat_timeout_s / 2
+
+    def _remove(self, record: WorkerRecord, reason: LostReason, detail: str) -> Lose:
+        del self._by_incarnation[record.incarnation]
+        for table, key in ((self._by_id, record.worker_id), (self._by_epoch, record.epoch)):
+            if table.get(key) is record:
+                del table[key]
+        if self._by_peer.get(record.peer) is record:
+            del self._by_peer[record.peer]
+        return Lose(incarnation=record.incarnation, worker_id=record.worker_id, reason=reason, detail=detail)
+
+
+def _problem(register: Register) -> str | None:
+    """What no correct worker registers with."""
+    capacity, card = register.capacity, register.card
+    if not 0 < len(register.worker_id) <= MAX_NAME_LEN or not 0 < len(card.name) <= MAX_NAME_LEN:
+        return f"worker id and model name need 1 to {MAX_NAME_LEN} characters"
+    if not 16 <= len(register.epoch) <= 64:
+        return "an epoch has 16 to 64 characters"
+    counts = (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs, card.vocab_size, card.max_model_len)
+    if min(counts) < 1 or max(counts) > 2**31 - 1 or not 0 <= capacity.max_waiting < 2**31:
+        return "capacities and limits must be positive int32"
+    return None
+
+
+def _differences(card: ModelCard, other: ModelCard) -> list[str]:
+    names = card.__struct_fields__
+    return [name for name in names if getattr(card, name) != getattr(other, name)]

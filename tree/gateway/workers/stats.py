@@ -1,0 +1,30 @@
+"""What the pool counts. Plain integers; whoever exports metrics reads them."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolStats:
+    """Counters since the start of the process; only ever grow."""
+
+    received_messages: int = 0
+    received_bytes: int = 0
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    received_tokens: int = 0
+    undecodable_frames: int = 0  # not ours, garbage, oversized, wrong version
+    stale_messages: int = 0  # of an epoch that is unknown or given up
+    late_outputs: int = 0  # rows for an output that had ended (cancelled a moment before)
+    protocol_errors: Counter[str] = field(default_factory=Counter)  # by kind: what a correct worker never sends
+    sequence_gaps: int = 0
+    busy_sends: int = 0  # refused because a socket's queue was full
+    registrations: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)  # registrations refused, by kind
+    workers_lost: Counter[str] = field(default_factory=Counter)  # by LostReason
+    sink_errors: int = 0  # exceptions of our own streams
+    routed: Counter[str] = field(default_factory=Counter)  # by RouteReason
+    kv_events: int = 0
+    moved_outputs: int = 0  # went on at another worker, or at the next life of their own
+    pauses: int = 0  # outputs whose readers fell behind
+    rebinds: int = 0  # ipc sockets that had vanished from the run directory

@@ -1,0 +1,97 @@
+"""The frozen shapes that cross the pool's border: what a request needs, what an output tells, how a worker looks."""
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from wire.messages import Capacity, Finished, ModelCard, Pooling, Sampling, TokenLogprobs
+
+
+class LostReason(StrEnum):
+    """Why a stream lost its worker; the value is an octavo.v1.ErrorReason without its prefix."""
+
+    WORKER_LOST = "WORKER_LOST"
+    WORKER_STALLED = "WORKER_STALLED"
+    DRAINING = "DRAINING"
+    INTERNAL = "INTERNAL"  # the worker broke the protocol for this stream
+    POISONED = "POISONED"  # two workers died of this output
+
+
+class OutputSink(Protocol):
+    """Where one output goes. Called on the event loop; must not block. Exactly one terminal call, then none."""
+
+    def on_started(self) -> None:
+        """The worker scheduled the request for the first time."""
+
+    def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """New tokens, each in [0, vocab_size); logprobs one per token where the request asked for them."""
+
+    def on_finished(self, finished: Finished) -> None:
+        """Terminal: the worker ended the output."""
+
+    def on_lost(self, reason: str, detail: str) -> None:
+        """Terminal; reason: a LostReason."""
+
+    def on_moved(self, worker_id: str) -> None:
+        """Another worker, or the next life of its own, goes on with it."""
+
+
+class PromptSink(Protocol):
+    """Where log-probabilities of a prompt go, from its second token on, before the first token of the output."""
+
+    def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """For the next positions."""
+
+
+class EmbeddingSink(OutputSink, Protocol):
+    """Where one embedding goes: `on_embedding` once before `on_finished`, no tokens."""
+
+    def on_embedding(self, embedding_D: np.ndarray) -> None:
+        """float32, every entry finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunRequest:
+    """One output to generate. prompt_ids: int32 [T]; timeout_s: remaining now, None for no deadline. pooling: the
+    prompt's embedding is wanted instead, and the sink is an EmbeddingSink. num_resumed_tokens: the last so many of
+    prompt_ids are output that was given before. tenant, weight: as `wire.messages.Run` has them."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    pooling: Pooling | None = None
+    num_resumed_tokens: int = 0
+    tenant: str = ""
+    weight: int = 1
+
+
+class WorkerState(Enum):
+    """Where a worker stands, seen from this gateway."""
+
+    REGISTERED = "registered"  # its tokenizer is not here yet
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, gets nothing new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A snapshot of one worker. Load numbers are the worker's own (all gateways), in_flight is this gateway's."""
+
+    worker_id: str
+    epoch: str
+    state: WorkerState
+    card: ModelCard
+    capacity: Capacity
+    in_flight: int
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    heartbeat_age_s: float
+    pid: int

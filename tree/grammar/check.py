@@ -1,0 +1,34 @@
+"""Whether a grammar can be served at all, before a model is asked."""
+
+from llguidance import LLMatcher
+
+from grammar.errors import GrammarRefused, Refusal, one_line
+from grammar.limits import GrammarLimits
+from grammar.source import to_llguidance
+from wire.messages import Grammar
+
+_LIMIT_WORDS = ("too large", "too many", "too complex", "limit exceeded", "fuel", "recursion limit")
+_UNSUPPORTED_WORDS = ("not supported", "unimplemented", "unknown format", "not present in a registry", "lookaround")
+
+
+def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
+    """Takes milliseconds, at the very most seconds; gives the interpreter free meanwhile. Raises GrammarRefused."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(
+        to_llguidance(grammar, limits), limits=limits.for_parser()
+    )
+    if is_error:
+        raise refused(messages[0])
+
+
+def refused(message: str) -> GrammarRefused:
+    """What the library says, sorted by kind."""
+    message = next((line for line in message.splitlines() if line.startswith("error: ")), message)
+    message = message.removeprefix("error: ").partition("\n<")[0]
+    lower = message.lower()
+    if any(words in lower for words in _LIMIT_WORDS):
+        return GrammarRefused(Refusal.LIMIT, f"is too complex: {one_line(message)}")
+    if any(words in lower for words in _UNSUPPORTED_WORDS):
+        return GrammarRefused(Refusal.UNSUPPORTED, one_line(message))
+    if "unsatisfiable" in lower or "is empty" in lower or "noextension" in lower:
+        return GrammarRefused(Refusal.UNSATISFIABLE, f"nothing can match: {one_line(message)}")
+    return GrammarRefused(Refusal.SYNTAX, one_line(message))

@@ -1,0 +1,15 @@
+"""Texts in llguidance's notation, a dialect of Lark."""
+
+import json
+
+
+def quoted(text: str) -> str:
+    """A string literal. JSON's escapes are Lark's; characters outside ASCII stay as they are."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def class_character(character: str) -> str:
+    """A character as it stands inside the brackets of a regular expression between slashes."""
+    if character.isascii() and character.isalnum():
+        return character
+    return f"\\x{{{ord(character):X}}}"

@@ -1,0 +1,68 @@
+"""Calls of tools in the style of Hermes, which is what Qwen2.5 was trained to write.
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Oslo"}}
+    </tool_call>
+
+The source is JSON: ``{"tools": [{"name": …, "parameters": schema or null}, …], "max_calls": n or null}``; at least one
+call, and at most max_calls.
+"""
+
+import json
+from typing import Any
+
+from grammar.errors import GrammarRefused, Refusal
+from grammar.json_schema import WHITE_SPACE, Json, rewrite
+from grammar.lark import quoted
+from grammar.limits import GrammarLimits
+
+CALL_TAGS = ("<tool_call>", "</tool_call>")
+OPENING, CLOSING = f"{CALL_TAGS[0]}\n", f"\n{CALL_TAGS[1]}"
+CallTags = tuple[int, int]
+"""The tokens of CALL_TAGS, in models that have them."""
+_ARGUMENTS = "#/properties/arguments"
+
+
+def tool_calls_to_lark(source: str, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
+    """call_tags: None writes the tags as text. Raises GrammarRefused; paths begin with the tool:
+    ``tools[2].parameters.properties…``."""
+    tools, max_calls = _read(source, limits)
+    calls = [f"call_{index}: %json {json.dumps(_call_schema(tool, index, limits))}" for index, tool in enumerate(tools)]
+    names = " | ".join(f"call_{index}" for index in range(len(tools)))
+    more = "" if max_calls == 1 else ' ("\\n" call)*' if max_calls is None else f' ("\\n" call){{0,{max_calls - 1}}}'
+    opening, closing = quoted(OPENING), quoted(CLOSING)
+    if call_tags is not None:
+        opening, closing = f'<[{call_tags[0]}]> "\\n"', f'"\\n" <[{call_tags[1]}]>'
+    return "\n".join(
+        [f"start: call{more}", f"call: {opening} ({names}) {closing}", *calls, ""],
+    )
+
+
+def _read(source: str, limits: GrammarLimits) -> tuple[list[Json], int | None]:
+    if len(source.encode()) > limits.max_source_bytes:
+        raise GrammarRefused(Refusal.LIMIT, f"has more than {limits.max_source_bytes} bytes")
+    try:
+        content = json.loads(source)
+        tools, max_calls = content["tools"], content.get("max_calls")
+        names = [str(tool["name"]) for tool in tools]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise GrammarRefused(Refusal.SYNTAX, "is not a list of tools") from None
+    if not names or (max_calls is not None and (not isinstance(max_calls, int) or max_calls < 1)):
+        raise GrammarRefused(Refusal.SYNTAX, "needs at least one tool and one call")
+    return tools, max_calls
+
+
+def _call_schema(tool: Json, index: int, limits: GrammarLimits) -> Json:
+    parameters: Any = tool.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object"}
+    arguments = rewrite(parameters, limits, root=_ARGUMENTS, path=f"tools[{index}].parameters")
+    if isinstance(arguments, dict) and "type" not in arguments:
+        arguments = arguments | {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": WHITE_SPACE,
+    }

@@ -1,0 +1,42 @@
+"""Qwen2.5 on tensors, usable alone as a library: config, weights, layers, paged attention, an oracle without a cache.
+
+    model = load_model(resolve_checkpoint("Qwen/Qwen2.5-0.5B-Instruct"))
+    ids = generate(model, prompt_ids, max_new_tokens=32, eos_token_ids=model.config.eos_token_ids)
+
+Must not know: sockets, requests, schedulers, who owns a block.
+"""
+
+from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
+from model.checkpoint import resolve_checkpoint
+from model.config import Qwen2Config, load_config
+from model.dtypes import DTYPES
+from model.errors import CheckpointError, ConfigError
+from model.generate import dense_logits, generate
+from model.kv_pool import KvPool, kv_block_bytes, write_kv
+from model.loading import WeightScan, load_model
+from model.qwen2 import Qwen2ForCausalLM
+from model.rope_scaling import YarnScaling
+
+__all__ = [
+    "BACKENDS",
+    "DTYPES",
+    "AttentionBackend",
+    "AttentionInputs",
+    "BackendName",
+    "CheckpointError",
+    "ConfigError",
+    "KvPool",
+    "Qwen2Config",
+    "Qwen2ForCausalLM",
+    "WeightScan",
+    "YarnScaling",
+    "dense_logits",
+    "generate",
+    "get_backend",
+    "kv_block_bytes",
+    "load_config",
+    "load_model",
+    "make_inputs",
+    "resolve_checkpoint",
+    "write_kv",
+]

@@ -1,0 +1,145 @@
+"""The hyper-parameters of a Qwen2.5 model, read from config.json and checked field by field.
+
+Must not know: tensors on disk, devices, attention backends.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.config_fields import ConfigFields
+from model.dtypes import DTYPES
+from model.errors import CheckpointError, ConfigError
+from model.quantization.settings import GroupSettings, parse_quantization
+from model.rope_scaling import YarnScaling, parse_rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2Config:
+    """Shape of a Qwen2.5 dense model. Names are those of config.json.
+
+    rope_theta: base of the rotary frequencies. yarn: the long-context recipe, None without it.
+    dtype: what the checkpoint says that it is meant to be computed in; None where it does not say.
+    eos_token_ids: of config.json alone; generation_config.json may name more.
+    quantization: how the checkpoint's matrices are packed; None where they are plain.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    yarn: YarnScaling | None = None
+    tie_word_embeddings: bool = False
+    dtype: torch.dtype | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    quantization: GroupSettings | None = None
+
+    def __post_init__(self) -> None:
+        """Check what only holds between fields. Raises ConfigError."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                "num_key_value_heads",
+                f"{self.num_key_value_heads} does not divide num_attention_heads {self.num_attention_heads}",
+            )
+        if self.head_dim % 2:
+            raise ConfigError("head_dim", f"{self.head_dim} is odd: RoPE turns pairs")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one KV head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def scale(self) -> float:
+        """What attention scores are multiplied with."""
+        return self.head_dim**-0.5
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Qwen2Config":
+        """Read the content of a config.json, of transformers 4's layout or 5's. Raises ConfigError naming the field.
+
+        Fields that say nothing about inference are ignored, `auto_map` (remote code) among them.
+        """
+        fields = ConfigFields(raw)
+        refuse_what_is_not_supported(fields)
+        heads = fields.positive_int("num_attention_heads")
+        hidden_size = fields.positive_int("hidden_size")
+        max_positions = fields.positive_int("max_position_embeddings", 32768)
+        rope = parse_rope(fields, max_positions)
+        return cls(
+            vocab_size=fields.positive_int("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.positive_int("intermediate_size"),
+            num_hidden_layers=fields.positive_int("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=fields.positive_int("num_key_value_heads", heads),
+            head_dim=fields.positive_int("head_dim", default_head_dim(fields, hidden_size, heads)),
+            max_position_embeddings=max_positions,
+            rms_norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
+            rope_theta=rope.theta,
+            yarn=rope.yarn,
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            dtype=checkpoint_dtype(fields),
+            eos_token_ids=fields.token_ids("eos_token_id"),
+            quantization=parse_quantization(fields),
+        )
+
+
+def load_config(folder: Path) -> Qwen2Config:
+    """Read config.json of a checkpoint folder. Raises CheckpointError, ConfigError."""
+    return Qwen2Config.from_dict(read_json_object(folder / "config.json"))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises CheckpointError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name}: not in {path.parent}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name}: holds {type(content).__name__}, not an object")
+    return content
+
+
+def default_head_dim(fields: ConfigFields, hidden_size: int, heads: int) -> int:
+    """What head_dim is where the config has none. Raises ConfigError when it would not come out even."""
+    if not fields.has("head_dim") and hidden_size % heads:
+        raise ConfigError("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {heads}")
+    return hidden_size // heads
+
+
+def checkpoint_dtype(fields: ConfigFields) -> torch.dtype | None:
+    """`dtype` (transformers 5) or `torch_dtype` (4), None where neither is set."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    if not fields.has(name):
+        return None
+    text = fields.text(name).removeprefix("torch.")
+    if text not in DTYPES:
+        raise ConfigError(name, f"{text!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def refuse_what_is_not_supported(fields: ConfigFields) -> None:
+    """Everything that would change the result if it were ignored. Raises ConfigError."""
+    fields.must_be("model_type", "qwen2")
+    if fields.has("architectures") and "Qwen2ForCausalLM" not in fields.value("architectures"):
+        raise ConfigError("architectures", f"{fields.value('architectures')!r} does not name Qwen2ForCausalLM")
+    if fields.has("hidden_act"):
+        fields.must_be("hidden_act", "silu")
+    if fields.boolean("use_sliding_window", False):
+        raise ConfigError("use_sliding_window", "sliding-window attention is not supported, only full attention")
+    layer_types = fields.value("layer_types") if fields.has("layer_types") else []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ConfigError("layer_types", "only 'full_attention' layers are supported")

@@ -1,0 +1,165 @@
+/* What deterministic mode needs beside kernels.c and matmul.c: products on any CPU, and the fp32 forms of norm, SiLU and
+ * attention. Each result is a function of its own row (and context) alone: every sum runs in one fixed order, whatever
+ * the number of rows and threads.
+ *
+ * Weights of a product lie in panels of PANEL outputs: [N / PANEL, K, PANEL], fp32 or bf16. Arguments were checked by
+ * model/cpu/invariant.py.
+ *
+ * Legend: M rows · N outputs, or query heads · K inputs, or kv heads · T tokens · D model dim · I intermediate ·
+ * S sequences · H head dim · P blocks · B block size. Must not know: torch, Python, who owns a block.
+ */
+
+#include "vectors.h"
+
+#define PANEL 32
+#define TILE 8
+
+typedef struct { vec low, high; } pair;
+
+static inline pair weights_at(const void *panel, const int is_bf16, int64_t k) {
+    pair w;
+    if (is_bf16) {
+        w.low = widen((const bf16 *)panel + k * PANEL);
+        w.high = widen((const bf16 *)panel + k * PANEL + LANES);
+    } else {
+        memcpy(&w, (const float *)panel + k * PANEL, sizeof w);
+    }
+    return w;
+}
+
+/* rows, is_bf16: constants where this is called, so that the sums are registers. */
+static inline __attribute__((always_inline)) void tile(const int rows, const int is_bf16, const void *x, int64_t K,
+                                                       const void *panel, const float *bias, void *out, int64_t N,
+                                                       int64_t width) {
+    vec low[TILE], high[TILE];
+    for (int m = 0; m < rows; m++) low[m] = high[m] = (vec){0};
+    for (int64_t k = 0; k < K; k++) {
+        pair w = weights_at(panel, is_bf16, k);
+        for (int m = 0; m < rows; m++) {
+            float one = is_bf16 ? widen1(((const bf16 *)x)[m * K + k]) : ((const float *)x)[m * K + k];
+            low[m] += w.low * one;
+            high[m] += w.high * one;
+        }
+    }
+    for (int m = 0; m < rows; m++) {
+        float sums[PANEL];
+        memcpy(sums, &low[m], sizeof(vec));
+        memcpy(sums + LANES, &high[m], sizeof(vec));
+        for (int64_t n = 0; n < width; n++) sums[n] += bias[n];
+        if (!is_bf16) {
+            memcpy((float *)out + m * N, sums, (size_t)width * sizeof(float));
+            continue;
+        }
+        bf16 narrowed[PANEL];
+        memcpy(&low[m], sums, sizeof(vec));
+        memcpy(&high[m], sums + LANES, sizeof(vec));
+        narrow(narrowed, low[m]);
+        narrow(narrowed + LANES, high[m]);
+        memcpy((bf16 *)out + m * N, narrowed, (size_t)width * sizeof(bf16));
+    }
+}
+
+static void rows_times_panel(int64_t rows, int is_bf16, const void *x, int64_t K, const void *panel, const float *bias,
+                             void *out, int64_t N, int64_t width) {
+    switch (is_bf16 ? rows + TILE : rows) {
+#define CASES(n) \
+    case n: tile(n, 0, x, K, panel, bias, out, N, width); break; \
+    case n + TILE: tile(n, 1, x, K, panel, bias, out, N, width); break;
+        CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) CASES(7) CASES(8)
+    }
+}
+
+/* out = x @ w.T + bias. x: [M, K], out: [M, N], both fp32 or both bf16; bias: fp32, padded to whole panels. */
+void octavo_invariant_product(const void *x, const void *panels, int is_bf16, const float *bias, void *out, int64_t M,
+                              int64_t N, int64_t K, int num_threads) {
+    int64_t count = (N + PANEL - 1) / PANEL;
+    size_t element = is_bf16 ? sizeof(bf16) : sizeof(float);
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t p = 0; p < count; p++) {
+        const char *panel = (const char *)panels + (size_t)(p * K * PANEL) * element;
+        int64_t width = N - p * PANEL < PANEL ? N - p * PANEL : PANEL;
+        for (int64_t m = 0; m < M; m += TILE)
+            rows_times_panel(M - m < TILE ? M - m : TILE, is_bf16, (const char *)x + (size_t)(m * K) * element, K, panel,
+                             bias + p * PANEL, (char *)out + (size_t)(m * N + p * PANEL) * element, N, width);
+    }
+}
+
+static inline vec at(const float *from) {
+    vec x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void put(float *to, vec x) { memcpy(to, &x, sizeof x); }
+
+/* out = weight * (x / rms(x)), fp32. x, out: [T, D]. */
+void octavo_rms_norm_f32(const float *x, const float *weight, float *out, int64_t T, int64_t D, float epsilon,
+                         int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t t = 0; t < T; t++) {
+        const float *row = x + t * D;
+        vec squares = {0};
+        for (int64_t d = 0; d < D; d += LANES) squares += at(row + d) * at(row + d);
+        float factor = 1.0f / sqrtf(sum(squares) / (float)D + epsilon);
+        for (int64_t d = 0; d < D; d += LANES) put(out + t * D + d, at(row + d) * factor * at(weight + d));
+    }
+}
+
+/* out = silu(gate) * up, fp32. gate_up: [T, 2 I], out: [T, I]. */
+void octavo_silu_mul_f32(const float *gate_up, float *out, int64_t T, int64_t I, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t t = 0; t < T; t++) {
+        const float *gate = gate_up + t * 2 * I, *up = gate + I;
+        for (int64_t i = 0; i < I; i += LANES) put(out + t * I + i, silu(at(gate + i)) * at(up + i));
+    }
+}
+
+static float dot(const float *a, const float *b, int64_t H) {
+    vec acc = {0};
+    for (int64_t h = 0; h < H; h += LANES) acc += at(a + h) * at(b + h);
+    return sum(acc);
+}
+
+/* One query head over its context. weight: room for context + LANES floats. */
+static void attend(const float *q, const float *k_pool, const float *v_pool, const int32_t *table, int64_t context,
+                   int64_t stride_P, int64_t B, int64_t H, float scale, float *weight, float *out) {
+    float most = -INFINITY, total = 0;
+    for (int64_t c = 0; c < context; c++) {
+        weight[c] = scale * dot(q, k_pool + table[c / B] * stride_P + c % B * H, H);
+        if (weight[c] > most) most = weight[c];
+    }
+    for (int64_t c = 0; c < LANES; c++) weight[context + c] = -INFINITY;
+    for (int64_t c = 0; c < context; c += LANES) {
+        vec x = at(weight + c) - most;
+        ivec is_nan = x != x;
+        put(weight + c, (vec)(((ivec)exp_of(x) & ~is_nan) | ((ivec)x & is_nan)));
+    }
+    for (int64_t c = 0; c < context; c++) total += weight[c];
+    for (int64_t h = 0; h < H; h += LANES) {
+        vec acc = {0};
+        for (int64_t c = 0; c < context; c++) acc += at(v_pool + table[c / B] * stride_P + c % B * H + h) * weight[c];
+        put(out + h, acc / total);
+    }
+}
+
+/* One token per sequence, fp32. q, out: [S, N, H]. Returns 0, or 1 without memory. */
+int octavo_attention_f32(const float *q, const float *k_pool, const float *v_pool, const int32_t *table,
+                         int64_t stride_table, const int32_t *context, float *out, int64_t S, int64_t N, int64_t K,
+                         int64_t H, int64_t B, float scale, int num_threads) {
+    int64_t longest = 0, failed = 0;
+    for (int64_t s = 0; s < S; s++) longest = context[s] > longest ? context[s] : longest;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        float *weight = malloc((size_t)(longest + LANES) * sizeof(float));
+        if (!weight) failed = 1;
+#pragma omp for schedule(dynamic)
+        for (int64_t job = 0; job < S * N; job++) {
+            if (!weight) continue;
+            int64_t s = job / N, k = job % N / (N / K);
+            attend(q + job * H, k_pool + k * B * H, v_pool + k * B * H, table + s * stride_table, context[s], K * B * H, B,
+                   H, scale, weight, out + job * H);
+        }
+        free(weight);
+    }
+    return (int)failed;
+}

@@ -1,0 +1,132 @@
+"""Compiles the C files of this folder with the machine's own C compiler, once per machine, and loads it.
+
+The result is kept in $XDG_CACHE_HOME/octavo/native (or ~/.cache/octavo/native) under the hash of source, flags,
+compiler and processor. Without a compiler, or where OCTAVO_NATIVE=off, there is no library and callers use torch.
+Must not know: tensors.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c", "prefill.c", "invariant.c"))
+HEADER = Path(__file__).with_name("vectors.h")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+)
+_COMPILE_TIMEOUT_S = 120.0
+_TENSOR, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "octavo_decode_attention": (
+        [_TENSOR, _LONG, _TENSOR, _TENSOR, _TENSOR, _LONG, _TENSOR, _TENSOR, *[_LONG] * 5, _FLOAT, _INT],
+        _INT,
+    ),
+    "octavo_rms_norm": ([_TENSOR, _TENSOR, _TENSOR, _LONG, _LONG, _FLOAT, _INT], None),
+    "octavo_silu_mul": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
+    "octavo_has_matmul": ([], _INT),
+    "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, *[_LONG] * 3, _INT], _INT),
+    "octavo_chunk_attention": ([*[_TENSOR] * 5, *[_LONG] * 6, _FLOAT, _INT], _INT),
+    "octavo_invariant_product": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 2, *[_LONG] * 3, _INT], None),
+    "octavo_rms_norm_f32": ([*[_TENSOR] * 3, _LONG, _LONG, _FLOAT, _INT], None),
+    "octavo_silu_mul_f32": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
+    "octavo_attention_f32": ([*[_TENSOR] * 4, _LONG, *[_TENSOR] * 2, *[_LONG] * 5, _FLOAT, _INT], _INT),
+    "octavo_rope_write": ([*[_TENSOR] * 7, *[_LONG] * 5, _INT], None),
+}
+
+
+@cache
+def native_library() -> ctypes.CDLL | None:
+    """The kernels, or None where they cannot be had. Compiles for about a second the first time.
+
+    Torch must be imported before: its OpenMP is the one that the kernels use, so that there is one pool of threads.
+    """
+    if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
+        return None
+    if not all(source.exists() for source in (*SOURCES, HEADER)):
+        return None
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    try:
+        return _load(_compiled(compiler))
+    except (OSError, AttributeError, subprocess.SubprocessError):
+        return None
+
+
+def loaded_library() -> ctypes.CDLL:
+    """The kernels, for callers who know that `native_library` has them. Raises RuntimeError where it has not."""
+    library = native_library()
+    if library is None:
+        raise RuntimeError("the native kernels are not there: ask `native_library` first")
+    return library
+
+
+def kernels_fingerprint() -> str:
+    """Names the compiled code: sources, flags, compiler, processor. Empty where there is no library."""
+    library = native_library()
+    return "" if library is None else Path(library._name).stem
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    """Raises OSError for a file that is no library, AttributeError where a function is missing."""
+    library = ctypes.CDLL(str(file))
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
+def _compiled(compiler: str) -> Path:
+    """The library's file, compiled where it is not there yet. Raises SubprocessError, OSError."""
+    folder = _folder()
+    file = folder / f"kernels-{_fingerprint(compiler)}.so"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fresh = Path(scratch) / file.name
+            command = [compiler, *_FLAGS, "-o", str(fresh), *map(str, SOURCES), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
+            fresh.replace(file)  # whole or not at all, whoever else compiles it now
+    return file
+
+
+def _folder() -> Path:
+    """Only we may write there: what lies in it is executed. Raises PermissionError where somebody else could."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "native"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to others, or others may write there")
+    return folder
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that decides what the compiler writes: caches are shared between machines."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10.0).stdout
+    parts = (
+        *(source.read_bytes() for source in (*SOURCES, HEADER)),
+        " ".join(_FLAGS).encode(),
+        version,
+        _processor().encode(),
+    )
+    return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
+
+
+def _processor() -> str:
+    """Architecture and instructions."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().split("\n\n")[0].splitlines() if found.exists() else []
+    kept = [line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
+    return "\n".join([platform.machine(), *kept])

@@ -1,0 +1,132 @@
+"""Checked launchers of the kernels in `kernels.c`, and when they can be used.
+
+Each has a slow twin in torch: `rms_norm` model.norm.RmsNorm, `rope_write` model.rope.rotate with KvPool's write,
+`silu_mul` the expression in model.layers.Mlp, `decode_attention` model.attention_reference.
+
+Legend: T tokens in this step · S sequences · N query heads · K kv heads · H head dim · D model dim · I intermediate ·
+P blocks · B block size · M table width. Must not know: layers, requests.
+"""
+
+import torch
+
+from model.cpu.checks import LANES, require, require_attention
+from model.cpu.native import loaded_library, native_library
+
+_ENOUGH_BYTES = 128 * 1024
+"""Below it a second thread costs more than it saves: to wake it takes some ten microseconds."""
+
+
+def takes(x: torch.Tensor, *, width: int) -> bool:
+    """Whether the kernels work on this tensor, in rows of this width: bf16 on a CPU that has them."""
+    return x.dtype is torch.bfloat16 and x.is_cpu and not width % (2 * LANES) and native_library() is not None
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """See model.norm.RmsNorm; bf16, D a multiple of LANES."""
+    x_TD = x_TD.contiguous()
+    num_rows, dim = x_TD.shape
+    require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
+    require(x_TD.dtype == weight_D.dtype == torch.bfloat16, "dtype")
+    out_TD = torch.empty_like(x_TD)
+    loaded_library().octavo_rms_norm(
+        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, threads_for(2 * num_rows * dim)
+    )
+    return out_TD
+
+
+def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of each row times its second half: [T, 2 I] to [T, I]; bf16, I a multiple of LANES."""
+    gate_up_TE = gate_up_TE.contiguous()
+    num_rows, dim = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
+    require(gate_up_TE.dtype == torch.bfloat16 and dim % LANES == 0, "gate_up_TE")
+    out_TI = gate_up_TE.new_empty(num_rows, dim)
+    loaded_library().octavo_silu_mul(
+        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, threads_for(4 * num_rows * dim)
+    )
+    return out_TI
+
+
+def rope_write(
+    qkv_TC: torch.Tensor,
+    cos_TH: torch.Tensor,
+    sin_TH: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    k_pool_PKBH: torch.Tensor,
+    v_pool_PKBH: torch.Tensor,
+) -> torch.Tensor:
+    """qkv_TC: rows of N query heads, K keys, K values. Keys (turned) and values go to their slots (int64; -1 is
+    skipped), the turned queries come back: [T, N, H]. bf16."""
+    qkv_TC = qkv_TC.contiguous()
+    num_rows, width = qkv_TC.shape
+    num_kv_heads, block_size, head_dim = k_pool_PKBH.shape[1:]
+    num_heads = width // head_dim - 2 * num_kv_heads
+    require(cos_TH.shape == sin_TH.shape == (num_rows, head_dim), "cos_TH")
+    require(slot_mapping_T.shape == (num_rows,) and slot_mapping_T.dtype == torch.int64, "slot_mapping_T")
+    require(v_pool_PKBH.shape == k_pool_PKBH.shape and num_heads > 0, "v_pool_PKBH")
+    for tensor in (cos_TH, sin_TH, slot_mapping_T, k_pool_PKBH, v_pool_PKBH):
+        require(tensor.is_contiguous(), "strides")
+    for tensor in (qkv_TC, cos_TH, sin_TH, k_pool_PKBH, v_pool_PKBH):
+        require(tensor.dtype == torch.bfloat16, "dtype")
+    q_TNH = qkv_TC.new_empty(num_rows, num_heads, head_dim)
+    loaded_library().octavo_rope_write(
+        qkv_TC.data_ptr(),
+        cos_TH.data_ptr(),
+        sin_TH.data_ptr(),
+        slot_mapping_T.data_ptr(),
+        q_TNH.data_ptr(),
+        k_pool_PKBH.data_ptr(),
+        v_pool_PKBH.data_ptr(),
+        num_rows,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        threads_for(2 * num_rows * width),
+    )
+    return q_TNH
+
+
+def decode_attention(
+    q_SNH: torch.Tensor,
+    k_pool_PKBH: torch.Tensor,
+    v_pool_PKBH: torch.Tensor,
+    table_SM: torch.Tensor,
+    context_S: torch.Tensor,
+    scale: float,
+    *,
+    max_context_len: int,
+) -> torch.Tensor:
+    """One new token per sequence, over the blocks of its table row as they lie; nothing is gathered or padded.
+
+    q_SNH, pools: bf16. table_SM, context_S: int32, contexts of at least 1. Raises MemoryError.
+    """
+    q_SNH, table_SM = q_SNH.contiguous(), table_SM.contiguous()
+    num_rows, num_heads, head_dim = q_SNH.shape
+    num_kv_heads, block_size = k_pool_PKBH.shape[1], k_pool_PKBH.shape[2]
+    require_attention(q_SNH, k_pool_PKBH, v_pool_PKBH, table_SM, context_S, dtype=torch.bfloat16, multiple=2 * LANES)
+    out_SNH = torch.empty_like(q_SNH)
+    failed = loaded_library().octavo_decode_attention(
+        q_SNH.data_ptr(),
+        num_heads * head_dim,
+        k_pool_PKBH.data_ptr(),
+        v_pool_PKBH.data_ptr(),
+        table_SM.data_ptr(),
+        table_SM.shape[1],
+        context_S.data_ptr(),
+        out_SNH.data_ptr(),
+        num_rows,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        scale,
+        threads_for(4 * num_rows * num_kv_heads * head_dim * max_context_len),
+    )
+    if failed:
+        raise MemoryError("no memory for the scores of a decode")
+    return out_SNH
+
+
+def threads_for(num_bytes: int) -> int:
+    """How many are worth waking for a pass over so many bytes."""
+    return torch.get_num_threads() if num_bytes >= _ENOUGH_BYTES else 1

@@ -1,0 +1,92 @@
+/* Vectors of sixteen floats for the kernels in C: bf16 in and out, sums, exponentials, SiLU.
+ *
+ * GCC's vector extensions: the compiler takes what the machine has. Must not know: what the numbers mean.
+ */
+
+#ifndef OCTAVO_VECTORS_H
+#define OCTAVO_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+
+typedef uint16_t bf16;
+typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+static inline float widen1(bf16 x) {
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+static inline vec widen(const bf16 *x) {
+#ifdef __AVX512F__ /* GCC 12 makes six instructions of the portable form */
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#else
+    hvec half;
+    memcpy(&half, x, sizeof half);
+    return (vec)(__builtin_convertvector(half, uvec) << 16);
+#endif
+}
+
+static inline uvec rounded_bits(vec x) {
+    uvec bits = (uvec)x;
+    uvec up = bits + 0x7fff + ((bits >> 16) & 1);
+    uvec is_nan = (uvec)(x != x);
+    return (up & ~is_nan) | (is_nan & 0x7fc00000u);
+}
+
+static inline vec round_bf16(vec x) { return (vec)(rounded_bits(x) & 0xffff0000u); }
+
+static inline void narrow(bf16 *out, vec x) {
+    hvec half = __builtin_convertvector(rounded_bits(x) >> 16, hvec);
+    memcpy(out, &half, sizeof half);
+}
+
+static inline float sum(vec x) {
+    float total = 0;
+    for (int i = LANES / 2; i; i /= 2)
+        for (int j = 0; j < i; j++) x[j] += x[j + i];
+    total = x[0];
+    return total;
+}
+
+static inline vec splat(float x) { return x - (vec){0}; }
+
+/* e to the x for x <= 0, to about 2 units in the last place; 0 below -87. */
+static inline vec exp_of(vec x) {
+    ivec is_tiny = x < -87.0f;
+    vec safe = (vec)(((ivec)x & ~is_tiny) | ((ivec)splat(-87.0f) & is_tiny));
+    vec turns = safe * 1.44269504088896341f;
+    ivec whole = __builtin_convertvector(turns - 0.5f, ivec); /* towards zero: the nearest integer, as turns <= 0 */
+    vec wide = __builtin_convertvector(whole, vec);
+    vec rest = safe - wide * 0.693359375f - wide * -2.12194440e-4f;
+    vec y = splat(1.9875691500e-4f);
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    vec scale = (vec)((whole + 127) << 23);
+    return (vec)((ivec)(y * scale) & ~is_tiny);
+}
+
+/* x / (1 + e to the -x), by e to the -|x|, which never overflows. */
+static inline vec silu(vec x) {
+    vec small = exp_of((vec)((uvec)x | 0x80000000u));
+    ivec is_negative = x < 0.0f;
+    vec top = (vec)(((ivec)small & is_negative) | ((ivec)splat(1.0f) & ~is_negative));
+    return x * (top / (1.0f + small));
+}
+
+#endif

@@ -1,0 +1,146 @@
+"""One token for each of B rows, from the last token's embedding to the next token, all of it on the device.
+
+Nothing here waits for the device, allocates, or depends on the rows' contents, so a CUDA graph of `run` can be replayed
+step after step: the kernels read lengths, tables and tokens from the row state and move it on.
+
+Legend: B sequences of the batch · R rows · N query heads · H head dim · D model dim · V rows of the embedding.
+"""
+
+import torch
+
+from model.gpu.choice import Narrow, Paths, Split, Wide
+from model.gpu.layers import Attend, LayerBuffers, run_layers
+from model.gpu.narrow_layers import NarrowLayers
+from model.gpu.split_layers import SplitLayers
+from model.gpu.state import RowState
+from model.gpu.weights import GpuWeights, LayerWeights
+from model.kernels.decode_attention import DecodeArgs, decode_attention, partial_buffers
+from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work
+from model.kernels.rows import embed, rms_norm
+from model.kernels.sample import SampleParts, sample_and_advance
+from model.kv_pool import KvPool
+
+RESULT_BYTES = 5
+"""Of each row: its token and whether its logits were finite."""
+
+
+class DecodeStep:
+    """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
+
+    vocab_size: ids from there on are never sampled. rows_B: the caller's own buffer, or one is made. result: the bytes
+    of token_B, then of is_finite_B, for whoever copies both at once. The pool's last block is scratch.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        state: RowState,
+        kv: KvPool,
+        *,
+        max_batch: int,
+        vocab_size: int,
+        rows_B: torch.Tensor | None = None,
+    ) -> None:
+        config, device = weights.config, weights.embed_VD.device
+        self.weights, self.state, self.kv = weights, state, kv
+        self.buffers = LayerBuffers(weights, max_batch)
+        scratch_B = torch.full((max_batch,), state.scratch_row, dtype=torch.int32, device=device)
+        self.rows_B = scratch_B if rows_B is None else rows_B
+        self.result = torch.zeros(max_batch * RESULT_BYTES, dtype=torch.uint8, device=device)
+        self.token_B = self.result[: 4 * max_batch].view(torch.int32)
+        self.is_finite_B = self.result[4 * max_batch :].view(torch.int8)
+        self.hidden_BD = torch.empty(max_batch, config.hidden_size, dtype=weights.dtype, device=device)
+        self.logits_BV = torch.empty(max_batch, config.vocab_size, dtype=weights.dtype, device=device)
+        self._no_ids_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
+        self._index_B = torch.arange(max_batch, dtype=torch.int32, device=device)
+        limits = WorkLimits.of(config.num_key_value_heads)
+        self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device, limits)
+        self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
+        self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
+        self._split = SplitLayers(weights, self.buffers)
+        self.paths = Paths.wide_only() if weights.is_quantized else Paths.find(config, weights.embed_VD)
+        self._parts = SampleParts(max_batch, vocab_size, device)
+
+    def run(self, batch_size: int) -> None:
+        """A whole step for rows_B[:batch_size]; padding is the scratch row."""
+        rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
+        # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
+        embed(self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, x_BD)
+        match self.paths.path(batch_size):
+            case Narrow(cuts=cuts):
+                logits_BV = self.logits_BV[:batch_size]
+                self._narrow.run(x_BD, rows_B, cuts)
+                self._narrow.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
+            case Split(cuts=cuts):
+                self._split.run(batch_size, self._attend_planned(rows_B), cuts)
+                self.compute_logits(x_BD, self._index_B[:batch_size])
+            case Wide():
+                run_layers(self.weights, self.buffers, batch_size, self._attend_planned(rows_B))
+                self.compute_logits(x_BD, self._index_B[:batch_size])
+        self._choose_tokens(rows_B)
+
+    def _attend_planned(self, rows_B: torch.Tensor) -> Attend:
+        args = self.plan(rows_B)
+
+        def attend(
+            index: int, layer: LayerWeights, qkv_BC: torch.Tensor, x_BD: torch.Tensor, out_BNH: torch.Tensor
+        ) -> None:
+            self.attend(index, layer, qkv_BC, x_BD, out_BNH, args)
+
+        return attend
+
+    def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
+        """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""
+        config = self.weights.config
+        plan_work(rows_B, self.state.position_R, self._work)
+        return DecodeArgs(
+            rows_B=rows_B,
+            position_R=self.state.position_R,
+            table_RM=self.state.table_RM,
+            cos_LH=self.weights.cos_LH,
+            sin_LH=self.weights.sin_LH,
+            work=self._work,
+            partial_out=self._partials[0],
+            partial_ml=self._partials[1],
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.scale,
+            eps=config.rms_norm_eps,
+        )
+
+    def attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        qkv_BC: torch.Tensor,
+        x_BD: torch.Tensor,
+        out_BNH: torch.Tensor,
+        args: DecodeArgs,
+    ) -> None:
+        """Attention of one layer for the planned rows."""
+        pools = self.kv.k_pools[index], self.kv.v_pools[index]
+        decode_attention(qkv_BC, x_BD, layer.qkv_bias_C, *pools, out_BNH, args)
+
+    def sample(self, x_TD: torch.Tensor, index_B: torch.Tensor, rows_B: torch.Tensor) -> None:
+        """Final norm and head of x_TD[index_B], then a token for each of rows_B, which move on."""
+        self.compute_logits(x_TD, index_B)
+        self._choose_tokens(rows_B)
+
+    def _choose_tokens(self, rows_B: torch.Tensor) -> None:
+        B, state = len(rows_B), self.state
+        sample_and_advance(
+            self.logits_BV[:B], rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
+            state.position_R, self.token_B[:B], self.is_finite_B[:B], self._parts,
+        )  # fmt: skip
+
+    def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] of hidden states after the final norm, in memory of their own."""
+        return hidden_SD @ self.weights.head_VD.T
+
+    def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+        """Final norm and head of x_TD[index_B] (int32): logits in `logits_BV`, and returned."""
+        B = len(index_B)
+        hidden_BD, logits_BV = self.hidden_BD[:B], self.logits_BV[:B]
+        rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
+        return torch.mm(hidden_BD, self.weights.head_VD.T, out=logits_BV)

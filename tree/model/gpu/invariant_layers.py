@@ -1,0 +1,128 @@
+"""The decoder layers of a step in deterministic mode: every token goes through the same kernels, which give it the same
+bits whatever else is in the batch (docs/decisions/0006-deterministic-mode.md).
+
+Decoded tokens and prompts' tokens differ in nothing but how their attention is listed. The slow twins are those of
+model/gpu/layers.py.
+
+Legend: T tokens, decodes first · B decodes · S sampled tokens · N query heads · H head dim · D model dim · W tiles.
+"""
+
+import torch
+
+from model.gpu.layers import LayerBuffers
+from model.gpu.state import RowState
+from model.gpu.weights import GpuWeights, LayerWeights
+from model.kernels.invariant_attention import AttentionParts, invariant_attention, tile_tokens
+from model.kernels.invariant_product import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
+from model.kernels.invariant_rows import invariant_silu_mul
+from model.kernels.invariant_work import InvariantWork, plan_invariant_work
+from model.kernels.prefill_attention import QUERY_TILE
+from model.kernels.rope_write import rope_write
+from model.kernels.rows import rms_norm
+from model.kv_pool import KvPool
+
+
+class InvariantLayers:
+    """For up to max_tokens tokens of which up to max_decodes are decodes, and max_chunks chunks of prompts.
+
+    parts: what another step's attention has, to be shared; only one of the two runs at a time.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        state: RowState,
+        kv: KvPool,
+        buffers: LayerBuffers,
+        *,
+        max_tokens: int,
+        max_decodes: int,
+        max_chunks: int,
+        parts: AttentionParts | None = None,
+    ) -> None:
+        config, device = weights.config, weights.embed_VD.device
+        self._weights, self._state, self._kv, self._buffers = weights, state, kv, buffers
+        heads = config.num_attention_heads
+        self._q_TNH = torch.empty(max_tokens, heads, config.head_dim, dtype=weights.dtype, device=device)
+        self._position_T = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        matrices = [config.vocab_size, config.hidden_size]
+        for layer in weights.layers[:1]:
+            shapes = [
+                (len(each), each.shape[1]) for each in (layer.qkv_CD, layer.o_DA, layer.gate_up_ED, layer.down_DI)
+            ]
+        room = max(part_elements(max(max_tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
+        self._part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
+        self._work = InvariantWork.allocate(
+            max_decodes=max_decodes,
+            max_tiles=max_tokens // QUERY_TILE + max_chunks if max_chunks else 0,
+            max_context=state.table_RM.shape[1] * kv.block_size,
+            tile_tokens=tile_tokens(heads, config.num_key_value_heads),
+            device=device,
+        )
+        self.parts = parts or AttentionParts.allocate(
+            max_decodes, self._work.max_chunks, heads, config.head_dim, device
+        )
+
+    def run(
+        self,
+        x_TD: torch.Tensor,
+        row_T: torch.Tensor,
+        position_T: torch.Tensor,
+        tiles_W4: torch.Tensor,
+        num_decodes: int,
+    ) -> None:
+        """Take x_TD, a view of the buffers', through every layer, in place, writing the caches of row_T.
+
+        All int32. position_T: of all tokens, read behind the decodes (they stand where the state says). tiles_W4: of
+        the chunks (model/kernels/prefill_attention.py).
+        """
+        B, T, state = num_decodes, len(x_TD), self._state
+        places_T = self._position_T[:T]
+        if B:
+            torch.index_select(state.position_R, 0, row_T[:B], out=places_T[:B])
+        if B < T:
+            places_T[B:].copy_(position_T[B:T])
+        plan_invariant_work(row_T[:B], state.position_R, tiles_W4, self._work)
+        for index, layer in enumerate(self._weights.layers):
+            self._attend(index, layer, x_TD, row_T, places_T, B)
+            self._mlp(layer, x_TD)
+
+    def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
+        """Final norm and head of x_TD[index_S] (int32)."""
+        weights = self._weights
+        rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
+        self.project(hidden_SD, logits_SV)
+
+    def project(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
+        """The head alone, of any number of rows."""
+        invariant_product(hidden_SD, self._weights.head_VD, logits_SV, self._part)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x_TD: torch.Tensor,
+        row_T: torch.Tensor,
+        place_T: torch.Tensor,
+        num_decodes: int,
+    ) -> None:
+        T, weights, state = len(x_TD), self._weights, self._state
+        qkv_TC, q_TNH, out_TNH = self._buffers.qkv_TC[:T], self._q_TNH[:T], self._buffers.out_TNH[:T]
+        k_pool, v_pool = self._kv.k_pools[index], self._kv.v_pools[index]
+        invariant_product(x_TD, layer.qkv_CD, qkv_TC, self._part)
+        rope_write(
+            qkv_TC, x_TD, layer.qkv_bias_C, q_TNH, k_pool, v_pool, row_T, place_T, state.table_RM,
+            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps,
+        )  # fmt: skip
+        invariant_attention(
+            q_TNH, k_pool, v_pool, out_TNH, state.table_RM, self._work, self.parts, weights.config.scale,
+            num_decodes=num_decodes,
+        )  # fmt: skip
+        invariant_add_product(out_TNH.flatten(1), layer.o_DA, x_TD, self._part)
+
+    def _mlp(self, layer: LayerWeights, x_TD: torch.Tensor) -> None:
+        T, buffers = len(x_TD), self._buffers
+        gate_up_T2I, act_TI = buffers.gate_up_T2I[:T], buffers.act_TI[:T]
+        invariant_product(x_TD, layer.gate_up_ED, gate_up_T2I, self._part)
+        invariant_silu_mul(gate_up_T2I, x_TD, act_TI, self._weights.config.rms_norm_eps)
+        invariant_add_product(act_TI, layer.down_DI, x_TD, self._part)

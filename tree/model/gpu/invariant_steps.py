@@ -1,0 +1,89 @@
+"""The two steps in deterministic mode: the same state, cache and sampler, other layers
+(model/gpu/invariant_layers.py).
+
+Legend: B sequences of the batch · T tokens · D model dim.
+"""
+
+import torch
+
+from model.gpu.choice import Paths
+from model.gpu.decode_step import DecodeStep
+from model.gpu.invariant_layers import InvariantLayers
+from model.gpu.mixed_step import MixedInputs, MixedStep
+from model.gpu.state import RowState
+from model.gpu.weights import GpuWeights
+from model.invariant import InvarianceUnavailable
+from model.kernels.rows import embed
+from model.kv_pool import KvPool
+
+
+class InvariantDecodeStep(DecodeStep):
+    """See DecodeStep. There is one path, whatever the batch size. Raises InvarianceUnavailable."""
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        state: RowState,
+        kv: KvPool,
+        *,
+        max_batch: int,
+        vocab_size: int,
+        rows_B: torch.Tensor | None = None,
+    ) -> None:
+        if weights.is_quantized:
+            raise InvarianceUnavailable("deterministic mode has no products for weights of fewer bits on a GPU")
+        super().__init__(weights, state, kv, max_batch=max_batch, vocab_size=vocab_size, rows_B=rows_B)
+        self.paths = Paths.wide_only()  # nothing to choose, nothing to measure
+        device = weights.embed_VD.device
+        self.layers = InvariantLayers(
+            weights, state, kv, self.buffers, max_tokens=max_batch, max_decodes=max_batch, max_chunks=0
+        )
+        self._all_B = torch.arange(max_batch, dtype=torch.int32, device=device)
+        self._none_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
+        self._no_tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
+
+    def run(self, batch_size: int) -> None:
+        """See DecodeStep.run."""
+        rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
+        embed(self._none_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, x_BD)
+        self.layers.run(x_BD, rows_B, rows_B, self._no_tiles, batch_size)
+        self.sample(x_BD, self._all_B[:batch_size], rows_B)
+
+    def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """See DecodeStep.project."""
+        logits_SV = hidden_SD.new_empty(len(hidden_SD), len(self.weights.head_VD))
+        self.layers.project(hidden_SD, logits_SV)
+        return logits_SV
+
+    def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+        """See DecodeStep.compute_logits."""
+        B = len(index_B)
+        logits_BV = self.logits_BV[:B]
+        self.layers.head(x_TD, index_B, self.hidden_BD[:B], logits_BV)
+        return logits_BV
+
+
+class InvariantMixedStep(MixedStep):
+    """See MixedStep. Decodes and chunks go through the same kernels."""
+
+    def __init__(self, decode: InvariantDecodeStep, *, max_tokens: int) -> None:
+        super().__init__(decode, max_tokens=max_tokens)
+        num_rows = len(decode.state.position_R)
+        self._state = decode.state
+        self._layers = InvariantLayers(
+            decode.weights,
+            decode.state,
+            decode.kv,
+            self._buffers,
+            max_tokens=max_tokens,
+            max_decodes=max(num_rows, len(decode.rows_B)),
+            max_chunks=max(num_rows, len(decode.token_B)),
+            parts=decode.layers.parts,
+        )
+
+    def forward(self, inputs: MixedInputs) -> torch.Tensor:
+        """See MixedStep.forward."""
+        x_TD = self._buffers.x_TD[: len(inputs.ids_T)]
+        embed(inputs.ids_T, inputs.row_T, self._state.last_token_R, self.weights.embed_VD, x_TD)
+        self._layers.run(x_TD, inputs.row_T, inputs.position_T, inputs.tiles_W4, inputs.num_decodes)
+        return x_TD

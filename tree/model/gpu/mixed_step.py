@@ -1,0 +1,114 @@
+"""A step of decodes and prompt chunks together: decode rows first, then the chunks' tokens.
+
+    tokens    |-- one per decode row --|--- chunk of one prompt ---|--- chunk of another ---| ...
+    rows      state's last tokens       ids from the host
+
+Decode rows go through the decode kernel (their position and last token are the state's own), chunks through the prefill
+kernels. Rows whose last chunk this is get their position here, and their first token is sampled with the decodes'.
+
+Legend: T tokens · B decode rows · S sampled rows · N query heads · H head dim · W tiles of chunk attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model.gpu.decode_step import DecodeStep
+from model.gpu.layers import LayerBuffers, run_layers
+from model.gpu.weights import GpuWeights, LayerWeights
+from model.kernels.prefill_attention import prefill_attention
+from model.kernels.rope_write import rope_write
+from model.kernels.rows import embed, rms_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixedInputs:
+    """All int32 on the device. num_decodes: B, the first tokens.
+
+    ids_T: -1 for decodes. row_T: every token's row. position_T: of chunk tokens (decodes' entries are not read).
+    tiles_W4: of the chunks (model/kernels/prefill_attention.py). last_S: index of each sampled row's token.
+    rows_S: the sampled rows, decodes first. ended_E, position_E: rows whose last chunk this is, their last position.
+    """
+
+    num_decodes: int
+    ids_T: torch.Tensor
+    row_T: torch.Tensor
+    position_T: torch.Tensor
+    tiles_W4: torch.Tensor
+    last_S: torch.Tensor
+    rows_S: torch.Tensor
+    ended_E: torch.Tensor
+    position_E: torch.Tensor
+
+
+class MixedStep:
+    """Shares weights, state, cache and sampler with the decode step; has buffers of its own for max_tokens tokens."""
+
+    def __init__(self, decode: DecodeStep, *, max_tokens: int) -> None:
+        config, weights = decode.weights.config, decode.weights
+        self._decode = decode
+        self._buffers = LayerBuffers(weights, max_tokens)
+        shape = (max_tokens, config.num_attention_heads, config.head_dim)
+        self._q_TNH = torch.empty(shape, dtype=weights.dtype, device=weights.embed_VD.device)
+
+    @property
+    def weights(self) -> GpuWeights:
+        """Of the decode step."""
+        return self._decode.weights
+
+    def run(self, inputs: MixedInputs) -> None:
+        """A whole step; token_B and is_finite_B of the decode step hold the result for rows_S."""
+        x_TD = self.forward(inputs)
+        self.end_chunks(inputs)
+        if len(inputs.rows_S):
+            self._decode.sample(x_TD, inputs.last_S, inputs.rows_S)
+
+    def hidden(self, tokens: slice) -> torch.Tensor:
+        """Hidden states after the final norm, [tokens, D], of these tokens of the step that ran last."""
+        x_TD, weights = self._buffers.x_TD, self.weights
+        index_S = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=x_TD.device)
+        hidden_SD = torch.empty_like(x_TD[tokens])
+        rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
+        return hidden_SD
+
+    def end_chunks(self, inputs: MixedInputs) -> None:
+        """Rows whose prompt is complete stand at its last token."""
+        self._decode.state.position_R[inputs.ended_E.long()] = inputs.position_E
+
+    def forward(self, inputs: MixedInputs) -> torch.Tensor:
+        """Every layer over all tokens; returns the residual stream x_TD."""
+        T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
+        embed(inputs.ids_T, inputs.row_T, state.last_token_R, self.weights.embed_VD, self._buffers.x_TD[:T])
+        args = self._decode.plan(inputs.row_T[:B]) if B else None
+
+        def attend(
+            index: int, layer: LayerWeights, qkv_TC: torch.Tensor, x_TD: torch.Tensor, out_TNH: torch.Tensor
+        ) -> None:
+            if args is not None:
+                self._decode.attend(index, layer, qkv_TC[:B], x_TD[:B], out_TNH[:B], args)
+            if B < T:
+                self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs)
+
+        return run_layers(self.weights, self._buffers, T, attend)
+
+    def _attend_chunks(
+        self,
+        index: int,
+        layer: LayerWeights,
+        qkv_TC: torch.Tensor,
+        x_TD: torch.Tensor,
+        out_TNH: torch.Tensor,
+        inputs: MixedInputs,
+    ) -> None:
+        T, B, config, weights = len(qkv_TC), inputs.num_decodes, self.weights.config, self.weights
+        k_pool, v_pool, table_RM = self._decode.kv.k_pools[index], self._decode.kv.v_pools[index], self._table
+        q_TNH = self._q_TNH[:T]
+        rope_write(
+            qkv_TC[B:], x_TD[B:], layer.qkv_bias_C, q_TNH[B:], k_pool, v_pool, inputs.row_T[B:], inputs.position_T[B:],
+            table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps,
+        )  # fmt: skip
+        prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale)
+
+    @property
+    def _table(self) -> torch.Tensor:
+        return self._decode.state.table_RM

@@ -1,0 +1,127 @@
+"""The decoder layers of a step whose matrices have fewer bits: the quantised twin of model/gpu/layers.py.
+
+How a product is computed depends on the number of tokens alone. Few: weights are turned into numbers in registers
+(model/kernels/quant_product.py), which saves the time of reading them. Many: integers are unpacked into a matrix that
+all layers share and cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, a scale for each, where the device
+has instructions for it. Norms are folded into e4m3 weights before they are rounded, and into the inputs of integers.
+
+Legend: T tokens · D model dim · O outputs · I inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model.gpu.layers import Attend, LayerBuffers
+from model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
+from model.kernels.activation import silu_mul
+from model.kernels.quant_product import (
+    QuantizedWeight,
+    QuantScratch,
+    can_multiply,
+    quant_add_product,
+    quant_product,
+)
+from model.kernels.quant_unpack import round_rows, unpack_weight
+from model.quantization.grouped import GroupedWeight
+from model.quantization.rounding import FP8, Fp8Weight
+
+FEW_TOKENS, FEW_TOKENS_FP8 = 64, 32
+"""Up to here weights are turned into numbers in registers (bench/RESULTS.md)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantProducts:
+    """Scratch for the products of one stream. plain: room for the largest unpacked matrix, None where nothing is."""
+
+    scratch: QuantScratch
+    plain: torch.Tensor | None
+    few_tokens: int = FEW_TOKENS
+
+    @classmethod
+    def allocate(cls, weights: GpuWeights) -> "QuantProducts":
+        """For all layers of these weights."""
+        every = [matrix for layer in weights.layers for matrix in matrices_of(layer).all()]
+        device = weights.embed_VD.device
+        scratch = QuantScratch.allocate(
+            max_outputs=max(matrix.num_outputs for matrix in every), max_tokens=FEW_TOKENS, device=device
+        )
+        sizes = [matrix.num_outputs * matrix.num_inputs for matrix in every if needs_plain(matrix, weights.dtype)]
+        plain = torch.empty(max(sizes), dtype=weights.dtype, device=device) if sizes else None
+        return cls(scratch, plain)
+
+    def multiply(self, x_TI: torch.Tensor, weight: QuantizedWeight, out_TO: torch.Tensor) -> None:
+        """out_TO = x_TI @ weight^T, without bias."""
+        if self._are_few(len(x_TI), weight):
+            quant_product(x_TI, weight, out_TO, self.scratch)
+        elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
+            multiply_rounded(x_TI, weight, out_TO)
+        else:
+            torch.mm(x_TI, self._unpacked(weight).T, out=out_TO)
+
+    def add_product(self, x_TI: torch.Tensor, weight: QuantizedWeight, out_TO: torch.Tensor) -> None:
+        """out_TO += x_TI @ weight^T, without bias."""
+        if self._are_few(len(x_TI), weight):
+            quant_add_product(x_TI, weight, out_TO, self.scratch)
+        elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
+            product_TO = torch.empty_like(out_TO)
+            multiply_rounded(x_TI, weight, product_TO)
+            out_TO.add_(product_TO)
+        else:
+            out_TO.addmm_(x_TI, self._unpacked(weight).T)
+
+    def _are_few(self, num_tokens: int, weight: QuantizedWeight) -> bool:
+        few = self.few_tokens if self.plain is not None else min(self.few_tokens, FEW_TOKENS_FP8)
+        return num_tokens <= few and can_multiply(weight)
+
+    def _unpacked(self, weight: QuantizedWeight) -> torch.Tensor:
+        assert self.plain is not None
+        plain_OI = self.plain[: weight.num_outputs * weight.num_inputs].view(weight.num_outputs, weight.num_inputs)
+        if isinstance(weight, GroupedWeight):
+            unpack_weight(weight, plain_OI)
+        else:
+            plain_OI.copy_(weight.dequantized())
+        return plain_OI
+
+
+def needs_plain(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether products of many tokens go by way of a plain matrix: all but e4m3 on a device that multiplies it."""
+    if isinstance(weight, GroupedWeight) or dtype != torch.bfloat16 or not weight.code_OI.is_cuda:
+        return True
+    is_aligned = weight.num_inputs % 16 == 0 and weight.num_outputs % 16 == 0
+    return not is_aligned or torch.cuda.get_device_capability(weight.code_OI.device) < (8, 9)
+
+
+def multiply_rounded(x_TI: torch.Tensor, weight: Fp8Weight, out_TO: torch.Tensor) -> None:
+    """out_TO (bf16) = x_TI, rounded to e4m3 token by token, @ weight^T (`Fp8Weight.multiply_rounded`)."""
+    code_TI = torch.empty(x_TI.shape, dtype=FP8, device=x_TI.device)
+    scale_T = torch.empty(len(x_TI), dtype=torch.float32, device=x_TI.device)
+    round_rows(x_TI, code_TI, scale_T)
+    torch._scaled_mm(
+        code_TI, weight.code_OI.T, scale_a=scale_T[:, None], scale_b=weight.scale_O[None, :],
+        out_dtype=torch.bfloat16, use_fast_accum=True, out=out_TO,
+    )  # fmt: skip
+
+
+def matrices_of(layer: LayerWeights) -> QuantMatrices:
+    """The layer's quantised matrices."""
+    assert layer.quantized is not None
+    return layer.quantized
+
+
+def run_quantized_layers(weights: GpuWeights, buffers: LayerBuffers, num_tokens: int, attend: Attend) -> torch.Tensor:
+    """`run_layers` (model/gpu/layers.py) of quantised weights."""
+    assert weights.products is not None
+    products, eps = weights.products, weights.config.rms_norm_eps
+    x_TD, qkv_TC = buffers.x_TD[:num_tokens], buffers.qkv_TC[:num_tokens]
+    out_TNH, gate_up_T2I = buffers.out_TNH[:num_tokens], buffers.gate_up_T2I[:num_tokens]
+    act_TI = buffers.act_TI[:num_tokens]
+    for index, layer in enumerate(weights.layers):
+        matrices = matrices_of(layer)
+        products.multiply(x_TD, matrices.qkv, qkv_TC)
+        attend(index, layer, qkv_TC, x_TD, out_TNH)
+        products.add_product(out_TNH.flatten(1), matrices.output, x_TD)
+        products.multiply(x_TD, matrices.gate_up, gate_up_T2I)
+        silu_mul(gate_up_T2I, x_TD, act_TI, eps)
+        products.add_product(act_TI, matrices.down, x_TD)
+    return x_TD

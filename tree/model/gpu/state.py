@@ -1,0 +1,100 @@
+"""What a step knows of every row, kept on the device from step to step.
+
+A row is a request's stable place. A decode step reads and moves the rows by kernels; the host sends only what changes:
+joins, new blocks, another batch. The last row is scratch: batches are padded with it, and its block belongs to nobody.
+
+Everything lies in one buffer of 32-bit words, so that the host's changes are (index, value) pairs of one form
+(model/kernels/row_changes.py).
+
+Legend: R rows (the runner's slots and one more) · M table width · A longest batch · W words of all of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+_ALIGNMENT_WORDS = 32
+WISH_COLUMNS = {
+    "wish": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "typical_p": "float32",
+    "repetition": "float32", "presence": "float32", "frequency": "float32", "num_biases": "int32", "mask": "int32",
+    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32", "wish_temperature": "float32",
+}  # fmt: skip
+"""Names and dtypes of the columns that say what a row wishes for beyond a temperature. A row that has a wish is greedy
+for the step's own sampler (`temperature`), whose token it does not keep; its temperature is `wish_temperature`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Where each column of the state begins, in words. num_words: of everything.
+
+    seed takes two words a row, table table_width words a row, batch one word for each of max_batch, the others one.
+    wishes: where each of WISH_COLUMNS begins.
+    """
+
+    num_rows: int
+    table_width: int
+    max_batch: int
+    seed: int
+    last_token: int
+    position: int
+    num_prompt: int
+    temperature: int
+    batch: int
+    table: int
+    wishes: Mapping[str, int]
+    num_words: int
+
+    @classmethod
+    def of(cls, *, num_rows: int, table_width: int, max_batch: int) -> "RowLayout":
+        """The columns one after the other, each on a boundary of 128 bytes."""
+        words = {
+            "seed": 2 * num_rows, "last_token": num_rows, "position": num_rows, "num_prompt": num_rows,
+            "temperature": num_rows, **dict.fromkeys(WISH_COLUMNS, num_rows), "batch": max_batch,
+            "table": num_rows * table_width,
+        }  # fmt: skip
+        starts, end = {}, 0
+        for name, count in words.items():
+            starts[name] = end
+            end += -(-count // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS
+        wishes = {name: starts.pop(name) for name in WISH_COLUMNS}
+        sizes = {"num_rows": num_rows, "table_width": table_width, "max_batch": max_batch, "num_words": end}
+        return cls(wishes=wishes, **sizes, **starts)
+
+
+class RowState:
+    """position_R: tokens in the cache, which is where the row's last token will be written.
+
+    last_token_R, position_R, num_prompt_R, table_RM: int32. temperature_R: float32, 0 is greedy. seed_R: int64 (bits of
+    a uint64). wish_columns: by name of WISH_COLUMNS, read behind the step alone (model/gpu/wishes.py). batch_A: int32,
+    the rows of the next decode step, then scratch. All are views of words_W, int32.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        table_width: int,
+        scratch_block: int,
+        device: torch.device | str,
+        max_batch: int | None = None,
+    ) -> None:
+        R = num_slots + 1
+        layout = RowLayout.of(num_rows=R, table_width=table_width, max_batch=max_batch or num_slots)
+        self.layout = layout
+        self.scratch_row = num_slots
+        self.words_W = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.last_token_R = self._column(layout.last_token, R)
+        self.position_R = self._column(layout.position, R)
+        self.num_prompt_R = self._column(layout.num_prompt, R)
+        self.temperature_R = self._column(layout.temperature, R).view(torch.float32)
+        self.wish_columns = {
+            name: self._column(layout.wishes[name], R).view(getattr(torch, dtype))
+            for name, dtype in WISH_COLUMNS.items()
+        }
+        self.seed_R = self._column(layout.seed, 2 * R).view(torch.int64)
+        self.batch_A = self._column(layout.batch, layout.max_batch).fill_(self.scratch_row)
+        self.table_RM = self._column(layout.table, R * table_width).view(R, table_width).fill_(scratch_block)
+
+    def _column(self, start: int, count: int) -> torch.Tensor:
+        return self.words_W[start : start + count]

@@ -1,0 +1,175 @@
+"""The weights as the GPU steps want them: RMSNorm's weights folded into the matrices that follow them.
+
+(x / rms(x) * g) @ W.T equals (x @ (W * g).T) / rms(x): with g in the matrix, no kernel normalises before a matrix
+product, and the consumer of the product applies 1 / rms(x). Folded in float32 and rounded once.
+
+Legend: D model dim · I intermediate dim · V rows of the embedding · C = (N + 2K)·H columns of the QKV product.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.config import Qwen2Config
+from model.layers import DecoderLayer
+from model.linear import Linear, WeightFormat
+from model.quantization.grouped import GroupedWeight, join_outputs
+from model.quantization.rounding import Fp8Weight, round_to_groups
+from model.qwen2 import Qwen2ForCausalLM
+from model.rope import rotary_frequencies, yarn_amplitude
+
+if TYPE_CHECKING:
+    from model.gpu.quant_layers import QuantProducts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantMatrices:
+    """The matrices of a layer in fewer bits, norms folded in: into the weights of e4m3 ones, into the inputs of
+    integers."""
+
+    qkv: GroupedWeight | Fp8Weight
+    output: GroupedWeight | Fp8Weight
+    gate_up: GroupedWeight | Fp8Weight
+    down: GroupedWeight | Fp8Weight
+
+    def all(self) -> tuple[GroupedWeight | Fp8Weight, ...]:
+        """In the order of a step."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One decoder layer; every matrix is [out, in], transposed views of them go to the products. Where `quantized` has
+    the matrices, the plain ones are empty."""
+
+    qkv_CD: torch.Tensor
+    qkv_bias_C: torch.Tensor
+    o_DA: torch.Tensor
+    gate_up_ED: torch.Tensor
+    down_DI: torch.Tensor
+    quantized: QuantMatrices | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuWeights:
+    """The whole model. cos_LH, sin_LH: float32 [max positions, H / 2], YaRN's amplitude included.
+
+    products: scratch for quantised matrices, None where they are plain.
+    """
+
+    config: Qwen2Config
+    dtype: torch.dtype
+    layers: tuple[LayerWeights, ...]
+    embed_VD: torch.Tensor
+    norm_D: torch.Tensor
+    head_VD: torch.Tensor
+    cos_LH: torch.Tensor
+    sin_LH: torch.Tensor
+    products: "QuantProducts | None" = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the layers' matrices have fewer bits than the dtype."""
+        return self.products is not None
+
+    @classmethod
+    def take(
+        cls, model: Qwen2ForCausalLM, *, max_positions: int, weight_format: WeightFormat = WeightFormat.BF16
+    ) -> "GpuWeights":
+        """Fold the model's own tensors in place: the model cannot be used on its own afterwards, and no second copy of
+        the weights exists at any time. weight_format: what the layers' matrices are rounded to, one after the other;
+        those that the model holds in fewer bits already stay as they are. Raises ValueError where not all do."""
+        cos_LH, sin_LH = rope_tables(model.config, max_positions, model.device)
+        weights = cls(
+            config=model.config,
+            dtype=model.dtype,
+            layers=tuple(take_layer(layer, weight_format) for layer in model.decoder_layers),
+            embed_VD=model.embed_tokens.weight.data,
+            norm_D=model.norm.weight.data,
+            head_VD=model.lm_head.weight.data,
+            cos_LH=cos_LH,
+            sin_LH=sin_LH,
+        )
+        if all(layer.quantized is None for layer in weights.layers):
+            return weights
+        from model.gpu.quant_layers import QuantProducts  # which needs the types above
+
+        return replace(weights, products=QuantProducts.allocate(weights))
+
+
+def take_layer(layer: DecoderLayer, weight_format: WeightFormat) -> LayerWeights:
+    """The layer's matrices, plain or in fewer bits."""
+    is_packed = layer.self_attn.o_proj.quantized is not None
+    if weight_format is WeightFormat.BF16 and not is_packed:
+        return fold_layer(layer)
+    bias = layer.self_attn.qkv_proj.bias
+    assert bias is not None
+    matrices = QuantMatrices(
+        qkv=quantize(layer.self_attn.qkv_proj, weight_format, layer.input_layernorm.weight.data),
+        output=quantize(layer.self_attn.o_proj, weight_format),
+        gate_up=quantize(layer.mlp.gate_up_proj, weight_format, layer.post_attention_layernorm.weight.data),
+        down=quantize(layer.mlp.down_proj, weight_format),
+    )
+    none = bias.data.new_empty(0, 0)
+    return LayerWeights(
+        qkv_CD=none, qkv_bias_C=bias.data, o_DA=none, gate_up_ED=none, down_DI=none, quantized=matrices
+    )  # fmt: skip
+
+
+def quantize(
+    linear: Linear, weight_format: WeightFormat, norm_D: torch.Tensor | None = None
+) -> GroupedWeight | Fp8Weight:
+    """The layer's weight in fewer bits, which it then holds instead of the plain one; a norm's weight is folded in and
+    becomes one."""
+    held = linear.quantized
+    if held is None and norm_D is not None:
+        fold(linear.weight.data, norm_D)
+    if held is None:
+        plain = linear.weight.data
+        held = Fp8Weight.quantize(plain) if weight_format is WeightFormat.FP8 else round_rows_to_integers(plain)
+    elif norm_D is not None:
+        held = held.with_inputs_scaled(norm_D) if isinstance(held, GroupedWeight) else held
+        norm_D.fill_(1.0)
+    linear.hold(held)
+    return held
+
+
+def round_rows_to_integers(weight_OI: torch.Tensor) -> GroupedWeight:
+    """8 bits, a scale per output, as on a CPU; a part at a time, since its float32 copy would be large."""
+    parts = [round_to_groups(part, bits=8) for part in weight_OI.split(4096)]
+    joined = join_outputs(parts)
+    assert joined is not None
+    return joined
+
+
+def fold_layer(layer: DecoderLayer) -> LayerWeights:
+    """The layer's matrices with its norms folded in. The norms' weights become ones, so that the layer still computes
+    the same function."""
+    fold(layer.self_attn.qkv_proj.weight.data, layer.input_layernorm.weight.data)
+    fold(layer.mlp.gate_up_proj.weight.data, layer.post_attention_layernorm.weight.data)
+    bias = layer.self_attn.qkv_proj.bias
+    assert bias is not None
+    return LayerWeights(
+        qkv_CD=layer.self_attn.qkv_proj.weight.data,
+        qkv_bias_C=bias.data,
+        o_DA=layer.self_attn.o_proj.weight.data,
+        gate_up_ED=layer.mlp.gate_up_proj.weight.data,
+        down_DI=layer.mlp.down_proj.weight.data,
+    )
+
+
+def fold(matrix_OD: torch.Tensor, norm_D: torch.Tensor) -> None:
+    """matrix *= norm, column by column, in place; norm becomes one."""
+    matrix_OD.copy_(matrix_OD.float() * norm_D.float())
+    norm_D.fill_(1.0)
+
+
+def rope_tables(
+    config: Qwen2Config, max_positions: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 cosines and sines [max_positions, H / 2] (model/rope.py)."""
+    positions_L = torch.arange(max_positions, dtype=torch.float32)
+    angle_LH = positions_L[:, None] * rotary_frequencies(config)[None, :]
+    amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0
+    return (angle_LH.cos() * amplitude).to(device), (angle_LH.sin() * amplitude).to(device)

@@ -1,0 +1,120 @@
+"""A model on a CPU whose every row has the same bits whatever else is in the batch: deterministic mode
+(docs/decisions/0006-deterministic-mode.md).
+
+`make_invariant` puts other products, norms and angles in the place of those that a library chooses by the batch's size,
+and the backend "invariant" does attention. On a GPU, model/gpu/invariant_steps.py does the same.
+
+Must not know: requests, batches.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from model.config import Qwen2Config
+from model.cpu import invariant
+from model.cpu.native import kernels_fingerprint, native_library
+from model.cpu.ops import silu_mul
+from model.cpu.panels import can_panel, pack_bf16
+from model.layers import Mlp
+from model.linear import Linear, WeightFormat, packed
+from model.norm import RmsNorm
+from model.qwen2 import Qwen2ForCausalLM
+from model.rope import Rope, RopeAngles
+
+LANES = 32
+"""Widths must be multiples of it: the kernels have no code for a rest."""
+
+
+class InvarianceUnavailable(ValueError):
+    """This model, or this machine, has no kernels whose rows are independent of the batch; says what is missing."""
+
+
+class InvariantNorm(RmsNorm):
+    """RmsNorm by the compiled kernels in fp32 too."""
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """See RmsNorm.forward."""
+        if x_TD.dtype == torch.float32:
+            return invariant.rms_norm(x_TD, self.weight, self.epsilon)
+        return super().forward(x_TD)
+
+
+class InvariantMlp(torch.nn.Module):
+    """Mlp by the compiled kernels in fp32 too."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = mlp.gate_up_proj, mlp.down_proj
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """See Mlp.forward."""
+        gate_up_TE = self.gate_up_proj(x_TD)
+        multiply = invariant.silu_mul if gate_up_TE.dtype == torch.float32 else silu_mul
+        return self.down_proj(multiply(gate_up_TE))
+
+
+class TabulatedRope(Rope):
+    """Angles looked up: a vector's rest would be rounded otherwise than its body, and so depend on the batch."""
+
+    def __init__(self, config: Qwen2Config, dtype: torch.dtype, *, max_positions: int) -> None:
+        super().__init__(config, dtype, torch.device("cpu"))
+        angle_LH = torch.arange(max_positions, dtype=torch.float32)[:, None] * self._frequencies
+        angle_LH = torch.cat([angle_LH, angle_LH], dim=-1).double()
+        self._cos_LH = (angle_LH.cos() * self._amplitude).float().to(dtype)
+        self._sin_LH = (angle_LH.sin() * self._amplitude).float().to(dtype)
+
+    def angles(self, positions_T: torch.Tensor) -> RopeAngles:
+        """See Rope.angles. Raises IndexError for a position that is not in the table."""
+        return RopeAngles(F.embedding(positions_T.long(), self._cos_LH), F.embedding(positions_T.long(), self._sin_LH))
+
+
+def make_invariant(model: Qwen2ForCausalLM, *, max_positions: int, wanted: WeightFormat = WeightFormat.BF16) -> None:
+    """Once, after loading, instead of `pack_weights`; then use the backend "invariant". max_positions: tokens of the
+    longest request. Raises InvarianceUnavailable, model.linear.FormatUnavailable."""
+    check_available(model)
+    for module in list(model.modules()):
+        if isinstance(module, Linear) and module._packed is None:
+            if wanted is WeightFormat.INT8:
+                module._packed = packed(module.weight.data, module.bias, wanted)
+            elif can_panel(module.weight.data):
+                module._packed = pack_bf16(module.weight.data, module.bias)
+            else:
+                module._packed = invariant.InvariantWeight.pack(module.weight.data, module.bias)
+            del module.weight
+    for layer in model.decoder_layers:
+        layer.input_layernorm = _norm(layer.input_layernorm)
+        layer.post_attention_layernorm = _norm(layer.post_attention_layernorm)
+        layer.mlp = InvariantMlp(layer.mlp)  # type: ignore[assignment]
+    model.norm = _norm(model.norm)
+    model.rope = TabulatedRope(model.config, model.dtype, max_positions=max_positions)
+
+
+def check_available(model: Qwen2ForCausalLM) -> None:
+    """Raises InvarianceUnavailable."""
+    config = model.config
+    if model.device.type != "cpu":
+        raise InvarianceUnavailable(f"this is for CPUs; the model is on {model.device}")
+    if model.dtype not in invariant.DTYPES:
+        raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {model.dtype}")
+    if native_library() is None:
+        raise InvarianceUnavailable("deterministic mode on a CPU needs a C compiler (cc), and OCTAVO_NATIVE not off")
+    if any(isinstance(module, Linear) and module.quantized is not None for module in model.modules()):
+        raise InvarianceUnavailable("deterministic mode has no products for the checkpoint's quantised weights")
+    widths = (config.hidden_size, config.intermediate_size, config.head_dim)
+    if any(width % LANES for width in widths):
+        raise InvarianceUnavailable(f"hidden, intermediate and head sizes {widths} must be multiples of {LANES}")
+
+
+def arithmetic(device: torch.device) -> str:
+    """Names everything that decides how a deterministic model rounds on this device: two workers of the same weights
+    and the same arithmetic give the same tokens."""
+    if device.type != "cuda":
+        return f"cpu {kernels_fingerprint()}"
+    import triton
+
+    capability = torch.cuda.get_device_capability(device)
+    return f"cuda {torch.cuda.get_device_name(device)} {capability} triton {triton.__version__}"
+
+
+def _norm(norm: RmsNorm) -> InvariantNorm:
+    return InvariantNorm(norm.weight.data, norm.epsilon)

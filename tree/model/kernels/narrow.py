@@ -1,0 +1,128 @@
+"""What the kernels for a few rows share: how they are cut and launched, and how they overlap on the device.
+
+At a few rows a step only reads weights, and the time between one kernel's last byte and the next one's first is what is
+left to save. So each kernel here says at once that its successor may start, loads its weights into registers, and only
+then waits for its predecessor's results (programmatic dependent launch, CUDA's guide §4.5). Before the wait it may read
+weights, and what no kernel of the step writes before sampling: positions and tables, and cached tokens of former steps.
+That holds because a step's first kernel is launched the ordinary way, behind everything older; and each program waits,
+so that a kernel that has ended has seen all its predecessors end.
+
+    previous   |---- run ----|
+    this one        |launch| weights ... |wait| run |
+
+Products are sums over registers in a fixed order: the same inputs give the same bits, whatever else is in the batch.
+
+Must not know: layers, rows' state.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCKS = (1024, 512, 256, 128)
+WASTE = 1.15
+MAX_ELEMENTS = 2**31
+
+
+class Overlap(Enum):
+    """Whether a kernel may start before its predecessor has ended."""
+
+    NONE = False
+    DEPENDENT = True
+
+    @classmethod
+    def on(cls, tensor: torch.Tensor) -> "Overlap":
+        """What the tensor's device can do: dependent launch needs compute capability 9.0."""
+        return cls(tensor.is_cuda and _capability(tensor.device) >= (9, 0))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a matrix product is cut: output rows of a program at most (a power of two), and its warps."""
+
+    rows: int
+    warps: int
+
+    def rows_of(self, total: int) -> int:
+        """Rows of a program, which divide the total."""
+        return gcd(self.rows, total)
+
+
+def block_of(length: int) -> int:
+    """The widest block that covers a row of weights with at most a seventh wasted."""
+    for block in BLOCKS:
+        if -(-length // block) * block <= length * WASTE:
+            return block
+    return min(BLOCKS[0], max(16, 1 << (length - 1).bit_length()))
+
+
+def check_size(name: str, matrix: torch.Tensor) -> None:
+    """Raises ValueError where offsets into the matrix do not fit 32 bits."""
+    if matrix.numel() >= MAX_ELEMENTS:
+        raise ValueError(f"{name} has {matrix.numel()} elements, more than {MAX_ELEMENTS - 1}")
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """First of all: the next kernel may be launched."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Until the previous kernel's results are there."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def load_rows(matrix, r, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows r of a matrix [_, LENGTH] as a tuple of tiles [R, BLOCK]."""
+    tiles = ()
+    for i in tl.static_range((LENGTH + BLOCK - 1) // BLOCK):
+        k = i * BLOCK + tl.arange(0, BLOCK)
+        at = matrix + r[:, None] * LENGTH + k[None, :]
+        if i * BLOCK + BLOCK <= LENGTH:
+            tiles = tiles + (tl.load(at),)  # noqa: RUF005 (triton has no unpacking)
+        else:
+            tiles = tiles + (tl.load(at, mask=(k < LENGTH)[None, :], other=0.0),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def load_vector(vector, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A vector [LENGTH] as a tuple of float32 blocks, zeros behind its end."""
+    blocks = ()
+    for i in tl.static_range((LENGTH + BLOCK - 1) // BLOCK):
+        k = i * BLOCK + tl.arange(0, BLOCK)
+        blocks = blocks + (tl.load(vector + k, mask=k < LENGTH, other=0.0).to(tl.float32),)  # noqa: RUF005
+    return blocks
+
+
+@triton.jit
+def product(tiles, blocks, R: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """float32 [R]: the tiles' rows times the vector."""
+    acc = tl.zeros([R, BLOCK], tl.float32)
+    for i in tl.static_range(COUNT):
+        acc += tiles[i].to(tl.float32) * blocks[i][None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def inverse_rms(blocks, eps, LENGTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of a vector."""
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(COUNT):
+        squares += blocks[i] * blocks[i]
+    return 1.0 / tl.sqrt(tl.sum(squares, 0) / LENGTH + eps)

@@ -1,0 +1,68 @@
+"""Two small kernels on rows: the embedding of each row's last token, and RMSNorm with its weight.
+
+Legend: B sequences of the batch · R rows of the state · T tokens · V rows of the embedding · D model dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from model.kernels.checks import check_tensor, next_power_of_2
+
+
+@triton.jit
+def _embed_kernel(ids_T, rows_T, last_token_R, embed_VD, x_TD, D: tl.constexpr, WIDTH: tl.constexpr):
+    t = tl.program_id(0)
+    token = tl.load(ids_T + t)
+    if token < 0:
+        token = tl.load(last_token_R + tl.load(rows_T + t))
+    d = tl.arange(0, WIDTH)
+    x = tl.load(embed_VD + token.to(tl.int64) * D + d, mask=d < D)
+    tl.store(x_TD + t.to(tl.int64) * D + d, x, mask=d < D)
+
+
+def embed(
+    ids_T: torch.Tensor, rows_T: torch.Tensor, last_token_R: torch.Tensor, embed_VD: torch.Tensor, x_TD: torch.Tensor
+) -> None:
+    """x_TD[t] = embed_VD[ids_T[t]], or of the row's last token where the id is negative. ids, rows, tokens: int32.
+
+    Raises ValueError where a tensor does not fit. Ids must be rows of the embedding.
+    """
+    T, D = x_TD.shape
+    check_tensor("ids_T", ids_T, shape=(T,), dtype=torch.int32)
+    check_tensor("rows_T", rows_T, shape=(T,), dtype=torch.int32)
+    check_tensor("last_token_R", last_token_R, shape=(None,), dtype=torch.int32)
+    check_tensor("embed_VD", embed_VD, shape=(None, D), dtype=x_TD.dtype)
+    check_tensor("x_TD", x_TD, shape=(T, D), dtype=x_TD.dtype)
+    _embed_kernel[(T,)](ids_T, rows_T, last_token_R, embed_VD, x_TD, D=D, WIDTH=next_power_of_2(D), num_warps=4)
+
+
+def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """The obvious twin of `rms_norm`, float32."""
+    return x_TD.float() * torch.rsqrt(x_TD.float().square().mean(dim=-1, keepdim=True) + eps) * weight_D.float()
+
+
+@triton.jit
+def _rms_norm_kernel(x_TD, index_S, weight_D, out_SD, eps, D: tl.constexpr, WIDTH: tl.constexpr):
+    s = tl.program_id(0)
+    t = tl.load(index_S + s).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+    weight = tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
+    out = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)) * weight
+    tl.store(out_SD + s.to(tl.int64) * D + d, out.to(out_SD.dtype.element_ty), mask=d < D)
+
+
+def rms_norm(
+    x_TD: torch.Tensor, index_S: torch.Tensor, weight_D: torch.Tensor, out_SD: torch.Tensor, eps: float
+) -> None:
+    """out_SD[s] = RMSNorm of x_TD[index_S[s]] (arXiv:1910.07467), computed in float32. index_S: int32.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    S, D = out_SD.shape
+    check_tensor("x_TD", x_TD, shape=(None, D), dtype=out_SD.dtype)
+    check_tensor("index_S", index_S, shape=(S,), dtype=torch.int32)
+    check_tensor("weight_D", weight_D, shape=(D,), dtype=out_SD.dtype)
+    check_tensor("out_SD", out_SD, shape=(S, D), dtype=out_SD.dtype)
+    _rms_norm_kernel[(S,)](x_TD, index_S, weight_D, out_SD, eps, D=D, WIDTH=next_power_of_2(D), num_warps=4)

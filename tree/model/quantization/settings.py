@@ -1,0 +1,111 @@
+"""`quantization_config` of a checkpoint's config.json, checked field by field: GPTQ and AWQ.
+
+Sources: AutoGPTQ's QuantLinear.pack and BaseQuantizeConfig, GPTQModel's checkpoint formats, AutoAWQ's WQLinear_GEMM.
+Must not know: tensors.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from model.config_fields import ConfigFields
+from model.errors import ConfigError
+
+
+class Packing(Enum):
+    """How integers lie in a checkpoint's int32 words (model/quantization/packing.py)."""
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """Integers of `bits` bits with a scale and a zero point for each output and each `group_size` inputs.
+
+    group_size None: all inputs are one group. zero_offset: what is added to stored zero points (1 in GPTQ's first
+    format). left_out: parts of the names of modules that are not quantised.
+    """
+
+    packing: Packing
+    bits: int
+    group_size: int | None
+    zero_offset: int
+    left_out: tuple[str, ...] = ()
+
+    def groups_of(self, num_inputs: int) -> int:
+        """Groups of a matrix. Raises ValueError where they would not come out even."""
+        size = self.group_size or num_inputs
+        if num_inputs % size:
+            raise ValueError(f"{num_inputs} inputs are no multiple of group_size {size}")
+        return num_inputs // size
+
+    def applies_to(self, module: str) -> bool:
+        """Whether the module of this full name (model.layers.0.mlp.up_proj) is quantised."""
+        return not any(part in module for part in self.left_out)
+
+
+def parse_quantization(fields: ConfigFields) -> GroupSettings | None:
+    """None where the config has no quantization_config. Raises ConfigError naming the field."""
+    if not fields.has("quantization_config"):
+        return None
+    nested = fields.nested("quantization_config")
+    method = nested.text("quant_method")
+    if method == "gptq":
+        return _parse_gptq(nested)
+    if method == "awq":
+        return _parse_awq(nested)
+    raise ConfigError(nested.path("quant_method"), f"{method!r} is not supported, only 'gptq' and 'awq'")
+
+
+def _parse_gptq(fields: ConfigFields) -> GroupSettings:
+    layout = fields.text("checkpoint_format") if fields.has("checkpoint_format") else "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise ConfigError(fields.path("checkpoint_format"), f"{layout!r} is not supported, only 'gptq' and 'gptq_v2'")
+    for name in ("is_marlin_format", "lm_head"):
+        if fields.boolean(name, False):
+            raise ConfigError(fields.path(name), "true is not supported")
+    if fields.has("dynamic") and fields.value("dynamic"):
+        raise ConfigError(fields.path("dynamic"), "settings of single modules are not supported")
+    if fields.has("pack_dtype"):
+        fields.must_be("pack_dtype", "int32")
+    fields.boolean("desc_act", False)
+    fields.boolean("sym", True)
+    return GroupSettings(
+        packing=Packing.GPTQ,
+        bits=_bits(fields, (4, 8)),
+        group_size=_group_size(fields),
+        zero_offset=1 if layout == "gptq" else 0,
+        left_out=_left_out(fields),
+    )
+
+
+def _parse_awq(fields: ConfigFields) -> GroupSettings:
+    if fields.has("version") and fields.text("version").lower() != "gemm":
+        raise ConfigError(fields.path("version"), f"{fields.value('version')!r} is not supported, only 'gemm'")
+    if not fields.boolean("zero_point", True):
+        raise ConfigError(fields.path("zero_point"), "false is not supported")
+    return GroupSettings(
+        packing=Packing.AWQ,
+        bits=_bits(fields, (4,)),
+        group_size=_group_size(fields),
+        zero_offset=0,
+        left_out=_left_out(fields),
+    )
+
+
+def _bits(fields: ConfigFields, supported: tuple[int, ...]) -> int:
+    bits = fields.positive_int("bits")
+    if bits not in supported:
+        raise ConfigError(fields.path("bits"), f"{bits} is not supported, only {' and '.join(map(str, supported))}")
+    return bits
+
+
+def _group_size(fields: ConfigFields) -> int | None:
+    return None if fields.has("group_size") and fields.value("group_size") == -1 else fields.positive_int("group_size")
+
+
+def _left_out(fields: ConfigFields) -> tuple[str, ...]:
+    names = fields.value("modules_to_not_convert") if fields.has("modules_to_not_convert") else []
+    if not isinstance(names, list) or any(not isinstance(name, str) or not name for name in names):
+        raise ConfigError(fields.path("modules_to_not_convert"), f"must be a list of names, is {names!r}")
+    return tuple(names)

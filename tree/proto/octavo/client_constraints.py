@@ -1,0 +1,40 @@
+"""What an output must look like, from plain Python values. Pure."""
+
+import json
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from octavo.v1 import inference_pb2
+
+JsonSchema = str | Mapping[str, Any] | type
+"""A JSON schema as text or as a dictionary, or a pydantic model class, whose schema it is."""
+
+CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice")
+
+
+def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping[str, Any]) -> None:
+    """Takes json_schema, json_object, regex, ebnf or choice out of ``given``. Raises TypeError for several of them."""
+    names = [name for name in CONSTRAINTS if name in given]
+    if len(names) > 1:
+        raise TypeError(f"an output has one constraint at most; got {', '.join(names)}")
+    if not names:
+        return
+    value, constraint = given.pop(names[0]), request.constraint
+    if names[0] == "json_schema":
+        constraint.json_schema = schema_text(value)
+    elif names[0] == "choice":
+        constraint.choice.options.extend(value)
+    else:
+        setattr(constraint, names[0], value)
+
+
+def schema_text(schema: JsonSchema) -> str:
+    """The schema as JSON. Raises TypeError for what is none."""
+    if isinstance(schema, str):
+        return schema
+    if isinstance(schema, Mapping):
+        return json.dumps(schema)
+    make = getattr(schema, "model_json_schema", None)  # of pydantic, which nobody needs to have
+    if make is None:
+        raise TypeError(f"json_schema is text, a dictionary or a pydantic model class, not {schema!r}")
+    return json.dumps(make())

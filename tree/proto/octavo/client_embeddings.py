@@ -1,0 +1,57 @@
+"""Builds `EmbedRequest` from plain Python values. Pure: no channel, no clock."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from octavo.client_requests import Message, chat_message
+from octavo.v1 import common_pb2, inference_pb2
+
+EmbedInput = str | Sequence[int] | Sequence[Message] | inference_pb2.EmbedInput
+"""A text, token ids, or the turns of a conversation."""
+
+_POOLINGS = {"last_token": inference_pb2.POOLING_LAST_TOKEN, "mean": inference_pb2.POOLING_MEAN}
+_PLAIN = ("request_id", "model", "normalize", "truncate_prompt_tokens", "priority", "cache_salt")
+
+
+class EmbedFields(TypedDict, total=False):
+    """Fields of a request; what is left out takes the server's default. pooling: last_token or mean. The others are
+    the fields of the same names in `octavo/v1/inference.proto`."""
+
+    pooling: str
+    request_id: str
+    model: str
+    normalize: bool
+    truncate_prompt_tokens: int
+    priority: int
+    cache_salt: str
+
+
+def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_pb2.EmbedRequest:
+    """A request with these `EmbedFields`. Raises TypeError for a field that does not exist and for one text instead of
+    several, ValueError for an unknown pooling or role. Limits are the server's to check."""
+    if isinstance(inputs, str):
+        raise TypeError("inputs is a sequence of texts, not one text")
+    given = dict(fields)
+    request = inference_pb2.EmbedRequest(inputs=map(_embed_input, inputs))
+    pooling = given.pop("pooling", None)
+    if pooling is not None:
+        if pooling not in _POOLINGS:
+            raise ValueError(f"pooling {pooling!r} is none of {', '.join(_POOLINGS)}")
+        request.pooling = _POOLINGS[str(pooling)]
+    for name in _PLAIN:
+        if name in given:
+            setattr(request, name, given.pop(name))
+    if given:
+        raise TypeError(f"a request has no field {', '.join(sorted(given))}")
+    return request
+
+
+def _embed_input(value: EmbedInput) -> inference_pb2.EmbedInput:
+    if isinstance(value, inference_pb2.EmbedInput):
+        return value
+    if isinstance(value, str):
+        return inference_pb2.EmbedInput(text=value)
+    items = list(value)
+    if all(isinstance(item, int) for item in items):
+        return inference_pb2.EmbedInput(token_ids=common_pb2.TokenIds(ids=items))  # type: ignore[arg-type]
+    return inference_pb2.EmbedInput(chat=inference_pb2.Chat(messages=map(chat_message, items)))  # type: ignore[arg-type]

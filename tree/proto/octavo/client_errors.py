@@ -1,0 +1,144 @@
+"""What a call to Octavo can raise: one class per thing that a caller can do about it.
+
+Knows gRPC statuses and Octavo's trailers; must not know how calls are made.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+REASON_TRAILER = "x-error-reason"
+REQUEST_ID_TRAILER = "x-request-id"
+TOKENS_DELIVERED_TRAILER = "x-tokens-delivered"
+STATUS_DETAILS_TRAILER = "grpc-status-details-bin"
+
+
+class FailedCall(Protocol):
+    """What `grpc.RpcError` of a call and `grpc.aio.AioRpcError` have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...  # pairs of str and str | bytes, or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldViolation:
+    """One field that the server refused: its path in the request, and why."""
+
+    field: str
+    description: str
+
+
+class OctavoError(Exception):
+    """A call failed.
+
+    code: the gRPC status. reason: name of `octavo.v1.ErrorReason` without its prefix, "" where the status comes from
+    the gRPC library or the network. request_id: as the server knows the request, "" where it does not.
+    tokens_delivered: tokens that were sent before the end; 0 means that a retry repeats nothing.
+    violations: the fields that were refused.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode,
+        reason: str = "",
+        request_id: str = "",
+        tokens_delivered: int = 0,
+        violations: tuple[FieldViolation, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.request_id = request_id
+        self.tokens_delivered = tokens_delivered
+        self.violations = violations
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.reason or self.code.name})"
+
+
+class InvalidRequest(OctavoError):
+    """The request must change: `violations` names the fields."""
+
+
+class Unauthorized(OctavoError):
+    """The key or the certificate is missing, not valid here, or not enough for this call."""
+
+
+class NotFound(OctavoError):
+    """There is no such model or method here."""
+
+
+class Overloaded(OctavoError):
+    """The server is full: try again later."""
+
+
+class Unavailable(OctavoError):
+    """No server, no worker, or the worker was lost: try again, safely where `tokens_delivered` is 0."""
+
+
+class DeadlineExceeded(OctavoError):
+    """The time that the caller gave is over."""
+
+
+class Cancelled(OctavoError):
+    """The caller or an operator ended the request."""
+
+
+class ServerFault(OctavoError):
+    """Something broke in the server."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[OctavoError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthorized,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthorized,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNIMPLEMENTED: NotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.ABORTED: Cancelled,
+}
+
+
+def error_from(call: FailedCall) -> OctavoError:
+    """The error to raise for a failed call."""
+    code = call.code()
+    trailers = dict(call.trailing_metadata() or ())
+    delivered = _text(trailers.get(TOKENS_DELIVERED_TRAILER))
+    return _CLASSES.get(code, ServerFault)(
+        call.details() or code.name,
+        code=code,
+        reason=_text(trailers.get(REASON_TRAILER)),
+        request_id=_text(trailers.get(REQUEST_ID_TRAILER)),
+        tokens_delivered=int(delivered) if delivered.isdecimal() else 0,
+        violations=_violations(trailers.get(STATUS_DETAILS_TRAILER)),
+    )
+
+
+def _text(value: str | bytes | None) -> str:
+    if value is None:
+        return ""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _violations(details: str | bytes | None) -> tuple[FieldViolation, ...]:
+    if not isinstance(details, bytes):
+        return ()
+    bad_request = error_details_pb2.BadRequest()
+    for detail in status_pb2.Status.FromString(details).details:
+        if detail.Unpack(bad_request):
+            return tuple(
+                FieldViolation(field=each.field, description=each.description) for each in bad_request.field_violations
+            )
+    return ()

@@ -1,0 +1,85 @@
+"""How the clients connect: channel options and the retry policy that the servers are made for.
+
+A refusal before the first message (no worker yet, queue full) is retried by the gRPC library itself, after the wait
+that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has begun it is never replayed.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+_RETRY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+}
+
+SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{"service": "octavo.v1.InferenceService"}, {"service": "octavo.v1.ModelService"}],
+                "retryPolicy": _RETRY,
+            }
+        ]
+    }
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
+    ("grpc.service_config", SERVICE_CONFIG),
+    ("grpc.enable_retries", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+def channel_options(extra: Sequence[tuple[str, str | int]] = ()) -> list[tuple[str, str | int]]:
+    """Our options, overridden by the caller's."""
+    return list((dict(CHANNEL_OPTIONS) | dict(extra)).items())
+
+
+def open_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
+) -> grpc.Channel:
+    """A channel to the target; in the clear where there are no credentials."""
+    if credentials is None:
+        return grpc.insecure_channel(target, channel_options(extra))
+    return grpc.secure_channel(target, credentials, channel_options(extra))
+
+
+def open_aio_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
+) -> grpc.aio.Channel:
+    """The same for asyncio."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, channel_options(extra))
+    return grpc.aio.secure_channel(target, credentials, channel_options(extra))
+
+
+def tls_credentials(
+    *, ca_file: str | Path | None = None, cert_file: str | Path | None = None, key_file: str | Path | None = None
+) -> grpc.ChannelCredentials:
+    """Credentials for a server with TLS. ca_file: PEM of the authority to trust; None: gRPC's own list. cert_file and
+    key_file: this client's certificate, where the server asks for one. Raises OSError, ValueError."""
+    if (cert_file is None) != (key_file is None):
+        raise ValueError("a client certificate needs both cert_file and key_file")
+    ca, cert, key = (None if each is None else Path(each).read_bytes() for each in (ca_file, cert_file, key_file))
+    return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+
+def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
+    """What every call carries; None for nothing. Raises ValueError for a key that no header can hold."""
+    if not api_key:
+        return None
+    if not api_key.isascii() or not api_key.isprintable():
+        raise ValueError("an API key has visible ASCII characters only")
+    return (("authorization", f"Bearer {api_key}"),)

@@ -1,0 +1,166 @@
+"""Builds `GenerateRequest` from plain Python values. Pure: no channel, no clock."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from octavo.client_constraints import JsonSchema, set_constraint
+from octavo.client_tools import Tool, set_tools, tool_call
+from octavo.v1 import common_pb2, inference_pb2
+
+Message = inference_pb2.ChatMessage | tuple[str, str] | Mapping[str, Any]
+"""A turn of a conversation: a ChatMessage, (role, content), or {"role": …, "content": …} with "tool_calls" and
+"tool_call_id" where they belong."""
+
+_ROLES = {
+    "system": inference_pb2.CHAT_ROLE_SYSTEM,
+    "user": inference_pb2.CHAT_ROLE_USER,
+    "assistant": inference_pb2.CHAT_ROLE_ASSISTANT,
+    "tool": inference_pb2.CHAT_ROLE_TOOL,
+}
+_FORMATS = {
+    "text": inference_pb2.OUTPUT_FORMAT_TEXT,
+    "token_ids": inference_pb2.OUTPUT_FORMAT_TOKEN_IDS,
+    "text_and_token_ids": inference_pb2.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS,
+}
+_PLAIN = (
+    "request_id", "model", "priority", "cache_salt", "num_outputs", "return_partial_on_deadline",
+    "truncate_prompt_tokens",
+)  # fmt: skip
+_SAMPLING_LISTS = ("allowed_token_ids", "bad_words")
+_SAMPLING = {*inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {*_SAMPLING_LISTS, "logit_bias"}
+
+
+class GenerateFields(TypedDict, total=False):
+    """Fields of a request; what is left out takes the model's default.
+
+    Exactly one of text, token_ids, messages. tools and tool_choice (auto, none, required, or the name of the tool that
+    must be called) belong to messages. timeout_s is an argument of the call: its deadline, which is the request's too.
+    json_schema, json_object, regex, ebnf and choice say what the output must look like; at most one of them.
+    The others are the fields of the same names in
+    `octavo/v1/inference.proto`, where their units and limits stand.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    tool_choice: str
+    request_id: str
+    model: str
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    typical_p: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop: bool
+    output: str
+    logprobs: int
+    skip_special_tokens: bool
+    prompt_logprobs: int
+    echo: bool
+    return_prompt: bool
+    parse_tool_calls: bool
+    priority: int
+    cache_salt: str
+    json_schema: JsonSchema
+    json_object: bool
+    regex: str
+    ebnf: str
+    choice: Sequence[str]
+    num_outputs: int
+    return_partial_on_deadline: bool
+    truncate_prompt_tokens: int
+
+
+def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
+    """A request with these `GenerateFields`. `output` is text, token_ids or text_and_token_ids.
+
+    Raises TypeError for a field that does not exist and for none or several inputs, ValueError for an unknown role or
+    output. Limits are the server's to check.
+    """
+    given = dict(fields)
+    request = inference_pb2.GenerateRequest()
+    _set_input(request, given)
+    for name in _PLAIN:
+        if name in given:
+            setattr(request, name, given.pop(name))
+    set_constraint(request, given)
+    _set_sampling(request.sampling, given)
+    _set_stop(request.stop, given)
+    _set_output(request.output, given)
+    if given:
+        raise TypeError(f"a request has no field {', '.join(sorted(given))}")
+    return request
+
+
+def chat_message(message: Message) -> inference_pb2.ChatMessage:
+    """The message as the contract has it. Raises ValueError for an unknown role."""
+    if isinstance(message, inference_pb2.ChatMessage):
+        return message
+    fields: Mapping[str, Any] = (
+        message if isinstance(message, Mapping) else dict(zip(("role", "content"), message, strict=True))
+    )
+    role = fields["role"]
+    if role not in _ROLES:
+        raise ValueError(f"role {role!r} is none of {', '.join(_ROLES)}")
+    return inference_pb2.ChatMessage(
+        role=_ROLES[role],
+        content=fields.get("content") or "",
+        tool_calls=map(tool_call, fields.get("tool_calls") or ()),
+        tool_call_id=fields.get("tool_call_id", ""),
+    )
+
+
+def _set_input(request: inference_pb2.GenerateRequest, given: dict) -> None:
+    inputs = [name for name in ("text", "token_ids", "messages") if name in given]
+    if len(inputs) != 1:
+        raise TypeError(f"a request has exactly one of text, token_ids, messages; got {', '.join(inputs) or 'none'}")
+    value = given.pop(inputs[0])
+    if inputs[0] == "text":
+        request.text = value
+    elif inputs[0] == "token_ids":
+        request.token_ids.CopyFrom(common_pb2.TokenIds(ids=value))
+    else:
+        request.chat.CopyFrom(inference_pb2.Chat(messages=[chat_message(message) for message in value]))
+        set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
+
+
+def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict) -> None:
+    for name in sorted(_SAMPLING & given.keys()):
+        setattr(sampling, name, given.pop(name))
+    for name in _SAMPLING_LISTS:
+        if name in given:
+            getattr(sampling, name).extend(given.pop(name))
+    sampling.logit_bias.update(given.pop("logit_bias", {}))
+
+
+def _set_stop(stop: inference_pb2.StopConditions, given: dict) -> None:
+    for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop"):
+        if name in given:
+            setattr(stop, name, given.pop(name))
+    for name, repeated in (("stop", stop.strings), ("stop_token_ids", stop.token_ids)):
+        if name in given:
+            repeated.extend(given.pop(name))
+
+
+def _set_output(output: inference_pb2.OutputOptions, given: dict) -> None:
+    for name in ("logprobs", "skip_special_tokens", "prompt_logprobs", "echo", "return_prompt", "parse_tool_calls"):
+        if name in given:
+            setattr(output, name, given.pop(name))
+    if "output" in given:
+        name = given.pop("output")
+        if name not in _FORMATS:
+            raise ValueError(f"output {name!r} is none of {', '.join(_FORMATS)}")
+        output.format = _FORMATS[name]

@@ -1,0 +1,98 @@
+"""Tools and calls of them between plain Python values and the contract. Pure.
+
+from octavo import Client, tool_result
+
+stream = client.stream(messages=messages, tools=[weather], tool_choice="auto")
+text = "".join(stream)
+for call in stream.tool_calls:
+    messages.append(tool_result(call, run(call.name, json.loads(call.arguments_json))))
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.v1 import inference_pb2
+
+Tool = inference_pb2.ToolDefinition | Mapping[str, Any]
+"""A ToolDefinition, {"name": …, "description": …, "parameters": {schema}}, or that under "function" (as OpenAI)."""
+
+Call = inference_pb2.ToolCall | Mapping[str, Any]
+"""A ToolCall, {"id": …, "name": …, "arguments": {…}}, or name and arguments under "function" as in OpenAI's API."""
+
+_CHOICES = {
+    "auto": inference_pb2.TOOL_CHOICE_AUTO,
+    "none": inference_pb2.TOOL_CHOICE_NONE,
+    "required": inference_pb2.TOOL_CHOICE_REQUIRED,
+}
+
+
+def tool_definition(tool: Tool) -> inference_pb2.ToolDefinition:
+    """The tool as the contract has it. Raises ValueError where it has no name."""
+    if isinstance(tool, inference_pb2.ToolDefinition):
+        return tool
+    fields = tool.get("function", tool)
+    if not fields.get("name"):
+        raise ValueError("a tool has a name")
+    parameters = fields.get("parameters")
+    return inference_pb2.ToolDefinition(
+        name=fields["name"],
+        description=fields.get("description", ""),
+        parameters_json="" if parameters is None else _json_text(parameters),
+    )
+
+
+def tool_call(call: Call) -> inference_pb2.ToolCall:
+    """The call as the contract has it. Raises ValueError where it has no name."""
+    if isinstance(call, inference_pb2.ToolCall):
+        return call
+    fields = call.get("function", call)
+    if not fields.get("name"):
+        raise ValueError("a tool call has a name")
+    arguments = fields.get("arguments", {})
+    return inference_pb2.ToolCall(id=call.get("id", ""), name=fields["name"], arguments_json=_json_text(arguments))
+
+
+def set_tools(chat: inference_pb2.Chat, tools: Iterable[Tool], choice: str) -> None:
+    """choice: auto, none, required, the name of a tool that must be called, or "" for the server's default."""
+    chat.tools.extend(map(tool_definition, tools))
+    if choice in _CHOICES:
+        chat.tool_choice = _CHOICES[choice]
+    elif choice:
+        chat.tool_choice, chat.tool_name = inference_pb2.TOOL_CHOICE_NAMED, choice
+
+
+def tool_result(call: inference_pb2.ToolCall, content: str) -> inference_pb2.ChatMessage:
+    """The turn that answers a call."""
+    return inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_TOOL, content=content, tool_call_id=call.id)
+
+
+def assistant_turn(text: str, calls: Iterable[inference_pb2.ToolCall]) -> inference_pb2.ChatMessage:
+    """What the model said and called, as a turn of the conversation."""
+    return inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_ASSISTANT, content=text, tool_calls=calls)
+
+
+def _json_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(slots=True)
+class ToolCalls:
+    """The calls of one output, put together from its pieces. What was withdrawn is gone again."""
+
+    _by_index: dict[int, inference_pb2.ToolCall] = field(default_factory=dict)
+
+    def take(self, pieces: Iterable[inference_pb2.ToolCallDelta]) -> None:
+        """The pieces of one Delta."""
+        for piece in pieces:
+            if piece.is_withdrawn:
+                self._by_index.pop(piece.call_index, None)
+                continue
+            call = self._by_index.setdefault(piece.call_index, inference_pb2.ToolCall())
+            call.id, call.name = call.id or piece.id, call.name or piece.name
+            call.arguments_json += piece.arguments_json
+
+    def all(self) -> list[inference_pb2.ToolCall]:
+        """In order; the last one may be incomplete while the stream runs."""
+        return [self._by_index[index] for index in sorted(self._by_index)]

@@ -1,0 +1,1 @@
+"""Stubs of the Open Inference Protocol (KServe v2), which gateways and clients of model servers speak."""

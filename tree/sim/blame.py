@@ -1,0 +1,80 @@
+"""Whom a fault may hit: for each status, what in the scenario excuses it. What nothing excuses is a violation.
+
+Knows the scenario, not how the service works.
+"""
+
+from collections import Counter
+
+from sim.rpc import Status
+from sim.runner import NAN_TOKEN, POISON_TOKEN
+from sim.scenario import FaultKind, RequestSpec, Scenario
+
+_K = FaultKind
+_TAKES_WORKERS_AWAY = {
+    _K.CRASH,
+    _K.CRASH_AT,
+    _K.FREEZE,
+    _K.HANG,
+    _K.LIE,
+    _K.DISCONNECT,
+    _K.PARTITION,
+    _K.LAG,
+    _K.DRAIN_WORKER,
+    _K.KILL_GATEWAY,
+    _K.DRAIN_GATEWAY,
+}
+_NEEDED: dict[str, set[FaultKind]] = {
+    "WORKER_LOST": _TAKES_WORKERS_AWAY,
+    "WORKER_STALLED": _TAKES_WORKERS_AWAY,
+    "NO_WORKER": _TAKES_WORKERS_AWAY,
+    "POISONED": _TAKES_WORKERS_AWAY,  # two deaths in turn, by chance, look like it
+    "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
+    "ENGINE_ERROR": {_K.ENGINE_ERROR},
+    "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
+    "ABORTED": {_K.ABORT},
+    "INTERNAL": {_K.LIE, _K.DEFECT},
+}
+
+
+class Blame:
+    """Of one scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._config = scenario.config
+        self._kinds = {fault.kind for fault in scenario.faults}
+        self._has_poison = any(POISON_TOKEN in spec.prompt for spec in scenario.requests)
+        names = Counter(spec.request_id or f"r{spec.index}" for spec in scenario.requests)
+        self._shared_names = {name for name, count in names.items() if count > 1}
+
+    def problem(self, spec: RequestSpec, status: Status) -> str | None:
+        """What is wrong with this ending; None where the scenario excuses it."""
+        reason = str(status.trailers.get("x-error-reason", ""))
+        if status.code == "OK" or self._is_excused(spec, status.code, reason):
+            return None
+        return f"{status.code} {reason} without a cause: {status.message}"
+
+    def _is_excused(self, spec: RequestSpec, code: str, reason: str) -> bool:
+        match reason or code:
+            case "CANCELLED":
+                return spec.cancel_after_s is not None
+            case "DEADLINE" | "DEADLINE_EXCEEDED":
+                return spec.timeout_s is not None
+            case "UNAVAILABLE":
+                return bool(self._kinds & {_K.KILL_GATEWAY, _K.DRAIN_GATEWAY})
+            case "QUEUE_FULL":
+                return True
+            case "NUMERICAL":
+                return NAN_TOKEN in spec.prompt
+            case "EXCEEDS_CAPACITY":
+                return len(spec.prompt) + max(1, spec.min_tokens) > self._room
+            case "SLOW_CONSUMER":
+                return bool(spec.pace_s or spec.stall_after) or self._config.max_pending_tokens < 100
+            case "DUPLICATE_REQUEST":
+                return bool(spec.retries) or (spec.request_id or f"r{spec.index}") in self._shared_names
+            case "WORKER_LOST" | "WORKER_STALLED" | "NO_WORKER" | "POISONED" if self._has_poison:
+                return True
+        return bool(self._kinds & _NEEDED.get(reason, set()))
+
+    @property
+    def _room(self) -> int:
+        return min(self._config.max_model_len, self._config.num_blocks * self._config.block_size)

@@ -1,0 +1,116 @@
+"""An asyncio loop on a virtual clock: it never sleeps, and jumps to the next timer when nothing is ready.
+
+Timers of one time fire in the order in which they were set. Knows nothing of what runs on it. Threads do not exist
+here: what is given to an executor runs at once. A simulation is one long chain of turns, so the turn itself is made
+here with nothing in it that a loop without descriptors can do without.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+START_S = 1_000.0  # the product writes 0.0 for "not yet"
+MAX_TURNS_AT_ONE_TIME = 200_000
+
+
+class NothingHappens(Exception):
+    """Somebody waits, and no timer will ever fire."""
+
+
+class TimeStandsStill(Exception):
+    """Callbacks call callbacks for ever, and the clock does not move."""
+
+
+class _NoSelector(selectors.BaseSelector):
+    """For asyncio, which insists on one."""
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return selectors.SelectorKey(fileobj, 0, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return selectors.SelectorKey(fileobj, 0, 0, None)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return []
+
+    def get_map(self) -> dict[Any, selectors.SelectorKey]:
+        return {}
+
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        raise KeyError(fileobj)
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """``time()`` is virtual seconds from START_S on."""
+
+    _ready: Any  # asyncio's deque of handles, and its wish to stop
+    _stopping: bool
+
+    def __init__(self) -> None:
+        self._now_s = START_S
+        self._num_turns = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = count()
+        super().__init__(_NoSelector())
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now_s
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """In the next turn."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        """In the first turn at that time."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+        """Run it now."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps, so nobody need be woken."""
+
+    def _run_once(self) -> None:
+        """One turn: what is ready, with the timers that are due; what that makes ready waits for the next one."""
+        ready, timers = self._ready, self._timers
+        if ready or self._stopping:
+            self._stay()
+        else:
+            self._jump()
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _stay(self) -> None:
+        self._num_turns += 1
+        if self._num_turns > MAX_TURNS_AT_ONE_TIME:
+            self._num_turns = 0  # who cleans up has turns again
+            raise TimeStandsStill(f"{MAX_TURNS_AT_ONE_TIME} turns at {self._now_s}")
+
+    def _jump(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not timers:
+            raise NothingHappens
+        if timers[0][0] <= self._now_s:
+            self._stay()
+        else:
+            self._now_s, self._num_turns = timers[0][0], 0

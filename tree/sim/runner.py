@@ -1,0 +1,100 @@
+"""The oracle runner with a duration for every step, requests that end the process, and a look at every plan.
+
+Knows no block manager and no scheduler, only what plans say.
+"""
+
+from collections import deque
+from typing import Any
+
+from sim.journal import Journal
+from sim.scenario import SimConfig
+from worker.oracle_model import OracleModel
+from worker.oracle_runner import OracleFaults, OracleRunner
+from worker.plan import Join, StepPlan, StepResult
+from worker.runner import RunnerError
+
+VOCAB_SIZE = 400
+POISON_TOKEN = VOCAB_SIZE - 1  # a prompt with it ends the process
+NAN_TOKEN = VOCAB_SIZE - 2  # a prompt with it turns NaN
+NAN_OUTPUT_INDEX = 2
+SLOWNESS = 10.0
+FOR_EVER_S = 1e9
+
+
+class ProcessDied(BaseException):
+    """The simulated process ends here; no handler of the product may notice."""
+
+
+class SimClock:
+    """A worker's monotonic clock: ahead of the loop's while the worker computes, for a step happens in one go."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return float(self._loop.time() + self.ahead_s)
+
+
+def oracle_model(config: SimConfig) -> OracleModel:
+    """Token 2 is the end token (`worker.oracle_tokenizer`)."""
+    return OracleModel(vocab_size=VOCAB_SIZE, eos_token_ids=(2,), eos_every=config.eos_every)
+
+
+class SimRunner(OracleRunner):
+    """``slow_until_s``, ``next_error`` and ``hangs`` are set by the chaos."""
+
+    def __init__(self, config: SimConfig, rng: Any, clock: SimClock, journal: Journal) -> None:
+        self._errors: dict[int, RunnerError] = {}
+        super().__init__(
+            oracle_model(config),
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_slots=config.max_num_seqs,
+            max_blocks_per_slot=-(-config.max_model_len // config.block_size),
+            max_in_flight=config.max_in_flight,
+            faults=OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=NAN_OUTPUT_INDEX, collect_errors=self._errors),
+        )
+        self.slow_until_s = 0.0
+        self.next_error: RunnerError | None = None
+        self.hangs = False
+        self._config = config
+        self._rng = rng
+        self._clock = clock
+        self._journal = journal
+        self._durations: deque[float] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._look_at(plan)
+        super().launch(plan)
+        if self.next_error is not None:
+            self._errors[plan.step], self.next_error = self.next_error, None
+        self._durations.append(self._duration_s(plan))
+
+    def collect(self) -> StepResult:
+        self._clock.ahead_s += self._durations.popleft()
+        return super().collect()
+
+    def _duration_s(self, plan: StepPlan) -> float:
+        if self.hangs:
+            self.hangs = False
+            return FOR_EVER_S
+        config, num_decodes = self._config, len(plan.decode_slots_S)
+        steady_s = config.step_base_s + config.step_seq_s * num_decodes
+        steady_s += config.step_prefill_s * (plan.num_tokens - num_decodes)
+        slowness = SLOWNESS if self._clock() < self.slow_until_s else 1.0
+        return steady_s * slowness * self._rng.uniform(1 - config.jitter, 1 + config.jitter)
+
+    def _new_row(self, join: Join) -> Any:
+        if POISON_TOKEN in join.token_ids_T[: join.num_prompt_tokens].tolist():
+            self._journal.faults["poison"] += 1
+            raise ProcessDied("a request killed it")
+        return super()._new_row(join)
+
+    def _look_at(self, plan: StepPlan) -> None:
+        journal, num_tokens = self._journal, plan.num_tokens
+        slots = [*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)]
+        journal.counts["steps"] += 1
+        journal.note(f"step {plan.step} {num_tokens} {slots}")
+        journal.check(0 < num_tokens <= self._config.max_batch_tokens, lambda: f"a step of {num_tokens} tokens")
+        journal.check(len(set(slots)) == len(slots) <= self._config.max_num_seqs, lambda: f"a step of slots {slots}")

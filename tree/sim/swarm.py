@@ -1,0 +1,188 @@
+"""From a seed to a scenario: odd configurations, some features and fault classes on, others off (swarm testing; Groce
+et al., 2012). Pure: a seed and a size give the same scenario everywhere.
+"""
+
+import math
+import random
+
+from sim.lies import LIES
+from sim.runner import NAN_TOKEN, POISON_TOKEN
+from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
+
+MEAN_OUTPUT_TOKENS = 8
+STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
+POINTS = ("engine.launched", "engine.applied", "engine.added", "engine.paused")
+DEFECT_POINTS = ("pool.opening", "delivery.written")
+TENANTS = ("", "acme", "zen")
+
+
+def scenario_of(seed: int, *, num_requests: int) -> Scenario:
+    """The whole run of a seed."""
+    config = _config(random.Random(f"{seed}:config"))
+    rng = random.Random(f"{seed}:load")
+    step_s = config.step_base_s + config.step_seq_s * config.max_num_seqs
+    capacity = config.num_workers * config.max_num_seqs / (step_s * MEAN_OUTPUT_TOKENS)
+    rate = capacity * rng.choice((0.1, 0.3, 0.6, 0.9, 1.5))
+    horizon_s = max(num_requests / rate, rng.choice((0.0, 5.0, 20.0)))  # downtimes must not be all of it
+    requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests)
+    faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
+    return Scenario(seed=seed, config=config, requests=requests, faults=faults)
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _config(rng: random.Random) -> SimConfig:
+    block_size, num_blocks = _log_uniform(rng, 1, 32), _log_uniform(rng, 8, 4096)
+    max_num_seqs = _log_uniform(rng, 1, 32)
+    max_prefill_tokens, max_chunk_tokens = _log_uniform(rng, 1, 256), rng.choice((None, 1, 7, 16))
+    # Forced preemption, a knob for tests, must leave a request the steps that its prompt takes.
+    least_prefill = min(max_prefill_tokens, max_chunk_tokens or 256)
+    return SimConfig(
+        num_workers=rng.choice((1, 1, 2, 3)),
+        num_gateways=rng.choice((1, 1, 2)),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        has_prefix_cache=rng.random() < 0.75,
+        max_num_seqs=max_num_seqs,
+        max_waiting=rng.choice((0, 4, 32, 256)),
+        max_batch_tokens=max_num_seqs + max_prefill_tokens,
+        max_chunk_tokens=max_chunk_tokens,
+        max_in_flight=rng.choice((1, 2)),
+        max_model_len=_log_uniform(rng, 8, 256),
+        aging_s=rng.choice((0.0, 0.5, 10.0)),
+        preempt_every_steps=rng.choice((None, 3 if least_prefill > 128 else 10 if least_prefill > 15 else None)),
+        eos_every=rng.choice((None, 10, 40)),
+        step_base_s=rng.choice((0.001, 0.005, 0.03)),
+        jitter=rng.choice((0.0, 0.2, 0.9)),
+        link_delay_s=rng.choice((0.0001, 0.001, 0.02)),
+        high_water=rng.choice((2000, 2000, 20)),
+        window_bytes=rng.choice((65_536, 256, 0)),
+        heartbeat_interval_s=rng.choice((0.5, 1.0)),
+        stall_timeout_s=rng.choice((10.0, 30.0)),
+        write_stall_s=rng.choice((5.0, 30.0)),
+        max_pending_tokens=rng.choice((16_384, 8)),
+        max_requests=rng.choice((4096, 4096, 16)),
+        restart_s=rng.choice((0.3, 3.0)),
+        max_moves=rng.choice((0, 1, 3)),
+        move_timeout_s=rng.choice((1.0, 60.0)),
+        is_watched=rng.random() < 0.7,
+        poisons=rng.random() < 0.7,
+        audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
+        pause_pending_tokens=rng.choice((1, 3, 512)),
+    )
+
+
+class _Requests:
+    """Callers of a few tenants, whose prompts share beginnings."""
+
+    def __init__(self, config: SimConfig, rng: random.Random, horizon_s: float) -> None:
+        self._config, self._rng, self._horizon_s = config, rng, horizon_s
+        self._has = {
+            name: rng.random() < 0.5
+            for name in (
+                "cancels",
+                "deadlines",
+                "stalls",
+                "priorities",
+                "stops",
+                "logprobs",
+                "duplicates",
+                "retries",
+                "tenants",
+                "bursts",
+                "unary",
+                "outputs",
+            )
+        }
+        self._nan = 0.01 if rng.random() < 0.5 else 0.0
+        self._poison = 0.003 if rng.random() < 0.3 else 0.0
+        room = min(config.max_model_len, config.num_blocks * config.block_size)
+        self._max_prompt = max(1, min(room - 1, 96))
+        self._bases = [self._ids(rng.randint(1, self._max_prompt)) for _ in range(6)]
+
+    def many(self, num_requests: int) -> tuple[RequestSpec, ...]:
+        arrivals = [self._rng.uniform(0, self._horizon_s) for _ in range(num_requests)]
+        if self._has["bursts"]:
+            burst_s = self._horizon_s / 7
+            arrivals = [round(at_s / burst_s) * burst_s if self._rng.random() < 0.5 else at_s for at_s in arrivals]
+        return tuple(self._one(index, round(at_s, 6)) for index, at_s in enumerate(sorted(arrivals)))
+
+    def _ids(self, length: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(3, NAN_TOKEN) for _ in range(length))
+
+    def _prompt(self) -> tuple[int, ...]:
+        rng = self._rng
+        base = rng.choice(self._bases)
+        prompt = base[: rng.randint(1, len(base))] if rng.random() < 0.3 else base
+        if rng.random() < 0.7:
+            prompt += self._ids(rng.randint(1, max(1, self._max_prompt // 2)))
+        prompt = prompt if rng.random() < 0.02 else prompt[: self._max_prompt]
+        if rng.random() < self._nan:
+            return (*prompt[:-1], NAN_TOKEN)
+        return (*prompt[:-1], POISON_TOKEN) if rng.random() < self._poison else prompt
+
+    def _num_outputs(self) -> int:
+        """Often one; at most what a worker can hold, running or waiting."""
+        config = self._config
+        return min(self._rng.choice((1, 1, 1, 1, 2, 3, 5, 9)), config.max_num_seqs + config.max_waiting)
+
+    def _one(self, index: int, at_s: float) -> RequestSpec:
+        rng, has = self._rng, self._has
+        output = rng.choice(("ids", "ids", "text", "both"))
+        max_tokens = rng.choice((1, rng.randint(1, 6), rng.randint(1, 24)))
+        stops = has["stops"] and output != "ids" and rng.random() < 0.3
+        return RequestSpec(
+            index=index,
+            at_s=at_s,
+            prompt=self._prompt(),
+            max_tokens=max_tokens,
+            seed=rng.getrandbits(64),
+            gateway=rng.randrange(self._config.num_gateways),
+            tenant=rng.choice(TENANTS) if has["tenants"] else "",
+            request_id=f"r{rng.randrange(index + 1)}" if has["duplicates"] and rng.random() < 0.05 else "",
+            min_tokens=rng.randint(0, max_tokens) if not stops and rng.random() < 0.2 else 0,
+            ignore_eos=rng.random() < 0.1,
+            stop_token_ids=self._ids(rng.randint(1, 9)) if rng.random() < 0.1 else (),
+            stop_strings=(rng.choice(STOPS),) if stops else (),
+            output=output,
+            logprobs=rng.randrange(3) if has["logprobs"] and rng.random() < 0.2 else None,
+            priority=rng.randint(-1, 2) if has["priorities"] else 0,
+            is_unary=has["unary"] and rng.random() < 0.2,
+            timeout_s=rng.choice((0.001, 0.05, 0.5, 5.0, 60.0)) if has["deadlines"] and rng.random() < 0.4 else None,
+            cancel_after_s=round(rng.expovariate(8.0), 6) if has["cancels"] and rng.random() < 0.3 else None,
+            pace_s=rng.choice((0.0, 0.0, 0.01, 0.2)) if has["stalls"] else 0.0,
+            stall_after=rng.randint(1, 3) if has["stalls"] and rng.random() < 0.1 else None,
+            stall_s=rng.choice((0.5, 10.0, 60.0)),
+            retries=rng.choice((0, 2, 4)) if has["retries"] else 0,
+            num_outputs=self._num_outputs() if has["outputs"] else 1,
+        )
+
+
+def _faults(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fault, ...]:
+    kinds = [kind for kind in FaultKind if rng.random() < 0.4]
+    if not kinds:
+        return ()
+    faults = [_fault(config, rng, rng.choice(kinds), horizon_s) for _ in range(rng.choice((0, 1, 3, 8, 20)))]
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _fault(config: SimConfig, rng: random.Random, kind: FaultKind, horizon_s: float) -> Fault:
+    durations = {
+        FaultKind.FREEZE: (0.5, 3.0, 8.0, 20.0),
+        FaultKind.SLOW: (1.0, 10.0),
+        FaultKind.PARTITION: (0.3, 4.0, 7.0, 15.0),
+        FaultKind.LAG: (0.05, 1.0),
+        FaultKind.DRAIN_WORKER: (0.0, 0.2, 5.0),
+        FaultKind.DRAIN_GATEWAY: (0.0, 0.2, 5.0),
+    }
+    details = {FaultKind.LIE: LIES, FaultKind.CRASH_AT: POINTS, FaultKind.DEFECT: DEFECT_POINTS}
+    return Fault(
+        kind=kind,
+        at_s=round(rng.uniform(0, horizon_s), 6),
+        worker=rng.randrange(config.num_workers),
+        gateway=rng.randrange(config.num_gateways),
+        duration_s=rng.choice(durations.get(kind, (0.0,))),
+        detail=rng.choice(details.get(kind, ("",))),
+    )

@@ -1,0 +1,154 @@
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from cli.addresses import default_endpoint, join_address
+from cli.errors import CliError
+from cli.gateway_config import gateway_config
+from cli.settings import GatewaySettings, WorkerSettings
+from cli.worker_config import default_batch_tokens, split_model, worker_config
+from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
+from gateway.workers.config import WorkerPoolConfig
+from grammar.limits import GrammarLimits
+from worker.config import (
+    CheckNumerics,
+    CurveConfig,
+    Deterministic,
+    GrammarConfig,
+    PrefixCacheMode,
+    RunnerKind,
+    WorkerConfig,
+)
+
+RUN_DIR = Path("/run/octavo")
+
+
+def test_settings_left_alone_give_the_gateways_own_defaults() -> None:
+    endpoint = default_endpoint(RUN_DIR)
+    expected = GatewayConfig(workers=WorkerPoolConfig(endpoints=(endpoint,)))
+    assert gateway_config(GatewaySettings(run_dir=RUN_DIR)) == expected
+
+
+def test_settings_left_alone_give_the_workers_own_defaults() -> None:
+    expected = WorkerConfig(model="folio-chat", gateway_endpoints=(default_endpoint(RUN_DIR),), device="cpu")
+    assert worker_config(WorkerSettings(run_dir=RUN_DIR, device="cpu")) == expected
+
+
+@pytest.mark.parametrize(("device", "seqs", "tokens"), [("cpu", 8, 512), ("cpu", 600, 600), ("cuda:1", 256, 8192)])
+def test_a_step_is_as_large_as_the_device_computes_quickly(device: str, seqs: int, tokens: int) -> None:
+    assert default_batch_tokens(device, seqs) == tokens
+
+
+def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
+    settings = GatewaySettings(
+        run_dir=RUN_DIR, host="::1", port=7, admin_port=8, metrics_port=9, metrics_host="::1", exposure="insecure",
+        dialects="none",
+        port_sharing="shared", worker_endpoint=("tcp://127.0.0.1:5",), gateway_key_file=Path("g.key"),
+        allowed_worker_keys=("a.pub", "b.pub"), registration_token="word", heartbeat_timeout_s=1.5,
+        stall_timeout_s=2.5, drain_grace_s=3.5, max_requests=10, max_prompt_bytes=11, max_message_bytes=2048,
+        max_streams_per_connection=13, max_pending_tokens=14, write_stall_s=15.5, pushback_ms=16, tokenizer_threads=17,
+        pause_pending_tokens=12,
+        keepalive_time_s=18.5, keepalive_timeout_s=19.5, log_format="json", log_level="debug",
+        tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
+        api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
+        status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
+    )  # fmt: skip
+    config = gateway_config(settings)
+    assert config.listen_address == "[::1]:7"
+    assert (config.admin_address, config.metrics_address) == ("[::1]:8", "[::1]:9")
+    assert config.dialects is Dialects.NONE
+    assert config.status_address == "unix:/run/octavo/s"
+    assert config.access == AccessConfig(
+        tls=TlsConfig(cert_file=Path("c.pem"), key_file=Path("k.pem"), client_ca_file=Path("ca.pem")),
+        api_keys_file=Path("keys.toml"),
+        public_scopes=("models",),
+        prefix_salt_secret="s",
+    )
+    assert (config.exposure, config.port_sharing) == (Exposure.INSECURE, PortSharing.SHARED)
+    assert (config.log_format, config.log_level, config.drain_grace_s) == (LogFormat.JSON, "debug", 3.5)
+    assert config.workers == WorkerPoolConfig(
+        endpoints=("tcp://127.0.0.1:5",),
+        registration_token="word",
+        server_key_file=Path("g.key"),
+        allowed_key_files=(Path("a.pub"), Path("b.pub")),
+        heartbeat_timeout_s=1.5,
+        stall_timeout_s=2.5,
+    )
+    assert config.limits.grammar == GrammarLimits(max_source_bytes=21, max_depth=22)
+    assert unchanged(config.limits) == {"max_metadata_bytes", "max_tokenizing"}
+    assert unchanged(config.connection) == {
+        "min_ping_interval_s", "max_ping_strikes", "handshake_timeout_s", "message_timeout_s", "settings_timeout_s",
+    }  # fmt: skip
+
+
+def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
+    settings = WorkerSettings(
+        model=("name=folder",), revision="r", device="cuda:1", dtype="float16", attention_backend="sdpa",
+        max_model_len=2, num_threads=3, check_numerics="on", quantization="int8", deterministic=True,
+        kv_cache_dtype="fp8",
+        check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, block_size=8,
+        prefix_cache="off", max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12, aging_s=13.5,
+        gateway_endpoint=("ipc:///a", "ipc:///b"), worker_id="w", worker_key_file=Path("w.key"),
+        gateway_public_key_file=Path("g.pub"), registration_token="word", heartbeat_interval_s=14.5,
+        drain_grace_s=20.5, stall_exit_s=21.5,
+        worker_metrics_port=15, metrics_host="::1", audit_every_steps=16, log_format="json", log_level="error",
+        max_schema_bytes=22, max_schema_depth=23, grammar_timeout_s=24.5, grammar_threads=25, grammar_cache_entries=26,
+        grammar_cache_bytes=27,
+        runner="torch", oracle_vocab_size=17, oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
+    )  # fmt: skip
+    config = worker_config(settings)
+    assert config == WorkerConfig(
+        model="folder", served_name="name", revision="r", device="cuda:1", dtype="float16", attention_backend="sdpa",
+        max_model_len=2, num_threads=3, check_numerics=CheckNumerics.ON, quantization="int8", kv_cache_dtype="fp8",
+        deterministic=Deterministic.ON,
+        check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, block_size=8,
+        prefix_cache=PrefixCacheMode.OFF, max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12,
+        aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"), worker_id="w",
+        curve=CurveConfig(secret_key_file=Path("w.key"), gateway_public_key_file=Path("g.pub")),
+        registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5,
+        metrics_port=15, metrics_host="::1",
+        grammars=GrammarConfig(
+            limits=GrammarLimits(max_source_bytes=22, max_depth=23), timeout_s=24.5, num_threads=25, cache_entries=26,
+            cache_bytes=27,
+        ),
+        audit_every_steps=16, log_format="json", log_level="error", runner=RunnerKind.TORCH, oracle_vocab_size=17,
+        oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
+    )  # fmt: skip
+    # torch is RunnerKind's default: every other field differs from it, so none was forgotten above.
+    assert unchanged(config, required={"model", "gateway_endpoints"}) == {"runner"}
+
+
+def unchanged(config: object, required: frozenset[str] | set[str] = frozenset()) -> set[str]:
+    """Names of the fields that have their default."""
+    assert is_dataclass(config)
+    return {
+        each.name for each in fields(config) if each.name not in required and getattr(config, each.name) == each.default
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("folio-chat", (None, "folio-chat")),
+        ("small=Qwen/Qwen2.5-0.5B", ("small", "Qwen/Qwen2.5-0.5B")),
+        ("/models/a=b", (None, "/models/a=b")),
+        ("x=", (None, "x=")),
+    ],
+)
+def test_a_model_may_be_given_a_name(text: str, parts: tuple[str | None, str]) -> None:
+    assert split_model(text) == parts
+
+
+def test_a_worker_serves_one_model() -> None:
+    with pytest.raises(CliError, match="given 2 times: a, b"):
+        worker_config(WorkerSettings(model=("a", "b")))
+
+
+def test_half_a_pair_of_keys_is_refused() -> None:
+    with pytest.raises(CliError, match=r"--worker-key-file is w\.key, --gateway-public-key-file is None"):
+        worker_config(WorkerSettings(device="cpu", worker_key_file=Path("w.key")))
+
+
+def test_an_ipv6_host_gets_brackets() -> None:
+    assert [join_address("::1", 1), join_address("h", 2)] == ["[::1]:1", "h:2"]

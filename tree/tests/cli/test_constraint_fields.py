@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+
+from cli.constraint_fields import constraint_fields
+from cli.errors import CliError
+
+NOTHING: dict[str, object] = {"json_schema": None, "json_object": False, "regex": "", "ebnf": None, "choices": ()}
+
+
+def test_files_are_read_and_what_is_not_given_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"const": "é"}', encoding="utf-8")
+    assert constraint_fields(**NOTHING) == {}  # type: ignore[arg-type]
+    for given, expected in (
+        ({"json_schema": file}, {"json_schema": '{"const": "é"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a"}, {"regex": "a"}),
+        ({"ebnf": file}, {"ebnf": '{"const": "é"}'}),
+        ({"choices": ["a", "b"]}, {"choice": ["a", "b"]}),
+    ):
+        assert constraint_fields(**NOTHING | given) == expected  # type: ignore[arg-type]
+
+
+def test_several_constraints_and_unreadable_files_are_usage_errors(tmp_path: Path) -> None:
+    for given in ({"json_object": True, "regex": "a"}, {"ebnf": tmp_path / "none"}, {"json_schema": tmp_path}):
+        with pytest.raises(CliError):
+            constraint_fields(**NOTHING | given)  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""What people read when something is wrong, and the checks before anything starts."""
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import grpc
+import pytest
+from octavo.client_errors import FieldViolation, InvalidRequest, Unavailable
+
+from cli.doctor import examine, findings_table
+from cli.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
+from cli.errors import CliError
+from cli.explain import explain
+from cli.ports import busy_port, free_port, held_port, require_free
+from cli.run_folder import READY_FILE, run_folder
+from cli.settings import ServeSettings
+from cli.suggest import did_you_mean, nearest
+from wire.run_dir import RunDirError
+from worker.memory import DoesNotFit
+
+
+def lines(error: BaseException) -> tuple[str, str, str]:
+    explained = explain(error)
+    return explained.what, explained.numbers, explained.change
+
+
+def test_an_error_that_comes_in_three_parts_stays_as_it_is() -> None:
+    parts = ("it does not fit", "5.2 GiB > 5.0 GiB", "try --memory-fraction 0.95")
+    assert lines(DoesNotFit(*parts)) == parts
+    assert lines(CliError(*parts)) == parts
+
+
+def test_a_failed_call_names_fields_reason_and_what_to_change() -> None:
+    refused = InvalidRequest(
+        "m",
+        code=grpc.StatusCode.INVALID_ARGUMENT,
+        reason="INVALID_FIELD",
+        violations=(FieldViolation(field="a.b", description="too large"), FieldViolation(field="c", description="no")),
+    )
+    assert lines(refused) == ("the request failed: INVALID_FIELD", "a.b: too large; c: no", "change that field")
+    absent = Unavailable("refused", code=grpc.StatusCode.UNAVAILABLE)
+    assert lines(absent)[0] == "no service answers"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (RunDirError("x"), "the run directory cannot be used"),
+        (OSError(errno.EADDRINUSE, "in use"), "a port is busy"),
+        (PermissionError(errno.EACCES, "Permission denied", "/f"), "permission denied"),
+        (ModuleNotFoundError("No module named 'x'"), "a package is missing"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError"),
+    ],
+)
+def test_every_other_error_has_a_first_line(error: Exception, what: str) -> None:
+    assert lines(error)[0] == what
+
+
+def test_a_busy_port_is_seen_before_anything_starts() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(CliError, match=f"another process listens on 127.0.0.1:{port}") as caught:
+            require_free("127.0.0.1", port, "worker_metrics_port")
+    assert "--worker-metrics-port" in caught.value.change
+    require_free("127.0.0.1", port, "worker_metrics_port")
+
+
+def test_an_address_of_another_host_is_told_as_such() -> None:
+    with pytest.raises(CliError, match=r"Cannot assign requested address"):
+        require_free("192.0.2.1", 50051, "port")
+    assert (
+        busy_port("h", 1, "port", OSError(errno.EACCES, "Permission denied")).change
+        == "choose another port with --port"
+    )
+
+
+def test_free_ports_are_never_the_same() -> None:
+    taken: set[int] = set()
+    assert len({free_port("127.0.0.1", taken) for _ in range(20)}) == 20 == len(taken)
+
+
+def test_a_held_port_can_be_shared_and_not_taken() -> None:
+    with held_port("127.0.0.1", 0) as port:
+        with pytest.raises(CliError):
+            require_free("127.0.0.1", port, "port")
+        with socket.socket() as sharing:
+            sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sharing.bind(("127.0.0.1", port))
+
+
+def test_a_run_folder_is_ours_alone_and_gone_afterwards(tmp_path: Path) -> None:
+    with run_folder(None) as made:
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert not made.exists()
+    given = tmp_path / "run"
+    with run_folder(given):
+        (given / "gateway-0.sock").touch()
+    assert not given.exists()
+
+
+def test_a_run_folder_that_was_there_stays_and_must_be_closed_to_others(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / READY_FILE).touch()
+    with run_folder(tmp_path) as folder:
+        assert not (folder / READY_FILE).exists()
+    assert tmp_path.exists()
+    tmp_path.chmod(0o755)
+    with pytest.raises(CliError, match="mode 0755"), run_folder(tmp_path):
+        pass
+    tmp_path.chmod(0o700)
+
+
+def test_the_nearest_name_is_found_or_none() -> None:
+    assert nearest("Max_Num_Seq", ["max_num_seqs", "port"]) == "max_num_seqs"
+    assert nearest("zzz", ["max_num_seqs", "port"]) is None
+    assert did_you_mean("zzz", ["port"], otherwise="see --help") == "see --help"
+
+
+def test_doctor_finds_busy_ports_open_folders_and_mistyped_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQ", "3")
+    assert check_variables() == [
+        Finding(
+            name="environment",
+            verdict=Verdict.WARNING,
+            detail="OCTAVO_MAX_NUM_SEQ is no setting",
+            advice="did you mean OCTAVO_MAX_NUM_SEQS?",
+        )
+    ]
+    tmp_path.chmod(0o755)
+    assert check_run_folder(ServeSettings(run_dir=tmp_path)).verdict is Verdict.BAD
+    tmp_path.chmod(0o700)
+    assert check_run_folder(ServeSettings(run_dir=tmp_path)).verdict is Verdict.GOOD
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        busy = ServeSettings(port=listener.getsockname()[1], metrics_port=0, worker_metrics_port=0)
+        assert [each.verdict for each in check_ports(busy)] == [Verdict.WARNING]
+
+
+def test_doctor_looks_at_everything_and_prints_it() -> None:
+    findings = examine(ServeSettings(port=0, metrics_port=0, worker_metrics_port=0))
+    names = {each.name for each in findings}
+    assert {"python", "torch", "memory", "/dev/shm", "run directory", "ports", "open files"} <= names
+    assert findings_table(findings).row_count == len(findings)

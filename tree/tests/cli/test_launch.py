@@ -1,0 +1,85 @@
+import stat
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cli.launch import Role, command_line, environment, metrics_ports, plan_processes, write_settings
+from cli.parent import PARENT_VARIABLE
+from cli.resolve import resolve
+from cli.settings import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+
+RUN = Path("/run/o")
+
+
+def test_gateways_come_first_then_the_workers_of_each_model() -> None:
+    settings = ServeSettings(model=("a", "b"), workers=2, gateways=2, admin_port=7)
+    plans = plan_processes(settings, run_dir=RUN, port=5, ports=[10, 11, 12, 13, 14, 15])
+    sockets = ["ipc:///run/o/gateway-0.sock", "ipc:///run/o/gateway-1.sock"]
+    assert [(each.name, each.role, each.metrics_port) for each in plans] == [
+        ("gateway-0", Role.GATEWAY, 10),
+        ("gateway-1", Role.GATEWAY, 11),
+        ("worker-0", Role.WORKER, 12),
+        ("worker-1", Role.WORKER, 13),
+        ("worker-2", Role.WORKER, 14),
+        ("worker-3", Role.WORKER, 15),
+    ]
+    gateways, workers = [each.settings for each in plans[:2]], [each.settings for each in plans[2:]]
+    assert [each["worker_endpoint"] for each in gateways] == [[socket] for socket in sockets]
+    assert [(each["port"], each["port_sharing"], each["admin_port"]) for each in gateways] == [
+        (5, "shared", 7),
+        (5, "shared", None),
+    ]
+    assert [each["model"] for each in workers] == [["a"], ["a"], ["b"], ["b"]]
+    assert all(each["gateway_endpoint"] == sockets for each in workers)
+
+
+def test_one_gateway_has_the_port_to_itself() -> None:
+    gateway = plan_processes(ServeSettings(), run_dir=RUN, port=5, ports=[1, 2])[0]
+    assert gateway.settings["port_sharing"] == "exclusive"
+
+
+def test_metrics_ports_follow_their_setting_and_nought_stays_nought() -> None:
+    assert metrics_ports(ServeSettings(gateways=2, workers=2)) == [
+        ("metrics_port", 9090),
+        ("metrics_port", 9190),
+        ("worker_metrics_port", 9091),
+        ("worker_metrics_port", 9092),
+    ]
+    free = ServeSettings(gateways=2, metrics_port=0, worker_metrics_port=0)
+    assert [port for _, port in metrics_ports(free)] == [0, 0, 0]
+
+
+def test_every_setting_of_serve_reaches_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back as the process itself would read it."""
+    monkeypatch.chdir(tmp_path)
+    settings = ServeSettings(
+        model=("a=b",), max_prompt_bytes=77, block_size=8, registration_token='a"b\\', num_blocks=5,
+        memory_fraction=0.25, prefix_cache="off", keepalive_time_s=1.5, log_level="debug",
+    )  # fmt: skip
+    gateway, worker = plan_processes(settings, run_dir=tmp_path, port=5, ports=[1, 2])
+    for plan, group in ((gateway, GatewaySettings), (worker, WorkerSettings)):
+        file = write_settings(plan.settings, tmp_path / f"{plan.name}.toml")
+        read = resolve(group, {}, file=file, known_keys=ALL_KEYS).settings
+        own = {"run_dir", "port", "metrics_port", "worker_metrics_port", "worker_endpoint", "gateway_endpoint"}
+        own |= {"port_sharing", "log_format", "worker_id"}
+        shared = (group.model_fields.keys() & ServeSettings.model_fields.keys()) - own
+        assert {name: getattr(read, name) for name in shared} == {name: getattr(settings, name) for name in shared}
+
+
+def test_the_file_of_settings_is_for_its_owner_only(tmp_path: Path) -> None:
+    file = write_settings({"registration_token": "word", "absent": None, "model": ["a"]}, tmp_path / "x.toml")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert tomllib.loads(file.read_text()) == {"registration_token": "word", "model": ["a"]}
+
+
+def test_processes_get_no_settings_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_PORT", "1")
+    monkeypatch.setenv("OCTAVO_DEBUG", "1")
+    ours = {name for name in environment() if name.startswith("OCTAVO_")}
+    assert ours == {"OCTAVO_DEBUG", PARENT_VARIABLE}
+
+
+def test_a_process_never_imports_from_the_working_directory() -> None:
+    assert command_line("worker", Path("f.toml"))[:3] == [sys.executable, "-P", "-m"]

@@ -1,0 +1,168 @@
+"""The command line as people type it: help, mistakes, and what comes out."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from cli.main import app, main
+from cli.setting import flag_of, help_of, variable_of
+from cli.settings import ALL_KEYS, COMMANDS
+
+USERS = {
+    "serve": "serve", "tour": "serve", "doctor": "serve", "gateway": "gateway", "worker": "worker", "chat": "client",
+    "generate": "client", "embed": "client", "models": "client", "health": "client",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in map(variable_of, ALL_KEYS):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("command", "group"), USERS.items())
+def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: str, group: str) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    flags = {flag for parameter in commands[command].params for flag in parameter.opts}
+    settings = COMMANDS[group].model_fields
+    own = {
+        "chat": {"--system", "--receipt"},
+        "generate": {
+            *("--as", "--chat", "--system", "--token-ids", "--receipt", "--json", "prompt"),
+            *("--json-schema", "--json-object", "--regex", "--ebnf", "--choice"),
+            *("--num-outputs", "-n", "--min-tokens", "--ignore-eos", "--include-stop", "--typical-p", "--bad-word"),
+            *("--logit-bias", "--allowed-ids", "--logprobs", "--prompt-logprobs", "--echo", "--return-prompt"),
+            "--truncate-prompt-tokens",
+        },
+        "embed": {"--pooling", "--raw", "texts"},
+        "health": {"--live"},
+    }
+    assert flags - {"--help", "-h"} == {flag_of(name) for name in settings} | {"--config"} | own.get(command, set())
+
+
+@pytest.mark.parametrize("command", USERS)
+def test_help_names_flag_variable_and_default_of_every_setting(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, field in COMMANDS[USERS[command]].model_fields.items():
+        is_shown = help_of(field).visibility == "shown"
+        assert (flag_of(name) in shown) is is_shown, name
+        assert (variable_of(name) in shown) is is_shown, name
+
+
+def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.strip() for line in capsys.readouterr().err.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["serve", "--max-num-seq", "3"],
+            ["error: bad command line", "no such option: --max-num-seq", "→ did you mean --max-num-seqs?"],
+        ),
+        (["srve"], ["error: bad command line", "No such command 'srve'.", "→ did you mean 'serve'?"]),
+        (
+            ["serve", "--block-size", "0"],
+            [
+                "error: bad value for --block-size",
+                "--block-size is 0: input should be greater than or equal to 1",
+                "→ Tokens of a KV block",
+            ],
+        ),
+        (
+            ["worker", "--model", "a", "--model", "b"],
+            [
+                "error: a worker serves one model",
+                "--model was given 2 times: a, b",
+                "→ start one `octavo worker` per model, or `octavo serve` with all of them",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_in_three_lines(
+    arguments: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert error_lines(capsys) == lines
+
+
+def test_nobody_to_talk_to_is_told_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hello", "--port", "1", "--timeout-s", "2"]) == 1
+    lines = error_lines(capsys)
+    assert (lines[0], lines[-1]) == (
+        "error: no service answers",
+        "→ start one with `octavo serve`, or give its --host and --port",
+    )
+
+
+def test_keys_are_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["keys", "new", "w"]) == 0
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["w.key", "w.pub"]
+    capsys.readouterr()
+    assert main(["keys", "new", "w"]) == 1
+    assert error_lines(capsys)[1].startswith("keys/w.key exists")
+
+
+def test_config_show_tells_where_each_value_came_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "octavo.toml").write_text("workers = 3\nregistration_token = 'secret-word'")
+    monkeypatch.setenv("OCTAVO_BLOCK_SIZE", "32")
+    assert main(["config", "show", "--port", "77"]) == 0
+    shown = capsys.readouterr().out
+    for row in (
+        "port +│ 77 +│ flag --port",
+        "block_size +│ 32 +│ environment OCTAVO_BLOCK_SIZE",
+        "workers +│ 3 +│ file octavo.toml",
+    ):
+        assert re.search(f"│ {row}", shown), row
+    assert "secret-word" not in shown
+
+
+def test_debug_shows_the_traceback_and_may_stand_anywhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "")
+    assert main(["generate", "x", "--port", "1", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("OCTAVO_DEBUG", "")
+    assert main(["generate", "x", "--port", "1"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_bad_ids_are_refused_before_anything_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--as", "ids", "1,x"]) == 2
+    assert error_lines(capsys)[0] == "error: bad token ids"
+
+
+def test_every_command_that_the_readme_names_exists_and_every_command_is_named(repository: Path) -> None:
+    readme = (repository / "README.md").read_text()
+    table = readme.split("| command | what it does |")[1].split("\n\n")[0]
+    named = {
+        word.split()[0] for cell in re.findall(r"^\| ([^|]*)\|", table, re.M) for word in re.findall(r"`([^`]+)`", cell)
+    }
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert named == {name for name, command in commands.items() if not command.hidden}
+
+
+def test_every_flag_in_the_documents_exists(repository: Path) -> None:
+    documents = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+    shown = {flag for path in documents for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())}
+    commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
+    commands += [each for group in commands for each in getattr(group, "commands", {}).values()]
+    known = {flag for command in commands for parameter in command.params for flag in parameter.opts}
+    of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg
+    of_others |= {"--prometheus-host", "--tool-call-parser"}  # smg
+    of_others |= {"--text"}  # python -m bench.quant_error
+    of_others |= {"--requests", "--jobs", "--shrink", "--seeds"}  # python -m sim
+    assert shown - known <= of_others | {"--flag"}

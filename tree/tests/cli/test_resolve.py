@@ -1,0 +1,127 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from cli.errors import CliError
+from cli.resolve import Origin, Source, resolve
+from cli.setting import flag_of, variable_of
+from cli.settings import ALL_KEYS, COMMANDS, ServeSettings
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [*map(variable_of, ALL_KEYS), "OCTAVO_CONFIG"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "octavo.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "port = 1\nblock_size = 8\nworkers = 2")
+    monkeypatch.setenv("OCTAVO_PORT", "3")
+    monkeypatch.setenv("OCTAVO_BLOCK_SIZE", "32")
+    resolved = resolve(ServeSettings, {"port": 4})
+    found = {
+        name: (getattr(resolved.settings, name), resolved.origins[name])
+        for name in ("port", "block_size", "workers", "host")
+    }
+    assert found == {
+        "port": (4, Origin(source=Source.FLAG, where="--port")),
+        "block_size": (32, Origin(source=Source.ENVIRONMENT, where="OCTAVO_BLOCK_SIZE")),
+        "workers": (2, Origin(source=Source.FILE, where="octavo.toml")),
+        "host": ("127.0.0.1", Origin(source=Source.DEFAULT, where="")),
+    }
+
+
+@given(st.dictionaries(st.sampled_from(["flag", "environment", "file"]), st.integers(1, 65535)))
+@hypothesis_settings(max_examples=30)
+def test_the_strongest_source_that_is_set_wins_whatever_else_is(ports: dict[str, int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        path = Path("octavo.toml")
+        path.write_text(f"port = {ports['file']}" if "file" in ports else "")
+        if "environment" in ports:
+            patch.setenv("OCTAVO_PORT", str(ports["environment"]))
+        resolved = resolve(ServeSettings, {"port": ports["flag"]} if "flag" in ports else {})
+    strongest = next((name for name in ("flag", "environment", "file") if name in ports), "default")
+    assert (resolved.settings.port, resolved.origins["port"].source.value) == (ports.get(strongest, 50051), strongest)
+
+
+def test_several_values_are_a_repeated_flag_a_list_in_the_file_or_separated_by_commas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve(ServeSettings, {"model": ["a", "b"]}).settings.model == ("a", "b")
+    monkeypatch.setenv("OCTAVO_MODEL", "c, d")
+    assert resolve(ServeSettings, {}).settings.model == ("c", "d")
+    monkeypatch.delenv("OCTAVO_MODEL")
+    write(tmp_path, 'model = ["e", "f"]')
+    assert resolve(ServeSettings, {}).settings.model == ("e", "f")
+
+
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_PORT", "")
+    assert resolve(ServeSettings, {}).origins["port"].source is Source.DEFAULT
+
+
+def test_a_key_of_another_command_is_no_error_and_a_mistyped_one_is(tmp_path: Path) -> None:
+    path = write(tmp_path, "max_tokens = 5")
+    resolve(ServeSettings, {}, file=path, known_keys=ALL_KEYS)
+    path.write_text("max_num_seq = 5")
+    with pytest.raises(CliError) as caught:
+        resolve(ServeSettings, {}, file=path, known_keys=ALL_KEYS)
+    assert (caught.value.numbers, caught.value.change, caught.value.exit_code) == (
+        f"{path} has 'max_num_seq'",
+        "did you mean max_num_seqs?",
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("port = [", "is not TOML"),
+        ("port = 70000", "bad value for --port"),
+        ("prefix_cache = 'maybe'", "bad value for --prefix-cache"),
+    ],
+)
+def test_a_bad_file_is_told_in_three_lines_that_name_it(tmp_path: Path, text: str, what: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(CliError) as caught:
+        resolve(ServeSettings, {}, file=path, known_keys=ALL_KEYS)
+    assert what in caught.value.what
+    assert str(path) in caught.value.what + caught.value.numbers
+    assert caught.value.exit_code == 2
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQS", "many")
+    with pytest.raises(CliError, match="OCTAVO_MAX_NUM_SEQS is 'many'"):
+        resolve(ServeSettings, {})
+
+
+def test_a_file_that_was_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CONFIG", str(tmp_path / "absent.toml"))
+    with pytest.raises(CliError, match=r"absent\.toml is not a file"):
+        resolve(ServeSettings, {})
+
+
+def test_flag_variable_and_key_are_one_name_for_every_setting() -> None:
+    for group in COMMANDS.values():
+        for name in group.model_fields:
+            assert flag_of(name)[2:].replace("-", "_") == variable_of(name).removeprefix("OCTAVO_").lower() == name
+
+
+def test_a_setting_that_two_commands_share_is_the_same_in_both() -> None:
+    for one in COMMANDS.values():
+        for other in COMMANDS.values():
+            for name in one.model_fields.keys() & other.model_fields.keys():
+                assert repr(one.model_fields[name]) == repr(other.model_fields[name]), name

@@ -1,0 +1,150 @@
+"""The supervisor's shell over processes that do as they are told: restarts, order of the end, no orphan."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.children import Child
+from cli.launch import ProcessPlan, Role, environment
+from cli.service import Service, keep
+from cli.supervisor import RestartPolicy
+
+QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, fast_death_s=30.0, max_fast_deaths=3)
+OBEDIENT = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('up', flush=True); time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+DYING = "print('up', flush=True); raise SystemExit(3)"
+FORKING = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print('up', p.pid, flush=True); time.sleep(60)"
+)
+
+
+class Stage:
+    """A service of scripts, one per name, with what it said."""
+
+    def __init__(self, **scripts: str) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.notices: list[str] = []
+        kept = [keep(self._plan(name), self._child(name, script), QUICK) for name, script in scripts.items()]
+        self.children = {each.plan.name: each.child for each in kept}
+        self.service = Service(kept, drain_grace_s=0.2, notice=self.notices.append)
+
+    def _plan(self, name: str) -> ProcessPlan:
+        role = Role.GATEWAY if name.startswith("gateway") else Role.WORKER
+        return ProcessPlan(name=name, role=role, settings={"model": ["m"]}, metrics_port=0)
+
+    def _child(self, name: str, script: str) -> Child:
+        return Child(name, [sys.executable, "-c", script], environment(), lambda *line: self.lines.append(line))
+
+    def num_starts(self, name: str) -> int:
+        return sum(each == name and line.startswith("up") for each, line in self.lines)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+async def test_a_killed_process_is_started_again_and_a_signal_ends_all_in_order() -> None:
+    stage = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT)
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)
+    stage.service.on_ready()
+    first = stage.children["worker_0"].pid
+    assert first is not None
+    psutil.Process(first).kill()
+    await until(lambda: stage.num_starts("worker_0") == 2)
+    stage.service.on_signal()
+    assert await running == 0
+    assert stage.notices == ["worker_0 (m) died (signal 9); starting it again in 0.05 s"]
+    assert not any(child.is_running for child in stage.children.values())
+
+
+async def test_a_process_that_keeps_dying_is_given_up_and_ends_a_service_that_has_no_other() -> None:
+    stage = Stage(gateway_0=OBEDIENT, worker_0=DYING)
+    stage.service.on_ready()
+    assert await stage.service.run() == 1
+    assert stage.num_starts("worker_0") == QUICK.max_fast_deaths
+    assert (
+        stage.service.failure == "worker_0 (m) ended with exit code 3 3 times in a row, each within 30 s of its start"
+    )
+
+
+async def test_a_service_goes_on_while_there_is_another_worker() -> None:
+    stage = Stage(gateway_0=OBEDIENT, worker_0=DYING, worker_1=OBEDIENT)
+    stage.service.on_ready()
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.service.failure)
+    assert not running.done()
+    assert stage.children["worker_1"].is_running
+    stage.service.on_signal()
+    await running
+
+
+async def test_a_process_that_dies_before_the_service_was_ready_ends_it() -> None:
+    stage = Stage(gateway_0=OBEDIENT, worker_0=DYING)
+    assert await stage.service.run() == 1
+    assert stage.num_starts("worker_0") == 1
+    assert stage.service.failure == "worker_0 (m) ended with exit code 3 before it was ready"
+
+
+async def test_the_second_signal_stops_at_once_and_the_third_kills() -> None:
+    stage = Stage(gateway_0=STUBBORN, worker_0=STUBBORN)
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)
+    started_s = time.monotonic()
+    for _ in range(3):
+        stage.service.on_signal()
+        await asyncio.sleep(0.1)
+    assert await running == 0
+    assert time.monotonic() - started_s < 3.0
+    assert not any(child.is_running for child in stage.children.values())
+
+
+async def test_gateways_are_asked_before_workers_so_that_requests_can_finish(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    script = (
+        "import signal, sys, time\n"
+        f"def end(*_):\n    open({str(order)!r}, 'a').write('NAME '); time.sleep(0.2); sys.exit(0)\n"
+        "signal.signal(15, end); print('up', flush=True); time.sleep(60)"
+    )
+    stage = Stage(gateway_0=script.replace("NAME", "gateway"), worker_0=script.replace("NAME", "worker"))
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)
+    stage.service.on_signal()
+    assert await running == 0
+    assert order.read_text() == "gateway worker "
+
+
+async def test_the_children_of_a_process_end_with_it() -> None:
+    stage = Stage(gateway_0=OBEDIENT, worker_0=FORKING)
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.num_starts("worker_0") == 1)
+    grandchild = int(next(line for name, line in stage.lines if name == "worker_0").split()[1])
+    child = stage.children["worker_0"].pid
+    assert child is not None
+    psutil.Process(child).send_signal(signal.SIGKILL)
+    assert await running == 1
+    await until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie")
+
+
+async def test_a_line_without_end_is_dropped_and_the_next_one_arrives() -> None:
+    long_line = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n'); print('after', flush=True)"
+    lines: list[str] = []
+    child = Child("c", [sys.executable, "-c", long_line], environment(), lambda _, line: lines.append(line))
+    assert await child.run() == 0
+    assert lines[-1] == "after"
+    assert all(len(line) < 2**20 for line in lines[:-1])
+
+
+@pytest.mark.parametrize(("script", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)])
+async def test_the_exit_code_is_told(script: str, code: int) -> None:
+    assert await Child("c", [sys.executable, "-c", script], environment(), lambda *_: None).run() == code

@@ -1,0 +1,53 @@
+import pytest
+
+from cli.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
+
+POLICY = RestartPolicy(first_delay_s=1.0, max_delay_s=5.0, fast_death_s=30.0, max_fast_deaths=5)
+
+
+def alive(*, ready: bool = True) -> Lifetimes:
+    lifetimes = Lifetimes(name="worker-0", policy=POLICY)
+    lifetimes.on_start(100.0)
+    if ready:
+        lifetimes.on_ready()
+    return lifetimes
+
+
+def test_a_process_that_ended_as_asked_is_left_alone() -> None:
+    assert alive().on_exit(0, 101.0) == Left()
+
+
+def test_a_process_that_dies_before_it_was_ready_is_given_up_at_once() -> None:
+    decision = alive(ready=False).on_exit(1, 101.0)
+    assert decision == GiveUp(why="worker-0 ended with exit code 1 before it was ready")
+
+
+def test_fast_deaths_wait_twice_as_long_each_time_up_to_the_limit_and_then_end() -> None:
+    lifetimes, decisions = alive(), []
+    for start_s in (100.0, 110.0, 120.0, 130.0, 140.0):
+        lifetimes.on_start(start_s)
+        decisions.append(lifetimes.on_exit(-9, start_s + 5))
+    why = "worker-0 was killed by signal 9 5 times in a row, each within 30 s of its start"
+    assert decisions == [*(Restart(delay_s=delay) for delay in (1.0, 2.0, 4.0, 5.0)), GiveUp(why=why)]
+
+
+def test_a_long_life_makes_the_deaths_before_it_forgotten() -> None:
+    lifetimes = alive()
+    for _ in range(4):
+        lifetimes.on_start(100.0)
+        lifetimes.on_exit(-11, 101.0)
+    lifetimes.on_start(200.0)
+    assert lifetimes.on_exit(-11, 300.0) == Restart(delay_s=1.0)
+    lifetimes.on_start(400.0)
+    assert lifetimes.on_exit(-11, 401.0) == Restart(delay_s=1.0)
+
+
+def test_a_life_of_exactly_the_limit_is_not_fast() -> None:
+    lifetimes = alive()
+    assert lifetimes.on_exit(1, 130.0) == Restart(delay_s=1.0)
+    assert lifetimes.num_fast_deaths == 0
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "was killed by signal 9"), (3, "ended with exit code 3")])
+def test_an_ending_is_told_in_words(code: int, words: str) -> None:
+    assert ending(code) == words

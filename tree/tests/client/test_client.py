@@ -1,0 +1,143 @@
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from octavo.client import Client
+from octavo.client_errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
+from octavo.client_options import tls_credentials
+from octavo.v1 import model_pb2
+
+from tests.support.scripted_server import Script, finished
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[Client]:
+    with Client(target) as client:
+        yield client
+
+
+def test_a_stream_gives_its_text_then_knows_how_it_ended(client: Client) -> None:
+    stream = client.stream(text="hi")
+    assert "".join(stream) == "Hello, wörld"
+    assert stream.started is not None
+    assert (stream.started.request_id, stream.token_ids, stream.finished) == ("r", [0, 1, 2], finished())
+
+
+def test_several_outputs_are_told_apart(client: Client) -> None:
+    stream = client.stream(text="hi", num_outputs=2)
+    assert list(stream.pieces())[:3] == [(0, "Hello"), (1, "Hello"), (0, ", ")]
+    assert [(each.text, each.token_ids) for each in stream.outputs] == [("Hello, wörld", [0, 1, 2])] * 2
+    assert [each.finished and each.finished.output_index for each in stream.outputs] == [0, 1]
+    with pytest.raises(ValueError, match="2 outputs"):
+        "".join(client.stream(text="hi", num_outputs=2))
+
+
+def test_deltas_give_everything(client: Client) -> None:
+    assert [(each.text, list(each.token_ids)) for each in client.stream(text="hi").deltas()] == [
+        ("Hello", [0]),
+        (", ", [1]),
+        ("wörld", [2]),
+    ]
+
+
+def test_a_stream_without_its_last_event_is_a_fault(client: Client, script: Script) -> None:
+    script.finishes = False
+    stream = client.stream(text="hi")
+    with pytest.raises(ServerFault, match="without its last event"):
+        "".join(stream)
+
+
+def test_a_refused_field_is_named(client: Client, script: Script, refusal: tuple) -> None:
+    script.failures.append(refusal)
+    with pytest.raises(InvalidRequest) as caught:
+        "".join(client.stream(text="hi"))
+    error = caught.value
+    assert (error.code, error.reason, error.request_id, error.tokens_delivered, error.violations) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+        "r1",
+        0,
+        (FieldViolation(field="sampling.top_p", description="must be in (0, 1]"),),
+    )
+    assert len(script.requests) == 1
+
+
+def test_a_full_server_is_tried_again_after_the_wait_that_it_asks_for(
+    client: Client, script: Script, overload: tuple
+) -> None:
+    script.failures += [overload, overload]
+    assert "".join(client.stream(text="hi")) == "Hello, wörld"
+    assert len(script.requests) == 3
+
+
+def test_a_server_that_stays_full_is_given_up(client: Client, script: Script, overload: tuple) -> None:
+    script.failures += [overload] * 10
+    with pytest.raises(Overloaded):
+        client.complete(text="hi")
+    assert len(script.requests) == 4
+
+
+def test_a_stream_that_has_begun_is_never_replayed(client: Client, script: Script, loss: tuple) -> None:
+    script.failures.append(loss)
+    script.fails_after_text = True
+    seen: list[str] = []
+    with pytest.raises(Unavailable) as caught:
+        seen.extend(client.stream(text="hi"))
+    assert (caught.value.reason, caught.value.tokens_delivered, len(script.requests)) == ("WORKER_LOST", 3, 1)
+
+
+def test_leaving_a_stream_ends_the_request_on_the_server(client: Client, script: Script) -> None:
+    script.hold_s = 30.0
+    with client.stream(text="hi") as stream:
+        assert next(iter(stream)) == "Hello"
+        assert not script.ended.is_set()
+    assert script.ended.wait(5.0)
+
+
+def test_one_message_has_it_all(client: Client, script: Script) -> None:
+    answer = client.complete(messages=[("user", "hi")], max_tokens=2)
+    assert (answer.text, answer.finished) == ("Hello, wörld", finished())
+    assert script.requests[0].stop.max_tokens == 2
+
+
+def test_models_and_tokens(client: Client) -> None:
+    assert client.models() == [model_pb2.ModelInfo(name="m")]
+    assert client.tokenize("hé") == [104, 195, 169]
+    assert client.detokenize([104, 195, 169]) == "hé"
+
+
+def test_nobody_there_is_told_as_such() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable) as caught:
+        client.models(timeout_s=2.0)
+    assert caught.value.reason == ""
+
+
+def test_every_call_carries_the_key(target: str, script: Script) -> None:
+    with Client(target, api_key="the-key") as client:
+        client.complete(text="hi")
+        "".join(client.stream(text="hi"))
+        client.models()
+        client.detokenize(client.tokenize("hi"))
+    assert script.authorizations == ["Bearer the-key"] * 5
+
+
+def test_a_key_that_no_header_can_hold_is_told_before_any_call() -> None:
+    for key in ("two\nlines", "schlüssel"):
+        with pytest.raises(ValueError, match="visible ASCII"):
+            Client("127.0.0.1:1", api_key=key)
+
+
+def test_refused_keys_and_rights_have_a_class_of_their_own(client: Client, script: Script) -> None:
+    for code, reason in (
+        (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+        (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
+    ):
+        script.failures.append((code, "no", (("x-error-reason", reason),)))
+        with pytest.raises(Unauthorized) as caught:
+            client.complete(text="hi")
+        assert (caught.value.code, caught.value.reason) == (code, reason)
+
+
+def test_half_a_client_certificate_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="both"):
+        tls_credentials(cert_file="cert.pem")

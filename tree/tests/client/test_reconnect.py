@@ -1,0 +1,42 @@
+"""Servers send clients away now and then (GOAWAY): nobody notices."""
+
+import asyncio
+import time
+
+from octavo.client import Client
+from octavo.client_aio import AsyncClient
+
+from tests.support.scripted_server import Script, running
+
+AGE = ("grpc.max_connection_age_ms", 150)
+GRACE = ("grpc.max_connection_age_grace_ms", 5_000)
+
+
+def test_calls_go_on_over_new_connections() -> None:
+    with running(script := Script(), AGE, GRACE) as target, Client(target) as client:
+        end_s = time.monotonic() + 1.5
+        while time.monotonic() < end_s:
+            assert "".join(client.stream(text="hi")) == "Hello, wörld"
+            time.sleep(0.02)
+    assert len(script.peers) >= 3
+
+
+def test_a_stream_outlives_its_connections_age() -> None:
+    with running(Script(pause_s=0.2), AGE, GRACE) as target, Client(target) as client:
+        assert "".join(client.stream(text="hi")) == "Hello, wörld"
+        assert "".join(client.stream(text="hi")) == "Hello, wörld"
+
+
+async def test_the_same_for_asyncio() -> None:
+    script = Script(pause_s=0.05)
+    with running(script, AGE, GRACE) as target:
+        async with AsyncClient(target) as client:
+            for _ in range(6):
+                streams = [client.stream(text="hi") for _ in range(3)]
+                texts = await asyncio.gather(*[_text(stream) for stream in streams])
+                assert texts == ["Hello, wörld"] * 3
+    assert len(script.peers) >= 3
+
+
+async def _text(stream: object) -> str:
+    return "".join([text async for text in stream])  # type: ignore[attr-defined]

@@ -1,0 +1,75 @@
+import pytest
+from octavo.client_requests import GenerateFields, chat_message, generate_request
+from octavo.v1 import inference_pb2
+
+
+def test_every_field_lands_where_the_contract_has_it() -> None:
+    request = generate_request(
+        messages=[("system", "s"), {"role": "user", "content": "u"}], request_id="id", model="m", temperature=0.5,
+        top_p=0.9, top_k=5, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3,
+        max_tokens=9, min_tokens=1, stop=["x", "y"], stop_token_ids=[3], ignore_eos=True, output="text_and_token_ids",
+        logprobs=2, skip_special_tokens=False, priority=-1, cache_salt="salt",
+    )  # fmt: skip
+    expected = inference_pb2.GenerateRequest(
+        request_id="id",
+        model="m",
+        chat=inference_pb2.Chat(
+            messages=[
+                inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_SYSTEM, content="s"),
+                inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_USER, content="u"),
+            ]
+        ),
+        sampling=inference_pb2.SamplingParams(
+            temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2,
+            frequency_penalty=0.3,
+        ),
+        stop=inference_pb2.StopConditions(
+            max_tokens=9, min_tokens=1, strings=["x", "y"], token_ids=[3], ignore_eos=True
+        ),
+        output=inference_pb2.OutputOptions(
+            format=inference_pb2.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, logprobs=2, skip_special_tokens=False
+        ),
+        priority=-1,
+        cache_salt="salt",
+    )  # fmt: skip
+    assert request == expected
+
+
+def test_what_is_left_out_stays_unset() -> None:
+    request = generate_request(text="t")
+    assert request == inference_pb2.GenerateRequest(text="t")
+    assert not request.HasField("sampling")
+    assert not request.HasField("priority")
+
+
+def test_every_field_of_the_contract_can_be_said() -> None:
+    messages = (inference_pb2.SamplingParams, inference_pb2.StopConditions, inference_pb2.OutputOptions)
+    names = {field.name for message in messages for field in message.DESCRIPTOR.fields}
+    names |= {"request_id", "model", "priority", "cache_salt", "text", "token_ids"}
+    renamed = {"strings": "stop", "format": "output", "token_ids": "stop_token_ids"}
+    assert {renamed.get(name, name) for name in names} <= GenerateFields.__annotations__.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({}, "exactly one of text, token_ids, messages; got none"),
+        ({"text": "a", "token_ids": [1]}, "got text, token_ids"),
+        ({"text": "a", "max_token": 1}, "no field max_token"),
+    ],
+)
+def test_a_request_that_cannot_be_is_a_type_error(fields: dict[str, object], complaint: str) -> None:
+    with pytest.raises(TypeError, match=complaint):
+        generate_request(**fields)
+
+
+def test_an_unknown_role_or_output_is_named() -> None:
+    with pytest.raises(ValueError, match="role 'robot' is none of system, user, assistant, tool"):
+        chat_message(("robot", "x"))
+    with pytest.raises(ValueError, match="output 'words' is none of"):
+        generate_request(text="a", output="words")
+
+
+def test_a_message_of_the_contract_passes_as_it_is() -> None:
+    message = inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_TOOL, content="c", tool_call_id="i")
+    assert chat_message(message) is message

@@ -1,0 +1,60 @@
+"""Fixtures and settings for every test."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Kernels run in triton's interpreter where there is no GPU; triton reads this when it is imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# What starts services, or looks at the time of its own process: no other test may run beside it.
+ALONE = (
+    "cli/test_errors.py", "cli/test_serve.py", "cli/test_service.py", "deploy", "e2e", "examples", "faults",
+    "gateway/test_garbage.py", "gateway/test_logs.py", "gateway/test_main.py", "gateway/test_responsiveness.py",
+    "gateway/workers", "worker/test_heartbeat.py", "worker/test_main.py",
+)  # fmt: skip
+
+settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("OCTAVO_HYPOTHESIS", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of services are marked `alone`: `make test` runs the others at once before them."""
+    for item in items:
+        place = item.path.relative_to(REPOSITORY / "tests")
+        if any(place.is_relative_to(each) for each in ALONE):
+            item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference data beside the checkout (tokenizer, configs, vectors); skips where it is absent."""
+    folder = Path(os.environ.get("OCTAVO_SHARED", REPOSITORY.parent / "shared"))
+    if not (folder / "data").is_dir():
+        pytest.skip(f"reference data is not at {folder} (set OCTAVO_SHARED)")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: on small tensors, and on a busy machine, two mostly wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

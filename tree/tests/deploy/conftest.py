@@ -1,0 +1,50 @@
+"""The metrics that gateway and worker really export, read from their own registries."""
+
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from gateway.meters import GatewayMeters
+from gateway.metrics import GatewayCollector, registry_of
+from gateway.workers.stats import PoolStats
+from wire.messages import ModelCard
+from worker.grammar_cache import GrammarCache
+from worker.grammar_metrics import GrammarMetrics
+from worker.link import LinkStats
+from worker.metrics import InfoCollector, SnapshotCollector, StepMetrics
+from worker.stats import EngineStats
+
+SUFFIXES = {
+    "counter": ("_total", "_created"),
+    "histogram": ("_bucket", "_sum", "_count", "_created"),
+    "info": ("_info",),
+    "gauge": ("",),
+}
+CARD = ModelCard(
+    name="m", fingerprint="f", architecture="Qwen2ForCausalLM", dtype="float32", max_model_len=8, vocab_size=4,
+    eos_token_ids=(0,), default_sampling={}, tokenizer_digest="d",
+)  # fmt: skip
+
+
+def series_names(families: Iterable[Metric]) -> set[str]:
+    """Names of the series that these families can have, also of those without a sample yet."""
+    return {family.name + suffix for family in families for suffix in SUFFIXES.get(family.type, ("",))}
+
+
+@pytest.fixture(scope="session")
+def gateway_series() -> set[str]:
+    """What a gateway exports."""
+    return series_names(registry_of(GatewayCollector(GatewayMeters(), PoolStats)).collect())
+
+
+@pytest.fixture(scope="session")
+def worker_series() -> set[str]:
+    """What a worker exports."""
+    registry = CollectorRegistry()
+    StepMetrics(registry)
+    GrammarMetrics(registry, GrammarCache(max_entries=1, max_bytes=1))
+    registry.register(SnapshotCollector(EngineStats, LinkStats(), tuple))
+    registry.register(InfoCollector(CARD, version="0"))
+    return series_names(registry.collect())

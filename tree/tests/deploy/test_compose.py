@@ -1,0 +1,132 @@
+"""docker-compose.yml and the Dockerfiles: valid, hardened, and about files and settings that exist."""
+
+import importlib.util
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from cli.settings import COMMANDS
+
+ROLES = ("gateway", "worker")
+
+
+@pytest.fixture
+def compose(repository: Path) -> dict[str, Any]:
+    return yaml.safe_load((repository / "docker-compose.yml").read_text())
+
+
+def test_the_file_is_valid_under_the_compose_specification(compose: dict[str, Any], shared: Path) -> None:
+    schema = json.loads((shared / "data/schemas/compose-spec.json").read_text())
+    jsonschema.Draft7Validator(schema).validate(compose)
+
+
+def test_the_schema_would_refuse_a_mistyped_key(compose: dict[str, Any], shared: Path) -> None:
+    schema = json.loads((shared / "data/schemas/compose-spec.json").read_text())
+    compose["services"]["gateway"]["prots"] = []
+    with pytest.raises(jsonschema.ValidationError, match="prots"):
+        jsonschema.Draft7Validator(schema).validate(compose)
+
+
+def test_every_file_that_is_mounted_or_built_from_is_there(compose: dict[str, Any], repository: Path) -> None:
+    paths = [service["build"]["dockerfile"] for service in compose["services"].values() if "build" in service]
+    for service in compose["services"].values():
+        paths += [volume.split(":")[0] for volume in service.get("volumes", []) if volume.startswith("./")]
+    assert len(paths) >= 5
+    assert [path for path in paths if not (repository / path).exists()] == []
+
+
+def test_every_named_volume_and_network_is_declared(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        named = {volume.split(":")[0] for volume in service.get("volumes", []) if not volume.startswith("./")}
+        assert named <= compose["volumes"].keys()
+        assert set(service["networks"]) <= compose["networks"].keys()
+
+
+def test_every_variable_is_a_setting_of_its_command(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        names = {name for name in service.get("environment", {}) if name.startswith("OCTAVO_")}
+        if not names:
+            continue
+        group = COMMANDS[service["command"][0]]
+        assert {name.removeprefix("OCTAVO_").lower() for name in names} <= group.model_fields.keys()
+
+
+def test_no_port_is_published_beyond_loopback_and_nobody_keeps_privileges(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        assert service["cap_drop"] == ["ALL"]
+        assert service["read_only"] is True
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_grace_of_docker_is_longer_than_a_drain(compose: dict[str, Any]) -> None:
+    drain_s = COMMANDS["gateway"].model_fields["drain_grace_s"].default
+    assert int(compose["services"]["gateway"]["stop_grace_period"].removesuffix("s")) > drain_s
+
+
+def test_the_run_folder_is_0700_and_of_the_images_user(compose: dict[str, Any], repository: Path) -> None:
+    options = compose["volumes"]["run"]["driver_opts"]["o"]
+    for role in ROLES:
+        text = (repository / f"deploy/{role}.Dockerfile").read_text()
+        uid = re.search(r"useradd --uid (\d+)", text)
+        assert uid is not None
+        assert options == f"uid={uid[1]},gid={uid[1]},mode=0700"
+
+
+def test_prometheus_scrapes_the_ports_that_the_services_listen_on(compose: dict[str, Any], repository: Path) -> None:
+    config = yaml.safe_load((repository / "deploy/prometheus/prometheus.yml").read_text())
+    targets = {target for job in config["scrape_configs"] for target in job["static_configs"][0]["targets"]}
+    metrics_port = COMMANDS["gateway"].model_fields["metrics_port"].default
+    worker = compose["services"]["worker-cpu"]
+    alias = worker["networks"]["octavo"]["aliases"][0]
+    assert targets == {f"gateway:{metrics_port}", f"{alias}:{worker['environment']['OCTAVO_WORKER_METRICS_PORT']}"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_image_copies_what_is_there_and_runs_as_nobody(repository: Path, role: str) -> None:
+    lines = (repository / f"deploy/{role}.Dockerfile").read_text().splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    missing = [path for paths in copied for path in paths if not (repository / path).exists()]
+    assert missing == []
+    assert "USER octavo" in lines
+    assert lines.index("USER octavo") > max(index for index, line in enumerate(lines) if line.startswith("FROM "))
+    assert 'ENTRYPOINT ["octavo"]' in lines
+    assert f'CMD ["{role}"]' in lines
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_image_gets_every_folder_that_is_packaged(repository: Path, role: str) -> None:
+    pyproject = tomllib.loads((repository / "pyproject.toml").read_text())
+    packaged = {name.rstrip("*") for name in pyproject["tool"]["setuptools"]["packages"]["find"]["include"]}
+    lines = (repository / f"deploy/{role}.Dockerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
+    assert packaged - {"octavo"} | {"proto"} <= copied
+
+
+def test_the_gateway_of_others_is_the_one_that_is_tested(compose: dict[str, Any], repository: Path) -> None:
+    tested = (repository / "tests/interop/smg.txt").read_text().split()
+    text = (repository / "deploy/smg.Dockerfile").read_text()
+    pins = re.findall(r"(smg[\w-]*==[\d.]+)", text)
+    assert len(pins) == 2
+    assert set(pins) <= set(tested)
+    assert compose["services"]["openai"]["profiles"] == ["openai"]
+    assert "USER octavo" in text
+
+
+def test_images_get_every_package_but_torch(repository: Path) -> None:
+    spec = importlib.util.spec_from_file_location("requirements", repository / "deploy/requirements.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (repository / "pyproject.toml").read_text()
+    wanted = module.requirements(repository / "pyproject.toml")
+    assert not any(each.startswith("torch") for each in wanted)
+    assert all(f'"{each}"' in text.replace("\\", "") for each in wanted)
+    assert any(each.startswith("grpcio==") for each in wanted)

@@ -1,0 +1,102 @@
+"""Faults inside the processes of a real service: Python imports this first where its folder is on PYTHONPATH.
+
+``FAULTS_INJECTED`` holds JSON. In worker processes, their runner alone:
+
+    crash_token_id     a prompt with it ends the process, status 139, as a crash in native code would
+    nan_token_id       a prompt with it turns not-a-number at output index nan_output_index
+    hang_token_id      a prompt with it keeps a step busy for ever
+    seize_token_id     the same, and Python's lock is held all the time, so that no other thread of the process runs
+    raise_token_id     a prompt with it makes its step raise
+    oom_token_id       a prompt with it makes its step run out of memory
+    load_sleep_s       loading takes so long; load_raises: and fails then
+    marked             a prompt that begins with 2 and then 11, 12, 13, 14 or 15 does one of these: crash, nan (at
+                       nan_output_index), raise, oom, seize
+
+In all processes:
+
+    clock_file         a file with the seconds by which the wall clock is ahead (`clock`)
+    leak_in            the processes with this word (gateway, worker) keep leak_mib_per_h
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import clock
+
+MARKS = {(2, 11): "crash", (2, 12): "nan", (2, 13): "raise", (2, 14): "oom", (2, 15): "seize"}
+
+
+def _faults() -> dict[str, Any]:
+    return json.loads(os.environ.get("FAULTS_INJECTED", "{}"))
+
+
+def _inject(wanted: dict[str, Any]) -> None:
+    from worker import loaded, oracle_runner
+    from worker.runner import RunnerError, RunnerOutOfMemory
+
+    known = {name: wanted[name] for name in ("crash_token_id", "nan_token_id", "nan_output_index") if name in wanted}
+
+    class FaultyRunner(oracle_runner.OracleRunner):
+        def __init__(self, *positional: Any, **named: Any) -> None:
+            time.sleep(wanted.get("load_sleep_s", 0.0))
+            if "load_raises" in wanted:
+                raise RuntimeError(wanted["load_raises"])
+            super().__init__(*positional, **(named | {"faults": oracle_runner.OracleFaults(**known)}))
+
+        def launch(self, plan: Any) -> None:
+            joined = {token for join in plan.joins for token in join.token_ids_T.tolist()}
+            if wanted.get("raise_token_id") in joined:
+                raise RunnerError("illegal memory access (injected)")
+            if wanted.get("oom_token_id") in joined:
+                raise RunnerOutOfMemory("out of memory (injected)")
+            while wanted.get("hang_token_id") in joined:
+                pass
+            if wanted.get("seize_token_id") in joined:
+                re.match(r"(a+)+$", "a" * 64 + "b")  # native code, exponential, never lets go of the lock
+            if wanted.get("marked"):
+                self._act_on(plan)
+            super().launch(plan)
+
+        def _act_on(self, plan: Any) -> None:
+            acts = {MARKS.get(tuple(join.token_ids_T[:2].tolist())) for join in plan.joins}
+            if "crash" in acts:
+                os._exit(139)
+            if "raise" in acts:
+                raise RunnerError("illegal memory access (injected)")
+            if "oom" in acts:
+                raise RunnerOutOfMemory("out of memory (injected)")
+            if "seize" in acts:
+                re.match(r"(a+)+$", "a" * 64 + "b")
+
+        def _new_row(self, join: Any) -> Any:
+            row = super()._new_row(join)
+            if wanted.get("marked") and MARKS.get(tuple(row.token_ids[:2])) == "nan":
+                row.has_nan_token = True
+            return row
+
+    loaded.OracleRunner = FaultyRunner
+
+
+def _leak(mib_per_h: float) -> None:
+    kept = list[bytes]()
+
+    def grow() -> None:
+        while True:
+            time.sleep(0.1)
+            kept.append(os.urandom(round(mib_per_h * 1048576 / 36000)))
+
+    threading.Thread(target=grow, daemon=True, name="leak").start()
+
+
+if "clock_file" in _faults():
+    clock.follow(Path(_faults()["clock_file"]))
+if "worker" in sys.orig_argv and _faults():
+    _inject(_faults())
+if _faults().get("leak_in") in sys.orig_argv[:4]:
+    _leak(_faults()["leak_mib_per_h"])

@@ -1,0 +1,73 @@
+"""docs/reliability.md from the matrix and the figures: `python -m tests.faults.page`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.faults.matrix import ROWS, Row
+from tests.faults.mutants import CONTROLS, MUTANTS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs" / "reliability.md"
+FIGURES = REPOSITORY / "docs" / "reliability.json"
+
+INTRODUCTION = """# Reliability
+
+What callers see when something goes wrong, and the tests that show it. Made by `python -m tests.faults.page` from
+`tests/faults/matrix.py` and `docs/reliability.json`; a test compares.
+
+After every row on a running service eight things are checked: blocks balance, nothing hangs, bystanders have every byte
+that they would have had, victims a beginning of it and one end, descriptors, threads and memory are back, metrics
+reconcile with the calls that were made, a canary is served within two seconds, and the gateway lived, without a
+traceback or an UNKNOWN. The oracle runner makes a leaked, doubly used or stale block visible in the bytes.
+
+`make test` runs all rows but the proofs of minutes, which `make faults-long` runs.
+"""
+
+
+def page() -> str:
+    """The whole text."""
+    figures = json.loads(FIGURES.read_text())
+    num_missing = sum(bool(row.missing) for row in ROWS.values())
+    parts = [INTRODUCTION, f"{len(ROWS) - num_missing} of {len(ROWS)} rows are shown whole.\n"]
+    for number, row in ROWS.items():
+        if row.heading:
+            parts.append(f"## {row.heading}\n\n| # | what happens | shown by | figures |\n|---|---|---|---|")
+        parts.append(f"| {number} | {row.title} | {_how(row)} | {_figures(row, figures)} |")
+        if number + 1 not in ROWS or ROWS[number + 1].heading:
+            parts.append("")
+    parts.append(_where(figures))
+    parts.append("## Planted bugs\n\nBugs of other servers, planted one at a time; each is noticed.\n")
+    parts.append("| # | bug | noticed by | layer |\n|---|---|---|---|")
+    parts += [f"| {each.number} | {each.title} | {_listed(each.tests)} | {each.layer} |" for each in MUTANTS]
+    parts.append("\n## Negative controls\n\n| planted | reported by |\n|---|---|")
+    parts += [f"| {title} | {_listed(tests)} |" for title, tests in CONTROLS.items()]
+    return "\n".join(parts) + "\n"
+
+
+def _listed(tests: tuple[str, ...]) -> str:
+    return "<br>".join(f"`{test}`" for test in tests)
+
+
+def _how(row: Row) -> str:
+    tests = [f"`{test}`" for test in row.tests]
+    return "<br>".join([*tests, *([f"missing: {row.missing}"] if row.missing else [])])
+
+
+def _figures(row: Row, figures: dict[str, Any]) -> str:
+    lines = []
+    for key in row.figures:
+        if key in figures:
+            shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures[key]["figures"].items())
+            lines.append(shown)
+    return "<br>".join(lines)
+
+
+def _where(figures: dict[str, Any]) -> str:
+    runs = sorted({(each["date"], each["commit"], each["machine"]) for each in figures.values()})
+    listed = "; ".join(f"{date}, commit {commit}, {machine}" for date, commit, machine in runs)
+    return f"Figures: {listed}.\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,51 @@
+"""docs/reliability.md is true: every row, mutant and control has tests that exist, and the page is the matrix's."""
+
+import ast
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from tests.faults.matrix import ROWS
+from tests.faults.mutants import CONTROLS, MUTANTS
+from tests.faults.page import PAGE, page
+
+# What nothing shows yet, whole or in part. It only ever gets shorter.
+MISSING = {60}
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions))
+
+
+def absent(tests: Iterable[str], repository: Path) -> list[str]:
+    """Those that are in no file."""
+    split = [(test, *test.split("::")) for test in tests]
+    return [
+        test
+        for test, path, name in split
+        if not (repository / path).is_file() or name not in names_in(repository / path)
+    ]
+
+
+def test_there_are_sixty_rows_and_the_missing_ones_are_named() -> None:
+    assert list(ROWS) == list(range(1, 61))
+    assert {number for number, row in ROWS.items() if row.missing} == MISSING
+    assert [number for number, row in ROWS.items() if not row.tests] == []
+
+
+def test_every_test_of_a_row_exists(repository: Path) -> None:
+    assert absent([test for row in ROWS.values() for test in row.tests], repository) == []
+
+
+def test_all_mutants_and_controls_are_noticed_by_tests_that_exist(repository: Path) -> None:
+    assert [mutant.number for mutant in MUTANTS] == [f"m{number}" for number in range(1, 23)]
+    assert [mutant.number for mutant in MUTANTS if not mutant.tests] == []
+    assert len(CONTROLS) == 4
+    assert absent([test for mutant in MUTANTS for test in mutant.tests], repository) == []
+    assert absent([test for tests in CONTROLS.values() for test in tests], repository) == []
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run python -m tests.faults.page"

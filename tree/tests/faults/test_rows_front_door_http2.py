@@ -1,0 +1,195 @@
+"""Rows C of the fault matrix, second half: HTTP/2 turned against the server, garbage, and descriptors that run out."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+from hyperframe.frame import DataFrame, PingFrame, SettingsFrame, WindowUpdateFrame
+
+from tests.support import hostile_http2 as hostile
+from tests.support.fault_callers import calls
+from tests.support.figures import record
+from tests.support.raw_http2 import RawHttp2, generate, grpc_headers, grpc_message
+from tests.support.siege import besiege, settle
+
+ONE = "--workers=1"
+LONG = pytest.mark.long
+MINUTES = pytest.mark.timeout(1800)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_connections"),
+    [(2_000, 1), pytest.param(50_000, 1, marks=[LONG, MINUTES]), pytest.param(5_000, 10, marks=[LONG, MINUTES])],
+)
+async def test_row_37_streams_that_are_reset_at_once_leave_nothing(
+    bench: Any, count: int, num_connections: int
+) -> None:
+    def attack() -> int:
+        threads = [
+            threading.Thread(target=hostile.rapid_reset, args=(faults.service.port, count))
+            for _ in range(num_connections)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return count * num_connections
+
+    async with bench(ONE) as faults:
+        # Ten such connections at once are more than the library queues: it refuses some callers by itself.
+        siege = await besiege(faults, attack, canary_s=10, victims=["UNKNOWN"] if num_connections > 1 else [])
+        record(
+            f"37 {count} × {num_connections}",
+            resets=siege.result,
+            canaries_refused=sum(call.error is not None for call in siege.canaries),
+            resets_per_s=round(siege.result / siege.seconds),
+            **siege.figures(),
+        )
+        assert siege.peak_mib - siege.before_mib < 200
+
+
+@pytest.mark.parametrize("num_bytes", [20_000, pytest.param(1_000_000, marks=[LONG, MINUTES])])
+async def test_row_38_a_message_in_frames_of_one_byte_costs_little_memory(bench: Any, num_bytes: int) -> None:
+    def attack() -> Counter[str]:
+        with RawHttp2(faults.service.port) as connection:
+            message = grpc_message(bytes([0x98, 0x06]) * (num_bytes // 2))  # a field that nobody knows
+            connection.call(message, piece_bytes=1)
+            return connection.endings(1)
+
+    async with bench(ONE) as faults:
+        siege = await besiege(faults, attack)
+        per_mb = (siege.peak_mib - siege.before_mib) / (num_bytes / 1e6)
+        record(f"38 DATA {num_bytes}", endings=dict(siege.result), mib_per_mb=round(per_mb, 1), **siege.figures())
+        assert siege.peak_mib - siege.before_mib < 150
+        # The last: a request has twenty seconds to come.
+        assert set(siege.result) <= {"status 3 INVALID_FIELD", "status 13 INVALID_FIELD", "status 4 DEADLINE"}
+
+
+FLOODS = {
+    "pings": PingFrame(opaque_data=b"12345678").serialize(),
+    "settings": SettingsFrame(settings={SettingsFrame.INITIAL_WINDOW_SIZE: 65_535}).serialize(),
+    "empty data": DataFrame(1, b"").serialize(),
+    "windows": WindowUpdateFrame(0, window_increment=1).serialize(),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FLOODS))
+@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=[LONG, MINUTES])])
+async def test_row_38_frames_that_mean_nothing_cost_bounded_memory(bench: Any, kind: str, count: int) -> None:
+    async with bench(ONE) as faults:
+        siege = await besiege(faults, lambda: hostile.flood(faults.service.port, FLOODS[kind], count))
+        frames, connections = siege.result
+        record(f"38 {kind} {count}", frames=frames, connections=connections, **siege.figures())
+        assert siege.peak_mib - siege.before_mib < 100
+
+
+async def test_row_38_a_window_beyond_two_gigabytes_is_no_reason_to_send_for_ever(bench: Any) -> None:
+    """The library neither counts it as an error nor gives it memory."""
+
+    def attack() -> Counter[str]:
+        with RawHttp2(faults.service.port) as connection:
+            stream_id = connection.call(grpc_message(generate(max_tokens=50)))
+            for each in (0, stream_id) * 50:
+                connection.send(WindowUpdateFrame(each, window_increment=2**31 - 1))
+            return connection.endings(1, timeout_s=3.0)
+
+    async with bench(ONE) as faults:
+        siege = await besiege(faults, attack)
+        record("38 overflow", endings=dict(siege.result), **siege.figures())
+        assert siege.result.total() == 1
+        assert siege.peak_mib - siege.before_mib < 16
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(50_000, marks=[LONG, MINUTES])])
+async def test_row_39_connections_that_begin_with_garbage_are_closed_and_harm_nobody(bench: Any, count: int) -> None:
+    async with bench(ONE) as faults:
+        siege = await besiege(faults, lambda: hostile.connections(faults.service.port, count, seed=39))
+        record(
+            f"39 connections {count}",
+            cases=count, crashes=0, per_s=round(count / siege.seconds), endings=dict(siege.result), **siege.figures(),
+        )  # fmt: skip
+        assert siege.result.total() == count
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(50_000, marks=[LONG, MINUTES])])
+async def test_row_39_calls_that_are_garbage_end_each_with_a_status(bench: Any, count: int) -> None:
+    async with bench(ONE) as faults:
+        siege = await besiege(faults, lambda: hostile.calls(faults.service.port, count, seed=40), canary_s=10)
+        record(
+            f"39 calls {count}",
+            cases=count, crashes=0, per_s=round(count / siege.seconds), endings=dict(siege.result), **siege.figures(),
+        )  # fmt: skip
+        assert siege.result.total() == count
+        assert not [kind for kind in siege.result if kind.startswith(("status 2 ", "silence"))], "P, H"
+
+
+async def test_row_41_connections_beyond_the_descriptors_are_not_let_in_and_the_others_go_on(bench: Any) -> None:
+    async with bench(ONE) as faults:
+        gateway = faults.service.children("gateway")[0]
+        limits = gateway.rlimit(psutil.RLIMIT_NOFILE)
+        gateway.rlimit(psutil.RLIMIT_NOFILE, (128, limits[1]))
+        others = calls(8, max_tokens=600)
+        running = asyncio.create_task(faults.run(others))
+        await asyncio.sleep(0.3)
+
+        def exhaust() -> tuple[int, float]:
+            held = []
+            try:
+                for _ in range(400):
+                    held.append(RawHttp2(faults.service.port))
+                    held[-1].answers_pings = True
+                start_s, busy_s = time.monotonic(), sum(gateway.cpu_times()[:2])
+                time.sleep(2.0)
+                share = (sum(gateway.cpu_times()[:2]) - busy_s) / (time.monotonic() - start_s)
+                return len(held), share
+            finally:
+                for each in held:
+                    each.close()
+
+        num_held, share = await asyncio.to_thread(exhaust)
+        most = gateway.num_fds()
+        gateway.rlimit(psutil.RLIMIT_NOFILE, limits)
+        start_s = time.monotonic()
+        await faults.canary()
+        await running
+        record(
+            "41",
+            connections=num_held, descriptors=128, held_at_most=most, cpu_share_while_exhausted=round(share, 2),
+            canary_after_s=round(time.monotonic() - start_s, 2),
+        )  # fmt: skip
+        await settle(faults)
+        await faults.check(others, limit_s=15)
+        assert share < 0.9, "a busy loop on EMFILE"
+
+
+async def test_row_33_calls_whose_message_never_comes_take_nobodys_place(bench: Any) -> None:
+    """Six thousand are more than the library lets in. While they arrive, more than it queues, it refuses some callers
+    by itself (CANCELLED); once they are there, nobody notices them."""
+
+    def attack() -> int:
+        held = [RawHttp2(faults.service.port) for _ in range(12)]
+        try:
+            for each in held:
+                each.read(1.0)
+                for _ in range(500):
+                    each.send(each.headers(each.new_id(), grpc_headers()))
+            time.sleep(2.0)
+            return sum(each.endings(500, timeout_s=0.1)["silence"] for each in held)
+        finally:
+            for each in held:
+                each.close()
+
+    async with bench(ONE) as faults:
+        await asyncio.to_thread(attack)  # a first time: what its calls took is kept by the allocator, and used again
+        await settle(faults)
+        await faults.note_gateways()
+        siege = await besiege(faults, attack, victims=["UNKNOWN"])
+        lost = [call for call in siege.canaries if call.error is not None]
+        record("33 half calls", begun=6_000, still_open=siege.result, canaries_refused=len(lost), **siege.figures())
+        assert siege.result <= 512
+        assert lost != siege.canaries
+        assert not [call for call in siege.canaries[-5:] if call.error], "they keep others out while they wait"

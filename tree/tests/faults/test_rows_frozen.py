@@ -1,0 +1,174 @@
+"""Rows 6, 7, 8, 13 and 15 of the fault matrix: processes that stand still, are busy, starve, or are asked to leave."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from octavo import AsyncClient
+from octavo.v1 import inference_pb2_grpc
+
+from tests.support.fault_bench import NO_RETRIES, FaultBench
+from tests.support.fault_callers import Call, calls, request, run
+from tests.support.figures import percentile, record
+
+MAGIC = 2  # the end token: no output has it, so what goes on elsewhere carries it only if it was asked for
+HEARTBEAT_TIMEOUT_S = 1.5
+WATCHED = ("--workers=2", f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}", "--heartbeat-interval-s=0.1")
+
+
+async def all_begun(everybody: list[Call]) -> None:
+    """Until every caller has its first token."""
+    async with asyncio.timeout(10):
+        while not all(call.token_ids or call.ended_s for call in everybody):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def freeze(process: psutil.Process, for_s: float) -> None:
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(for_s)
+    process.send_signal(signal.SIGCONT)
+
+
+async def lost_workers(faults: FaultBench) -> float:
+    return (await faults.metrics()).total("octavo_gateway_workers_lost_total")
+
+
+@pytest.mark.slow
+async def test_rows_6_and_7_a_short_freeze_is_a_pause_and_a_long_one_moves_the_streams_for_good(bench: Any) -> None:
+    async with bench(*WATCHED) as faults:
+        everybody = calls(32, max_tokens=400)
+        running = asyncio.create_task(faults.run(everybody))
+        await all_begun(everybody)
+        await freeze(faults.service.children("worker")[0], HEARTBEAT_TIMEOUT_S / 2)
+        await running
+        assert await lost_workers(faults) == 0
+        await faults.check(everybody, limit_s=30)
+        pause_s = max(call.longest_pause_s for call in everybody)
+        record("6", false_kills=0, longest_pause_s=round(pause_s, 2), frozen_s=HEARTBEAT_TIMEOUT_S / 2)
+
+        everybody = calls(32, max_tokens=900)
+        running = asyncio.create_task(faults.run(everybody))
+        await all_begun(everybody)
+        frozen = faults.service.children("worker")[0]
+        await freeze(frozen, 3 * HEARTBEAT_TIMEOUT_S)
+        await asyncio.to_thread(psutil.wait_procs, [frozen], 5)
+        assert not frozen.is_running()
+        await running
+        await faults.until_workers(2, num_new=1)
+        await faults.check(everybody, limit_s=30)
+        page = await faults.metrics()
+        assert page.total("octavo_gateway_workers_lost_total", reason="WORKER_STALLED") == 1
+        stale = page.total("octavo_gateway_stale_messages_total")
+        assert stale >= 1
+        assert page.total("octavo_requests_migrated_total") >= 8
+        pause_s = max(call.longest_pause_s for call in everybody)
+        record("7", stale_frames_dropped=round(stale), bystander_diffs=0, longest_pause_s=round(pause_s, 2))
+
+
+async def test_row_8_a_service_that_is_asked_to_end_finishes_what_it_has(bench: Any) -> None:
+    async with bench("--workers=2") as faults, grpc.aio.insecure_channel(faults.service.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        assert [event async for event in stub.Generate(request(Call(prompt=[5], max_tokens=1)))]
+        everybody = calls(24, max_tokens=300)
+        running = asyncio.create_task(faults.run(everybody))
+        await all_begun(everybody)
+        asked_s = time.monotonic()
+        faults.service.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        late = stub.Generate(request(Call(prompt=[5, 6], max_tokens=3)))
+        assert (await late.code(), _reason(await late.trailing_metadata())) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        await running
+        faults.check_calls(everybody, limit_s=30)
+        assert [call for call in everybody if call.error] == []
+        assert await asyncio.to_thread(faults.service.process.wait, 10) == 0
+        faults.check_log()
+        record("8", lost_streams=0, drain_s=round(time.monotonic() - asked_s, 2), exit_code=0)
+
+
+async def test_row_8_what_is_not_done_when_the_grace_is_over_ends_and_says_why(bench: Any) -> None:
+    async with bench("--workers=1", "--drain-grace-s=0.5") as faults:
+        everybody = calls(8, max_tokens=4000)
+        running = asyncio.create_task(faults.run(everybody))
+        await all_begun(everybody)
+        faults.service.process.send_signal(signal.SIGTERM)
+        await running
+        faults.check_calls(everybody, limit_s=10, victims=["DRAINING"])
+        assert {(call.code, call.reason) for call in everybody} == {("UNAVAILABLE", "DRAINING")}
+        assert await asyncio.to_thread(faults.service.process.wait, 10) == 0
+        faults.check_log()
+
+
+async def test_row_8_a_worker_that_is_asked_to_leave_hands_over_what_its_grace_does_not_suffice_for(bench: Any) -> None:
+    async with bench("--workers=2", "--drain-grace-s=0.3") as faults:
+        everybody = calls(24, max_tokens=500)
+        running = asyncio.create_task(faults.run(everybody))
+        await all_begun(everybody)
+        faults.service.children("worker")[0].send_signal(signal.SIGTERM)
+        await running
+        assert [call for call in everybody if call.error] == []
+        await faults.check(everybody, limit_s=30)
+        moved = (await faults.metrics()).total("octavo_requests_migrated_total")
+        pause_s = max(call.longest_pause_s for call in everybody)
+        assert moved >= 8
+        record("8, one worker", lost_streams=0, moved_outputs=round(moved), longest_pause_s=round(pause_s, 2))
+
+
+async def test_row_13_a_worker_that_never_ends_its_step_is_given_up_and_replaced(bench: Any) -> None:
+    settings = (*WATCHED, "--stall-exit-s=3", "--stall-timeout-s=2", "--max-migrations=0")
+    async with bench(*settings, seize_token_id=MAGIC) as faults:
+        culprit = Call(prompt=[MAGIC, 5], max_tokens=10)
+        everybody = [*calls(16, max_tokens=200), culprit]
+        start_s = time.monotonic()
+        await faults.run(everybody)
+        assert (culprit.code, culprit.reason) == ("UNAVAILABLE", "WORKER_STALLED")
+        detected_s = culprit.ended_s - start_s
+        assert detected_s < HEARTBEAT_TIMEOUT_S + 1.5
+        await faults.until_workers(2, num_new=1)
+        replaced_s = time.monotonic() - start_s
+        await faults.check(everybody, limit_s=10, victims=["WORKER_STALLED"])
+        assert len(faults.service.children("worker")) == 2
+        record("13", detected_s=round(detected_s, 2), replaced_s=round(replaced_s, 2))
+
+
+async def test_row_15_without_cpu_nobody_is_taken_for_dead_and_deadlines_hold(bench: Any) -> None:
+    burn = [sys.executable, "-c", "while True: pass"]
+    async with bench("--workers=2") as faults:
+        burners = [subprocess.Popen(burn) for _ in range(2)]  # noqa: ASYNC220
+        try:
+            everybody = calls(32, max_tokens=150)
+            async with AsyncClient(faults.service.target, options=NO_RETRIES) as client:
+                late = asyncio.gather(*(at_deadline(client, index) for index in range(20)))
+                await faults.run(everybody)
+                over_ms = [1000 * over_s for over_s in await late]
+            faults.num_rpcs += 20
+        finally:
+            for burner in burners:
+                burner.kill()
+                burner.wait()
+        assert await lost_workers(faults) == 0
+        await faults.check(everybody, limit_s=60)
+        assert max(over_ms) < 1000
+        record(
+            "15",
+            false_kills=0,
+            deadline_overshoot_ms_p50=round(percentile(over_ms, 50)),
+            deadline_overshoot_ms_max=round(max(over_ms)),
+        )
+
+
+async def at_deadline(client: AsyncClient, index: int) -> float:
+    """Seconds that an endless output went on after its deadline of one second."""
+    call = Call(prompt=[5, 10 + index], max_tokens=4000, seed=index)
+    await run(client, call, timeout_s=1.0)
+    assert call.code == "DEADLINE_EXCEEDED"
+    return call.ended_s - call.sent_s - 1.0
+
+
+def _reason(metadata: Any) -> str:
+    return dict(metadata or ()).get("x-error-reason", "")

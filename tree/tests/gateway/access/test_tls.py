@@ -1,0 +1,225 @@
+"""TLS and mTLS with real handshakes: who gets through, what is told of bad files, and certificates that change."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import model_pb2, model_pb2_grpc
+
+from gateway.access.file_errors import AccessFileError
+from gateway.config import AccessConfig, Exposure, TlsConfig
+from gateway.rpc.addresses import AddressError, check_admin, check_exposure
+from gateway.rpc.tls import load_tls
+from tests.support.certificates import Authority, Pair
+from tests.support.fake_pool import FakePool
+from tests.support.rpc_errors import refused
+
+C = grpc.StatusCode
+OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+
+@pytest.fixture(scope="session")
+def server(authority: Authority) -> Pair:
+    """The gateway's certificate."""
+    return authority.sign("gateway")
+
+
+@pytest.fixture
+def secured(serve: Any, server: Pair, authority: Authority) -> Callable[..., Any]:
+    """`serve` with TLS; mutual: clients need certificates of the authority."""
+
+    def serving(pool: FakePool | None = None, *, mutual: bool = False, pair: Pair = server, **access: Any) -> Any:
+        tls = TlsConfig(cert_file=pair.cert, key_file=pair.key, client_ca_file=authority.cert if mutual else None)
+        config = AccessConfig(tls=tls, reload_interval_s=0.05, **access)
+        return serve(pool, access=config, listen_address="127.0.0.1:0")
+
+    return serving
+
+
+async def ask(served: Any, credentials: grpc.ChannelCredentials | None) -> str:
+    """The word ok, or how a new connection was refused."""
+    address = served.gateway.listen_address
+    channel = (
+        grpc.aio.insecure_channel(address, options=OPTIONS)
+        if credentials is None
+        else grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+    )
+    async with channel:
+        stub = model_pb2_grpc.ModelServiceStub(channel)
+        try:
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            # A handshake that fails is the library's own status: it has none of our trailers.
+            return error.code().name + dict(error.trailing_metadata() or ()).get("x-error-reason", "")
+    return "ok"
+
+
+def trusting(authority: Authority) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(authority.cert.read_bytes())
+
+
+async def test_clients_have_to_speak_tls_and_to_trust_the_authority(
+    secured: Any, authority: Authority, stranger: Authority
+) -> None:
+    async with secured() as served:
+        assert await ask(served, trusting(authority)) == "ok"
+        assert await ask(served, None) == "UNAVAILABLE"
+        assert await ask(served, trusting(stranger)) == "UNAVAILABLE"
+
+
+async def test_old_versions_of_tls_are_refused(secured: Any) -> None:
+    async with secured() as served:
+        host, _, port = served.gateway.listen_address.rpartition(":")
+        for version, is_fine in ((ssl.TLSVersion.TLSv1_1, False), (ssl.TLSVersion.TLSv1_2, True)):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            context.set_ciphers("ALL:@SECLEVEL=0")
+            with pytest.warns(DeprecationWarning, match="TLSv1_1") if not is_fine else contextlib.nullcontext():
+                context.minimum_version = context.maximum_version = version
+            try:
+                _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            except (ssl.SSLError, ConnectionResetError):
+                assert not is_fine
+            else:
+                assert is_fine
+                writer.close()
+
+
+async def test_with_mutual_tls_only_good_certificates_of_the_authority_get_through(
+    secured: Any, authority: Authority, stranger: Authority
+) -> None:
+    async with secured(mutual=True) as served:
+        good, expired = authority.sign("svc-a", san="DNS:svc-a"), authority.sign("expired", days=-1)
+        foreign = stranger.sign("svc-a")
+        assert await ask(served, good.credentials(authority.cert)) == "ok"
+        assert await ask(served, trusting(authority)) == "UNAVAILABLE"
+        assert await ask(served, expired.credentials(authority.cert)) == "UNAVAILABLE"
+        assert await ask(served, foreign.credentials(authority.cert)) == "UNAVAILABLE"
+
+
+async def test_the_tenant_is_the_certificates_name(secured: Any, authority: Authority) -> None:
+    pool = FakePool()
+    async with secured(pool, mutual=True) as served:
+        for name, san in (("one", "DNS:svc-one,DNS:other"), ("two", ""), ("one-again", "DNS:svc-one")):
+            credentials = authority.sign(name, san=san).credentials(authority.cert)
+            async with grpc.aio.secure_channel(served.gateway.listen_address, credentials, options=OPTIONS) as channel:
+                call = channel.unary_stream(
+                    "/octavo.v1.InferenceService/Generate", pb.GenerateRequest.SerializeToString
+                )
+                await anext(aiter(call(pb.GenerateRequest(text="x"))))
+        one, two, again = [run.request.cache_salt for run in pool.runs]
+        assert one == again != two
+
+
+async def test_a_file_of_keys_gives_certificates_their_names_and_rights(
+    secured: Any, authority: Authority, write_keys: Callable[[str], Path]
+) -> None:
+    file = write_keys('[certificates.reader]\nsubject = "svc-r"\nscopes = ["models"]\n')
+    async with secured(mutual=True, api_keys_file=file) as served:
+        reader, unnamed = authority.sign("r", san="DNS:svc-r"), authority.sign("u", san="DNS:svc-u")
+        assert await ask(served, reader.credentials(authority.cert)) == "ok"
+        assert await ask(served, unnamed.credentials(authority.cert)) == "UNAUTHENTICATEDUNAUTHENTICATED"
+        async with grpc.aio.secure_channel(
+            served.gateway.listen_address, reader.credentials(authority.cert), options=OPTIONS
+        ) as channel:
+            refusal = await refused(channel.unary_unary("/octavo.v1.InferenceService/Tokenize")(b""))
+            assert refusal.code is C.PERMISSION_DENIED
+
+
+def copy(pair: Pair, folder: Path) -> Pair:
+    """The same pair in files that can change."""
+    mine = Pair(cert=folder / "cert.pem", key=folder / "key.pem")
+    mine.cert.write_bytes(pair.cert.read_bytes())
+    mine.key.touch(mode=0o600)
+    mine.key.write_bytes(pair.key.read_bytes())
+    return mine
+
+
+async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
+    secured: Any, authority: Authority, stranger: Authority, server: Pair, tmp_path: Path
+) -> None:
+    files, new = copy(server, tmp_path), stranger.sign("gateway-2")
+    async with secured(pair=files) as served:
+        address, reloads = served.gateway.listen_address, served.gateway.keeper.reloads
+        async with grpc.aio.secure_channel(address, trusting(authority), options=OPTIONS) as old_connection:
+            stub = model_pb2_grpc.ModelServiceStub(old_connection)
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)
+            files.cert.write_bytes(new.cert.read_bytes())  # half a rotation: what was in force stays
+            await served.until(lambda: reloads["tls", "failed"])
+            assert await ask(served, trusting(authority)) == "ok"
+            files.key.write_bytes(new.key.read_bytes())
+            await served.until(lambda: reloads["tls", "taken"])
+            assert await ask(served, trusting(stranger)) == "ok"
+            assert await ask(served, trusting(authority)) == "UNAVAILABLE"
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)  # who was in stays in
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda pair: pair.cert.unlink(), ("--tls-cert-file cannot be read", "No such file")),
+        (lambda pair: pair.key.unlink(), ("--tls-key-file cannot be read", "No such file")),
+        (lambda pair: pair.key.chmod(0o604), ("--tls-key-file is open to others", "0604", "chmod 600")),
+        (lambda pair: pair.cert.write_text("x"), ("is not PEM",)),
+        (lambda pair: pair.key.write_text("x"), ("is not PEM",)),
+        (lambda pair: pair.cert.write_text(""), ("is not PEM",)),
+    ],
+)
+def test_files_that_cannot_be_used_are_named_with_what_to_do(
+    spoil: Callable[[Pair], object], words: tuple[str, ...], server: Pair, tmp_path: Path
+) -> None:
+    pair = copy(server, tmp_path)
+    spoil(pair)
+    with pytest.raises(AccessFileError) as caught:
+        load_tls(TlsConfig(cert_file=pair.cert, key_file=pair.key))
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert all((caught.value.what, caught.value.numbers, caught.value.change))
+
+
+def test_files_that_do_not_belong_together_are_told_so(server: Pair, authority: Authority) -> None:
+    other = authority.sign("other")
+    with pytest.raises(AccessFileError, match="do not belong together"):
+        load_tls(TlsConfig(cert_file=server.cert, key_file=other.key))
+
+
+def test_an_authority_that_is_none_is_told(server: Pair, tmp_path: Path) -> None:
+    for number, data in enumerate((b"", b"nonsense", b"\xff")):
+        path = tmp_path / str(number)
+        path.write_bytes(data)
+        with pytest.raises(AccessFileError, match="--tls-client-ca-file is not PEM"):
+            load_tls(TlsConfig(cert_file=server.cert, key_file=server.key, client_ca_file=path))
+
+
+def test_a_key_never_shows_in_what_is_printed(server: Pair) -> None:
+    assert "PRIVATE" not in repr(load_tls(TlsConfig(cert_file=server.cert, key_file=server.key)))
+
+
+def test_other_hosts_may_not_administer_without_saying_who_they_are() -> None:
+    keys, tls = AccessConfig(api_keys_file=Path("k")), TlsConfig(cert_file=Path("c"), key_file=Path("k"))
+    with pytest.raises(AddressError, match="--api-keys-file"):
+        check_admin("0.0.0.0:1", AccessConfig(tls=tls), Exposure.LOOPBACK_ONLY, setting="--admin-port")
+    check_admin("0.0.0.0:1", keys, Exposure.LOOPBACK_ONLY, setting="--admin-port")
+    check_admin("127.0.0.1:1", AccessConfig(), Exposure.LOOPBACK_ONLY, setting="--admin-port")
+    check_admin("0.0.0.0:1", AccessConfig(), Exposure.INSECURE, setting="--admin-port")
+
+
+async def test_metrics_leave_this_host_only_when_that_is_asked_for_in_plain_words(serve: Any, server: Pair) -> None:
+    """They are plain HTTP: TLS of the gRPC service does not cover them."""
+    access = AccessConfig(tls=TlsConfig(cert_file=server.cert, key_file=server.key))
+    with pytest.raises(AddressError, match="--metrics-port"):
+        async with serve(access=access, listen_address="127.0.0.1:0", metrics_address="0.0.0.0:0"):
+            raise AssertionError("it was bound")
+
+
+def test_tls_is_what_other_hosts_may_be_served_with() -> None:
+    with pytest.raises(AddressError, match="--tls-cert-file"):
+        check_exposure("0.0.0.0:1", Exposure.LOOPBACK_ONLY, setting="--port")
+    check_exposure("127.0.0.1:1", Exposure.LOOPBACK_ONLY, setting="--port")
+    check_exposure("unix:/run/x", Exposure.LOOPBACK_ONLY, setting="--port")

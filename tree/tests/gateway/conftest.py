@@ -1,0 +1,112 @@
+"""A gateway in this process, with a fake pool behind it and a real gRPC channel in front."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+from tokenizers import Tokenizer
+
+from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
+from gateway.text.model_text import ModelText
+from gateway.workers.config import WorkerPoolConfig
+from tests.support.fake_pool import FakePool
+from tests.support.tokenizers_tiny import tiny_files
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logs() -> Iterator[None]:
+    with structlog.testing.capture_logs():
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_text() -> ModelText:
+    """The text side of the small tokenizer."""
+    return ModelText(tiny_files(), num_ids=600)
+
+
+@pytest.fixture(scope="session")
+def qwen_files(shared: Path) -> dict[str, bytes]:
+    """The real Qwen2.5 tokenizer."""
+    folder = shared / "data" / "tokenizer"
+    return {name: (folder / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+
+
+@pytest.fixture(scope="session")
+def qwen_text(qwen_files: dict[str, bytes]) -> ModelText:
+    """The text side of the real Qwen2.5."""
+    return ModelText(qwen_files, num_ids=151_665)
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer(qwen_files: dict[str, bytes]) -> Tokenizer:
+    """The library's own object, to compare with."""
+    return Tokenizer.from_buffer(qwen_files["tokenizer.json"])
+
+
+@dataclass(eq=False)
+class Served:
+    """A running gateway and stubs of a channel to it."""
+
+    gateway: Gateway
+    pool: FakePool
+    channel: grpc.aio.Channel
+    inference: inference_pb2_grpc.InferenceServiceStub
+    models: model_pb2_grpc.ModelServiceStub
+    admin_channel: grpc.aio.Channel | None
+    admin: admin_pb2_grpc.AdminServiceStub | None
+
+    async def until(self, condition: Callable[[], object], *, limit_s: float = 5.0) -> None:
+        """Wait for something to become true on the server's side."""
+        async with asyncio.timeout(limit_s):
+            while not condition():  # noqa: ASYNC110  (any state of the server)
+                await asyncio.sleep(0.002)
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    """`async with serve(pool, **changes of GatewayConfig) as served`; the small tokenizer is loaded for each model."""
+
+    @asynccontextmanager
+    async def serving(pool: FakePool | None = None, **changes: Any) -> AsyncIterator[Served]:
+        pool = pool or FakePool()
+        config = GatewayConfig(
+            workers=WorkerPoolConfig(endpoints=()),
+            listen_address=f"unix:{tmp_path}/grpc.sock",
+            metrics_address=None,
+        )
+        gateway = Gateway(replace(config, **changes), pool=pool)  # type: ignore[arg-type]
+        for card in pool.cards().values():
+            gateway.models.on_model(card, tiny_files())
+        await gateway.models.close()
+        await gateway.start()
+        channel = grpc.aio.insecure_channel(gateway.listen_address, options=[("grpc.enable_retries", 0)])
+        admin = grpc.aio.insecure_channel(gateway.admin_address) if gateway.admin_address else None
+        try:
+            yield Served(
+                gateway=gateway,
+                pool=pool,
+                channel=channel,
+                inference=inference_pb2_grpc.InferenceServiceStub(channel),
+                models=model_pb2_grpc.ModelServiceStub(channel),
+                admin_channel=admin,
+                admin=admin_pb2_grpc.AdminServiceStub(admin) if admin else None,
+            )
+        finally:
+            await channel.close()
+            if admin:
+                await admin.close()
+            await gateway.stop()
+
+    return serving

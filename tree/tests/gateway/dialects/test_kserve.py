@@ -1,0 +1,211 @@
+"""GRPCInferenceService over a real channel: what comes, in one response or as a stream."""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from octavo.kserve import inference_pb2 as oip
+
+from gateway.text.model_text import ModelText
+from tests.support.fake_pool import FakePool, FakeRun
+from tests.support.kserve_calls import request, speaking, stream, stub_of, values
+from tests.support.rpc_errors import refused
+from wire.messages import Sampling, WireFinishReason
+
+
+@pytest.fixture
+def ids(tiny_text: ModelText) -> Callable[[str], list[int]]:
+    return lambda text: tiny_text.encode(text, max_bytes=1000).ids_T.tolist()
+
+
+# ---------------------------------------------------------------- one response
+
+
+async def test_one_response_holds_the_prompt_and_the_whole_output(serve: Any, ids: Any) -> None:
+    async with serve(speaking(*ids("world"))) as served:
+        response = await stub_of(served).ModelInfer(request("Hello "))
+        (run,) = served.pool.runs
+    assert values(response) == {"text_output": "Hello world"}
+    assert (response.model_name, response.model_version, response.id) == ("tiny", "1", "mine")
+    assert run.request.prompt_ids.tolist() == ids("Hello ")
+
+
+async def test_unset_parameters_are_neutral_and_sixteen_tokens(serve: Any, ids: Any) -> None:
+    async with serve(speaking(*ids("x"))) as served:
+        await stub_of(served).ModelInfer(request(parameters={"seed": 7, "temperature": None}))
+        (run,) = served.pool.runs
+    assert run.request.sampling == Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=7, max_tokens=16)
+
+
+async def test_every_served_parameter_reaches_the_worker(serve: Any, ids: Any) -> None:
+    parameters = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "seed": -5, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 9, "min_tokens": 2, "stop": "zzz",
+        "stop_token_ids": [44], "ignore_eos": True, "skip_special_tokens": False, "logprobs": 2, "n": 1,
+    }  # fmt: skip
+    async with serve(speaking(*ids("x"))) as served:
+        await stub_of(served).ModelInfer(request(parameters=parameters))
+        (run,) = served.pool.runs
+    assert run.request.sampling == Sampling(
+        temperature=0.5, top_p=0.25, min_p=0.125, seed=2**64 - 5, repetition_penalty=1.5, presence_penalty=0.5,
+        frequency_penalty=-0.5, max_tokens=9, min_tokens=2, stop_token_ids=(44,), ignore_eos=True, num_logprobs=2,
+    )  # fmt: skip
+
+
+async def test_parameters_of_the_request_count_where_the_tensor_is_silent(serve: Any, ids: Any) -> None:
+    asked = request(parameters={"temperature": 0})
+    asked.parameters["max_tokens"].int64_param = 5
+    asked.parameters["top_p"].double_param = 0.5
+    async with serve(speaking(*ids("x"))) as served:
+        await stub_of(served).ModelInfer(asked)
+        (run,) = served.pool.runs
+    sampling = run.request.sampling
+    assert (sampling.temperature, sampling.max_tokens, sampling.top_p) == (0, 5, 0.5)
+
+
+async def test_raw_inputs_mean_what_typed_ones_mean(serve: Any, ids: Any) -> None:
+    tensor = oip.ModelInferRequest.InferInputTensor
+    raw = oip.ModelInferRequest(
+        model_name="tiny",
+        inputs=[
+            tensor(name="text_input", datatype="BYTES", shape=[1]),
+            tensor(name="exclude_input_in_output", datatype="BOOL", shape=[1]),
+        ],
+        raw_input_contents=[struct.pack("<I", 5) + b"Hello", b"\x01"],
+    )
+    async with serve(speaking(*ids("world"))) as served:
+        assert values(await stub_of(served).ModelInfer(raw)) == {"text_output": "world"}
+        assert served.pool.runs[0].request.prompt_ids.tolist() == ids("Hello")
+
+
+async def test_further_outputs_come_where_asked_for(serve: Any, ids: Any) -> None:
+    world = ids("world")
+    asked = request(
+        "Hello", {"max_tokens": 4}, return_finish_reason=True, return_logprobs=True, return_num_input_tokens=False
+    )
+    asked.outputs.add(name="num_output_tokens")
+    asked.outputs.add(name="num_input_tokens")
+    asked.outputs.add(name="cumulative_logprob")
+    async with serve(speaking(*world)) as served:
+        got = values(await stub_of(served).ModelInfer(asked))
+    logprobs = json.loads(got.pop("logprobs"))
+    assert got == {
+        "num_output_tokens": len(world),
+        "num_input_tokens": len(ids("Hello")),
+        "cumulative_logprob": -0.25 * len(world),
+        "finish_reason": "length",
+    }
+    assert [list(position) for position in logprobs] == [[str(each), "9"] for each in world]
+    assert logprobs[0]["9"]["rank"] == 2
+
+
+async def test_a_stop_string_ends_the_output(serve: Any, ids: Any) -> None:
+    async with serve(speaking(*ids("one two three"))) as served:
+        asked = request("a", {"stop": ["two"]}, return_finish_reason=True, exclude_input_in_output=True)
+        assert values(await stub_of(served).ModelInfer(asked)) == {"text_output": "one ", "finish_reason": "stop"}
+
+
+async def test_several_outputs_are_elements_of_each_tensor(serve: Any, ids: Any) -> None:
+    def speak(run: FakeRun) -> None:
+        run.tokens(ids("world" if run.handle == 1 else "Hello"))
+        run.finish(WireFinishReason.STOP if run.handle == 2 else WireFinishReason.LENGTH)
+
+    asked = request("> ", {"n": 2}, return_finish_reason=True, return_num_input_tokens=True)
+    async with serve(FakePool(on_run=speak)) as served:
+        response = await stub_of(served).ModelInfer(asked)
+        refusal = await stream(served, request(parameters={"n": 2}, stream=True))
+        assert served.gateway.meters.of_model("tiny").finished == {"length": 1, "stop": 1}
+    raw = dict(zip([tensor.name for tensor in response.outputs], response.raw_output_contents, strict=True))
+    assert [list(tensor.shape) for tensor in response.outputs] == [[2], [2], [1]]
+    assert raw["text_output"] == struct.pack("<I", 7) + b"> world" + struct.pack("<I", 7) + b"> Hello"
+    assert raw["finish_reason"] == struct.pack("<I", 6) + b"length" + struct.pack("<I", 4) + b"stop"
+    assert "sampling_parameters.n: must be 1 for a stream" in refusal[0].error_message
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("ends_with_last", [False, True])
+async def test_a_stream_gives_pieces_and_marks_the_last(serve: Any, ids: Any, ends_with_last: bool) -> None:
+    async with serve(speaking(*ids("Hello world"), ends_with_last=ends_with_last)) as served:
+        answers = await stream(served, request(stream=True, return_finish_reason=True))
+    got = [values(answer.infer_response) for answer in answers]
+    finals = [answer.infer_response.parameters["triton_final_response"].bool_param for answer in answers]
+    assert "".join(each["text_output"] for each in got) == "Hello world"
+    assert finals == [False] * (len(answers) - 1) + [True]
+    assert [each["finish_reason"] for each in got] == ["None"] * (len(answers) - 1) + ["length"]
+    assert got[-1]["text_output"] == (got[-1]["text_output"] if ends_with_last else "")
+    assert {answer.infer_response.id for answer in answers} == {"mine"}
+
+
+async def test_an_empty_final_response_comes_where_asked_for(serve: Any, ids: Any) -> None:
+    asked = request(stream=True)
+    asked.parameters["triton_enable_empty_final_response"].bool_param = True
+    async with serve(speaking(*ids("Hello"))) as served:
+        *_, last = await stream(served, asked)
+    assert last.infer_response.parameters["triton_final_response"].bool_param
+    assert len(last.infer_response.outputs) == 0
+
+
+async def test_requests_of_one_stream_are_answered_side_by_side_and_fail_alone(serve: Any, ids: Any) -> None:
+    first, second, third = request(stream=True), request(), request(parameters={"temperature": -1})
+    first.id, second.id, third.id = "1", "1", "3"  # ids are the caller's business
+    async with serve(speaking(*ids("Hello world"))) as served:
+        answers = await stream(served, first, third, second)
+        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+    errors = [answer for answer in answers if answer.error_message]
+    assert [(each.infer_response.id, each.error_message) for each in errors] == [
+        ("3", "[INVALID_ARGUMENT] INVALID_FIELD: sampling_parameters.temperature: must be in [0, 100], not -1")
+    ]
+    texts = [values(answer.infer_response)["text_output"] for answer in answers if not answer.error_message]
+    assert "HelloHello world" in texts
+    assert "".join(text for text in texts if text != "HelloHello world") == "Hello world"
+
+
+async def test_a_status_instead_of_a_message_where_asked_for(serve: Any) -> None:
+    async with serve() as served:
+
+        async def send() -> AsyncIterator[Any]:
+            yield request(parameters={"top_p": 2})
+
+        call = stub_of(served).ModelStreamInfer(send(), metadata=(("triton_grpc_error", "true"),))
+        refusal = await refused(call)
+    assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ("sampling_parameters.top_p",))
+
+
+async def test_a_caller_that_leaves_frees_all_requests_of_its_stream(serve: Any) -> None:
+    async with serve(FakePool()) as served:
+
+        async def send() -> AsyncIterator[Any]:
+            yield request(stream=True)
+            yield request(stream=True)
+            await asyncio.Event().wait()
+
+        call = stub_of(served).ModelStreamInfer(send())
+        reading = asyncio.ensure_future(call.read())
+        await served.until(lambda: len(served.pool.runs) == 2)
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await served.until(lambda: sorted(served.pool.cancelled) == [1, 2])
+        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+
+
+async def test_a_lost_worker_is_an_error_of_its_request(serve: Any) -> None:
+    async with serve(FakePool(on_run=lambda run: run.lose("WORKER_LOST", "worker w0 died"))) as served:
+        (answer,) = await stream(served, request(stream=True))
+        refusal = await refused(stub_of(served).ModelInfer(request()))
+    assert answer.error_message == "[UNAVAILABLE] WORKER_LOST: worker w0 died"
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
+
+
+async def test_a_timeout_in_microseconds_ends_a_request(serve: Any) -> None:
+    asked = request()
+    asked.parameters["timeout"].int64_param = 20_000_000
+    async with serve(FakePool(on_run=lambda run: run.finish())) as served:
+        await stub_of(served).ModelInfer(asked)
+        (run,) = served.pool.runs
+    assert 15 < run.request.timeout_s < 20

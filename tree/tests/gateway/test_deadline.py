@@ -1,0 +1,107 @@
+"""Deadlines: the wire's and the request's own, whichever is first; a status, or what there is."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+from octavo.v1 import inference_pb2 as pb
+
+from gateway.deadline import PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
+from gateway.text.model_text import ModelText
+from tests.support.fake_pool import FakePool, FakeRun
+from tests.support.rpc_errors import refused
+from wire.messages import WireFinishReason
+
+
+@pytest.mark.parametrize(
+    ("wire_s", "own_s", "at_end", "expected"),
+    [
+        (None, None, AtDeadline.STATUS, Deadline()),
+        (5.0, None, AtDeadline.STATUS, Deadline(end_s=105.0)),
+        (5.0, 7.0, AtDeadline.STATUS, Deadline(end_s=105.0, needs_backstop=True)),
+        (None, 2.0, AtDeadline.STATUS, Deadline(end_s=102.0, needs_backstop=True)),
+        (5.0, None, AtDeadline.PARTIAL, Deadline(end_s=105.0 - PARTIAL_MARGIN_S, at_end=AtDeadline.PARTIAL,
+                                                 needs_backstop=True)),
+        (5.0, 2.0, AtDeadline.PARTIAL, Deadline(end_s=102.0, at_end=AtDeadline.PARTIAL, needs_backstop=True)),
+        (0.0625, None, AtDeadline.PARTIAL, Deadline(end_s=100.03125, at_end=AtDeadline.PARTIAL, needs_backstop=True)),
+    ],
+)  # fmt: skip
+def test_the_earlier_one_counts(
+    wire_s: float | None, own_s: float | None, at_end: AtDeadline, expected: Deadline
+) -> None:
+    assert deadline_of(arrived_s=100.0, wire_timeout_s=wire_s, timeout_s=own_s, at_end=at_end) == expected
+
+
+def hello(model_text: ModelText, *, ends: bool) -> FakePool:
+    """A worker that says "Hello" at once; at the deadline it ends the output, or is in a long step."""
+    ids = model_text.encode("Hello", max_bytes=100).ids_T.tolist()
+
+    def run(run: FakeRun) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(run.tokens, ids)
+        if ends and run.request.timeout_s is not None:
+            loop.call_later(run.request.timeout_s, run.finish, WireFinishReason.DEADLINE)
+
+    return FakePool(on_run=run, answers_cancels=False)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["worker ends it", "worker is late"])
+@pytest.mark.parametrize("own_s", [None, 0.4])
+async def test_a_partial_answer_comes_before_the_wires_deadline(
+    serve: Any, tiny_text: ModelText, ends: bool, own_s: float | None
+) -> None:
+    request = pb.GenerateRequest(text="x", return_partial_on_deadline=True, timeout_s=own_s)
+    async with serve(pool := hello(tiny_text, ends=ends)) as served:
+        start_s = time.monotonic()
+        events = [event async for event in served.inference.Generate(request, timeout=1)]
+        assert time.monotonic() - start_s < 1
+        whole = await served.inference.Complete(pb.CompleteRequest(generate=request), timeout=1)
+    assert "".join(event.delta.text for event in events) == whole.text == "Hello"
+    for finished in (events[-1].finished, whole.finished):
+        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        assert finished.receipt.computed_tokens == (5 if ends else 0)
+    assert len(pool.cancelled) == (0 if ends else 2)
+    latest_s = 1.01 - PARTIAL_MARGIN_S  # gRPC rounds deadlines up on the wire
+    assert all(run.request.timeout_s is not None and run.request.timeout_s <= latest_s for run in pool.runs)
+    assert served.gateway.desk.meters.of_model("tiny").finished == {"deadline": 2}
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["worker ends it", "worker is late"])
+async def test_the_requests_own_deadline_ends_it_with_a_status(serve: Any, tiny_text: ModelText, ends: bool) -> None:
+    request = pb.GenerateRequest(text="x", timeout_s=0.1)
+    async with serve(hello(tiny_text, ends=ends)) as served:
+        refusal = await refused(served.inference.Generate(request, timeout=30))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+        unary = await refused(served.inference.Complete(pb.CompleteRequest(generate=request)))
+        assert (unary.code, unary.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+        await served.until(lambda: len(served.gateway.desk.live) == 0)
+
+
+async def test_time_that_is_over_while_tokenizing_costs_no_worker_anything(serve: Any) -> None:
+    async with serve(pool := FakePool()) as served:
+
+        async def never(work: Any) -> Any:
+            await asyncio.sleep(60)
+
+        served.gateway.desk.text.run = never
+        refusal = await refused(served.inference.Generate(pb.GenerateRequest(text="x", timeout_s=0.05)))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+        assert served.gateway.desk.admission.counts().num_entered == 0
+    assert pool.runs == []
+
+
+async def test_a_partial_answer_never_ends_in_half_a_character(serve: Any, tiny_text: ModelText) -> None:
+    ids = tiny_text.encode("Hello", max_bytes=100).ids_T.tolist()
+    half = next(index for index, row in enumerate(tiny_text.table.all_bytes) if row == b"\xe4")
+
+    def run(run: FakeRun) -> None:
+        run.tokens([*ids, half])
+        run.finish(WireFinishReason.DEADLINE)
+
+    request = pb.GenerateRequest(text="x", return_partial_on_deadline=True, timeout_s=5)
+    request.stop.strings.append("lo!")
+    async with serve(FakePool(on_run=run)) as served:
+        response = await served.inference.Complete(pb.CompleteRequest(generate=request))
+    assert response.text == "Hello"

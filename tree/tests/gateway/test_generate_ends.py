@@ -1,0 +1,158 @@
+"""Streams of Generate that end early: the caller leaves, time is over, the worker is lost or fails."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+
+from gateway.text.model_text import ModelText
+from tests.support.fake_pool import FakePool
+from tests.support.generating import REQUEST, ids_of, speaking
+from tests.support.rpc_errors import refusal_of, refused
+from wire.messages import WireFinishReason
+
+
+async def test_cancel_reaches_the_worker_at_once(serve: Any) -> None:
+    pool = FakePool()
+    async with serve(pool) as served:
+        call = served.inference.Generate(REQUEST)
+        await served.until(lambda: pool.runs)
+        pool.runs[0].tokens([5])
+        async for event in call:
+            if event.HasField("delta"):
+                break
+        call.cancel()
+        await served.until(lambda: pool.cancelled == [pool.runs[0].handle], limit_s=1.0)
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), limit_s=1.0)
+        assert len(served.gateway.desk.live) == 0
+        key = ("/octavo.v1.InferenceService/Generate", "CANCELLED", "CLIENT")
+        await served.until(lambda: served.gateway.meters.rpcs[key] == 1)
+
+
+async def test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind(serve: Any) -> None:
+    async with serve() as served:
+        began, release = asyncio.Event(), asyncio.Event()
+
+        async def slow(work: Any) -> Any:
+            began.set()
+            await release.wait()
+
+        served.gateway.text.run = slow
+        call = served.inference.Generate(REQUEST)
+        await began.wait()
+        assert served.gateway.desk.admission.holds("r1")
+        call.cancel()
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), limit_s=1.0)
+        assert served.pool.runs == []
+
+
+async def test_a_deadline_that_passes_while_the_prompt_is_tokenized_costs_the_worker_nothing(serve: Any) -> None:
+    async with serve() as served:
+
+        async def slow(work: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return work()
+
+        served.gateway.text.run = slow
+        refusal = await refused(served.inference.Generate(REQUEST, timeout=0.1))
+        assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"))
+        assert served.pool.runs == []
+
+
+async def test_a_closed_connection_cancels_every_stream_on_it(serve: Any) -> None:
+    pool = FakePool()
+    async with serve(pool) as served:
+        calls = [
+            served.inference.Generate(pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[4]))) for _ in range(3)
+        ]
+        await served.until(lambda: len(pool.runs) == 3)
+        await served.channel.close(grace=None)
+        await served.until(lambda: sorted(pool.cancelled) == [1, 2, 3], limit_s=2.0)
+        del calls
+
+
+async def test_a_unary_call_that_is_cancelled_frees_the_worker(serve: Any) -> None:
+    pool = FakePool()
+    async with serve(pool) as served:
+        call = served.inference.Complete(pb.CompleteRequest(generate=REQUEST))
+        await served.until(lambda: pool.runs)
+        call.cancel()
+        await served.until(lambda: pool.cancelled == [1], limit_s=1.0)
+
+
+async def test_a_deadline_ends_the_stream_and_frees_the_worker(serve: Any) -> None:
+    pool = FakePool()
+    async with serve(pool) as served:
+        refusal = await refused(served.inference.Generate(REQUEST, timeout=0.2))
+        assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until(lambda: pool.cancelled == [1], limit_s=1.0)
+        assert pool.runs[0].request.timeout_s is not None
+        assert pool.runs[0].request.timeout_s < 0.21  # gRPC rounds deadlines up on the wire
+
+
+async def test_a_worker_that_sees_the_deadline_first_says_so(serve: Any) -> None:
+    pool = FakePool(on_run=lambda run: run.finish(WireFinishReason.DEADLINE))
+    async with serve(pool) as served:
+        refusal = await refused(served.inference.Generate(REQUEST, timeout=10))
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+
+
+async def test_every_end_that_a_worker_can_report_has_its_status(serve: Any, tiny_text: ModelText) -> None:
+    cat = ids_of("cat", tiny_text)
+    unavailable, internal = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL
+    for error, code, pushback in (
+        ("NUMERICAL", internal, None),
+        ("ENGINE_ERROR", internal, None),
+        ("OUT_OF_MEMORY", grpc.StatusCode.RESOURCE_EXHAUSTED, 500),
+        ("QUEUE_FULL", grpc.StatusCode.RESOURCE_EXHAUSTED, 500),
+        ("EXCEEDS_CAPACITY", grpc.StatusCode.INVALID_ARGUMENT, None),
+        ("DRAINING", unavailable, 500),
+    ):
+        pool = speaking(cat, reason=WireFinishReason.ERROR, error=error, detail="at /srv/models/x.bin line 3")
+        async with serve(pool) as served:
+            call = served.inference.Generate(REQUEST)
+            texts = []
+            try:
+                async for event in call:
+                    texts.append(event.delta.text)  # noqa: PERF401  (what came before the error counts)
+            except grpc.aio.AioRpcError as caught:
+                refusal = refusal_of(caught)
+        assert "".join(texts) == "cat"
+        assert (refusal.code, refusal.reason, refusal.pushback_ms) == (code, error, pushback)
+        assert (refusal.tokens_delivered, refusal.message) == (len(cat), "at <path> line 3")
+
+
+async def test_a_lost_worker_is_told_with_what_was_delivered(serve: Any, tiny_text: ModelText) -> None:
+    cat = ids_of("cat", tiny_text)
+    for reason in ("WORKER_LOST", "WORKER_STALLED", "DRAINING"):
+        pool = FakePool()
+        async with serve(pool) as served:
+            call = asyncio.ensure_future(refused(served.inference.Generate(REQUEST)))
+            await served.until(lambda pool=pool: pool.runs)
+            pool.runs[0].tokens(cat)
+            pool.runs[0].lose(reason)
+            refusal = await call
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, reason)
+        assert refusal.tokens_delivered == len(cat)
+
+
+async def test_a_worker_that_breaks_the_protocol_is_our_defect(serve: Any) -> None:
+    pool = FakePool(on_run=lambda run: run.lose("INTERNAL", "token 99999 at /run/octavo/gateway-0.sock"))
+    async with serve(pool) as served:
+        refusal = await refused(served.inference.Generate(REQUEST))
+    assert (refusal.code, refusal.reason, refusal.request_id) == (grpc.StatusCode.INTERNAL, "INTERNAL", "r1")
+    assert refusal.message == "internal error; the server's log has it under this request id"
+
+
+async def test_a_defect_of_ours_is_internal_and_never_unknown(serve: Any) -> None:
+    pool = FakePool(refuse=[ZeroDivisionError("secret /path"), asyncio.CancelledError()])
+    async with serve(pool) as served:
+        for _ in range(2):
+            refusal = await refused(served.inference.Generate(REQUEST, timeout=5))
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+            assert "secret" not in refusal.message
+        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.desk.live.get("r1") is None

@@ -1,0 +1,171 @@
+"""The gateway as a process of its own: how it starts, refuses to start, shares a port, and ends."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import inference_pb2_grpc
+
+from tests.support.rpc_errors import refused
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing
+from gateway.main import main
+from gateway.workers.config import WorkerPoolConfig
+run_dir, arguments = sys.argv[1], eval(sys.argv[2])
+workers = WorkerPoolConfig(endpoints=(f"ipc://{run_dir}/gateway-{arguments.pop('index', 0)}.sock",))
+sys.exit(main(GatewayConfig(workers=workers, metrics_address=None, log_format=LogFormat.JSON, **arguments)))
+"""
+
+
+def environment(repository: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{repository}:{repository / 'proto'}"}
+
+
+@contextmanager
+def gateway(repository: Path, run_dir: Path, arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    run_dir.mkdir(mode=0o700, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(run_dir), arguments],
+        env=environment(repository),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def lines_until(process: "subprocess.Popen[str]", event: str) -> dict[str, object]:
+    """The first log line of that event; the process has to write it."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        entry = json.loads(line)
+        if entry["event"] == event:
+            return dict(entry)
+    raise AssertionError(f"the process ended without {event!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_gateway_cleanly(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with gateway(repository, tmp_path / "run", "{'listen_address': '127.0.0.1:0'}") as process:
+        address = str(lines_until(process, "listening")["address"])
+
+        async def ask() -> tuple[object, str]:
+            async with grpc.aio.insecure_channel(address, options=[("grpc.enable_retries", 0)]) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                refusal = await refused(stub.Generate(pb.GenerateRequest(text="x"), timeout=10))
+                return refusal.code, refusal.reason
+
+        assert asyncio.run(ask()) == (grpc.StatusCode.UNAVAILABLE, "NO_WORKER")
+        begin_s = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(10) == 0
+        assert time.monotonic() - begin_s < 5
+        lines_until(process, "stopped")
+    assert not list((tmp_path / "run").glob("*.sock"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("{'listen_address': '0.0.0.0:0'}", "--exposure insecure"),
+        ("{'listen_address': 'nonsense'}", "host:port"),
+        ("{'listen_address': '127.0.0.1:BUSY'}", "--port 127.0.0.1:BUSY"),
+    ],
+)
+def test_a_start_that_fails_says_which_setting(repository: Path, tmp_path: Path, arguments: str, words: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        with gateway(repository, tmp_path / "run", arguments.replace("BUSY", port)) as process:
+            assert words.replace("BUSY", port) in str(lines_until(process, "cannot start")["error"])
+            assert process.wait(10) == 1
+
+
+def test_a_run_directory_that_others_can_enter_is_refused(repository: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    with gateway(repository, run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
+        assert "chmod 700" in str(lines_until(process, "cannot start")["error"])
+        assert process.wait(10) == 1
+
+
+def test_a_hangup_takes_the_keys_anew_and_ends_nothing(repository: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o600)
+    access = f"AccessConfig(api_keys_file=Path({str(keys)!r}), reload_interval_s=3600.0)"
+    with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
+        lines_until(process, "listening")
+        process.send_signal(signal.SIGHUP)
+        assert lines_until(process, "reloaded")["files"] == "keys"
+        keys.write_text("nonsense")
+        process.send_signal(signal.SIGHUP)
+        assert "not TOML" in str(lines_until(process, "kept what was in force")["error"])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_keys_that_cannot_be_used_let_nothing_start(repository: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o644)
+    access = f"AccessConfig(api_keys_file=Path({str(keys)!r}))"
+    with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
+        assert "chmod 600" in str(lines_until(process, "cannot start")["error"])
+        assert process.wait(10) == 1
+
+
+def test_several_gateways_share_one_port_and_strangers_do_not(repository: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = f"{{'listen_address': '127.0.0.1:{port}', 'port_sharing': PortSharing.SHARED, 'index': %d}}"
+    exclusive = f"{{'listen_address': '127.0.0.1:{port}', 'index': 2}}"
+    with gateway(repository, tmp_path / "run", shared % 0) as first:
+        lines_until(first, "listening")
+        with gateway(repository, tmp_path / "run", shared % 1) as second:
+            assert lines_until(second, "listening")["address"] == f"127.0.0.1:{port}"
+            with gateway(repository, tmp_path / "run", exclusive) as third:
+                assert third.wait(20) == 1
+
+
+def test_rendering_a_chat_brings_no_torch_into_the_process(repository: Path) -> None:
+    program = """
+import sys
+import gateway.main
+from gateway.text.chat_template import ChatInput
+from gateway.text.model_text import ModelText
+from tests.support.tokenizers_tiny import tiny_files
+text = ModelText(tiny_files(), num_ids=600)
+tool = {"type": "function", "function": {"name": "f"}}
+assert len(text.encode_chat(ChatInput(messages=[{"role": "user", "content": "<|im_end|>"}], tools=[tool]),
+                            max_bytes=1000).ids_T)
+assert "torch" not in sys.modules and "model" not in sys.modules and "worker" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(repository),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,136 @@
+"""The assembler against decoding and searching the whole output at once."""
+
+import codecs
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.output import OutputAssembler, OutputFormat, Piece
+from gateway.text.byte_table import ByteTable
+from gateway.text.stop_matcher import StopStrings
+from wire.messages import TokenLogprobs
+
+# One token a byte for some, several characters or parts of one for others; 0 is an end token, 9 is special.
+ROWS = [b"<end>", b"a", b"b", b"ab", b"ba", "é".encode()[:1], "é".encode()[1:], "🦙".encode(), b"\n", b"<special>"]
+TABLE = ByteTable(tuple(ROWS), tuple(b"" if index in (0, 9) else row for index, row in enumerate(ROWS)))
+
+
+def naive(ids: list[int], stops: list[str], min_tokens: int, rows: tuple[bytes, ...]) -> tuple[str, int, str | None]:
+    """(text, tokens of the output, stop string): token by token over the whole text, again and again."""
+    free = b"".join(rows[token_id] for token_id in ids[:min_tokens])
+    for count in range(min_tokens, len(ids) + 1):
+        done = b"".join(rows[token_id] for token_id in ids[:count])
+        is_last = count == len(ids)
+        text = done.decode("utf-8", "replace") if is_last else complete(done)
+        start = len(complete(free))
+        for end in range(start + 1, len(text) + 1):
+            for stop in sorted(stops, key=len, reverse=True):
+                if text[start:end].endswith(stop):
+                    return text[: end - len(stop)], count, stop
+    return b"".join(rows[token_id] for token_id in ids).decode("utf-8", "replace"), len(ids), None
+
+
+def complete(data: bytes) -> str:
+    """The text without an unfinished character at its end."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
+def run(assembler: OutputAssembler, ids: list[int], seed: int, stop_token_id: int | None) -> list[Piece]:
+    """Feed in random cuts, take at random moments."""
+    rng, pieces, start = random.Random(seed), list[Piece | None](), 0
+    while start < len(ids):
+        size = rng.choice([1, 1, 2, 4])
+        assembler.feed(ids[start : start + size], None)
+        start += size
+        if rng.random() < 0.6:
+            pieces.append(assembler.take())
+    if assembler.match is None:
+        assembler.finish(stop_token_id)
+    pieces += [assembler.take(), assembler.take()]
+    assert pieces[-1] is None
+    return [piece for piece in pieces if piece is not None]
+
+
+IDS = st.lists(st.integers(1, 9), max_size=20)
+STOPS = st.lists(st.sampled_from(["a", "ab", "aba", "bé", "é🦙", "\n\n", "abab", "\ufffd"]), max_size=3)
+
+
+@settings(max_examples=500)
+@given(ids=IDS, stops=STOPS, min_tokens=st.integers(0, 5), seed=st.integers(0, 9999), skips=st.booleans())
+def test_pieces_join_to_the_text_of_the_whole_output(
+    ids: list[int], stops: list[str], min_tokens: int, seed: int, skips: bool
+) -> None:
+    rows = TABLE.visible_bytes if skips else TABLE.all_bytes
+    assembler = OutputAssembler(
+        OutputFormat(
+            bytes_by_id=rows,
+            wants_ids=True,
+            stop_strings=StopStrings(stops) if stops else None,
+            min_tokens=min_tokens,
+        )
+    )
+    pieces = run(assembler, ids, seed, None)
+    text, num_tokens, match = naive(ids, stops, min(min_tokens, len(ids)), rows)
+    assert "".join(piece.text for piece in pieces) == text
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == ids[:num_tokens]
+    assert (assembler.num_tokens, assembler.match) == (num_tokens, match)
+    assert sum(piece.num_tokens for piece in pieces) == num_tokens
+    assert assembler.num_pending == 0
+
+
+@settings(max_examples=300)
+@given(ids=IDS, stops=st.sampled_from([[], ["ab"]]), seed=st.integers(0, 9999))
+def test_the_text_of_the_token_that_ended_the_output_is_left_out(ids: list[int], stops: list[str], seed: int) -> None:
+    """Whether it arrives in the step of the end or before it, with a piece taken in between or not."""
+    stop_ids = frozenset({0, 8})
+    ids = [token_id for token_id in ids if token_id not in stop_ids] + [8]
+    assembler = OutputAssembler(
+        OutputFormat(
+            bytes_by_id=TABLE.all_bytes,
+            wants_ids=False,
+            stop_strings=StopStrings(stops) if stops else None,
+            stop_ids=stop_ids,
+        )
+    )
+    pieces = run(assembler, ids, seed, 8)
+    text, _, match = naive(ids[:-1], stops, 0, TABLE.all_bytes)
+    assert ("".join(piece.text for piece in pieces), assembler.match) == (text, match)
+
+
+def test_a_possible_end_token_that_was_none_keeps_its_text() -> None:
+    assembler = OutputAssembler(OutputFormat(bytes_by_id=TABLE.all_bytes, wants_ids=False, stop_ids=frozenset({8})))
+    assembler.feed([1, 8], None)
+    first = assembler.take()
+    assert first is not None
+    assert first.text == "a"
+    assembler.feed([2], None)
+    assembler.finish(None)
+    last = assembler.take()
+    assert last is not None
+    assert last.text == "\nb"
+
+
+def test_ids_only_makes_no_text() -> None:
+    assembler = OutputAssembler(OutputFormat(bytes_by_id=None, wants_ids=True))
+    assembler.feed([1, 2], None)
+    piece = assembler.take()
+    assert piece is not None
+    assert (piece.text, piece.token_ids, piece.num_tokens) == ("", [1, 2], 2)
+    assert not assembler.gives_text
+    assembler.finish(None)
+    assert assembler.take() is None
+
+
+def test_logprobs_stop_with_the_output() -> None:
+    positions = [TokenLogprobs(-float(index), (), ()) for index in range(3)]
+    assembler = OutputAssembler(
+        OutputFormat(bytes_by_id=TABLE.all_bytes, wants_ids=False, stop_strings=StopStrings(["b"]))
+    )
+    assembler.feed([1, 2, 1], positions)
+    piece = assembler.take()
+    assert piece is not None
+    assert piece.logprobs == [(1, positions[0]), (2, positions[1])]
+    assert (piece.text, assembler.match) == ("a", "b")
+    assembler.feed([1], [positions[0]])
+    assert (assembler.take(), assembler.num_tokens) == (None, 2)

@@ -1,0 +1,80 @@
+"""No request, however large or strange, keeps the event loop from the others."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+
+from gateway.config import RequestLimits
+from tests.support.fake_pool import FakePool, model_card, worker_view
+from tests.support.rpc_errors import refused
+
+MIB = 1024 * 1024
+LIMIT_S = 0.5  # generous: the machine of the tests is shared; a blocked loop shows seconds
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """What earlier tests have left is none of the gateway's: no collection need walk it. A gateway starts so, too."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+async def longest_pause(stop: asyncio.Event) -> float:
+    longest_s = 0.0
+    while not stop.is_set():
+        begin_s = time.monotonic()
+        await asyncio.sleep(0.005)
+        longest_s = max(longest_s, time.monotonic() - begin_s - 0.005)
+    return longest_s
+
+
+def hostile() -> dict[str, Any]:
+    user = pb.CHAT_ROLE_USER
+    call = pb.ToolCall(name="f", arguments_json='{"x": [' + "1," * 150_000 + "1]}")
+    chat = pb.Chat(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=[call])])
+    specials = pb.Chat(messages=[pb.ChatMessage(role=user, content="<|im_end|>" * 50_000)])
+    return {
+        "a": pb.GenerateRequest(text="a" * MIB),
+        "^": pb.GenerateRequest(text="^" * MIB),
+        "spaces": pb.GenerateRequest(text=" " * MIB),
+        "cjk": pb.GenerateRequest(text="中文字" * (MIB // 9)),
+        "combining": pb.GenerateRequest(text="e" + "\u0301" * 100_000),
+        "specials": pb.GenerateRequest(chat=specials),
+        "messages": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role=user, content="x")] * 10_000)),
+        "arguments": pb.GenerateRequest(chat=chat),
+        "ids": pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5] * 3 * MIB)),
+        "stops": pb.GenerateRequest(text="x" * 2 * MIB, stop=pb.StopConditions(strings=["é" * 128] * 64)),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(hostile()))
+async def test_the_loop_goes_on_turning(serve: Any, name: str) -> None:
+    pool = FakePool(views=[worker_view(card=model_card(max_model_len=1000))])
+    async with serve(pool, limits=RequestLimits(max_prompt_bytes=2 * MIB)) as served:
+        request = hostile()[name]
+        stop = asyncio.Event()
+        watch = asyncio.create_task(longest_pause(stop))
+        await asyncio.sleep(0.02)
+        refusal = await refused(served.inference.Generate(request, timeout=60))
+        stop.set()
+        assert refusal.reason == "EXCEEDS_CAPACITY"
+        assert await watch < LIMIT_S
+        assert pool.runs == []
+
+
+async def test_detokenizing_millions_of_ids_is_refused_by_size_without_a_pause(serve: Any) -> None:
+    async with serve() as served:
+        stop = asyncio.Event()
+        watch = asyncio.create_task(longest_pause(stop))
+        refusal = await refused(served.inference.Detokenize(pb.DetokenizeRequest(token_ids=[1] * 3 * MIB)))
+        stop.set()
+        assert refusal.reason == "EXCEEDS_CAPACITY"
+        assert await watch < LIMIT_S

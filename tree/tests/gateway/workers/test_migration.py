@@ -1,0 +1,195 @@
+"""Outputs go on at another worker behind what they have given, and whoever kills workers is found out."""
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from gateway.workers import WorkerPool
+from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, until
+from wire.messages import Cancel, Leaving, Run, WireFinishReason
+
+Served = tuple[WorkerPool, list[FakeWorker]]
+
+
+def served(folder: Path, *names: str, **changes: object) -> AbstractAsyncContextManager[Served]:
+    """A pool whose outputs may move."""
+    return open_pool(folder, *names, **({"max_migrations": 2, "migration_timeout_s": 5.0} | changes))
+
+
+def open_on(pool: WorkerPool, worker: FakeWorker, request_id: str = "r", **sampling: object) -> RecordingSink:
+    """One output on this worker; the sink knows its name."""
+    (view,) = (view for view in pool.workers() if view.epoch == worker.epoch)
+    sink = RecordingSink()
+    sink.name = pool.open(view, request(request_id, **sampling), sink)  # type: ignore[attr-defined]
+    return sink
+
+
+def ids(run: Run) -> list[int]:
+    return np.frombuffer(run.prompt_ids, "<i4").tolist()
+
+
+async def die(pool: WorkerPool, worker: FakeWorker) -> None:
+    """As a crash looks: its connection breaks, which the next send or a gap in its numbers shows."""
+    worker.seq += 5
+    await worker.step()
+    await until(lambda: all(view.epoch != worker.epoch for view in pool.workers()))
+
+
+async def test_an_output_goes_on_behind_what_it_has_given_and_counts_it(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        sink = open_on(pool, first, seed=9)
+        run = await first.expect(Run)
+        await first.step([(run.handle, 10), (run.handle, 11)], started=(run.handle,))
+        await until(lambda: sink.tokens == [10, 11])
+        await die(pool, first)
+        again = await second.expect(Run)
+        assert (ids(again), again.num_resumed_tokens) == ([1, 2, 3, 10, 11], 2)
+        assert again.sampling == run.sampling
+        assert again.handle != run.handle
+        await second.step([(again.handle, 12)], started=(again.handle,), finished=(finished(again.handle, 3),))
+        await sink.end()
+        assert sink.calls == [
+            ("started",), ("tokens", 10), ("tokens", 11), ("moved", "w1"), ("tokens", 12),
+            ("finished", finished(again.handle, 3)),
+        ]  # fmt: skip
+        assert (pool.stats.moved_outputs, pool.num_outputs) == (1, 0)
+        assert all(view.in_flight == 0 for view in pool.workers())
+
+
+async def test_it_waits_for_its_own_worker_to_come_back(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0") as (pool, workers):
+        sink = open_on(pool, workers[0])
+        await workers[0].expect(Run)
+        await die(pool, workers[0])
+        assert (sink.calls, pool.num_outputs) == ([], 1)
+        workers.append(FakeWorker(pool.bound_endpoints[0], "w0"))
+        await workers[1].join(pool)
+        run = await workers[1].expect(Run)
+        await workers[1].step([(run.handle, 5)], finished=(finished(run.handle, 1),))
+        await sink.end()
+        assert sink.tokens == [5]
+
+
+async def test_without_a_worker_in_time_it_ends_with_the_reason_of_the_loss(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", migration_timeout_s=0.2) as (pool, (worker,)):
+        sink = open_on(pool, worker)
+        await die(pool, worker)
+        assert await sink.end() == ("lost", "WORKER_LOST")
+        assert pool.num_outputs == 0
+
+
+async def test_suspects_take_turns_and_the_one_that_kills_is_not_sent_to_a_third(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2") as (pool, (first, second, third)):
+        sinks = [open_on(pool, first, f"r{n}") for n in range(3)]
+        runs = [await first.expect(Run) for _ in sinks]
+        second_view, third_view = (view for view in pool.workers() if view.worker_id != "w0")
+        await die(pool, first)
+        poison, innocent = await second.expect(Run), await third.expect(Run)
+        assert (poison.request_id, innocent.request_id) == ("r0", "r1")
+        assert await second.hears_nothing()
+        await third.step([(innocent.handle, 7)])
+        waiting = await third.expect(Run)
+        assert waiting.request_id == "r2"
+        await die(pool, second)
+        assert await sinks[0].end() == ("lost", "POISONED")
+        await third.step([(waiting.handle, 8)])
+        await until(lambda: [sink.tokens for sink in sinks] == [[], [7], [8]])
+        assert [sink.ends for sink in sinks[1:]] == [[], []]
+        assert (len(runs), second_view.worker_id, third_view.worker_id) == (3, "w1", "w2")
+
+
+async def test_a_worker_that_drains_blames_nobody_and_its_outputs_move_together(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        sinks = [open_on(pool, first, f"r{n}") for n in range(3)]
+        runs = [await first.expect(Run) for _ in sinks]
+        ended = finished(runs[0].handle, reason=WireFinishReason.ERROR, error="DRAINING", detail="its grace is over")
+        await first.step(finished=(ended,))
+        assert (await second.expect(Run)).request_id == "r0"
+        await first.send(Leaving(epoch=first.epoch, reason="DRAINED"))
+        assert {(await second.expect(Run)).request_id for _ in range(2)} == {"r1", "r2"}
+        assert [sink.ends for sink in sinks] == [[], [], []]
+
+
+async def test_a_full_worker_is_asked_again_later(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        sink = open_on(pool, first)
+        await first.expect(Run)
+        await first.send(Leaving(epoch=first.epoch))
+        run = await second.expect(Run)
+        refused = finished(run.handle, reason=WireFinishReason.ERROR, error="QUEUE_FULL", detail="full")
+        await second.step(finished=(refused,))
+        again = await second.expect(Run)
+        assert (again.request_id, sink.ends) == ("r", [])
+
+
+async def test_new_requests_stay_away_from_a_worker_that_may_be_killed_while_there_is_another(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2") as (pool, (first, second, third)):
+        open_on(pool, first)
+        await first.expect(Run)
+        await die(pool, first)
+        run = await second.expect(Run)
+        tried = {pool.choose("tiny", np.asarray([n, n + 1], np.int32), "").epoch for n in range(20)}
+        assert tried == {third.epoch}
+        open_on(pool, third, "other")
+        await second.step([(run.handle, 10)])
+        await until(lambda: pool.choose("tiny", np.asarray([1, 2], np.int32), "").epoch == second.epoch)
+
+
+async def test_a_suspect_that_is_turned_away_is_still_one(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2") as (pool, (first, second, third)):
+        sink = open_on(pool, first)
+        await first.expect(Run)
+        await die(pool, first)
+        run = await second.expect(Run)
+        await second.send(Leaving(epoch=second.epoch))
+        assert (await third.expect(Run)).request_id == run.request_id
+        await die(pool, third)
+        assert await sink.end() == ("lost", "POISONED")
+
+
+async def test_it_moves_so_often_and_no_more(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", max_migrations=1) as (pool, (first, second)):
+        sink = open_on(pool, first)
+        await first.send(Leaving(epoch=first.epoch))
+        await second.expect(Run)
+        await second.send(Leaving(epoch=second.epoch))
+        assert await sink.end() == ("lost", "DRAINING")
+
+
+async def test_a_cancel_ends_it_wherever_it_is(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        moved, waiting = open_on(pool, first, "moved"), open_on(pool, first, "waiting")
+        await die(pool, first)
+        run = await second.expect(Run)
+        assert run.request_id == "moved"
+        for sink in (moved, waiting):
+            pool.cancel(sink.name)  # type: ignore[attr-defined]
+        assert (await second.expect(Cancel)).handles == (run.handle,)
+        assert await waiting.end() == ("lost", "WORKER_LOST")
+        await second.step(finished=(finished(run.handle, reason=WireFinishReason.CANCELLED),))
+        await moved.end()
+        assert pool.num_outputs == 0
+
+
+async def test_each_output_of_a_request_moves_alone_with_its_own_seed(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        (view,) = (view for view in pool.workers() if view.epoch == first.epoch)
+        pool.open_all(view, request(seed=(1 << 64) - 1), [RecordingSink(), RecordingSink()])
+        await first.send(Leaving(epoch=first.epoch))
+        runs = [await second.expect(Run) for _ in range(2)]
+        assert [(run.sampling.seed, run.fork_handles) for run in runs] == [((1 << 64) - 1, ()), (0, ())]
+
+
+async def test_another_model_takes_nothing_and_closing_ends_all(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0") as (pool, workers):
+        sink = open_on(pool, workers[0])
+        await die(pool, workers[0])
+        card = workers[0].register.card
+        other = msgspec.structs.replace(card, fingerprint="f2")
+        workers.append(FakeWorker(pool.bound_endpoints[0], "w0", card=other))
+        await workers[1].join(pool)
+        assert await workers[1].hears_nothing(0.3)
+        await pool.close()
+        assert sink.ends == [("lost", "DRAINING")]

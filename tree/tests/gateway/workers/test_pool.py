@@ -1,0 +1,223 @@
+"""The pool over real sockets: registration, requests, routes, and what is too much for a worker."""
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gateway.workers import NoWorker, WorkerBusy, WorkerGone, WorkerPool, WorkerState
+from tests.support.workers import (
+    FILES,
+    PROMPT,
+    Dial,
+    FakeWorker,
+    RecordingSink,
+    capacity,
+    card,
+    finished,
+    open_one,
+    open_pool,
+    pool_config,
+    request,
+    until,
+)
+from wire.messages import (
+    AdminQuery,
+    AdminReply,
+    Cancel,
+    Drain,
+    Heartbeat,
+    KvEvent,
+    KvEventKind,
+    KvEvents,
+    Leaving,
+    ModelCard,
+    NeedTokenizer,
+    Run,
+    Sampling,
+    TokenizerBundle,
+    Welcome,
+    WireFinishReason,
+)
+
+
+def stop_the_loop(for_s: float) -> None:
+    """Block as a long callback does."""
+    time.sleep(for_s)
+
+
+async def test_a_worker_registers_hands_over_its_tokenizer_and_is_ready(tmp_path: Path) -> None:
+    seen: list[tuple[ModelCard, dict[str, bytes]]] = []
+    changes: list[int] = []
+    pool = WorkerPool(pool_config(tmp_path), on_model=lambda *model: seen.append(model))
+    pool.on_change(lambda: changes.append(len(pool.cards())))
+    await pool.start()
+    worker = FakeWorker(pool.bound_endpoints[0])
+    await worker.send(worker.register)
+    welcome = await worker.expect(Welcome)
+    assert welcome == Welcome(gateway_id=pool.gateway_id, epoch=worker.epoch)
+    assert await worker.expect(NeedTokenizer) == NeedTokenizer(epoch=worker.epoch, digest=card().tokenizer_digest)
+    assert pool.cards() == {}
+    await worker.send(TokenizerBundle(epoch=worker.epoch, digest=card().tokenizer_digest, files=FILES))
+    await until(pool.cards)
+    assert (seen, changes, pool.cards()) == ([(card(), FILES)], [1], {"tiny": card()})
+    worker.close()
+    await pool.close()
+
+
+async def test_a_request_goes_out_and_its_tokens_come_back(pool: WorkerPool, dial: Dial) -> None:
+    worker = dial()
+    await worker.join(pool)
+    sink = RecordingSink()
+    asked = request("r1", prompt=(7, 8, 9), seed=5, max_tokens=2)
+    handle = pool.open(pool.choose("tiny", PROMPT, ""), asked, sink)
+    assert await worker.expect(Run) == Run(
+        handle=handle,
+        request_id="r1",
+        prompt_ids=np.array([7, 8, 9], "<i4").tobytes(),
+        sampling=Sampling(temperature=0.0, max_tokens=2, seed=5),
+    )
+    assert [view.in_flight for view in pool.workers()] == [1]
+    await worker.step([(handle, 41)], started=(handle,))
+    await worker.step([(handle, 42)], finished=(finished(handle, 2),))
+    assert await sink.end() == ("finished", finished(handle, 2))
+    assert sink.calls[:-1] == [("started",), ("tokens", 41), ("tokens", 42)]
+    assert [view.in_flight for view in pool.workers()] == [0]
+
+
+async def test_what_arrives_while_we_send_is_read_without_waiting_for_a_tick(tmp_path: Path) -> None:
+    async with open_pool(tmp_path, "w0", tick_s=60.0) as (pool, (worker,)):
+        handle, sink = open_one(pool)
+        await worker.expect(Run)
+        await worker.step([(handle, 1)], finished=(finished(handle, 1),))
+        stop_the_loop(0.1)  # it has arrived; the next send takes the socket's news, and with it the descriptor's signal
+        open_one(pool)
+        await sink.end()
+
+
+async def test_cancels_of_one_turn_travel_in_one_message(pool: WorkerPool, dial: Dial) -> None:
+    worker = dial()
+    await worker.join(pool)
+    opened = [open_one(pool) for _ in range(3)]
+    for _ in opened:
+        await worker.expect(Run)
+    handles = [handle for handle, _ in opened]
+    for handle in (*handles, handles[0], 999):
+        pool.cancel(handle)
+    assert await worker.expect(Cancel) == Cancel(handles=tuple(handles))
+    await worker.step(
+        [(handles[0], 1)],
+        finished=tuple(finished(each, 1, reason=WireFinishReason.CANCELLED) for each in handles),
+    )
+    for _, sink in opened:
+        assert (await sink.end())[0] == "finished"
+        assert sink.tokens == []
+    assert pool.num_outputs == 0
+
+
+async def test_heartbeats_update_the_view_over_any_connection(pool: WorkerPool, dial: Dial) -> None:
+    worker, heart = dial(), dial()
+    await worker.join(pool)
+    beat = Heartbeat(
+        epoch=worker.epoch,
+        num_steps=9,
+        has_work=True,
+        num_running=2,
+        num_waiting=1,
+        num_free_blocks=5,
+        is_draining=True,
+    )
+    await heart.send(beat)
+    await until(lambda: pool.workers()[0].num_steps == 9)
+    (view,) = pool.workers()
+    assert (view.num_running, view.num_waiting, view.num_free_blocks) == (2, 1, 5)
+    assert view.state is WorkerState.DRAINING
+    assert view.heartbeat_age_s < 1.0
+    with pytest.raises(NoWorker):
+        pool.choose("tiny", PROMPT, "")
+
+
+async def test_requests_follow_the_cached_prefix(pool: WorkerPool, dial: Dial) -> None:
+    first, second = dial("w1"), dial("w2")
+    await first.join(pool)
+    await second.join(pool)
+    prompt = np.arange(9, dtype=np.int32)
+    event = KvEvent(kind=KvEventKind.STORED, block_hash=b"a", token_ids=prompt[:4].tobytes())
+    await second.send(KvEvents(epoch=second.epoch, events=(event,)))
+    await until(lambda: pool.stats.kv_events)
+    assert {pool.choose("tiny", prompt, "").worker_id for _ in range(4)} == {"w2"}
+    assert {pool.choose("tiny", prompt, "salt").worker_id for _ in range(4)} == {"w1", "w2"}
+    await second.send(Leaving(epoch=second.epoch))
+    await until(lambda: len(pool.workers()) == 1)
+    assert pool.choose("tiny", prompt, "").worker_id == "w1"
+
+
+async def test_models_are_routed_by_name(pool: WorkerPool, dial: Dial) -> None:
+    tiny, other = dial("w1"), dial("w2", card=card(name="other", fingerprint="f9"))
+    await tiny.join(pool)
+    await other.join(pool)
+    assert set(pool.cards()) == {"tiny", "other"}
+    assert [pool.choose(name, PROMPT, "").worker_id for name in ("tiny", "other")] == ["w1", "w2"]
+    with pytest.raises(NoWorker, match="'none'"):
+        pool.choose("none", PROMPT, "")
+
+
+async def test_admin_questions_are_answered_by_those_who_can(pool: WorkerPool, dial: Dial) -> None:
+    quick, silent = dial("w1"), dial("w2")
+    await quick.join(pool)
+    await silent.join(pool)
+    asked = asyncio.create_task(pool.query(audit=True, flush=False, timeout_s=0.3))
+    query = await quick.expect(AdminQuery)
+    assert (query.audit, query.flush_prefix_cache) == (True, False)
+    reply = AdminReply(epoch=quick.epoch, query_id=query.query_id, num_blocks=64, violations=("v",))
+    await quick.send(AdminReply(epoch=quick.epoch, query_id=query.query_id + 1))  # somebody else's question
+    await quick.send(reply)
+    assert await asked == [("w1", reply)]
+    assert await pool.query(audit=True, flush=False, timeout_s=0.05, model="none") == []
+
+
+async def test_a_worker_can_be_asked_to_drain(pool: WorkerPool, dial: Dial) -> None:
+    worker = dial()
+    await worker.join(pool)
+    pool.drain("w0", grace_s=3.0)
+    assert await worker.expect(Drain) == Drain(grace_s=3.0)
+    assert pool.cards() == {}
+    with pytest.raises(WorkerGone):
+        pool.drain("nobody", grace_s=1.0)
+
+
+async def test_a_full_worker_refuses(pool: WorkerPool, dial: Dial) -> None:
+    worker = dial(capacity=capacity(max_num_seqs=2, max_waiting=1))
+    await worker.join(pool)
+    for _ in range(3):
+        open_one(pool)
+    with pytest.raises(WorkerBusy, match="3 requests"):
+        open_one(pool)
+    assert pool.num_outputs == 3
+
+
+async def test_a_worker_that_reads_nothing_fills_its_queue_and_blocks_nobody(pool: WorkerPool, dial: Dial) -> None:
+    stuck = dial("stuck", capacity=capacity(max_num_seqs=1_000_000))
+    other = dial("other", card=card(name="other", fingerprint="f9"))
+    await stuck.join(pool)
+    await other.join(pool)
+    view = pool.choose("tiny", PROMPT, "")
+    asked = request(prompt=tuple(range(5_000)))
+    loop = asyncio.get_running_loop()
+    waits_s: list[float] = []
+    while pool.stats.busy_sends == 0 and len(waits_s) < 20_000:
+        started_s = loop.time()
+        with suppress(WorkerBusy):
+            pool.open(view, asked, RecordingSink())
+        waits_s.append(loop.time() - started_s)
+    assert len(waits_s) > 1_000
+    assert sorted(waits_s)[len(waits_s) // 2] < 0.01  # the median: this machine may take the processor away
+    with pytest.raises(WorkerBusy, match="queue towards it is full"):
+        pool.open(view, asked, RecordingSink())
+    handle, sink = open_one(pool, "other")
+    await other.expect(Run)
+    await other.step(finished=(finished(handle),))
+    assert (await sink.end())[0] == "finished"

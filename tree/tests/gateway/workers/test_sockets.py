@@ -1,0 +1,49 @@
+"""The sockets that workers dial: who may open them, and what happens when they vanish."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.workers import WorkerPool
+from tests.support.workers import Dial, finished, open_one, pool_config, until
+from wire.endpoints import EndpointError
+from wire.run_dir import RunDirError
+
+
+async def test_an_open_run_directory_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o755)
+    with pytest.raises(RunDirError, match="chmod 700"):
+        await WorkerPool(pool_config(tmp_path)).start()
+
+
+async def test_a_second_gateway_on_the_same_socket_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="in use"):
+        await WorkerPool(pool_config(tmp_path)).start()
+    assert pool.bound_endpoints
+
+
+async def test_tcp_beyond_loopback_needs_keys(tmp_path: Path) -> None:
+    with pytest.raises(EndpointError, match="CURVE"):
+        await WorkerPool(pool_config(tmp_path, endpoints=("tcp://0.0.0.0:0",))).start()
+
+
+async def test_a_socket_that_vanished_is_bound_again_and_running_streams_do_not_notice(
+    pool: WorkerPool, dial: Dial
+) -> None:
+    worker = dial()
+    await worker.join(pool)
+    handle, sink = open_one(pool)
+    os.unlink(pool.bound_endpoints[0].removeprefix("ipc://"))
+    await until(lambda: pool.stats.rebinds == 1)
+    await dial("w1").join(pool)
+    await worker.step([(handle, 1)], finished=(finished(handle, 1),))
+    assert (await sink.end())[0] == "finished"
+    assert len(pool.workers()) == 2
+
+
+async def test_closing_removes_the_socket(pool: WorkerPool, tmp_path: Path) -> None:
+    assert os.listdir(tmp_path / "run") == ["gateway-0.sock"]
+    await pool.close()
+    assert os.listdir(tmp_path / "run") == []

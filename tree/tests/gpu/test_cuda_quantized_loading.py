@@ -1,0 +1,53 @@
+"""A worker's start on a CUDA device with weights and a cache of fewer bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
+from worker.config import WorkerConfig
+from worker.cuda_runner import CudaRunner
+from worker.loaded import Loaded
+from worker.runner_loading import load_torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def load(model: str = "folio-chat", **settings: object) -> Loaded:
+    config = WorkerConfig(
+        **{
+            "model": model, "gateway_endpoints": (), "device": "cuda", "max_num_seqs": 8, "max_batch_tokens": 128,
+            "max_model_len": 128, **settings,
+        }  # type: ignore[arg-type]
+    )  # fmt: skip
+    return load_torch(config, lambda stage, done, total: None)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", [None, "fp8"])
+def test_a_worker_starts_with_rounded_weights(quantization: str, kv_cache_dtype: str | None) -> None:
+    loaded = load(quantization=quantization, kv_cache_dtype=kv_cache_dtype, num_blocks=64)
+    assert isinstance(loaded.runner, CudaRunner)
+    assert f"{quantization} weights" in loaded.device
+    assert ("fp8 cache" in loaded.device) == (kv_cache_dtype == "fp8")
+
+
+@pytest.mark.parametrize("packing", [GPTQ_CONFIG, GPTQ_CONFIG | {"bits": 8}, AWQ_CONFIG])
+def test_a_worker_keeps_packed_weights_as_they_are(packing: dict[str, object], tmp_path: Path) -> None:
+    write_packed_checkpoint(tmp_path, packing | {"group_size": 32})
+    loaded = load(str(tmp_path), num_blocks=64)
+    assert isinstance(loaded.runner, CudaRunner)
+    assert loaded.runner.programs.step.weights.is_quantized
+
+
+def test_an_fp8_cache_has_twice_the_blocks() -> None:
+    settings = {"memory_fraction": 0.2, "max_num_seqs": 4096, "max_batch_tokens": 4096, "max_model_len": 2048}
+    plain, small = load(**settings), load(kv_cache_dtype="fp8", **settings)
+    assert small.num_blocks == pytest.approx(2 * plain.num_blocks, rel=0.2)

@@ -1,0 +1,96 @@
+"""What of JSON schema is enforced, and what is refused by which name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from grammar.check import check_grammar
+from grammar.errors import GrammarRefused, Refusal
+from grammar.json_schema import rewrite
+from grammar.limits import GrammarLimits
+from wire.messages import Grammar, GrammarKind
+
+LIMITS = GrammarLimits()
+
+
+def refusal_of(schema: Any, limits: GrammarLimits = LIMITS) -> tuple[Refusal, str]:
+    """Reason and path."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    with pytest.raises(GrammarRefused) as caught:
+        check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=text), limits)
+    return caught.value.refusal, caught.value.path
+
+
+KEYWORDS = (
+    "not if then else contains minContains maxContains uniqueItems dependentRequired dependentSchemas dependencies "
+    "propertyNames unevaluatedProperties unevaluatedItems x-guidance $dynamicRef $recursiveRef"
+)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS.split())
+def test_a_keyword_that_is_not_enforced_is_refused_wherever_it_stands(keyword: str) -> None:
+    bad = {keyword: True}
+    places = {
+        "": bad,
+        "properties.a.": {"properties": {"a": bad}},
+        "$defs.x.": {"$defs": {"x": bad}},
+        "items.": {"items": bad},
+        "anyOf[1].": {"anyOf": [{}, bad]},
+        "prefixItems[0].additionalProperties.": {"prefixItems": [{"additionalProperties": bad}]},
+    }
+    for path, schema in places.items():
+        assert refusal_of(schema) == (Refusal.UNSUPPORTED, path + keyword)
+
+
+def test_names_of_properties_and_values_are_no_keywords() -> None:
+    good = {
+        "properties": {"not": {"enum": [{"if": 1}], "default": {"not": 1}, "x-note": {"not": 2}}},
+        "uniqueItems": False,
+    }
+    check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(good)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ("{", (Refusal.SYNTAX, "")),
+        ("[1]", (Refusal.SYNTAX, "")),
+        ('{"minimum": NaN}', (Refusal.SYNTAX, "")),
+        ({"properties": [1]}, (Refusal.SYNTAX, "properties")),
+        ({"anyOf": {}}, (Refusal.SYNTAX, "anyOf")),
+        ({"items": 3}, (Refusal.SYNTAX, "items")),
+        ({"type": "strin"}, (Refusal.SYNTAX, "")),
+        ({"$ref": "#/nowhere"}, (Refusal.SYNTAX, "")),
+        ({"$ref": "other.json"}, (Refusal.UNSUPPORTED, "$ref")),
+        ({"properties": {"a": {"format": "iri"}}}, (Refusal.UNSUPPORTED, "properties.a.format")),
+        ({"minProperties": 1}, (Refusal.UNSUPPORTED, "minProperties")),
+        ({"pattern": "(?=x)"}, (Refusal.UNSUPPORTED, "")),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, (Refusal.UNSUPPORTED, "")),
+        (False, (Refusal.UNSATISFIABLE, "")),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, (Refusal.UNSATISFIABLE, "")),
+        ("[" * 50_000, (Refusal.LIMIT, "")),
+        (" " * 70_000, (Refusal.LIMIT, "")),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_told_by_kind_and_place(schema: Any, expected: tuple[Refusal, str]) -> None:
+    assert refusal_of(schema) == expected
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth - 1):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_schemas_may_be_nested_as_deep_as_the_limit() -> None:
+    limits = GrammarLimits(max_depth=5)
+    check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(nested(5))), limits)
+    assert refusal_of(nested(6), limits)[0] is Refusal.LIMIT
+
+
+def test_references_follow_a_schema_that_is_put_into_another() -> None:
+    schema = {"$schema": "s", "$id": "i", "$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#"}}}}
+    moved = {"$ref": "#/p/$defs/a", "$defs": {"a": {"items": {"$ref": "#/p"}}}}
+    assert rewrite(schema, LIMITS, root="#/p") == moved

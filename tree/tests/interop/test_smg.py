@@ -1,0 +1,119 @@
+"""The `smg` gateway of the field in front of `octavo serve`, driven by the `openai` client: real processes all."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from octavo import Client
+
+from tests.support.interop import PINS, run_inside
+from tests.support.service import Service
+from tests.support.smg import smg
+
+STORY = "The fox and the crow lived in the old wood by the river, and number {} of them had a tale to tell. "
+TAILS = ("Who speaks?", "What happens then?", "Why?", "Where do they live?")
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def endpoint(smg_python: Path, service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An OpenAI-compatible base URL."""
+    folder = tmp_path_factory.mktemp("smg")
+    with smg(smg_python, folder, [service.target], "--policy=round_robin", "--tool-call-parser=qwen") as url:
+        yield f"{url}/v1"
+
+
+def test_the_openai_client_gets_what_it_asks_for(smg_python: Path, endpoint: str, service: Service) -> None:
+    run_inside(smg_python, "openai_client", timeout_s=240, OPENAI_BASE_URL=endpoint)
+    service.wait_until_idle()
+    assert [list(audit.violations) for audit in service.audit()] == [[]]
+
+
+def test_a_caller_that_leaves_frees_its_blocks(smg_python: Path, endpoint: str, service: Service) -> None:
+    command, variables = [str(smg_python), str(PINS / "drivers" / "leaving.py")], {"OPENAI_BASE_URL": endpoint}
+    service.wait_until_idle()
+    with subprocess.Popen(
+        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as caller:
+        assert caller.stdin is not None
+        assert caller.stdout is not None
+        try:
+            assert caller.stdout.readline() == "streaming\n", caller.stdout.read()
+            (before,) = service.audit()
+            assert before.num_active_blocks > 0
+            caller.stdin.write("leave\n")
+            caller.stdin.flush()
+            assert caller.stdout.readline() == "left\n"
+            left_s = time.monotonic()
+            service.wait_until_idle(timeout_s=5.0)
+            assert time.monotonic() - left_s < 3.0  # 1,900 tokens take longer
+        finally:
+            caller.kill()
+    (after,) = service.audit()
+    assert (list(after.violations), after.num_active_blocks) == ([], 0)
+
+
+# ---------------------------------------------------------------- two services
+
+
+def prompts_of(first: int) -> list[str]:
+    """Four long beginnings, ten blocks and more each."""
+    return ["".join(STORY.format(8 * index + line) for line in range(8)) for index in range(first, first + 4)]
+
+
+def seed(service: Service, beginnings: list[str]) -> list[int]:
+    """Ask a service itself, behind the back of the gateway in front; the tokens of each prompt."""
+    with Client(service.target) as client:
+        streams = [client.stream(messages=[("user", text + TAILS[0])], max_tokens=2) for text in beginnings]
+        for stream in streams:
+            list(stream)
+    return [stream.finished.usage.prompt_tokens for stream in streams]
+
+
+def cached_tokens(python: Path, url: str, prompts: list[str]) -> list[int]:
+    done = subprocess.run(
+        [str(python), str(PINS / "drivers" / "cached_tokens.py")],
+        env={"OPENAI_BASE_URL": f"{url}/v1"},
+        input=json.dumps(prompts),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(each) for each in json.loads(done.stdout)]
+
+
+def num_cached(service: Service) -> int:
+    service.wait_until_idle()
+    (audit,) = service.audit()
+    return audit.num_cached_blocks
+
+
+ALWAYS_BY_CACHE = ("--policy=cache_aware", "--worker-warmup-secs=0", "--worker-warmup-divert-every=0")
+
+
+def test_prompts_go_where_their_prefix_is_as_our_events_tell(
+    smg_python: Path, service: Service, second_service: Service, tmp_path: Path
+) -> None:
+    """What a service has is told by events alone: it was asked directly. Prefixes from before the gateway's start come
+    with the state that it is told first, later ones with the changes."""
+    early_at_second = prompts_of(0)
+    early_tokens = seed(second_service, early_at_second)
+    with smg(smg_python, tmp_path, [service.target, second_service.target], *ALWAYS_BY_CACHE) as url:
+        late_at_first, late_at_second = prompts_of(10), prompts_of(20)
+        late_tokens = seed(service, late_at_first) + seed(second_service, late_at_second)
+        time.sleep(1.0)  # for the events to arrive
+        before = num_cached(service), num_cached(second_service)
+        beginnings = early_at_second + late_at_first + late_at_second
+        asked = [text + tail for tail in TAILS for text in beginnings]
+        cached = cached_tokens(smg_python, url, asked)
+        after = num_cached(service), num_cached(second_service)
+    shared = [num_tokens - 2 * BLOCK for num_tokens in early_tokens + late_tokens] * len(TAILS)
+    assert min(shared) >= 8 * BLOCK
+    assert [index for index, (found, wanted) in enumerate(zip(cached, shared, strict=True)) if found < wanted] == []
+    # Nobody computed a prefix that the other has: each new block is one of a tail.
+    assert (after[0] - before[0], after[1] - before[1]) <= (4 * 4 * 2, 8 * 4 * 2)

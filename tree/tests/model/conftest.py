@@ -1,0 +1,26 @@
+"""Fixtures for the tests of the model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import Qwen2Config, Qwen2ForCausalLM
+from tests.support.checkpoints import tiny_config, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_tensors(one_thread: None) -> None:
+    """All tests of the model compute on small tensors."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny checkpoint folder that the test may change."""
+    return write_tiny_checkpoint(tmp_path / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Qwen2ForCausalLM:
+    """A tiny model in float32; do not change its weights."""
+    return Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0, dtype=torch.float32)

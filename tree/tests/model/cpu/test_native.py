@@ -1,0 +1,53 @@
+"""Where the compiled kernels come from, and that nothing needs them."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from model.cpu import native
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and no library loaded before or after."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.native_library.cache_clear()
+    yield tmp_path / "octavo" / "native"
+    native.native_library.cache_clear()
+
+
+def test_without_a_compiler_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert native.native_library() is None
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, forgotten: Path) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE", "off")
+    assert native.native_library() is None
+    assert not forgotten.exists()
+
+
+def test_a_compiler_that_fails_means_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo one\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    assert native.native_library() is None
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(forgotten: Path) -> None:
+    forgotten.mkdir(parents=True)
+    forgotten.chmod(0o777)
+    assert native.native_library() is None
+
+
+@pytest.mark.skipif(native.shutil.which("cc") is None, reason="no C compiler here")
+def test_it_is_compiled_once(forgotten: Path) -> None:
+    assert native.native_library() is not None
+    (file,) = forgotten.iterdir()
+    before = file.stat().st_mtime_ns
+    native.native_library.cache_clear()
+    assert native.native_library() is not None
+    assert [(each.name, each.stat().st_mtime_ns) for each in forgotten.iterdir()] == [(file.name, before)]

@@ -1,0 +1,109 @@
+"""Decode and mixed steps against the model's own forward on the reference backend, on a GPU or in the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from model import KvPool, Qwen2Config, Qwen2ForCausalLM, generate
+from model.gpu.decode_step import DecodeStep
+from model.gpu.mixed_step import MixedInputs, MixedStep
+from model.gpu.state import RowState
+from model.gpu.weights import GpuWeights
+from model.kernels.prefill_attention import list_tiles
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+S, M = 16, 12
+CONFIG = {
+    "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, np.int32)).to(DEVICE)
+
+
+class Device:
+    """Steps over a random model: rows 0 … 4, tables of random blocks, every block NaN until written."""
+
+    def __init__(self, model: Qwen2ForCausalLM, path: str) -> None:
+        P = 5 * M + 1
+        self.kv = KvPool(model.config, P, S, model.dtype, DEVICE)
+        for pool in (*self.kv.k_pools, *self.kv.v_pools):
+            pool[:-1] = float("nan")
+        self.state = RowState(num_slots=5, table_width=M, scratch_block=P - 1, device=DEVICE)
+        self.state.table_RM[:5] = ints(np.random.default_rng(0).permutation(P - 1)).view(5, M)
+        weights = GpuWeights.take(model, max_positions=S * M)
+        self.decode = DecodeStep(weights, self.state, self.kv, max_batch=8, vocab_size=300)
+        self.decode.paths.names = dict.fromkeys(range(1, 9), path)
+        self.mixed = MixedStep(self.decode, max_tokens=256)
+
+    def prefill(self, chunks: list[tuple[int, list[int], int, bool]], decodes: list[int]) -> list[int]:
+        """chunks: (row, ids, start, is last). Returns the sampled tokens, decodes first."""
+        ids = [-1] * len(decodes) + [token for _, ids, _, _ in chunks for token in ids]
+        rows = decodes + [row for row, ids, _, _ in chunks for _ in ids]
+        positions = [0] * len(decodes) + [start + i for _, ids, start, _ in chunks for i in range(len(ids))]
+        firsts = np.cumsum([len(decodes), *(len(ids) for _, ids, _, _ in chunks)]).tolist()
+        tiles = list_tiles((row, firsts[i], start, len(ids)) for i, (row, ids, start, _) in enumerate(chunks))
+        ended = [i for i, chunk in enumerate(chunks) if chunk[3]]
+        for i in ended:
+            self.state.num_prompt_R[chunks[i][0]] = chunks[i][2] + len(chunks[i][1])
+        self.mixed.run(
+            MixedInputs(
+                num_decodes=len(decodes), ids_T=ints(ids), row_T=ints(rows), position_T=ints(positions),
+                tiles_W4=ints(tiles), last_S=ints([*range(len(decodes)), *(firsts[i + 1] - 1 for i in ended)]),
+                rows_S=ints(decodes + [chunks[i][0] for i in ended]), ended_E=ints([chunks[i][0] for i in ended]),
+                position_E=ints([chunks[i][2] + len(chunks[i][1]) - 1 for i in ended]),
+            )
+        )  # fmt: skip
+        return self.decode.token_B[: len(decodes) + len(ended)].tolist()
+
+    def step(self, rows: list[int]) -> list[int]:
+        """A decode step, padded by scratch rows."""
+        self.decode.rows_B[: len(rows) + 2] = ints([*rows, self.state.scratch_row, self.state.scratch_row])
+        self.decode.run(len(rows) + 2)
+        return self.decode.token_B[: len(rows)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("wide", {}),
+        ("wide", {"tie_word_embeddings": False}),
+        pytest.param("split-16", {}, marks=pytest.mark.slow),
+        pytest.param("narrow", {}, marks=pytest.mark.slow),
+        pytest.param("narrow-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, object]) -> None:
+    config = Qwen2Config.from_dict(CONFIG | changes)
+    model = Qwen2ForCausalLM.random(config, seed=1, dtype=torch.float32, device=DEVICE)
+    with torch.no_grad():
+        model.norm.weight += torch.randn_like(model.norm.weight) * 0.2
+        for layer in model.decoder_layers:
+            layer.input_layernorm.weight += torch.randn_like(layer.input_layernorm.weight) * 0.2
+    rng = np.random.default_rng(3)
+    prompts = {row: rng.integers(0, 290, size).tolist() for row, size in enumerate((5, 33, 70, 16))}
+    expected = {row: generate(model, prompt, max_new_tokens=9) for row, prompt in prompts.items()}
+    device = Device(model, path)
+    got: dict[int, list[int]] = {row: [] for row in prompts}
+
+    def keep(rows: list[int], tokens: list[int]) -> None:
+        for row, token in zip(rows, tokens, strict=True):
+            got[row].append(token)
+
+    keep([0], device.prefill([(0, prompts[0], 0, True), (2, prompts[2][:40], 0, False)], []))
+    keep([0, 1, 2], device.prefill([(1, prompts[1], 0, True), (2, prompts[2][40:], 40, True)], [0]))
+    keep([2, 0, 1], device.step([2, 0, 1]))
+    keep([1, 0, 2, 3], device.prefill([(3, prompts[3], 0, True)], [1, 0, 2]))
+    for _ in range(5):
+        keep([3, 1, 0, 2], device.step([3, 1, 0, 2]))
+    assert got == {row: expected[row][: len(got[row])] for row in got}
+    assert [len(tokens) for tokens in got.values()] == [9, 8, 8, 6]

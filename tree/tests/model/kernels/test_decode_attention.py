@@ -1,0 +1,113 @@
+"""Decode attention against its twin, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from model.kernels.decode_attention import (
+    DecodeArgs,
+    decode_attention,
+    decode_attention_reference,
+    partial_buffers,
+)
+from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("lengths", [[70], [0], [70, 300, 10], [1, 2, 3, 5000, 0, 64, 128, 129], [700] * 33])
+def test_the_work_list_covers_every_chunk_once(lengths: list[int]) -> None:
+    order = torch.randperm(len(lengths)).int()
+    positions = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    positions[order.long()] = torch.tensor(lengths, dtype=torch.int32)
+    limits = WorkLimits.of(2)
+    work = DecodeWork.allocate(len(lengths), 2, DEVICE)
+    plan_work(order.to(DEVICE), positions.to(DEVICE), work)
+    items = plan_work_reference(order.tolist(), lengths, limits)
+    assert work.count_1.tolist() == [len(items)]
+    assert len(items) <= limits.capacity(len(lengths))
+    assert work.item_W8[: len(items)].tolist() == [list(item) for item in items]
+
+
+def make_case(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, D: int = 96, S: int = 16) -> tuple:
+    """Random inputs; every block outside the tables is NaN, as is every slot behind a sequence's end."""
+    B, R, M = len(positions), len(positions) + 3, max(positions) // S + 2
+    rows = torch.randperm(R)[:B].int()
+    position_R = torch.full((R,), 10**6, dtype=torch.int32)
+    position_R[rows.long()] = torch.tensor(positions, dtype=torch.int32)
+    P = B * M + 5
+    table_RM = torch.full((R, M), P - 1, dtype=torch.int32)
+    pools = [torch.full((P, K, S, H), float("nan"), dtype=dtype) for _ in range(2)]
+    ids = torch.randperm(P - 1)[: B * M].view(B, M).int()
+    for b, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
+        table_RM[row] = ids[b]
+        for pool in pools:
+            for token in range(position):
+                pool[ids[b, token // S], :, token % S] = torch.randn(K, H).to(dtype)
+    angle = torch.rand(max(positions) + 1, H // 2) * 6.28
+    C = (N + 2 * K) * H
+    inputs = [torch.randn(B, C).to(dtype), torch.randn(B, D).to(dtype), torch.randn(C).to(dtype)]
+    args = DecodeArgs(
+        rows_B=rows.to(DEVICE),
+        position_R=position_R.to(DEVICE),
+        table_RM=table_RM.to(DEVICE),
+        cos_LH=angle.cos().to(DEVICE),
+        sin_LH=angle.sin().to(DEVICE),
+        work=DecodeWork.allocate(B, K, DEVICE),
+        partial_out=partial_buffers(B, N, H, DEVICE, WorkLimits.of(K))[0],
+        partial_ml=partial_buffers(B, N, H, DEVICE, WorkLimits.of(K))[1],
+        num_heads=N,
+        num_kv_heads=K,
+        head_dim=H,
+        scale=H**-0.5,
+        eps=1e-6,
+    )
+    return [t.to(DEVICE) for t in inputs], [pool.to(DEVICE) for pool in pools], args
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "H", "positions", "dtype"),
+    [
+        (14, 2, 64, [0, 15, 16, 17, 63, 64, 65, 300], torch.float32),
+        (14, 2, 64, [200, 1], torch.bfloat16),
+        (12, 2, 128, [129, 40], torch.float32),
+        (28, 4, 128, [33], torch.float16),
+        (16, 16, 64, [31, 150], torch.float32),
+        (8, 1, 64, [257, 3], torch.float32),
+        (20, 1, 32, [90], torch.float32),
+    ],
+)
+def test_decode_attention_equals_its_twin(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("the interpreter multiplies bfloat16 as integers")
+    torch.manual_seed(0)
+    (qkv, x, bias), (k_pool, v_pool), args = make_case(N, K, H, positions, dtype)
+    pools = k_pool.cpu().clone(), v_pool.cpu().clone()
+    out = torch.full((len(positions), N, H), float("nan"), dtype=dtype, device=DEVICE)
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        plan_work(args.rows_B, args.position_R, args.work)
+        decode_attention(qkv, x, bias, k_pool, v_pool, out, args)
+    twin_args = DecodeArgs(
+        **{
+            name: value.cpu() if isinstance(value := getattr(args, name), torch.Tensor) else value
+            for name in DecodeArgs.__dataclass_fields__
+        }
+    )
+    expected = decode_attention_reference(qkv.cpu(), x.cpu(), bias.cpu(), *pools, twin_args)
+    limit = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.cpu().float(), expected, atol=limit, rtol=limit)
+    for pool, twin in zip((k_pool, v_pool), pools, strict=True):
+        torch.testing.assert_close(pool.cpu().float(), twin.float(), atol=limit, rtol=limit, equal_nan=True)
+    assert int(args.work.arrived_BK.abs().sum()) == 0
+
+
+def test_a_launcher_names_the_tensor_that_does_not_fit() -> None:
+    (qkv, x, bias), (k_pool, v_pool), args = make_case(4, 2, 16, [3], torch.float32)
+    out = torch.empty(1, 4, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="bias_C is torch"):
+        decode_attention(qkv, x, bias.half(), k_pool, v_pool, out, args)
+    with pytest.raises(ValueError, match="out_BNH has shape"):
+        decode_attention(qkv, x, bias, k_pool, v_pool, out[:, :2], args)

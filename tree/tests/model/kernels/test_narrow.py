@@ -1,0 +1,173 @@
+"""The kernels for a few rows against their twins, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from model.kernels.narrow import Cut, Overlap, block_of
+from model.kernels.narrow_attention import (
+    MAX_SPLITS,
+    cut_context,
+    narrow_attention,
+    narrow_attention_reference,
+    split_buffers,
+)
+from model.kernels.narrow_combine import combine, combine_reference
+from model.kernels.narrow_mlp import (
+    narrow_add_product,
+    narrow_gate_up,
+    narrow_gate_up_reference,
+    narrow_head,
+)
+from model.kernels.narrow_qkv import narrow_qkv, narrow_qkv_reference
+from model.kernels.rows import rms_norm_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+OVERLAP = Overlap.on(torch.empty(0, device=DEVICE))
+S = 16
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    limit = 3e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual.cpu().float(), expected.float(), atol=limit, rtol=limit, equal_nan=True)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(rows, columns) * columns**-0.5).to(dtype)
+
+
+def place(positions: list[int], K: int, H: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """rows_B, position_R, table_RM and pools that are NaN but for the cached tokens."""
+    B, R, M = len(positions), len(positions) + 2, max(positions) // S + 1
+    rows = torch.randperm(R)[:B].int()
+    position_R = torch.full((R,), 10**6, dtype=torch.int32)
+    position_R[rows.long()] = torch.tensor(positions, dtype=torch.int32)
+    table = torch.randperm(R * M + 3)[: R * M].view(R, M).int()
+    pools = [torch.full((R * M + 3, K, S, H), float("nan"), dtype=dtype) for _ in range(2)]
+    for row, position in zip(rows.tolist(), positions, strict=True):
+        for token in range(position):
+            for pool in pools:
+                pool[table[row, token // S], :, token % S] = torch.randn(K, H).to(dtype)
+    return rows, position_R, table, *pools
+
+
+def test_blocks_waste_little() -> None:
+    assert [block_of(n) for n in (896, 1536, 3584, 4864, 5120, 18944, 96, 40)] == [
+        1024, 512, 1024, 1024, 1024, 1024, 128, 64,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("N", "K", "H", "D", "positions"),
+    [(14, 2, 64, 896, [0]), (3, 1, 128, 200, [15, 16, 40]), (4, 4, 32, 96, [31, 0, 7, 18])],
+)
+def test_qkv_equals_its_twin(N: int, K: int, H: int, D: int, positions: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    C, B = (N + 2 * K) * H, len(positions)
+    rows, position_R, table, k_pool, v_pool = place(positions, K, H, dtype)
+    angle = torch.rand(64, H // 2) * 6.28
+    x, qkv, bias = torch.randn(B, D).to(dtype), matrix(C, D, dtype), torch.randn(C).to(dtype)
+    shared = (rows, position_R, table, angle.cos(), angle.sin())
+    pools = [pool.clone().to(DEVICE) for pool in (k_pool, v_pool)]
+    q = torch.full((B, N, H), float("nan"), dtype=dtype, device=DEVICE)
+    narrow_qkv(
+        *(t.to(DEVICE) for t in (x, qkv, bias)), q, *pools, *(t.to(DEVICE) for t in shared), 1e-6,
+        cut=Cut(rows=4, warps=4), overlap=OVERLAP,
+    )  # fmt: skip
+    close(q, narrow_qkv_reference(x, qkv, bias, k_pool, v_pool, *shared, 1e-6), dtype)
+    close(pools[0], k_pool, dtype)
+    close(pools[1], v_pool, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("N", "K", "H", "positions"),
+    [
+        (14, 2, 64, [0, 63, 64, 65]),
+        (12, 2, 128, [129, 1]),
+        (3, 1, 64, [64 * MAX_SPLITS + 70]),
+        (2, 2, 16, [700]),
+    ],
+)
+def test_attention_equals_its_twin_part_by_part_and_added_up(
+    N: int, K: int, H: int, positions: list[int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    B = len(positions)
+    rows, position_R, table, k_pool, v_pool = place([p + 1 for p in positions], K, H, dtype)
+    position_R[rows.long()] -= 1
+    q = torch.randn(B, N, H).to(dtype)
+    part, log = (torch.full_like(t, float("nan")) for t in split_buffers(B + 1, N, H, DEVICE))
+    pools = k_pool.to(DEVICE), v_pool.to(DEVICE)
+    narrow_attention(
+        q.to(DEVICE),
+        *pools,
+        part,
+        log,
+        rows.to(DEVICE),
+        position_R.to(DEVICE),
+        table.to(DEVICE),
+        H**-0.5,
+        overlap=OVERLAP,
+    )
+    expected_part, expected_log = narrow_attention_reference(q, k_pool, v_pool, rows, position_R, table, H**-0.5)
+    close(part[:B], expected_part, dtype)
+    close(log[:B], expected_log, dtype)
+    summed = combine_reference(expected_part, expected_log, rows, position_R)
+    out = torch.full((B, N, H), float("nan"), dtype=dtype, device=DEVICE)
+    combine(part, log, out, rows.to(DEVICE), position_R.to(DEVICE), overlap=OVERLAP)
+    close(out, summed, dtype)
+
+
+def test_contexts_are_cut_into_whole_tiles() -> None:
+    assert [cut_context(n) for n in (0, 1, 64, 65, 64 * MAX_SPLITS, 64 * MAX_SPLITS + 1)] == [
+        (64, 1), (64, 1), (64, 1), (64, 2), (64, MAX_SPLITS), (128, MAX_SPLITS // 2 + 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "D", "I"), [(1, 896, 48), (3, 200, 40), (2, 1536, 12), (8, 64, 7)])
+def test_products_equal_their_twins(B: int, D: int, I: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cut = Cut(rows=4, warps=4)
+    x, gate_up, down = torch.randn(B, D).to(dtype), matrix(2 * I, D, dtype), matrix(D, I, dtype)
+    act = torch.full((B, I), float("nan"), dtype=dtype, device=DEVICE)
+    narrow_gate_up(x.to(DEVICE), gate_up.to(DEVICE), act, 1e-6, cut=cut, overlap=OVERLAP)
+    expected = narrow_gate_up_reference(x, gate_up, 1e-6)
+    close(act, expected, dtype)
+    added = x.clone().to(DEVICE)
+    narrow_add_product(added, act, down.to(DEVICE), cut=cut, overlap=OVERLAP)
+    close(added, x.float() + act.cpu().float() @ down.float().T, dtype)
+    index = torch.arange(B).flip(0).int()
+    norm, head = torch.randn(D).to(dtype), matrix(I * 2, D, dtype)
+    logits = torch.full((B, I * 2), float("nan"), dtype=dtype, device=DEVICE)
+    narrow_head(
+        x.to(DEVICE), index.to(DEVICE), norm.to(DEVICE), head.to(DEVICE), logits, 1e-6, cut=cut, overlap=OVERLAP
+    )
+    close(logits, rms_norm_reference(x, norm, 1e-6)[index.long()] @ head.float().T, dtype)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    x, down, y = torch.randn(4, 96), matrix(96, 40, torch.float32), torch.randn(4, 40)
+    together, alone = x.clone().to(DEVICE), x[2:3].clone().to(DEVICE)
+    for target, source in ((together, y), (alone, y[2:3])):
+        narrow_add_product(
+            target, source.contiguous().to(DEVICE), down.to(DEVICE), cut=Cut(rows=2, warps=4), overlap=OVERLAP
+        )
+    assert torch.equal(together[2], alone[0])
+
+
+def test_a_launcher_names_the_tensor_that_does_not_fit() -> None:
+    x, down = torch.randn(1, 32, device=DEVICE), torch.randn(32, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="matrix_DQ has shape"):
+        narrow_add_product(x, torch.randn(1, 9, device=DEVICE), down, cut=Cut(rows=2, warps=4), overlap=OVERLAP)
+    with pytest.raises(ValueError, match="gate_up_ED is torch"):
+        narrow_gate_up(
+            x, down.half(), torch.empty(1, 8, device=DEVICE), 1e-6, cut=Cut(rows=2, warps=4), overlap=OVERLAP
+        )

@@ -1,0 +1,32 @@
+"""The row kernels against their twins, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from model.kernels.rows import embed, rms_norm, rms_norm_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_embed_takes_the_id_or_the_last_token_of_the_row() -> None:
+    table, out = torch.randn(50, 40, device=DEVICE), torch.full((4, 40), float("nan"), device=DEVICE)
+    embed(ints(7, -1, 49, -1), ints(0, 2, 0, 1), ints(3, 5, 11), table, out)
+    assert torch.equal(out, table[[7, 11, 49, 5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rms_norm_equals_its_twin(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 100).to(dtype), torch.randn(100).to(dtype)
+    out = torch.full((3, 100), float("nan"), dtype=dtype, device=DEVICE)
+    rms_norm(x.to(DEVICE), ints(4, 0, 4), weight.to(DEVICE), out, 1e-6)
+    limit = 1e-5 if dtype == torch.float32 else 5e-3
+    expected = rms_norm_reference(x, weight, 1e-6)[[4, 0, 4]]
+    torch.testing.assert_close(out.cpu().float(), expected, atol=limit, rtol=limit)

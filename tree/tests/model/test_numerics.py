@@ -1,0 +1,72 @@
+"""The first module whose numbers go wrong is named, with the row and what is wrong."""
+
+import pytest
+import torch
+
+from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from model.numerics import NumericFault, NumericFinding, NumericsWatch, default_limit, watch_numerics
+from tests.support.checkpoints import tiny_config
+
+IDS = torch.arange(10)
+
+
+@pytest.fixture
+def model() -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0)
+
+
+def first_finding(model: Qwen2ForCausalLM, limit: float | None = None) -> NumericFinding | None:
+    with watch_numerics(model, limit=limit) as watch:
+        dense_logits(model, IDS)
+    return watch.first
+
+
+def test_a_sound_model_has_no_finding(model: Qwen2ForCausalLM) -> None:
+    assert first_finding(model) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [(torch.nan, NumericFault.NAN), (torch.inf, NumericFault.INFINITE), (1e9, NumericFault.OVER_LIMIT)],
+)
+def test_the_module_that_goes_wrong_first_is_named(model: Qwen2ForCausalLM, value: float, fault: NumericFault) -> None:
+    model.decoder_layers[1].mlp.gate_up_proj.weight.data[7, 3] = value
+    finding = first_finding(model)
+    assert finding is not None
+    assert (finding.module, finding.fault, finding.row) == ("layers.1.mlp.gate_up_proj", fault, 0)
+    assert finding.num_bad == len(IDS)
+    assert str(finding).startswith(f"layers.1.mlp.gate_up_proj: output is {fault.value}: 10 values, first in row 0")
+
+
+def test_the_row_of_the_token_is_found(model: Qwen2ForCausalLM) -> None:
+    model.embed_tokens.weight.data[6] = torch.nan
+    finding = first_finding(model)
+    assert finding is not None
+    assert (finding.module, finding.row, finding.num_bad) == ("embed_tokens", 6, 64)
+
+
+def test_a_lower_limit_finds_what_is_merely_large(model: Qwen2ForCausalLM) -> None:
+    finding = first_finding(model, limit=0.5)
+    assert finding is not None
+    assert finding.fault is NumericFault.OVER_LIMIT
+    assert 0.5 < finding.largest < 100
+
+
+def test_the_limit_follows_from_the_dtype() -> None:
+    assert [default_limit(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [1e6, 1e6, 32752.0]
+
+
+def test_watching_can_begin_again_and_leaves_no_hooks(model: Qwen2ForCausalLM) -> None:
+    model.embed_tokens.weight.data[6] = torch.nan
+    watch = NumericsWatch(model)
+    watch.attach()
+    watch.attach()
+    dense_logits(model, IDS)
+    assert watch.first is not None
+    watch.reset()
+    assert watch.first is None
+    watch.detach()
+    watch.detach()
+    dense_logits(model, IDS)
+    assert watch.first is None
+    assert not any(module._forward_hooks for module in model.modules())

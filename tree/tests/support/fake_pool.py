@@ -1,0 +1,217 @@
+"""A worker pool without workers: tests say what comes back, and read what was asked for."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from gateway.workers.block_feed import BlockSubscription
+from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from gateway.workers.prefixes import Prefixes
+from gateway.workers.stats import PoolStats
+from gateway.workers.views import EmbeddingSink, OutputSink, RunRequest, WorkerState, WorkerView
+from wire.messages import AdminReply, Capacity, Finished, ModelCard, TokenLogprobs, WireFinishReason
+
+
+def model_card(name: str = "tiny", **changes: object) -> ModelCard:
+    """A card with plausible figures."""
+    fields: dict[str, object] = {
+        "name": name,
+        "fingerprint": f"fingerprint-of-{name}",
+        "architecture": "Qwen2ForCausalLM",
+        "dtype": "float32",
+        "max_model_len": 256,
+        "vocab_size": 600,
+        "eos_token_ids": (0,),
+        "default_sampling": {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "repetition_penalty": 1.125},
+        "tokenizer_digest": "d" * 64,
+    }
+    return ModelCard(**fields | changes)  # type: ignore[arg-type]
+
+
+def worker_view(worker_id: str = "w0", **changes: object) -> WorkerView:
+    """A ready worker of the card above with 64 blocks of 16."""
+    fields: dict[str, object] = {
+        "worker_id": worker_id,
+        "epoch": "e1",
+        "state": WorkerState.READY,
+        "card": model_card(),
+        "capacity": Capacity(num_blocks=64, block_size=16, max_num_seqs=4, max_waiting=4, max_batch_tokens=64),
+        "in_flight": 0,
+        "num_steps": 7,
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_free_blocks": 60,
+        "num_cached_blocks": 4,
+        "heartbeat_age_s": 0.25,
+        "pid": 4242,
+    }
+    return WorkerView(**fields | changes)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class FakeRun:
+    """One output that was asked for."""
+
+    handle: int
+    worker: WorkerView
+    request: RunRequest
+    sink: OutputSink
+    is_cancelled: bool = False
+    is_over: bool = False
+    num_tokens: int = 0
+
+    def tokens(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+        """As one step message would bring them; none after a cancel, as the pool promises."""
+        if self.is_cancelled or self.is_over:
+            return
+        self.num_tokens += len(ids)
+        self.sink.on_tokens(ids, logprobs)
+
+    def embed(self, values: list[float], **figures: object) -> None:
+        """A vector and the end."""
+        if not self.is_cancelled and not self.is_over:
+            cast(EmbeddingSink, self.sink).on_embedding(np.asarray(values, np.float32))
+        self.finish(WireFinishReason.LENGTH, **figures)
+
+    def finish(self, reason: WireFinishReason = WireFinishReason.LENGTH, **figures: object) -> None:
+        """The terminal call; ignored when there was one."""
+        if self.is_over:
+            return
+        self.is_over = True
+        fields = {
+            "prompt_tokens": len(self.request.prompt_ids),
+            "completion_tokens": self.num_tokens,
+            "cached_tokens": 3,
+            "computed_tokens": 5,
+            "preemptions": 1,
+            "queue_s": 0.25,
+            "prefill_s": 0.5,
+            "decode_s": 0.75,
+        } | figures
+        self.sink.on_finished(Finished(handle=self.handle, reason=reason, **fields))  # type: ignore[arg-type]
+
+    def lose(self, reason: str = "WORKER_LOST", detail: str = "") -> None:
+        """The other terminal call."""
+        if not self.is_over:
+            self.is_over = True
+            self.sink.on_lost(reason, detail)
+
+
+@dataclass(eq=False)
+class FakePool:
+    """Shaped like gateway.workers.pool.WorkerPool. on_run: called with each new run, to script its output.
+
+    answers_cancels: whether a cancel is followed by Finished(CANCELLED) at once.
+    """
+
+    views: list[WorkerView] = field(default_factory=lambda: [worker_view()])
+    on_run: Callable[[FakeRun], None] | None = None
+    answers_cancels: bool = True
+    runs: list[FakeRun] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    paces: list[tuple[str, int]] = field(default_factory=list)  # pauses and resumes, by handle
+    queries: list[dict[str, object]] = field(default_factory=list)
+    replies: list[tuple[str, AdminReply]] = field(default_factory=list)
+    refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
+    stats: PoolStats = field(default_factory=PoolStats)
+    is_closed: bool = False
+    prefixes: Prefixes = field(default_factory=lambda: Prefixes(max_nodes=1000, now_us=lambda: 1000))
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _handles: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    async def start(self) -> None:
+        """Nothing to bind."""
+
+    async def close(self) -> None:
+        """Ends what is open, as the real one does."""
+        self.is_closed = True
+        for run in self.runs:
+            run.lose("DRAINING")
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """As the real one."""
+        self._callbacks.append(callback)
+
+    def set_views(self, *views: WorkerView) -> None:
+        """Workers came or went."""
+        self.views = list(views)
+        for callback in self._callbacks:
+            callback()
+
+    def cards(self) -> dict[str, ModelCard]:
+        """Of ready workers."""
+        return {view.card.name: view.card for view in self.views if view.state is WorkerState.READY}
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """All."""
+        return tuple(self.views)
+
+    def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
+        """The first ready one of the model."""
+        for view in self.views:
+            if view.card.name == model and view.state is WorkerState.READY:
+                return view
+        raise NoWorker(model)
+
+    def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
+        """Remember, and let the script begin."""
+        return self.open_all(worker, request, [sink])[0]
+
+    def open_all(self, worker: WorkerView, request: RunRequest, sinks: Sequence[OutputSink]) -> list[int]:
+        """A run for each sink."""
+        if self.refuse:
+            raise self.refuse.pop(0)
+        runs = [FakeRun(next(self._handles), worker, request, sink) for sink in sinks]
+        self.runs += runs
+        for run in runs:
+            if self.on_run is not None:
+                self.on_run(run)
+        return [run.handle for run in runs]
+
+    def cancel(self, handle: int) -> None:
+        """Counted; answered where answers_cancels."""
+        self.cancelled.append(handle)
+        for run in self.runs:
+            if run.handle == handle and not run.is_cancelled:
+                run.is_cancelled = True
+                if self.answers_cancels:
+                    run.finish(WireFinishReason.CANCELLED)
+
+    def pause(self, handle: int) -> None:
+        """Noted."""
+        self.paces.append(("pause", handle))
+
+    def resume(self, handle: int) -> None:
+        """Noted."""
+        self.paces.append(("resume", handle))
+
+    def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
+        """As the real one: of `prefixes`."""
+        return self.prefixes.follow(model, salt)
+
+    def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
+        """As the real one."""
+        self.prefixes.leave(model, subscription)
+
+    async def query(
+        self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
+    ) -> list[tuple[str, AdminReply]]:
+        """The canned replies."""
+        self.queries.append({"audit": audit, "flush": flush, "model": model})
+        return self.replies
+
+
+def busy(worker_id: str = "w0") -> WorkerBusy:
+    """What open raises when a worker is full."""
+    return WorkerBusy(worker_id, "queue full")
+
+
+def gone(worker_id: str = "w0") -> WorkerGone:
+    """What open raises when a worker has just left."""
+    return WorkerGone(worker_id)
+
+
+__all__ = ["FakePool", "FakeRun", "busy", "gone", "model_card", "worker_view"]

@@ -1,0 +1,94 @@
+"""Callers of a service on the oracle, who know every token that they must get."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from octavo import AsyncClient, OctavoError
+from octavo.client_requests import generate_request
+from octavo.v1 import inference_pb2 as pb
+
+from wire.messages import Sampling
+from worker.oracle_model import OracleModel, oracle_tokens
+
+MODEL_LEN = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One request, and what came of it. Times are monotonic seconds; error: None where it is complete."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    error: BaseException | None = None
+    sent_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+
+    @property
+    def reason(self) -> str | None:
+        """Our own reason of the end; None for a complete output; "UNKNOWN" where nobody says why."""
+        if self.error is None:
+            return None
+        return self.error.reason or "UNKNOWN" if isinstance(self.error, OctavoError) else type(self.error).__name__
+
+    @property
+    def code(self) -> str:
+        """Name of the gRPC status."""
+        if self.error is None:
+            return "OK"
+        return self.error.code.name if isinstance(self.error, OctavoError) else type(self.error).__name__
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Between two arrivals, or before the first."""
+        times = [self.sent_s, *self.arrivals_s]
+        return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+
+
+def golden(call: Call, model: OracleModel) -> list[int]:
+    """Every token of the fault-free run."""
+    sampling = Sampling(temperature=0.0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True)
+    return oracle_tokens(call.prompt, sampling, model=model, max_total_tokens=MODEL_LEN)
+
+
+def request(call: Call) -> pb.GenerateRequest:
+    """What goes over the wire."""
+    return generate_request(
+        token_ids=call.prompt, temperature=0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True,
+        output="token_ids",
+    )  # fmt: skip
+
+
+async def run(client: AsyncClient, call: Call, *, timeout_s: float | None = None) -> Call:
+    """To its end, whatever that is."""
+    stream = client.stream(request(call), timeout_s=timeout_s)
+    call.sent_s = time.monotonic()
+    try:
+        async for delta in stream.deltas():
+            call.token_ids += delta.token_ids
+            call.arrivals_s.append(time.monotonic())
+    except (OctavoError, asyncio.CancelledError) as error:
+        call.error = without_call(error)
+    call.ended_s = time.monotonic()
+    return call
+
+
+def without_call(error: BaseException) -> BaseException:
+    """The error alone: its frames and causes would keep the call, and with it the connection, as long as it lives."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def calls(count: int, *, max_tokens: int, first: int = 10) -> list[Call]:
+    """Different prompts, some of them with a common beginning."""
+    return [Call(prompt=[7, 8, 9, first + n], max_tokens=max_tokens, seed=first + n) for n in range(count)]
+
+
+async def run_all(client: AsyncClient, wanted: Sequence[Call]) -> list[Call]:
+    """All at once."""
+    return list(await asyncio.gather(*(run(client, call) for call in wanted)))

@@ -1,0 +1,81 @@
+"""A caller that speaks HTTP/2 itself, and gives every stream a window of nothing: it takes headers, never a message."""
+
+import asyncio
+import struct
+from dataclasses import dataclass, field
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import ResponseReceived, SettingsAcknowledged, StreamEnded, StreamReset, TrailersReceived
+from h2.settings import SettingCodes
+
+GENERATE = "/octavo.v1.InferenceService/Generate"
+
+
+@dataclass(slots=True)
+class UnreadingCaller:
+    """trailers: of the streams that have ended, by stream."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    connection: H2Connection
+    trailers: dict[int, dict[str, str]] = field(default_factory=dict)
+    is_heeded: bool = False  # the server has acknowledged our settings
+
+    @classmethod
+    async def connect(cls, port: int) -> "UnreadingCaller":
+        """To a service in plain text on this host."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        connection = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+        connection.initiate_connection()
+        connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        writer.write(connection.data_to_send())
+        await writer.drain()
+        caller = cls(reader, writer, connection)
+        while not caller.is_heeded:  # until then the server goes by the protocol's own window
+            await caller.receive(for_s=5.0)
+        return caller
+
+    def open(self, message: bytes) -> int:
+        """Call Generate with a serialized message; its stream."""
+        stream = self.connection.get_next_available_stream_id()
+        headers = [
+            (":method", "POST"), (":scheme", "http"), (":path", GENERATE), (":authority", "localhost"),
+            ("te", "trailers"), ("content-type", "application/grpc"),
+        ]  # fmt: skip
+        self.connection.send_headers(stream, headers)
+        self.connection.send_data(stream, struct.pack("!?I", False, len(message)) + message, end_stream=True)
+        self.writer.write(self.connection.data_to_send())
+        return stream
+
+    async def receive(self, *, for_s: float) -> None:
+        """Take what comes within that time."""
+        try:
+            data = await asyncio.wait_for(self.reader.read(65536), for_s)
+        except TimeoutError:
+            return
+        if not data:
+            raise ConnectionError("the server closed the connection")
+        for event in self.connection.receive_data(data):
+            if isinstance(event, SettingsAcknowledged):
+                self.is_heeded |= SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings
+            elif isinstance(event, TrailersReceived | ResponseReceived):
+                fields = {str(name): str(value) for name, value in event.headers or ()}
+                if "grpc-status" in fields and event.stream_id is not None:
+                    self.trailers[event.stream_id] = fields
+            elif isinstance(event, StreamReset | StreamEnded) and event.stream_id is not None:
+                self.trailers.setdefault(
+                    event.stream_id, {"grpc-status": "none", "x-error-reason": type(event).__name__}
+                )
+        self.writer.write(self.connection.data_to_send())
+        await self.writer.drain()
+
+    def take(self, stream: int, num_bytes: int) -> None:
+        """Open a stream's window."""
+        self.connection.increment_flow_control_window(num_bytes, stream)
+        self.writer.write(self.connection.data_to_send())
+
+    async def close(self) -> None:
+        """Hang up."""
+        self.writer.close()
+        await self.writer.wait_closed()

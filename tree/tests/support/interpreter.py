@@ -1,0 +1,42 @@
+"""Triton's interpreter, where it needs help."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+FLOATS = {32: np.float32, 16: np.float16}
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # integers wrap, as they must
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+"""Marks for tests of whole runners: what numpy says of kernels that are right."""
+
+
+def cut_decodes_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs programs one after the other, also those without work: few of them then, and chunks so short that short
+    contexts have several."""
+    from model.kernels import decode_work
+
+    limits = decode_work.WorkLimits(target_items=8, min_chunk_tokens=16)
+    monkeypatch.setattr(decode_work.WorkLimits, "of", lambda num_kv_heads: limits)
+    monkeypatch.setattr(decode_work, "CHUNK_MULTIPLE", 16)
+
+
+def convert_to_e4m3_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter loses the carry of what rounds up to a power of two, and does not saturate."""
+    from triton.runtime import interpreter
+
+    original: Callable[..., Any] = interpreter._convert_float
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if target.name != "fp8e4nv" or not str(source.name).startswith("fp") or source.primitive_bitwidth not in FLOATS:
+            return original(data, source, target, rounding)
+        values = np.frombuffer(data.tobytes(), FLOATS[source.primitive_bitwidth]).reshape(data.shape)
+        rounded = torch.from_numpy(values.copy()).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -1,0 +1,25 @@
+"""A small model for tests of deterministic mode on a CPU: its sizes are multiples of what the kernels take."""
+
+import torch
+
+from model import Qwen2Config, Qwen2ForCausalLM
+
+CONFIG = Qwen2Config(
+    vocab_size=330,
+    hidden_size=96,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+)
+
+
+def random_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
+    """Logits that differ clearly."""
+    model = Qwen2ForCausalLM.random(CONFIG, seed=1, dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model

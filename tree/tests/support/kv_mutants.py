@@ -1,0 +1,118 @@
+"""Bugs that block managers really had, to be planted one at a time: patches (class, attribute, replacement)."""
+
+from typing import Any
+
+import numpy as np
+
+from blockmgr.chain import Chain
+from blockmgr.errors import OutOfBlocks
+from blockmgr.fence import StepFence
+from blockmgr.growth import Growth
+from blockmgr.manager import BlockManager
+from blockmgr.pool import BlockPool
+from blockmgr.prefix_index import PrefixIndex
+from blockmgr.tables import SlotTables
+from blockmgr.updates import UpdateLog
+
+Patch = tuple[type, str, Any]
+
+_settle, _allocate, _drop = BlockPool._settle, BlockPool.allocate, BlockPool.drop
+_find, _append_to = PrefixIndex.find, SlotTables.append_to
+
+
+def _settle_twice(pool: BlockPool, blocks: np.ndarray) -> None:
+    _settle(pool, blocks)
+    pool._push_blank(blocks[:1] if pool.num_blank < pool.num_blocks else blocks[:0])
+
+
+def _evict_and_leave_the_entry(pool: BlockPool, num: int) -> np.ndarray:
+    return pool.lru.pop(num)
+
+
+def _find_all(index: PrefixIndex, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
+    return _find(index, np.append(token_ids_T, np.int32(0)), salt)
+
+
+def _find_for_nobody(index: PrefixIndex, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
+    return _find(index, token_ids_T, "")
+
+
+def _proven_without_looking(index: PrefixIndex, blocks: np.ndarray, tokens_T: np.ndarray, salt: str) -> np.ndarray:
+    return blocks
+
+
+def _drop_at_once(pool: BlockPool, blocks: np.ndarray) -> None:
+    pool.ref_P[blocks] -= 1
+    pool._settle(blocks[pool.ref_P[blocks] == 0])
+
+
+def _allocate_half(pool: BlockPool, num: int) -> np.ndarray:
+    if num > pool.num_available:
+        _allocate(pool, pool.num_available)
+        raise OutOfBlocks(wanted=num, free=0)
+    return _allocate(pool, num)
+
+
+def _drop_heads_first(pool: BlockPool, blocks: np.ndarray) -> None:
+    _drop(pool, blocks[::-1])
+
+
+def _end_all(fence: StepFence, step: int) -> list[np.ndarray]:
+    fence._open.popleft()
+    passed = [blocks[fence._hold_P[blocks] == hold] for _, hold, blocks in fence._holds]
+    fence._holds.clear()
+    for blocks in passed:
+        fence.discard(blocks)
+    return passed
+
+
+def _hold_by_the_first_release(fence: StepFence, blocks: np.ndarray) -> None:
+    fence._holds.append((fence._last_begun or 0, 1, blocks))
+    fence._hold_P[blocks] = 1
+    fence._count += len(blocks)
+
+
+def _write_in_place(growth: Growth, slot: int, column: int, block: int) -> None:
+    """Forgets that others read the block."""
+
+
+def _release_whoever_asks(manager: BlockManager, slot: int, request_id: str) -> None:
+    if manager._tables.owner_of(slot) is not None:
+        manager._pool.drop(manager._tables.give_back(slot)[::-1])
+        del manager._chains[slot]
+
+
+def _append_in_silence(tables: SlotTables, slot: int, blocks: np.ndarray) -> None:
+    count = tables.updates._count
+    _append_to(tables, slot, blocks)
+    tables.updates._count = count
+
+
+def _nothing(*_: object) -> None:
+    """Left out."""
+
+
+def _one(*_: object) -> int:
+    """Nobody else."""
+    return 1
+
+
+MUTANTS: dict[str, list[Patch]] = {
+    "m1 free list double insert": [(BlockPool, "_settle", _settle_twice)],
+    "m4 eviction leaves the hash entry": [(BlockPool, "_evict", _evict_and_leave_the_entry)],
+    "m5 hit length is the full prompt": [(PrefixIndex, "find", _find_all)],
+    "m6 salt not in the first hash": [(PrefixIndex, "find", _find_for_nobody)],
+    "m8 abort frees blocks of a step in flight": [(BlockPool, "drop", _drop_at_once)],
+    "m8 the first acknowledgement frees all": [(StepFence, "end", _end_all)],
+    "m8 a second release does not wait anew": [(StepFence, "hold", _hold_by_the_first_release)],
+    "m22 failed allocation half applied": [(BlockPool, "allocate", _allocate_half)],
+    "m13 tainted blocks stay in the index": [(BlockManager, "taint", _nothing)],
+    "tokens are not compared on a hit": [(PrefixIndex, "_proven", _proven_without_looking)],
+    "a shared tail is written in place": [(Growth, "_copy_on_write", _write_in_place)],
+    "a sharer counts as none": [(Growth, "_num_owners", _one)],
+    "heads are given up before tails": [(BlockPool, "drop", _drop_heads_first)],
+    "a stranger can release": [(BlockManager, "release", _release_whoever_asks)],
+    "a row is written and not reported": [(SlotTables, "append_to", _append_in_silence)],
+    "rows of a dead request are reported": [(UpdateLog, "drop_slot", _nothing)],
+    "a copy does not keep its source": [(Growth, "drop_sources", _nothing)],
+}

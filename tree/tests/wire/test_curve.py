@@ -1,0 +1,74 @@
+"""CURVE between real sockets: only listed keys get in, only the right server is believed, the default is silence."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from wire.curve import CurveGuard, secure_client, secure_server
+from wire.keys import KeyPair, generate_keys
+from wire.options import new_dealer, new_router
+
+WAIT_MS = 1_000
+SILENCE_MS = 300
+
+
+class Server:
+    """A CURVE server that lets one key in."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.keys, self.client_keys = generate_keys(), generate_keys()
+        self.context = stack.enter_context(zmq.Context())
+        self.guard = CurveGuard(self.context, [self.client_keys.public])
+        stack.callback(self.guard.close)
+        self.socket = stack.enter_context(new_router(self.context))
+        secure_server(self.socket, self.keys)
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.address = str(self.socket.get_string(zmq.LAST_ENDPOINT))
+
+    def hears(self, client: "zmq.Socket[bytes]") -> bool:
+        """Whether what a client sends arrives."""
+        client.connect(self.address)
+        if client.poll(WAIT_MS, zmq.POLLOUT):
+            client.send(b"hello", zmq.NOBLOCK)
+        return bool(self.socket.poll(SILENCE_MS))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with ExitStack() as stack:
+        yield Server(stack)
+
+
+@pytest.fixture
+def client() -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, new_dealer(context) as socket:
+        yield socket
+
+
+def test_a_listed_key_gets_in(server: Server, client: "zmq.Socket[bytes]") -> None:
+    secure_client(client, server.client_keys, server.keys.public)
+    assert server.hears(client)
+    assert server.guard.allow_list.num_refused == 0
+
+
+def test_an_unlisted_key_does_not(server: Server, client: "zmq.Socket[bytes]") -> None:
+    secure_client(client, generate_keys(), server.keys.public)
+    assert not server.hears(client)
+    assert server.guard.allow_list.num_refused > 0
+
+
+def test_a_client_that_expects_another_server_does_not(server: Server, client: "zmq.Socket[bytes]") -> None:
+    secure_client(client, server.client_keys, generate_keys().public)
+    assert not server.hears(client)
+
+
+def test_plain_text_does_not(server: Server, client: "zmq.Socket[bytes]") -> None:
+    assert not server.hears(client)
+
+
+def test_a_stolen_public_key_without_its_secret_does_not(server: Server, client: "zmq.Socket[bytes]") -> None:
+    stolen = KeyPair(public=server.client_keys.public, secret=generate_keys().secret)
+    secure_client(client, stolen, server.keys.public)
+    assert not server.hears(client)

@@ -1,0 +1,68 @@
+"""Addresses: what is allowed, and what reaches beyond this host."""
+
+from pathlib import Path
+
+import pytest
+
+from wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint, require_curve_beyond_loopback
+
+
+def test_an_ipc_address_has_a_path() -> None:
+    assert parse_endpoint("ipc:///run/octavo/gateway-0.sock") == Endpoint(
+        address="ipc:///run/octavo/gateway-0.sock", transport=Transport.IPC, path=Path("/run/octavo/gateway-0.sock")
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port", "is_local"),
+    [
+        ("tcp://127.0.0.1:5555", "127.0.0.1", 5555, True),
+        ("tcp://127.8.9.1:0", "127.8.9.1", 0, True),
+        ("tcp://localhost:1", "localhost", 1, True),
+        ("tcp://[::1]:5555", "::1", 5555, True),
+        ("tcp://0.0.0.0:5555", "0.0.0.0", 5555, False),
+        ("tcp://10.0.0.7:65535", "10.0.0.7", 65535, False),
+        ("tcp://gateway:5555", "gateway", 5555, False),
+        ("tcp://localhost.example.org:5555", "localhost.example.org", 5555, False),
+        ("tcp://[2001:db8::1]:80", "2001:db8::1", 80, False),
+    ],
+)
+def test_a_tcp_address_has_host_and_port(address: str, host: str, port: int, is_local: bool) -> None:
+    endpoint = parse_endpoint(address)
+    assert endpoint == Endpoint(address=address, transport=Transport.TCP, host=host, port=port)
+    assert endpoint.is_local is is_local
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "gateway:5555",
+        "inproc://x",
+        "udp://127.0.0.1:1",
+        "ipc://",
+        "ipc://relative.sock",
+        "ipc://@abstract",
+        "ipc:///" + "x" * 107,
+        "tcp://*:5555",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:-1",
+        "tcp://:5555",
+        "tcp://eth0;lo:5555",
+        "tcp://127.0.0.1:5555\n",
+    ],
+)
+def test_anything_else_is_refused(address: str) -> None:
+    with pytest.raises(EndpointError):
+        parse_endpoint(address)
+
+
+def test_beyond_loopback_keys_are_a_must() -> None:
+    for address in ("ipc:///a/b", "tcp://127.0.0.1:1", "tcp://[::1]:1"):
+        require_curve_beyond_loopback(parse_endpoint(address), has_key=False)
+    far = parse_endpoint("tcp://0.0.0.0:1")
+    require_curve_beyond_loopback(far, has_key=True)
+    with pytest.raises(EndpointError, match="octavo keys new"):
+        require_curve_beyond_loopback(far, has_key=False)

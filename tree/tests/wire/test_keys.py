@@ -1,0 +1,58 @@
+"""Key files: made closed, refused open, never printed."""
+
+from pathlib import Path
+
+import pytest
+
+from wire.keys import KeyFileError, KeyPair, generate_keys, load_keys, load_public_key, save_keys
+
+
+def test_keys_come_back_from_their_files(tmp_path: Path) -> None:
+    keys = generate_keys()
+    secret_file, public_file = save_keys(keys, tmp_path / "keys", "worker")
+    assert (secret_file.name, public_file.name) == ("worker.key", "worker.pub")
+    assert load_keys(secret_file) == keys
+    assert load_public_key(public_file) == load_public_key(secret_file) == keys.public
+
+
+def test_the_secret_file_is_ours_alone_and_the_public_one_has_no_secret(tmp_path: Path) -> None:
+    keys = generate_keys()
+    secret_file, public_file = save_keys(keys, tmp_path / "keys", "worker")
+    assert secret_file.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o700
+    assert keys.secret not in public_file.read_bytes()
+    with pytest.raises(KeyFileError, match="no secret key"):
+        load_keys(public_file)
+
+
+def test_keys_are_never_overwritten(tmp_path: Path) -> None:
+    keys = generate_keys()
+    save_keys(keys, tmp_path, "worker")
+    with pytest.raises(KeyFileError, match="exists"):
+        save_keys(generate_keys(), tmp_path, "worker")
+    assert load_keys(tmp_path / "worker.key") == keys
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    secret_file, _ = save_keys(generate_keys(), tmp_path, "worker")
+    secret_file.chmod(mode)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        load_keys(secret_file)
+
+
+@pytest.mark.parametrize("content", ["", "public = 1", 'public = "short"', "\xff", "= =", 'secret = "x"'])
+def test_a_malformed_file_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "odd.pub"
+    path.write_text(content, "latin-1")
+    with pytest.raises(KeyFileError, match=r"odd\.pub"):
+        load_public_key(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="cannot read"):
+        load_keys(tmp_path / "none.key")
+
+
+def test_a_secret_is_not_in_its_repr() -> None:
+    assert "s3cret" not in repr(KeyPair(public=b"p", secret=b"s3cret"))

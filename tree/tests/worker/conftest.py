@@ -1,0 +1,13 @@
+"""What tests of the CUDA runner have in common."""
+
+import pytest
+import torch
+
+from tests.support.interpreter import cut_decodes_coarsely
+
+
+@pytest.fixture
+def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes in few programs, where Triton's interpreter runs them."""
+    if not torch.cuda.is_available():
+        cut_decodes_coarsely(monkeypatch)

@@ -1,0 +1,89 @@
+"""Shapes of mixed steps: whole inputs of a padded plan, and which shape a step gets."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from worker.cuda_layout import MixedLayout, MixedShapes, worst_layout
+from worker.plan import Chunk, Slot, StepPlan
+
+SHAPES = MixedShapes.of(max_slots=12, max_batch_tokens=100)
+
+
+def chunk(slot: int, start: int, num_tokens: int, *, last: bool = True) -> Chunk:
+    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=last)
+
+
+def plan_of(decodes: list[int], *chunks: Chunk) -> StepPlan:
+    return StepPlan(
+        step=1,
+        decode_slots_S=np.asarray(decodes, np.int32),
+        decode_positions_S=np.full(len(decodes), 30, np.int32),
+        prefill=chunks,
+    )
+
+
+def test_a_padded_plan_has_scratch_rows_tokens_of_no_row_and_empty_tiles() -> None:
+    plan = plan_of([4, 2], chunk(7, 3, 2, last=False), chunk(5, 0, 3))
+    layout = MixedLayout(num_decodes=3, num_chunk_tokens=7, num_tiles=4, num_ends=2)
+    tokens = [np.arange(100 * slot, 100 * slot + 20, dtype=np.int32) for slot in range(9)]
+    words = np.full(layout.num_words, 77, np.int32)
+    layout.fill(words, plan, tokens, scratch_row=9)
+    inputs = layout.inputs(torch.from_numpy(words))
+    assert inputs.num_decodes == 3
+    assert inputs.ids_T.tolist() == [-1, -1, -1, 703, 704, 500, 501, 502, 0, 0]
+    assert inputs.row_T.tolist() == [4, 2, 9, 7, 7, 5, 5, 5, -1, -1]
+    assert inputs.position_T.tolist() == [0, 0, 0, 3, 4, 0, 1, 2, 0, 0]
+    assert inputs.tiles_W4.tolist() == [[7, 3, 3, 2], [5, 5, 0, 3], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert inputs.rows_S.tolist() == [4, 2, 9, 5, 9]
+    assert inputs.last_S.tolist() == [0, 1, 0, 7, 0]
+    assert (inputs.ended_E.tolist(), inputs.position_E.tolist()) == ([5, 9], [2, 0])
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "lengths", "expected"),
+    [
+        (0, [1], (0, 16)),
+        (0, [16], (0, 16)),
+        (0, [17], (0, 32)),
+        (1, [5, 5], (8, 16)),
+        (9, [5, 5], (12, 16)),
+        (0, [5, 5, 5], (0, 64)),  # three chunks have no room in a step of 32 tokens
+        (0, [100], (0, 100)),
+        (0, [101], None),
+        (13, [1], None),
+    ],
+)
+def test_a_step_gets_the_smallest_shape_it_fits_into(
+    num_decodes: int, lengths: list[int], expected: tuple[int, int] | None
+) -> None:
+    plan = plan_of(list(range(num_decodes)), *(chunk(i, 0, length) for i, length in enumerate(lengths)))
+    found = SHAPES.find(MixedLayout.exact(plan), len(lengths))
+    assert (found and (found.num_decodes, found.num_chunk_tokens)) == expected
+    assert found is None or found in SHAPES.layouts()
+
+
+@pytest.mark.parametrize("lengths", [[100], [1] * 6, [33, 33, 34], [1, 99]])
+def test_every_shape_found_has_room_for_its_tiles_and_ends(lengths: list[int]) -> None:
+    plan = plan_of([], *(chunk(i, 0, length) for i, length in enumerate(lengths)))
+    exact = MixedLayout.exact(plan)
+    found = SHAPES.find(exact, len(lengths))
+    assert found is not None
+    assert found.num_tiles >= exact.num_tiles
+    assert found.num_ends >= exact.num_ends
+
+
+def test_no_layout_is_longer_than_the_worst_and_none_overlaps_itself() -> None:
+    worst = worst_layout(max_slots=12, max_batch_tokens=100)
+    for layout in SHAPES.layouts():
+        assert layout.num_words <= worst.num_words
+        ends = [0, *(section.stop for section in layout.sections.values())]
+        assert all(section.start >= end for section, end in zip(layout.sections.values(), ends, strict=False))
+
+
+def test_shapes_come_largest_first() -> None:
+    sizes = [layout.num_chunk_tokens for layout in SHAPES.layouts()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == len(SHAPES.decode_sizes) * len(SHAPES.token_sizes) == 3 * 4

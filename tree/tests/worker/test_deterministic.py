@@ -1,0 +1,64 @@
+"""Deterministic mode: the same ids and log-probabilities whatever else is in the batch, on a CPU, and on a GPU's steps
+in Triton's interpreter (the GPU itself: tests/gpu/test_gpu_deterministic.py)."""
+
+import pytest
+import torch
+
+from model import Qwen2ForCausalLM
+from model.cpu.native import native_library
+from model.invariant import make_invariant
+from tests.support.invariance import Invariance, Limits, check
+from tests.support.invariant_model import random_model
+from worker.torch_runner import TorchRunner, TorchRunnerConfig
+
+LIMITS = Limits(num_blocks=400, block_size=4, max_slots=40, max_batch_tokens=96, max_model_len=120, vocab_size=301)
+
+
+def torch_runner(model: Qwen2ForCausalLM, backend: str) -> TorchRunner:
+    runner = TorchRunner(
+        model,
+        TorchRunnerConfig(
+            num_blocks=LIMITS.num_blocks,
+            block_size=LIMITS.block_size,
+            max_slots=LIMITS.max_slots,
+            max_model_len=LIMITS.max_model_len,
+            vocab_size=LIMITS.vocab_size,
+            backend=backend,
+        ),
+    )
+    runner.kv.k_pool_LPKBH.fill_(torch.nan)
+    runner.kv.v_pool_LPKBH.fill_(torch.nan)
+    return runner
+
+
+@pytest.mark.skipif(native_library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_an_answer_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    model = random_model(dtype)
+    make_invariant(model, max_positions=LIMITS.max_model_len + 1)
+    check(torch_runner(model, "invariant"), LIMITS)
+
+
+def test_without_the_mode_it_does() -> None:
+    """The control: what the others would find."""
+    here = Invariance(runner=torch_runner(random_model(torch.bfloat16), "sdpa"), limits=LIMITS)
+    wanted = here.alone()
+    assert any(outcomes != wanted for _, outcomes in here.ways())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_the_steps_of_a_gpu_give_an_answer_that_does_not_depend_on_the_batch() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu does it on the device")
+    from tests.support.cuda_twins import CONFIG as TINY
+    from tests.support.cuda_twins import cuda_runner
+
+    limits = Limits(
+        num_blocks=60, block_size=4, max_slots=6, max_batch_tokens=24, max_model_len=48, vocab_size=120,
+        num_prompt=13, num_output=3, crowd=4, chunk_sizes=(5,),
+    )  # fmt: skip
+    check(cuda_runner(TINY, limits), limits)

@@ -1,0 +1,345 @@
+"""The engine loop over lists: messages in, messages out, steps in flight."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from blockmgr.manager import BlockManager
+from tests.support.scheduling import WorldConfig
+from wire.messages import (
+    AdminQuery,
+    AdminReply,
+    Cancel,
+    Drain,
+    Finished,
+    KvEventKind,
+    KvEvents,
+    Leaving,
+    Run,
+    Sampling,
+    StepOutput,
+    WireFinishReason,
+)
+from worker import cache_telling
+from worker.engine import Engine, EngineConfig
+from worker.oracle_model import OracleModel, oracle_tokens
+from worker.oracle_runner import OracleFaults
+from worker.plan import StepPlan
+from worker.ports import GatewayIndex, GatewayJoined, GatewayLost, InboxMessage, OutboxMessage, StepReport
+from worker.runner import RunnerError
+from worker.scheduler import Scheduler
+
+MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))
+
+
+class ListInbox:
+    """Messages put by the test; counts waits."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[GatewayIndex, InboxMessage]] = []
+        self.waits: list[float] = []
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def put(self, message: InboxMessage, gateway: int = 0) -> None:
+        self.messages.append((GatewayIndex(gateway), message))
+
+    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        self.on_wait()
+
+
+class ListOutbox:
+    """Keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, OutboxMessage]] = []
+        self.sent_to_all: list[OutboxMessage] = []
+
+    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
+        self.sent.append((gateway, message))
+
+    def put_all(self, message: OutboxMessage) -> None:
+        self.sent_to_all.append(message)
+
+    def steps_for(self, gateway: int) -> list[StepOutput]:
+        return [message for to, message in self.sent if to == gateway and isinstance(message, StepOutput)]
+
+    def tokens_of(self, handle: int, gateway: int = 0) -> list[int]:
+        tokens: list[int] = []
+        for output in self.steps_for(gateway):
+            handles = np.frombuffer(output.handles, "<i8")
+            tokens += np.frombuffer(output.tokens, "<i4")[handles == handle].tolist()
+        return tokens
+
+    def finished(self, gateway: int = 0) -> dict[int, Finished]:
+        return {end.handle: end for output in self.steps_for(gateway) for end in output.finished}
+
+
+class Watcher:
+    """Keeps what was observed."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+        self.ends: list[Finished] = []
+
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def on_finished(self, finished: Finished) -> None:
+        self.ends.append(finished)
+
+
+class Rig:
+    """An engine with everything around it."""
+
+    def __init__(self, config: WorldConfig, *, audit_every_steps: int = 1) -> None:
+        self.now_s = 0.0
+        self.blocks = BlockManager(config.blocks())
+        self.scheduler = Scheduler(config.scheduler(), self.blocks)
+        self.runner = config.runner()
+        self.inbox, self.outbox, self.watcher = ListInbox(), ListOutbox(), Watcher()
+        self.engine = Engine(
+            config=EngineConfig(epoch="e1", audit_every_steps=audit_every_steps, idle_wait_s=0.25),
+            scheduler=self.scheduler,
+            blocks=self.blocks,
+            runner=self.runner,
+            inbox=self.inbox,
+            outbox=self.outbox,
+            clock=self.tick,
+            observer=self.watcher,
+        )
+
+    def tick(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+    def steps(self, count: int = 100) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+
+def run_message(handle: int, prompt: list[int], **sampling: int) -> Run:
+    return Run(
+        handle=handle,
+        request_id=f"r{handle}",
+        prompt_ids=np.asarray(prompt, "<i4").tobytes(),
+        sampling=Sampling(**{"seed": handle, "max_tokens": 4, **sampling}),  # type: ignore[arg-type]
+    )
+
+
+def expected(prompt: list[int], handle: int, max_tokens: int = 4) -> list[int]:
+    sampling = Sampling(seed=handle, max_tokens=max_tokens)
+    return oracle_tokens(prompt, sampling, model=MODEL, max_total_tokens=33)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_runs_become_packed_outputs_with_tokens_and_one_end(max_in_flight: int) -> None:
+    rig = Rig(WorldConfig(model=MODEL, max_in_flight=max_in_flight))
+    rig.inbox.put(run_message(7, [3, 4, 5]))
+    rig.inbox.put(run_message(8, [3, 4]), gateway=1)
+    rig.steps()
+    assert rig.outbox.tokens_of(7) == expected([3, 4, 5], 7)
+    assert rig.outbox.tokens_of(8, gateway=1) == expected([3, 4], 8)
+    assert rig.outbox.finished()[7].reason is WireFinishReason.LENGTH
+    assert [output.seq for output in rig.outbox.steps_for(0)] == list(range(1, len(rig.outbox.steps_for(0)) + 1))
+    assert rig.outbox.steps_for(0)[0].started == (7,)
+    assert {output.epoch for output in rig.outbox.steps_for(0)} == {"e1"}
+    assert [end.handle for end in rig.watcher.ends] == [8, 7] or [end.handle for end in rig.watcher.ends] == [7, 8]
+    assert not rig.engine.stats.has_work
+
+
+def test_two_steps_are_in_flight_while_there_is_work() -> None:
+    rig = Rig(WorldConfig(model=MODEL, max_in_flight=2))
+    rig.inbox.put(run_message(1, [3, 4, 5], max_tokens=8))
+    rig.engine.step()
+    assert rig.engine.stats.num_in_flight == 1  # two launched, the older one collected
+    assert rig.engine.num_steps == 1
+
+
+def test_watchers_see_that_there_is_work_before_the_first_step_can_hang() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    seen: list[bool] = []
+    launch = rig.runner.launch
+
+    def watched_launch(plan: StepPlan) -> None:
+        seen.append(rig.engine.stats.has_work)
+        launch(plan)
+
+    rig.runner.launch = watched_launch  # type: ignore[method-assign]
+    rig.inbox.put(run_message(1, [3, 4], max_tokens=1))
+    rig.engine.step()
+    assert seen == [True]
+
+
+def test_a_prompt_that_is_no_int32_is_refused() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(Run(handle=3, request_id="r", prompt_ids=b"\x01\x02\x03", sampling=Sampling()))
+    rig.engine.step()
+    assert rig.outbox.finished()[3].error == "INVALID_FIELD"
+
+
+def test_a_cancel_ends_its_handles_and_ignores_unknown_ones() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(run_message(1, [3, 4, 5], max_tokens=30))
+    rig.engine.step()
+    rig.inbox.put(Cancel(handles=(1, 99)))
+    rig.steps(2)
+    assert rig.outbox.finished()[1].reason is WireFinishReason.CANCELLED
+    assert rig.blocks.num_active == 0
+
+
+def test_a_lost_gateway_is_forgotten_and_its_successor_counts_from_one() -> None:
+    rig = Rig(WorldConfig(model=MODEL, max_in_flight=2))
+    rig.inbox.put(run_message(1, [3, 4, 5], max_tokens=30))
+    rig.steps(3)
+    rig.inbox.put(GatewayLost())
+    rig.inbox.put(run_message(1, [6, 7], max_tokens=3))
+    rig.outbox.sent.clear()
+    rig.steps()
+    assert rig.outbox.tokens_of(1) == expected([6, 7], 1, 3)
+    assert rig.outbox.steps_for(0)[0].seq == 1
+    assert rig.blocks.num_active == 0
+
+
+def test_admin_queries_are_answered_with_counts_audit_and_flush() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6]))
+    rig.steps()
+    num_cached = rig.blocks.num_cached
+    assert num_cached > 0
+    rig.inbox.put(AdminQuery(query_id=5, audit=True, flush_prefix_cache=True))
+    rig.engine.step()
+    replies = [message for _, message in rig.outbox.sent if isinstance(message, AdminReply)]
+    assert replies == [
+        AdminReply(epoch="e1", query_id=5, num_blocks=16, num_free_blocks=16, num_flushed_blocks=num_cached)
+    ]
+
+
+def test_stored_blocks_are_told_to_every_gateway() -> None:
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6], max_tokens=1))
+    rig.steps()
+    events = [event for message in rig.outbox.sent_to_all if isinstance(message, KvEvents) for event in message.events]
+    assert [event.kind for event in events] == [KvEventKind.STORED, KvEventKind.STORED]
+    assert np.frombuffer(events[0].token_ids, "<i4").tolist() == [3, 4]
+    assert (events[0].parent_hash, events[1].parent_hash) == (b"", events[0].block_hash)
+
+
+def test_a_gateway_that_joins_late_hears_the_whole_cache_a_part_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_telling, "MAX_PART_BLOCKS", 2)
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
+    rig.steps()
+    early = [event for message in rig.outbox.sent_to_all if isinstance(message, KvEvents) for event in message.events]
+    rig.inbox.put(GatewayJoined(), gateway=1)
+    sizes: list[list[int]] = []
+    while not sizes or rig.engine.is_telling:
+        num_sent = len(rig.outbox.sent)
+        rig.engine.step()
+        sizes.append([len(told.events) for _, told in rig.outbox.sent[num_sent:] if isinstance(told, KvEvents)])
+    assert sizes == [[1, 2], [1]]
+    late = [message for to, message in rig.outbox.sent if to == 1 and isinstance(message, KvEvents)]
+    events = [event for message in late for event in message.events]
+    assert [events[0].kind, *events[1:]] == [KvEventKind.CLEARED, *early]
+    assert len(early) == 3
+
+
+def test_an_idle_engine_tells_its_cache_without_resting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_telling, "MAX_PART_BLOCKS", 1)
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
+    rig.steps()
+    rig.inbox.waits.clear()
+    rig.inbox.put(GatewayJoined(), gateway=1)
+    rig.inbox.on_wait = rig.engine.request_stop
+    rig.engine.run()
+    assert rig.inbox.waits == [0.25]
+    assert sum(len(told.events) for to, told in rig.outbox.sent if to == 1 and isinstance(told, KvEvents)) == 4
+
+
+def test_a_gateway_that_joins_an_empty_worker_hears_nothing() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(GatewayJoined())
+    rig.steps()
+    assert (rig.outbox.sent, rig.outbox.sent_to_all) == ([], [])
+
+
+@pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_failed_step_is_reported_and_the_engine_goes_on(where: str, max_in_flight: int) -> None:
+    faults = OracleFaults(**{where: {2: RunnerError("broken")}})  # type: ignore[arg-type]
+    rig = Rig(WorldConfig(model=MODEL, max_in_flight=max_in_flight, faults=faults))
+    rig.inbox.put(run_message(1, [3, 4, 5]))
+    rig.steps(10)
+    rig.inbox.put(run_message(2, [3, 4, 5]))
+    rig.steps(10)
+    assert (rig.outbox.finished()[1].error, rig.outbox.finished()[1].detail) == ("ENGINE_ERROR", "broken")
+    assert rig.outbox.tokens_of(1) == expected([3, 4, 5], 1)[:1]
+    assert rig.outbox.tokens_of(2) == expected([3, 4, 5], 2)
+    assert [report.failed for report in rig.watcher.reports if report.failed] == ["RunnerError"]
+    assert rig.engine.stats.num_violations == 0
+
+
+def test_a_drain_refuses_new_requests_finishes_the_others_and_says_goodbye() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(run_message(1, [3, 4, 5]))
+    rig.engine.step()
+    rig.inbox.put(Drain(grace_s=60.0))
+    rig.engine.step()
+    rig.inbox.put(run_message(2, [3, 4, 5]))
+    rig.engine.run()
+    ends = rig.outbox.finished()
+    assert (ends[1].reason, ends[2].error) == (WireFinishReason.LENGTH, "DRAINING")
+    assert rig.outbox.sent_to_all[-1] == Leaving(epoch="e1", reason="DRAINED")
+
+
+def test_after_the_grace_what_still_runs_is_ended_with_its_reason() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(run_message(1, [3, 4, 5], max_tokens=25))
+    rig.engine.step()
+    rig.engine.request_drain(grace_s=0.0)
+    rig.engine.run()
+    assert rig.outbox.finished()[1].error == "DRAINING"
+    assert len(rig.outbox.tokens_of(1)) < 25
+    assert rig.blocks.num_active == 0
+
+
+def test_idle_it_waits_for_messages_with_a_bound() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+
+    def stop_after_three(timeout_s: float) -> None:
+        rig.inbox.waits.append(timeout_s)
+        if len(rig.inbox.waits) == 3:
+            rig.engine.request_stop()
+
+    rig.inbox.wait = stop_after_three  # type: ignore[method-assign]
+    rig.engine.run()
+    assert rig.inbox.waits == [0.25] * 3
+    assert rig.outbox.sent_to_all == [Leaving(epoch="e1", reason="STOPPED")]
+
+
+def test_reports_tell_what_each_step_computed_and_stats_add_up() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(run_message(1, [3, 4, 5]))
+    rig.steps(6)
+    seen = [(r.step, r.num_prefill_tokens, r.num_decode_tokens, r.num_sampled) for r in rig.watcher.reports]
+    assert seen == [(1, 3, 0, 1), (2, 0, 1, 1), (3, 0, 1, 1), (4, 0, 1, 1)]
+    stats = rig.engine.stats
+    assert (stats.num_steps, stats.num_prefill_tokens, stats.num_decode_tokens) == (4, 3, 3)
+    assert stats.num_generated_tokens == 4
+    assert stats.num_free_blocks + stats.num_cached_blocks + stats.num_active_blocks == stats.num_blocks
+
+
+def test_violations_found_by_the_periodic_audit_are_in_the_stats() -> None:
+    rig = Rig(WorldConfig(model=MODEL), audit_every_steps=2)
+    rig.blocks._pool.ref_P[9] += 1  # a planted leak
+    rig.inbox.put(run_message(1, [3, 4, 5]))
+    rig.engine.step()
+    assert rig.engine.stats.num_violations == 0
+    rig.engine.step()
+    assert rig.engine.stats.num_violations > 0

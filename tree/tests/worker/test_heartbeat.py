@@ -1,0 +1,104 @@
+"""The heartbeat thread and the watchdog that it feeds."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from wire.codec import decode_to_gateway
+from wire.messages import Heartbeat
+from wire.options import new_router
+from worker.heartbeat import HeartbeatThread
+from worker.stats import EngineStats
+from worker.watchdog import EXIT_STALLED, Watchdog
+
+EPOCH = "e" * 32
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, new_router(context) as socket:
+        socket.bind(f"ipc://{tmp_path}/gateway-0.sock")
+        yield socket
+
+
+def beats(router: "zmq.Socket[bytes]", count: int) -> list[object]:
+    received: list[object] = []
+    for _ in range(count):
+        assert router.poll(5_000)
+        received.append(decode_to_gateway(router.recv_multipart()[1]))
+    return received
+
+
+def test_it_tells_where_the_engine_stands(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
+    stats = [EngineStats(num_steps=1), EngineStats(num_steps=2, num_running=1, num_free_blocks=5, is_draining=True)]
+    thread = HeartbeatThread(
+        [f"ipc://{tmp_path}/gateway-0.sock"],
+        EPOCH,
+        lambda: stats.pop(0) if len(stats) > 1 else stats[0],
+        lambda: (True,),
+        interval_s=0.02,
+    )
+    thread.start()
+    second = Heartbeat(epoch=EPOCH, num_steps=2, has_work=True, num_running=1, num_free_blocks=5, is_draining=True)
+    received = beats(router, 3)
+    assert received[-1] == second
+    assert all(beat in (second, Heartbeat(epoch=EPOCH, num_steps=1, has_work=False)) for beat in received)
+    thread.close()
+    thread.close()
+
+
+def test_it_is_silent_towards_gateways_that_have_not_welcomed_us(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/gateway-0.sock"
+    thread = HeartbeatThread([address], EPOCH, EngineStats, lambda: (False,), interval_s=0.01)
+    thread.start()
+    assert not router.poll(150)
+    thread.close()
+
+
+def test_a_stall_is_work_without_steps_for_too_long() -> None:
+    watchdog = Watchdog(stall_timeout_s=10.0)
+    idle, busy, later = EngineStats(), EngineStats(num_running=1), EngineStats(num_running=1, num_steps=1)
+    timeline = [(idle, 0.0), (idle, 50.0), (busy, 51.0), (busy, 59.0), (later, 60.0), (later, 70.0), (later, 70.1)]
+    assert [watchdog.is_stalled(stats, now_s) for stats, now_s in timeline] == [False] * 6 + [True]
+
+
+HANG = """
+import ctypes, re, sys, time
+from worker.heartbeat import HeartbeatThread
+from worker.stats import EngineStats
+from worker.watchdog import Watchdog
+stats = EngineStats(num_running=1)
+watchdog = Watchdog(stall_timeout_s=0.5)
+HeartbeatThread([], "e", lambda: stats, lambda: (), interval_s=INTERVAL_S, watchdog=watchdog).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hang", "interval_s", "code"),
+    [
+        ("time.sleep(60)", 0.05, EXIT_STALLED),
+        ("ctypes.PyDLL(None).sleep(60)", 0.05, 1),  # native code that keeps the interpreter's lock
+        ("ctypes.PyDLL(None).sleep(60)", 30, 1),  # the same, before the first beat
+    ],
+)
+def test_a_hung_process_ends_itself_and_says_where_it_was(
+    hang: str, interval_s: float, code: int, repository: Path
+) -> None:
+    started_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HANG.replace("INTERVAL_S", str(interval_s)) + hang],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert time.monotonic() - started_s < 15
+    assert "most recent call first" in done.stderr

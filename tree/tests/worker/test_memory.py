@@ -1,0 +1,115 @@
+"""Sizing of the KV pool: whole decisions, and errors whose advice holds."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.memory import GIB, DoesNotFit, MemoryNeeds, PoolSize, available_host_bytes, size_pool
+
+NEEDS = MemoryNeeds(
+    available_bytes=8 * GIB,
+    weights_bytes=2 * GIB,
+    activation_bytes=GIB,
+    reserve_bytes=GIB // 2,
+    block_bytes=1 << 20,
+    block_size=16,
+    max_model_len=4096,
+    max_num_seqs=256,
+    memory_fraction=0.8,
+)
+
+
+def test_blocks_take_what_the_budget_leaves() -> None:
+    num_blocks = int(0.8 * 10 * 1024) - 3 * 1024 - 512
+    assert size_pool(NEEDS) == PoolSize(
+        num_blocks=num_blocks, num_tokens=num_blocks * 16, num_bytes=num_blocks * (1 << 20)
+    )
+
+
+def test_no_more_blocks_than_all_requests_together_could_fill() -> None:
+    assert size_pool(replace(NEEDS, max_num_seqs=3)).num_blocks == 3 * 256
+
+
+def test_the_number_that_was_asked_for_is_taken_as_it_is() -> None:
+    assert size_pool(NEEDS, num_blocks=7) == PoolSize(num_blocks=7, num_tokens=112, num_bytes=7 << 20)
+
+
+def test_a_request_that_does_not_fit_is_refused_in_three_lines() -> None:
+    with pytest.raises(DoesNotFit) as error:
+        size_pool(replace(NEEDS, available_bytes=3 * GIB, max_model_len=16384))
+    assert str(error.value).splitlines() == [
+        "the KV cache of one request of 16384 tokens (1.00 GiB) does not fit in memory",
+        "weights 2.00 GiB + activations 1.00 GiB + reserve 0.50 GiB leave 0.50 GiB of the budget 4.00 GiB "
+        "(0.8 of 5.00 GiB free); need 0.50 GiB more",
+        "try --memory-fraction 0.90 or --max-model-len 8192",
+    ]
+
+
+@given(
+    available=st.integers(0, 16 * GIB),
+    weights=st.integers(1, 8 * GIB),
+    fraction=st.floats(0.1, 0.95),
+    max_model_len=st.integers(1, 131072),
+)
+def test_the_pool_stays_in_its_budget_and_the_advice_holds(
+    available: int, weights: int, fraction: float, max_model_len: int
+) -> None:
+    needs = replace(
+        NEEDS,
+        available_bytes=available,
+        weights_bytes=weights,
+        memory_fraction=fraction,
+        max_model_len=max_model_len,
+    )
+    size = size_or_refusal(needs)
+    if isinstance(size, DoesNotFit):
+        assert len(str(size).splitlines()) == 3
+        for advised in advised_changes(needs, size.change):
+            assert size_pool(advised).num_tokens >= advised.max_model_len
+    else:
+        assert size.num_tokens >= max_model_len
+        assert size.num_bytes + needs.fixed_bytes <= needs.budget_bytes
+
+
+def size_or_refusal(needs: MemoryNeeds) -> PoolSize | DoesNotFit:
+    try:
+        return size_pool(needs)
+    except DoesNotFit as error:
+        return error
+
+
+def advised_changes(needs: MemoryNeeds, change: str) -> list[MemoryNeeds]:
+    changes = []
+    if found := re.search(r"--memory-fraction ([0-9.]+)", change):
+        changes.append(replace(needs, memory_fraction=float(found.group(1))))
+    if found := re.search(r"--max-model-len (\d+)", change):
+        changes.append(replace(needs, max_model_len=int(found.group(1))))
+    return changes
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 8 * 1024])
+def test_a_number_of_blocks_that_cannot_be_is_refused_in_three_lines(num_blocks: int) -> None:
+    with pytest.raises(DoesNotFit) as error:
+        size_pool(NEEDS, num_blocks=num_blocks)
+    assert len(str(error.value).splitlines()) == 3
+    if num_blocks > 0:
+        assert error.value.change == "try --num-blocks 7168, or leave it out"
+
+
+def test_a_container_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    assert available_host_bytes(tmp_path) == 400_000
+
+
+@pytest.mark.parametrize("limit", ["max\n", None])
+def test_without_a_container_limit_the_host_decides(tmp_path: Path, limit: str | None) -> None:
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text("5")
+    assert available_host_bytes(tmp_path) > 1 << 24

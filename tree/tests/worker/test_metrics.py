@@ -1,0 +1,126 @@
+"""What /metrics shows, as a scraper sees it."""
+
+import re
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from tests.support.workers import card, finished
+from wire.messages import WireFinishReason
+from worker.busy_log import INTERVAL_S, BusyLog
+from worker.link import LinkStats
+from worker.metrics import InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
+from worker.ports import NullObserver, StepReport
+from worker.stats import EngineStats
+
+
+def report(**changes: object) -> StepReport:
+    plain: dict[str, object] = {
+        "step": 1,
+        "num_prefill_tokens": 10,
+        "num_decode_tokens": 6,
+        "num_sampled": 7,
+        "step_s": 0.004,
+        "host_s": 0.0003,
+    }
+    return StepReport(**(plain | changes))  # type: ignore[arg-type]
+
+
+def page_of(registry: CollectorRegistry) -> str:
+    return generate_latest(registry).decode()
+
+
+def test_gauges_and_counters_are_the_snapshots() -> None:
+    registry = CollectorRegistry()
+    stats = EngineStats(
+        num_blocks=10,
+        num_free_blocks=3,
+        num_cached_blocks=2,
+        num_active_blocks=5,
+        num_running=4,
+        num_waiting=1,
+        num_preemptions=6,
+        num_queried_tokens=100,
+        num_hit_tokens=40,
+    )
+    registry.register(SnapshotCollector(lambda: stats, LinkStats(sent_messages=3), lambda: (True, False)))
+    page = page_of(registry)
+    for line in (
+        "octavo_num_requests_running 4.0",
+        "octavo_num_requests_waiting 1.0",
+        "octavo_kv_cache_usage_ratio 0.5",
+        'octavo_kv_blocks{state="active"} 5.0',
+        "octavo_kv_blocks_leaked 0.0",
+        'octavo_num_preemptions_total{kind="recompute"} 6.0',
+        "octavo_prefix_cache_queries_total 100.0",
+        "octavo_prefix_cache_hits_total 40.0",
+        'octavo_zmq_messages_total{direction="sent"} 3.0',
+        "octavo_worker_gateways 1.0",
+    ):
+        assert line in page
+
+
+def test_a_block_that_no_state_accounts_for_is_an_alarm() -> None:
+    registry = CollectorRegistry()
+    stats = EngineStats(num_blocks=10, num_free_blocks=9)
+    registry.register(SnapshotCollector(lambda: stats, LinkStats(), tuple))
+    assert "octavo_kv_blocks_leaked 1.0" in page_of(registry)
+
+
+def test_steps_and_ends_are_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = StepMetrics(registry)
+    metrics.on_step(report())
+    metrics.on_step(report(failed="RunnerError"))
+    metrics.on_finished(finished(1, prompt_tokens=12, queue_s=0.5))
+    metrics.on_finished(finished(2, reason=WireFinishReason.ERROR, error="NUMERICAL"))
+    metrics.on_finished(finished(3, reason=WireFinishReason.ERROR, error="x" * 100))
+    page = page_of(registry)
+    for line in (
+        "octavo_iteration_tokens_sum 32.0",
+        "octavo_step_time_seconds_count 2.0",
+        "octavo_step_failures_total 1.0",
+        'octavo_request_finished_total{finished_reason="error"} 2.0',
+        'octavo_request_errors_total{reason="numerical"} 1.0',
+        'octavo_request_errors_total{reason="internal"} 1.0',
+        "octavo_prompt_tokens_total 12.0",
+        "octavo_request_queue_time_seconds_sum 0.5",
+    ):
+        assert line in page
+
+
+def test_the_set_of_series_is_closed() -> None:
+    registry = CollectorRegistry()
+    metrics = StepMetrics(registry)
+    before = {line.split(" ")[0] for line in page_of(registry).splitlines()}
+    for number in range(200):
+        metrics.on_finished(finished(number, reason=WireFinishReason.ERROR, error=f"made up {number}"))
+    assert {line.split(" ")[0] for line in page_of(registry).splitlines()} == before
+
+
+def test_the_page_is_served_on_loopback_and_closes() -> None:
+    registry = CollectorRegistry()
+    registry.register(InfoCollector(card(), version="1.2"))
+    server = MetricsServer(registry, host="127.0.0.1", port=0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as response:
+        page = response.read().decode()
+    assert 'octavo_build_info{role="worker",version="1.2"} 1.0' in page
+    assert re.search(r'octavo_model_info\{.*model_name="tiny".*\} 1\.0', page)
+    with pytest.raises(OSError, match=f"127.0.0.1:{server.port}"):
+        MetricsServer(registry, host="127.0.0.1", port=server.port)
+    server.close()
+
+
+def test_a_busy_worker_says_so_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 1.0, INTERVAL_S, INTERVAL_S + 1.0])
+    stats = EngineStats(
+        num_prefill_tokens=500, num_generated_tokens=200, num_running=3, num_blocks=10, num_active_blocks=4
+    )
+    busy = BusyLog(NullObserver(), lambda: stats, lambda: next(times))
+    for _ in range(3):
+        busy.on_step(report())
+    written = capsys.readouterr().out
+    assert written.count("busy") == 1
+    assert re.search(r"generation_tokens_per_s.{0,9}=.{0,9}20\.0", written)

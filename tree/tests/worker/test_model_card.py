@@ -1,0 +1,136 @@
+"""The model card: what a checkpoint folder says about its model, and how it is refused when it says nonsense."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import tiny_config, write_tokenizer
+from wire.bundle import bundle_digest, check_bundle
+from worker.config import RunnerKind, WorkerConfig
+from worker.loaded import load_oracle, served_name
+from worker.model_card import CardError, context_len, default_sampling, describe, end_token_ids, tokenizer_vocab_size
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint folder without weights."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    return tmp_path
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_card_has_what_the_files_say(folder: Path) -> None:
+    described = describe(folder)
+    files = {name: (folder / name).read_bytes() for name in described.files}
+    assert set(files) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    card = described.card(name="tiny", fingerprint="f", dtype="float32", max_model_len=100)
+    assert (card.name, card.architecture, card.max_model_len) == ("tiny", "Qwen2ForCausalLM", 100)
+    assert card.vocab_size == 320
+    assert card.default_sampling == {"temperature": 0.7, "top_k": 20.0}
+    check_bundle(files, card.tokenizer_digest)
+
+
+def test_the_real_qwen_has_fewer_ids_than_rows_and_two_ends(shared: Path, tmp_path: Path) -> None:
+    for source in (shared / "data/tokenizer", shared / "data/configs/Qwen2.5-0.5B-Instruct"):
+        shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    described = describe(tmp_path)
+    assert described.vocab_size == 151_665
+    assert described.eos_token_ids == (151_645, 151_643)
+    assert described.max_model_len == 32_768
+    assert described.default_sampling == {"temperature": 0.7, "top_k": 20.0, "top_p": 0.8, "repetition_penalty": 1.1}
+    assert "vocab.json" not in described.files
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "{"),
+        ("config.json", "[]"),
+        ("config.json", "{}"),
+        ("config.json", '{"max_position_embeddings": "many"}'),
+        ("config.json", json.dumps(tiny_config(vocab_size=319))),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"model": {"vocab": {}}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}'),
+        ("tokenizer.json", '{"model": {"vocab": [1]}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1}}, "added_tokens": [{}]}'),
+        ("generation_config.json", '{"eos_token_id": 320}'),
+        ("generation_config.json", '{"eos_token_id": [1, -1]}'),
+        ("generation_config.json", '{"eos_token_id": ["a"]}'),
+    ],
+)
+def test_files_that_describe_no_model_are_refused(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(CardError):
+        describe(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(CardError, match=name):
+        describe(folder)
+
+
+def test_the_highest_id_counts_wherever_it_stands() -> None:
+    def size(vocab: dict[str, int], *added: int) -> int:
+        tokens = [{"id": each} for each in added]
+        return tokenizer_vocab_size(json.dumps({"model": {"vocab": vocab}, "added_tokens": tokens}).encode())
+
+    assert [size({"a": 0, "b": 9}), size({"a": 0}, 11, 10), size({"a": 12}, 3)] == [10, 12, 13]
+
+
+def test_end_tokens_come_from_the_generation_config_first() -> None:
+    both = ({"eos_token_id": 1}, {"eos_token_id": [2, 3, 2]})
+    assert end_token_ids(*both, vocab_size=9) == (2, 3)
+    assert end_token_ids({"eos_token_id": 1}, {}, vocab_size=9) == (1,)
+    assert end_token_ids({}, {}, vocab_size=9) == ()
+
+
+def test_yarn_extends_the_context() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert context_len({"max_position_embeddings": 32_768, "rope_scaling": yarn}) == 131_072
+    assert context_len({"max_position_embeddings": 131_072, "rope_scaling": yarn}) == 131_072
+    assert context_len({"max_position_embeddings": 32_768, "rope_scaling": None}) == 32_768
+    assert context_len({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}) == 512
+
+
+def test_without_sampling_the_default_is_greedy() -> None:
+    assert default_sampling({"do_sample": False, "temperature": 0.7}) == {"temperature": 0.0}
+    assert default_sampling({"top_p": None}) == {}
+
+
+def oracle(model: str, **changes: object) -> WorkerConfig:
+    return WorkerConfig(model=model, gateway_endpoints=(), runner=RunnerKind.ORACLE, **changes)  # type: ignore[arg-type]
+
+
+def ignore(stage: str, done: int | None, total: int | None) -> None:
+    """No bar."""
+
+
+def test_the_oracle_takes_the_tokenizer_of_a_checkpoint_folder(folder: Path) -> None:
+    loaded = load_oracle(oracle(str(folder), max_model_len=64, served_name="tiny"), ignore)
+    assert (loaded.card.name, loaded.card.vocab_size, loaded.card.max_model_len) == ("tiny", 320, 64)
+    assert loaded.card.tokenizer_digest == bundle_digest(describe(folder).files)
+
+
+def test_the_oracle_has_a_tokenizer_of_its_own_for_any_other_name() -> None:
+    loaded = load_oracle(oracle("anything", oracle_vocab_size=777), ignore)
+    assert (loaded.card.name, loaded.card.vocab_size) == ("anything", 777)
+    check_bundle(loaded.tokenizer_files, loaded.card.tokenizer_digest)
+    assert tokenizer_vocab_size(loaded.tokenizer_files["tokenizer.json"]) == 777
+
+
+def test_a_context_beyond_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(CardError, match="513 is more than the model's 512"):
+        load_oracle(oracle(str(folder), max_model_len=513), ignore)
+
+
+def test_a_folder_is_served_by_its_name(folder: Path) -> None:
+    assert [served_name(str(folder)), served_name("Qwen/Qwen2.5-0.5B")] == [folder.name, "Qwen/Qwen2.5-0.5B"]

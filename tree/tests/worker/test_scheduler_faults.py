@@ -1,0 +1,113 @@
+"""Failed steps and rows that are not finite: who ends, who goes on, and what nobody may ever reuse."""
+
+import pytest
+
+from tests.support.scheduling import World, WorldConfig, key
+from worker.oracle_model import OracleModel
+from worker.oracle_runner import OracleFaults
+from worker.runner import RunnerError, RunnerOutOfMemory
+
+NAN_TOKEN = 40
+MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))
+
+
+@pytest.mark.parametrize("output_index", [0, 1, 3])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_row_that_is_not_finite_ends_its_own_request_after_its_good_beginning(
+    output_index: int, max_in_flight: int
+) -> None:
+    faults = OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=output_index)
+    world = World(WorldConfig(model=MODEL, max_in_flight=max_in_flight, faults=faults))
+    world.add(1, [3, 4, NAN_TOKEN, 5], max_tokens=8)
+    world.add(2, [3, 4, 6], max_tokens=8)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert world.reasons() == {1: "NUMERICAL", 2: "LENGTH"}
+    assert len(world.streams[key(1)].tokens) == output_index
+    finished = world.streams[key(1)].finished
+    assert finished is not None
+    assert finished.detail == f"the model gave no finite logits for position {4 + output_index}"
+
+
+@pytest.mark.parametrize("output_index", [0, 2, 3])
+def test_blocks_of_a_request_that_was_not_finite_never_serve_another(output_index: int) -> None:
+    faults = OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=output_index)
+    world = World(WorldConfig(model=MODEL, block_size=1, num_blocks=40, max_in_flight=2, faults=faults))
+    world.add(1, [3, 4, NAN_TOKEN], max_tokens=8)
+    world.run()
+    assert world.reasons() == {1: "NUMERICAL"}
+    assert world.blocks.num_cached == 0
+    assert world.blocks.match(world.asked[key(1)].prompt_ids_T) == 0
+
+
+@pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_failed_step_ends_everyone_in_it_and_the_next_request_is_served(where: str, max_in_flight: int) -> None:
+    faults = OracleFaults(**{where: {3: RunnerError("illegal memory access")}})  # type: ignore[arg-type]
+    world = World(WorldConfig(model=MODEL, max_in_flight=max_in_flight, faults=faults))
+    world.add(1, [3, 4, 5, 6], max_tokens=8)
+    world.add(2, [3, 4], max_tokens=8)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert world.reasons() == {1: "ENGINE_ERROR", 2: "ENGINE_ERROR"}
+    assert [len(world.streams[key(handle)].tokens) for handle in (1, 2)] == [2, 2]
+    assert world.blocks.num_cached == 0
+    world.add(3, [3, 4, 5, 6], max_tokens=3)
+    world.run()
+    world.check_complete()
+    assert world.reasons()[3] == "LENGTH"
+
+
+@pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_failed_step_spares_who_was_not_in_it(where: str, max_in_flight: int) -> None:
+    faults = OracleFaults(**{where: {1: RunnerError("broken")}})  # type: ignore[arg-type]
+    world = World(WorldConfig(model=MODEL, max_in_flight=max_in_flight, max_batch_tokens=4, faults=faults))
+    world.add(1, [3, 4, 5, 6, 7, 8], max_tokens=3)
+    world.add(2, [9, 10, 11], max_tokens=3)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert world.reasons() == {1: "ENGINE_ERROR", 2: "LENGTH"}
+
+
+@pytest.mark.parametrize("where", ["launch_errors", "collect_errors"])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_out_of_memory_ends_the_largest_prefill_and_computes_the_others_again(where: str, max_in_flight: int) -> None:
+    faults = OracleFaults(**{where: {3: RunnerOutOfMemory("3 GiB short")}})  # type: ignore[arg-type]
+    world = World(WorldConfig(model=MODEL, max_in_flight=max_in_flight, max_batch_tokens=12, faults=faults))
+    world.add(1, [3, 4], max_tokens=6)
+    world.launch()
+    world.launch() if max_in_flight == 2 else (world.collect(), world.launch())
+    world.add(2, [5, 6, 7], max_tokens=4)
+    world.add(3, [9, 10, 11, 12], max_tokens=4)
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+    assert world.reasons() == {1: "LENGTH", 2: "LENGTH", 3: "OUT_OF_MEMORY"}
+    ends = [world.streams[key(handle)].finished for handle in (1, 2, 3)]
+    assert [end.preemptions for end in ends if end] == [1, 1, 0]
+
+
+def test_out_of_memory_again_and_again_ends_one_request_each_time() -> None:
+    errors = {step: RunnerOutOfMemory("short") for step in range(1, 100)}
+    world = World(WorldConfig(model=MODEL, faults=OracleFaults(collect_errors=errors)))
+    for handle in range(6):
+        world.add(handle, [3, 4, 5], max_tokens=4)
+    assert world.run() == 6
+    assert set(world.reasons().values()) == {"OUT_OF_MEMORY"}
+    world.check_quiet()
+
+
+def test_who_was_cancelled_during_a_failed_step_stays_cancelled() -> None:
+    faults = OracleFaults(collect_errors={2: RunnerError("broken")})
+    world = World(WorldConfig(model=MODEL, faults=faults))
+    world.add(1, [3, 4], max_tokens=6)
+    world.step()
+    world.launch()
+    world.cancel(1)
+    world.run()
+    assert world.reasons() == {1: "CANCELLED"}
+    world.check_quiet()

@@ -1,0 +1,135 @@
+"""No livelock, no starvation, no difference: many small random worlds, each within a bound of steps."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.support.scheduling import World, WorldConfig, key
+from worker.oracle_model import OracleModel
+
+
+def _random_world(seed: int, max_in_flight: int) -> World:
+    """A pool so tiny that nearly everyone is preempted, requests of all sizes that fit it."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 3, 4])
+    config = WorldConfig(
+        num_blocks=rng.randint(3, 14),
+        block_size=block_size,
+        max_num_seqs=rng.randint(1, 6),
+        max_batch_tokens=rng.randint(6, 14),
+        max_chunk_tokens=rng.choice([None, 2, 4]),
+        max_in_flight=max_in_flight,
+        aging_s=rng.choice([4.0, 30.0, 1000.0]),
+        model=OracleModel(vocab_size=30, eos_token_ids=(2,), eos_every=rng.choice([None, 12])),
+    )
+    world = World(config)
+    room = config.num_blocks * block_size - 1
+    for handle in range(rng.randint(1, 10)):
+        prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, min(room, 12)))]
+        world.add(handle, prompt, max_tokens=rng.randint(1, 16), priority=rng.choice([0, 0, 0, 1, 2]))
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            world.step()
+    return world
+
+
+def _bound(world: World) -> int:
+    """Steps that suffice if at least one known token is computed for good in every other step."""
+    return 10 + 2 * sum(len(asked.prompt_ids_T) + asked.sampling.max_tokens for asked in world.asked.values())
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says(max_in_flight: int) -> None:
+    num_preemptions = 0
+    for seed in range(250):
+        world = _random_world(seed, max_in_flight)
+        world.run(max_steps=_bound(world))
+        world.check_complete()
+        world.check_quiet()
+        num_preemptions += world.scheduler.counters.num_preemptions
+    assert num_preemptions > 120
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_every_request_of_a_crowd_is_preempted_and_none_notices(max_in_flight: int) -> None:
+    config = WorldConfig(
+        num_blocks=24,
+        block_size=4,
+        max_num_seqs=16,
+        max_batch_tokens=64,
+        max_in_flight=max_in_flight,
+        model=OracleModel(vocab_size=1000, eos_token_ids=(2,), eos_every=60),
+    )
+    world = World(config)
+    rng = random.Random(7)
+    for handle in range(64):
+        shared = [5, 6, 7, 8] if rng.random() < 0.5 else []
+        world.add(handle, [*shared, *(rng.randint(3, 999) for _ in range(rng.randint(1, 12)))], max_tokens=32)
+        if rng.random() < 0.3:
+            world.step()
+        running = world.scheduler.roster.running
+        if running and rng.random() < 0.3:
+            world.scheduler.roster.preempt(rng.choice(running), world.now_s)
+    world.run(max_steps=_bound(world))
+    world.check_complete()
+    world.check_quiet()
+    assert world.scheduler.counters.num_preemptions > 30
+
+
+def test_a_stream_of_important_requests_does_not_starve_a_humble_one() -> None:
+    world = World(WorldConfig(max_num_seqs=2, num_blocks=8, block_size=2, aging_s=20.0))
+    world.add(0, [3, 4, 5], max_tokens=6, priority=0)
+    for handle in range(1, 80):
+        world.add(handle, [6, 7, 8], max_tokens=4, priority=5)
+        world.step()
+        if world.streams[key(0)].finished:
+            break
+    assert world.now_s <= 20.0 + 2 * 6 + 4
+    assert world.streams[key(0)].tokens == world.expected(key(0))
+
+
+def test_an_aged_request_that_runs_gives_way_to_nobody() -> None:
+    world = World(WorldConfig(max_num_seqs=1, aging_s=2.0))
+    world.add(1, [3, 4], max_tokens=4)
+    world.add(2, [5, 6], max_tokens=6)
+    for _ in range(5):
+        world.step()
+    world.add(3, [7, 8], max_tokens=1, priority=9)
+    world.run()
+    world.check_complete()
+    finished = world.streams[key(2)].finished
+    assert finished is not None
+    assert finished.preemptions == 0
+
+
+def test_the_same_events_give_the_same_plans() -> None:
+    def trace(seed: int) -> list[object]:
+        world = _random_world(seed, max_in_flight=2)
+        world.run()
+        return [*world.trace]
+
+    for seed in range(20):
+        assert trace(seed) == trace(seed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_chunks_lookahead_cache_and_pool_size_change_no_token(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 1) for _ in range(rng.randint(1, 14))] for _ in range(8)]
+    model = OracleModel(vocab_size=30, eos_token_ids=(2,), eos_every=15)
+    wide = WorldConfig(num_blocks=200, block_size=2, max_num_seqs=8, max_batch_tokens=200, model=model)
+    outputs = []
+    for config in (
+        wide,
+        replace(wide, max_in_flight=2),
+        replace(wide, max_chunk_tokens=1),
+        replace(wide, block_size=1),
+        replace(wide, num_blocks=16, max_in_flight=2, max_batch_tokens=8),
+    ):
+        world = World(config)
+        for handle, prompt in enumerate(prompts):
+            world.add(handle, prompt, max_tokens=16)
+        world.run()
+        world.check_quiet()
+        outputs.append([world.streams[key(handle)].tokens for handle in range(len(prompts))])
+    assert all(output == outputs[0] for output in outputs)

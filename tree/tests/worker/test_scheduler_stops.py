@@ -1,0 +1,165 @@
+"""The vectorised stop check against its obvious twin, and the small pieces around it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.scheduling import key
+from wire.messages import Finished, Sampling, TokenLogprobs, WireFinishReason
+from worker.outputs import GatewayOutput, OutputBuffer
+from worker.plan import Slot
+from worker.ports import GatewayIndex
+from worker.request import AddRequest, Phase, Request
+from worker.rows import Rows
+from worker.shares import Shares
+from worker.stops import TokenVerdict, find_ends, judge, stop_ids
+from worker.waiting import WaitingQueue
+
+EOS = (2, 3)
+
+
+def make_request(order: int, prompt: list[int], *, priority: int = 0, limit: int = 20, **sampling: object) -> Request:
+    """A request as the scheduler makes it."""
+    asked = AddRequest(
+        key=key(order),
+        request_id=str(order),
+        prompt_ids_T=np.asarray(prompt, np.int32),
+        sampling=Sampling(**sampling),  # type: ignore[arg-type]
+        priority=priority,
+    )
+    return Request(
+        asked=asked,
+        order=order,
+        arrival_s=0.0,
+        deadline_s=None,
+        max_total_tokens=limit,
+        token_ids_T=asked.prompt_ids_T,
+    )
+
+
+cases = st.fixed_dictionaries(
+    {
+        "num_prompt": st.integers(1, 3),
+        "tokens": st.lists(st.integers(0, 6), min_size=1, max_size=8),
+        "stops": st.lists(st.integers(0, 6), max_size=5).map(tuple),
+        "min_tokens": st.integers(0, 4),
+        "ignore_eos": st.booleans(),
+        "room": st.integers(1, 8),
+    }
+)
+
+
+@given(rows_of=st.lists(cases, min_size=1, max_size=6))
+@settings(max_examples=200)
+def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[dict]) -> None:
+    rows = Rows(num_slots=len(rows_of), max_total_tokens=16)
+    requests = []
+    for slot, case in enumerate(rows_of):
+        request = make_request(
+            slot,
+            [9] * case["num_prompt"],
+            limit=case["num_prompt"] + case["room"],
+            stop_token_ids=case["stops"],
+            min_tokens=case["min_tokens"],
+            ignore_eos=case["ignore_eos"],
+        )
+        ids = stop_ids(request.asked.sampling, EOS)
+        rows.join(Slot(slot), request, num_cached_tokens=0, stop_ids=ids)
+        requests.append(request)
+    alive = list(range(len(rows_of)))
+    for index in range(8):
+        alive = [slot for slot in alive if index < len(rows_of[slot]["tokens"])]
+        slots = np.asarray(alive, np.intp)
+        tokens = np.asarray([rows_of[slot]["tokens"][index] for slot in alive], np.int32)
+        rows.append(slots, tokens, rows.num_known_S[slots], 0.0)
+        is_stop, is_end = find_ends(rows, slots, tokens)
+        verdicts = [
+            judge(
+                requests[slot].asked.sampling,
+                EOS,
+                num_prompt_tokens=rows_of[slot]["num_prompt"],
+                output=rows_of[slot]["tokens"][: index + 1],
+                limit=requests[slot].max_total_tokens,
+            )
+            for slot in alive
+        ]
+        assert is_stop.tolist() == [verdict is TokenVerdict.STOPS for verdict in verdicts]
+        assert is_end.tolist() == [verdict is not TokenVerdict.GOES_ON for verdict in verdicts]
+        alive = [slot for slot, verdict in zip(alive, verdicts, strict=True) if verdict is TokenVerdict.GOES_ON]
+
+
+def test_a_row_with_many_stop_tokens_makes_room_and_leaves_nothing_behind() -> None:
+    rows = Rows(num_slots=2, max_total_tokens=8)
+    rows.join(Slot(0), make_request(0, [9]), num_cached_tokens=0, stop_ids=(1,))
+    rows.join(Slot(1), make_request(1, [9]), num_cached_tokens=0, stop_ids=(1, 2, 3, 4, 5))
+    rows.leave(Slot(1))
+    rows.join(Slot(1), make_request(2, [9]), num_cached_tokens=0, stop_ids=(6,))
+    assert sorted({*rows.stops_KS[:, 0].tolist()} - {-1}) == [1]
+    assert sorted({*rows.stops_KS[:, 1].tolist()} - {-1}) == [6]
+
+
+def test_leaving_and_joining_change_the_generation() -> None:
+    rows = Rows(num_slots=1, max_total_tokens=8)
+    seen = [int(rows.generation_S[0])]
+    for order in range(2):
+        rows.join(Slot(0), make_request(order, [9]), num_cached_tokens=0, stop_ids=())
+        seen.append(int(rows.generation_S[0]))
+        rows.leave(Slot(0))
+        seen.append(int(rows.generation_S[0]))
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_queue_is_by_priority_then_arrival_and_forgets_who_left() -> None:
+    queue = WaitingQueue(aging_s=100.0, shares=Shares(Rows(num_slots=1, max_total_tokens=8)))
+    requests = [make_request(order, [9], priority=priority) for order, priority in enumerate([0, 1, 0, 1])]
+    for request in requests:
+        queue.push(request, now_s=0.0)
+    order = []
+    while head := queue.head(1.0):
+        queue.remove(head, 1.0)
+        order.append(head.order)
+    assert (order, len(queue)) == ([1, 3, 0, 2], 0)
+
+
+def test_time_waited_counts_over_all_spells_and_makes_aged() -> None:
+    queue = WaitingQueue(aging_s=10.0, shares=Shares(Rows(num_slots=1, max_total_tokens=8)))
+    old, important = make_request(0, [9], priority=-5), make_request(1, [9], priority=5)
+    queue.push(old, now_s=0.0)
+    queue.remove(old, now_s=6.0)
+    assert old.waited_s == 6.0
+    queue.push(important, now_s=50.0)
+    queue.push(old, now_s=50.0)
+    assert queue.head(53.9) is important
+    assert queue.head(54.0) is old
+    assert (old.is_aged, old.phase) == (True, Phase.WAITING)
+    assert old.rank < important.rank
+
+
+@pytest.mark.parametrize("gateways", [[0, 0, 0], [1, 0, 1]])
+def test_news_are_grouped_by_gateway_in_the_order_of_the_rows(gateways: list[int]) -> None:
+    buffer = OutputBuffer()
+    handles, tokens = np.asarray([7, 8, 9], np.int64), np.asarray([70, 80, 90], np.int32)
+    buffer.put_tokens(np.asarray(gateways, np.int32), handles, tokens)
+    outputs = buffer.take()
+    for gateway in set(gateways):
+        rows = [index for index, of in enumerate(gateways) if of == gateway]
+        output = outputs[GatewayIndex(gateway)]
+        assert output.handles_N.tolist() == [7 + row for row in rows]
+        assert output.tokens_N.tolist() == [70 + 10 * row for row in rows]
+    assert buffer.take() == {}
+
+
+def test_a_forgotten_gateway_gets_nothing_and_the_others_all() -> None:
+    buffer = OutputBuffer()
+    end = Finished(handle=1, reason=WireFinishReason.STOP)
+    for gateway in (0, 1):
+        buffer.put_started(key(1, gateway))
+        buffer.put_logprobs(key(1, gateway), TokenLogprobs(-1.0, (), ()))
+        buffer.put_finished(GatewayIndex(gateway), end)
+    buffer.forget(GatewayIndex(0))
+    outputs = buffer.take()
+    assert outputs.keys() == {1}
+    output = outputs[GatewayIndex(1)]
+    assert isinstance(output, GatewayOutput)
+    assert (output.started, output.finished, list(output.logprobs)) == ((1,), (end,), [1])

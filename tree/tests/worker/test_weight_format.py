@@ -1,0 +1,115 @@
+"""What a worker's `quantization` does to the weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import load_model, resolve_checkpoint
+from model.cpu.panels import can_panel
+from model.linear import FormatUnavailable, WeightFormat
+from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
+from worker.config import Deterministic, WorkerConfig
+from worker.loaded import Loaded
+from worker.runner_loading import load_torch
+from worker.runner_memory import weights_bytes
+from worker.runner_weights import check_format, rounding_of, with_rounding
+
+needs_panels = pytest.mark.skipif(
+    not can_panel(torch.empty(1, 2, dtype=torch.bfloat16)), reason="no C compiler, or no AVX512-BF16"
+)
+
+
+def load(
+    quantization: str | None,
+    *,
+    dtype: str | None = None,
+    model: str = "folio-chat",
+    kv_cache_dtype: str | None = None,
+    deterministic: Deterministic = Deterministic.OFF,
+) -> Loaded:
+    config = WorkerConfig(
+        model=model,
+        kv_cache_dtype=kv_cache_dtype,
+        deterministic=deterministic,
+        gateway_endpoints=(),
+        num_blocks=64,
+        max_num_seqs=4,
+        max_batch_tokens=64,
+        dtype=dtype,
+        quantization=quantization,
+    )
+    return load_torch(config, lambda stage, done, total: None)
+
+
+@needs_panels
+def test_a_worker_runs_on_integers() -> None:
+    assert load("int8").card.fingerprint != load(None).card.fingerprint
+
+
+def test_what_cannot_be_had_is_refused_by_name() -> None:
+    with pytest.raises(FormatUnavailable, match="bf16 model"):
+        load("int8", dtype="float32")
+    with pytest.raises(ValueError, match="'int4' is neither int8 nor fp8"):
+        load("int4")
+    with pytest.raises(FormatUnavailable, match="fp8 weights need a GPU; on a CPU, --quantization int8"):
+        load("fp8")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_packed", "has_cuda_runner", "message"),
+    [
+        (WeightFormat.FP8, False, False, "need triton"),
+        (WeightFormat.INT8, True, True, "quantised already: leave out --quantization int8"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused(
+    wanted: WeightFormat, is_packed: bool, has_cuda_runner: bool, message: str
+) -> None:
+    with pytest.raises(FormatUnavailable, match=message):
+        check_format(wanted, torch.device("cuda"), is_packed=is_packed, has_cuda_runner=has_cuda_runner)
+    check_format(WeightFormat.BF16, torch.device("cuda"), is_packed=True, has_cuda_runner=False)
+
+
+def test_each_rounding_is_another_model() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    said = [rounding_of("int8", cpu), rounding_of("int8", gpu), rounding_of("fp8", gpu), b""]
+    assert len({with_rounding(b"model", rounding) for rounding in said}) == 4
+    assert with_rounding(b"model", b"") == with_rounding(b"model", rounding_of(None, gpu), b"") == b"model"
+
+
+@needs_panels
+def test_integers_take_half_the_bytes() -> None:
+    sizes = []
+    for wanted in (WeightFormat.BF16, WeightFormat.INT8):
+        model = load_model(resolve_checkpoint("folio-chat"), dtype=torch.bfloat16)
+        model.pack_weights(wanted)
+        kept = model.embed_tokens.weight.numel() * 2
+        sizes.append(weights_bytes(model) - kept)
+    assert 0.5 <= sizes[1] / sizes[0] < 0.52
+
+
+@pytest.mark.parametrize("runner", ["cpu kernels", "float32"])
+def test_an_fp8_cache_holds_twice_the_tokens_in_the_same_bytes(runner: str) -> None:
+    dtype = "float32" if runner == "float32" else None
+    plain, small = load(None, dtype=dtype), load(None, dtype=dtype, kv_cache_dtype="fp8")
+    sizes = [loaded.runner.kv.num_bytes for loaded in (plain, small)]  # type: ignore[attr-defined]
+    assert sizes[0] == sizes[1] * (4 if runner == "float32" else 2)
+    assert small.fingerprint != plain.fingerprint
+    assert (plain.device, small.device) == ("cpu", "cpu, fp8 cache")
+
+
+def test_what_an_fp8_cache_cannot_be_had_with_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype 'fp4' is not fp8"):
+        load(None, kv_cache_dtype="fp4")
+    with pytest.raises(FormatUnavailable, match="deterministic mode keeps keys and values in the model's dtype"):
+        load(None, kv_cache_dtype="fp8", deterministic=Deterministic.ON)
+
+
+@pytest.mark.parametrize("quantization", [GPTQ_CONFIG | {"group_size": 32}, AWQ_CONFIG | {"group_size": 32}])
+def test_a_worker_serves_packed_checkpoints_on_a_cpu(quantization: dict[str, object], tmp_path: Path) -> None:
+    write_packed_checkpoint(tmp_path, quantization)
+    loaded = load(None, model=str(tmp_path))
+    assert loaded.card.dtype == "bfloat16"
+    assert loaded.device == f"cpu, int4 weights ({quantization['quant_method']})"
+    assert loaded.fingerprint == load_model(tmp_path).fingerprint

@@ -1,0 +1,82 @@
+"""Messages to frames and back: one version byte, then msgpack.
+
+Decoding never runs anything that a peer chose: typed structs only, and whatever does not fit them raises
+ProtocolError. Must not know sockets, and what the messages mean: a frame that decodes can still be a lie.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from wire.messages import KvEvents, Message, Run, StepOutput, ToGateway, ToWorker
+
+WIRE_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024  # a tokenizer bundle is the largest message
+MAX_TO_WORKER_BYTES = 16 * 1024 * 1024  # a prompt of four million tokens
+
+HANDLE_BYTES = 8  # int64
+TOKEN_BYTES = 4  # int32
+
+MessageT = TypeVar("MessageT")
+
+_PREFIX = bytes([WIRE_VERSION])
+_encoder = msgspec.msgpack.Encoder()
+_to_gateway = msgspec.msgpack.Decoder(ToGateway)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+
+class ProtocolError(Exception):
+    """A frame that this version of the wire does not understand; drop it and count it."""
+
+
+class MessageTooLarge(ProtocolError):
+    """A message of ours that no peer would take; a caller's mistake, raised before anything is sent."""
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises MessageTooLarge."""
+    frame = _PREFIX + _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MessageTooLarge(f"{type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode_to_gateway(frame: bytes) -> ToGateway:
+    """What a worker sent. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    message = _decode(_to_gateway, frame, limit_bytes=MAX_FRAME_BYTES)
+    _check_arrays(message)
+    return message
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """What a gateway sent. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    message = _decode(_to_worker, frame, limit_bytes=MAX_TO_WORKER_BYTES)
+    _check_arrays(message)
+    return message
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[MessageT]", frame: bytes, *, limit_bytes: int) -> MessageT:
+    if len(frame) > limit_bytes:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {limit_bytes}")
+    if not frame:
+        raise ProtocolError("empty frame")
+    if frame[0] != WIRE_VERSION:
+        raise ProtocolError(f"wire version {frame[0]}, this side speaks {WIRE_VERSION}")
+    try:
+        return decoder.decode(memoryview(frame)[1:])
+    # Nesting deeper than the interpreter's limit and bad UTF-8 surface as Python's own errors.
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"malformed message: {error}") from None
+
+
+def _check_arrays(message: object) -> None:
+    """Packed arrays hold whole elements, and parallel arrays are equally long."""
+    if isinstance(message, StepOutput):
+        num_rows, rest = divmod(len(message.handles), HANDLE_BYTES)
+        if rest or len(message.tokens) != num_rows * TOKEN_BYTES:
+            raise ProtocolError(f"{len(message.handles)} bytes of handles beside {len(message.tokens)} of tokens")
+    elif isinstance(message, Run):
+        if len(message.prompt_ids) % TOKEN_BYTES:
+            raise ProtocolError(f"{len(message.prompt_ids)} bytes are no int32 array")
+    elif isinstance(message, KvEvents) and any(len(event.token_ids) % TOKEN_BYTES for event in message.events):
+        raise ProtocolError("token ids of a block are no int32 array")

@@ -1,0 +1,54 @@
+"""CURVE on sockets: who a server lets in, and whom a client trusts. Both sides prove their keys."""
+
+from collections.abc import Iterable
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from wire.keys import KeyPair
+from wire.options import ZAP_DOMAIN
+
+
+class AllowList:
+    """Client keys that may connect; the callback that pyzmq asks for each handshake."""
+
+    def __init__(self, public_keys: Iterable[bytes]) -> None:
+        self._keys = frozenset(public_keys)
+        self.num_refused = 0
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key (Z85) may connect."""
+        is_allowed = key in self._keys
+        self.num_refused += not is_allowed
+        return is_allowed
+
+
+class CurveGuard:
+    """Answers ZeroMQ's authentication requests of one context, in a thread of its own, until closed."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allowed_keys: Iterable[bytes]) -> None:
+        self.allow_list = AllowList(allowed_keys)
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=self.allow_list)
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        if self._authenticator.is_alive():
+            self._authenticator.stop()
+
+
+def secure_server(socket: "zmq.Socket[bytes]", keys: KeyPair) -> None:
+    """Make a socket a CURVE server, before bind; needs a CurveGuard on its context."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def secure_client(socket: "zmq.Socket[bytes]", keys: KeyPair, server_public: bytes) -> None:
+    """Make a socket a CURVE client of one server, before connect."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

@@ -1,0 +1,75 @@
+"""Addresses of ZeroMQ sockets: which forms are allowed, and what each asks for. Opens nothing."""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+MAX_IPC_PATH_BYTES = 107  # sockaddr_un.sun_path less its NUL
+
+
+class EndpointError(ValueError):
+    """An address that cannot or must not be used; says why and what to write instead."""
+
+
+class Transport(Enum):
+    IPC = "ipc"
+    TCP = "tcp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A parsed address. ``path`` for ipc; ``host`` and ``port`` for tcp (port 0: any free one)."""
+
+    address: str
+    transport: Transport
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only processes of this host can reach it."""
+        return self.transport is Transport.IPC or _is_loopback(self.host)
+
+
+def parse_endpoint(address: str) -> Endpoint:
+    """Read ``ipc:///folder/name.sock`` or ``tcp://host:port``. Raises EndpointError."""
+    if address.startswith("ipc://"):
+        return _parse_ipc(address)
+    if address.startswith("tcp://"):
+        return _parse_tcp(address)
+    raise EndpointError(f"{address!r} is neither ipc:///path nor tcp://host:port")
+
+
+def require_curve_beyond_loopback(endpoint: Endpoint, *, has_key: bool) -> None:
+    """Raises EndpointError for a tcp address that other hosts could reach without CURVE."""
+    if not endpoint.is_local and not has_key:
+        raise EndpointError(f"{endpoint.address} is reachable from other hosts: it needs CURVE keys (octavo keys new)")
+
+
+def _parse_ipc(address: str) -> Endpoint:
+    path = address.removeprefix("ipc://")
+    if not path.startswith("/"):
+        # "@name" is the abstract namespace: it has no file permissions, every local user could connect.
+        raise EndpointError(f"{address!r}: an ipc address needs an absolute path, ipc:///folder/name.sock")
+    if len(path.encode()) > MAX_IPC_PATH_BYTES:
+        raise EndpointError(f"{address!r}: the path exceeds {MAX_IPC_PATH_BYTES} bytes; use a shorter run directory")
+    return Endpoint(address=address, transport=Transport.IPC, path=Path(path))
+
+
+def _parse_tcp(address: str) -> Endpoint:
+    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})", address)
+    if match is None or int(match[2]) > 65535:
+        raise EndpointError(f"{address!r}: expected tcp://host:port with a host and a port from 0 to 65535")
+    return Endpoint(address=address, transport=Transport.TCP, host=match[1].strip("[]"), port=int(match[2]))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: it may resolve to anything

@@ -1,0 +1,94 @@
+"""CURVE keys in files: made, stored 0600, loaded with their permissions checked.
+
+A key pair is two TOML files: ``name.key`` (public and secret) stays with its owner, ``name.pub`` goes to the peers.
+Source: CurveZMQ, rfc.zeromq.org/spec/26; keys are 32 bytes in Z85 (rfc 32), 40 characters.
+"""
+
+import os
+import stat
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+Z85_KEY_LEN = 40
+_SECRET_HEADER = "# Octavo CURVE key pair. Secret: for its owner only.\n"
+_PUBLIC_HEADER = "# Octavo CURVE public key. For the peers of its owner.\n"
+
+
+class KeyFileError(Exception):
+    """A key file that is absent, malformed or open to others; says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """Z85 text, 40 bytes each."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r}, secret=…)"  # a secret must not reach a log
+
+
+def generate_keys() -> KeyPair:
+    """A new random pair. Raises KeyFileError where ZeroMQ was built without CURVE."""
+    if not zmq.has("curve"):
+        raise KeyFileError("this ZeroMQ was built without CURVE: install pyzmq from its wheels")
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public=public, secret=secret)
+
+
+def save_keys(keys: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
+    """Write ``name.key`` (0600) and ``name.pub``; never over existing files. Returns both paths.
+    Raises KeyFileError."""
+    secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
+    for path in (secret_path, public_path):
+        if path.exists():
+            raise KeyFileError(f"{path} exists; move it away or choose another name")
+    public_line = f'public = "{keys.public.decode()}"\n'
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write_new(secret_path, _SECRET_HEADER + public_line + f'secret = "{keys.secret.decode()}"\n', mode=0o600)
+    _write_new(public_path, _PUBLIC_HEADER + public_line, mode=0o644)
+    return secret_path, public_path
+
+
+def load_keys(path: Path) -> KeyPair:
+    """The pair of a ``.key`` file. Raises KeyFileError, also where others may read the file."""
+    fields = _read(path)
+    keys = KeyPair(public=_key(fields, "public", path), secret=_key(fields, "secret", path))
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise KeyFileError(f"{path} has mode {mode:04o}: others may read it; chmod 600 {path}")
+    return keys
+
+
+def load_public_key(path: Path) -> bytes:
+    """The public key of a ``.pub`` (or ``.key``) file. Raises KeyFileError."""
+    return _key(_read(path), "public", path)
+
+
+def _write_new(path: Path, text: str, *, mode: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except OSError as error:
+        raise KeyFileError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text("ascii"))
+    except OSError as error:
+        raise KeyFileError(f"cannot read key file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise KeyFileError(f"{path} is not a key file (octavo keys new makes one)") from None
+
+
+def _key(fields: dict[str, object], kind: str, path: Path) -> bytes:
+    value = fields.get(kind)
+    if not isinstance(value, str) or len(value) != Z85_KEY_LEN:
+        raise KeyFileError(f"{path} has no {kind} key of {Z85_KEY_LEN} characters")
+    return value.encode()

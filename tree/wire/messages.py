@@ -1,0 +1,317 @@
+"""The messages between gateway and worker, grouped by receiver.
+
+Plain msgspec structs: no behaviour, no sockets, no text of prompts. Arrays travel as little-endian bytes
+(``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
+
+A **handle** names one output stream: an integer that the gateway chooses, never reused within the life of that
+gateway process. Every message of a worker carries its **epoch**, drawn anew at each start of the process: messages
+of an epoch that the gateway has given up are dropped and counted.
+"""
+
+from enum import IntEnum
+
+import msgspec
+
+
+class WireFinishReason(IntEnum):
+    """Why the worker ended an output."""
+
+    STOP = 1  # end token or stop token: Finished.stop_token_id
+    LENGTH = 2  # max_tokens, the end of the context, or the end of the pool while alone
+    CANCELLED = 3  # a Cancel arrived
+    DEADLINE = 4  # Run.timeout_s passed
+    ERROR = 5  # Finished.error tells which
+
+
+class KvEventKind(IntEnum):
+    """What happened to a block of the prefix cache."""
+
+    STORED = 1
+    REMOVED = 2
+    CLEARED = 3  # every block
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# ---------------------------------------------------------------- both ways, inside others
+
+
+class GrammarKind(IntEnum):
+    """How a Grammar's source is written."""
+
+    JSON_SCHEMA = 1
+    JSON_OBJECT = 2  # no source
+    REGEX = 3
+    EBNF = 4
+    CHOICE = 5  # source: a JSON array of strings
+    TOOL_CALLS = 6  # source: JSON, made by the gateway from the tools of a chat
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an output must look like."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
+class Pooling(IntEnum):
+    """What of the last hidden state becomes an embedding."""
+
+    LAST_TOKEN = 1
+    MEAN = 2
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How one output's tokens are chosen and when it stops by token; checked by the gateway, complete (no defaults
+    of the model left to fill in)."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # uint64; always set by the gateway
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 1
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None  # None: none; 0: the chosen token's only
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    typical_p: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that never appear
+    grammar: Grammar | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a gateway must know of a worker's model."""
+
+    name: str
+    fingerprint: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int  # ids that may be sampled or sent: the tokenizer's, not the embedding's rows
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float]  # from generation_config.json: temperature, top_k, top_p, repetition_penalty
+    tokenizer_digest: str  # SHA-256 hex over the bundle's files, in name order
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker can hold."""
+
+    num_blocks: int  # blocks that requests can use
+    block_size: int
+    max_num_seqs: int  # requests running at once
+    max_waiting: int  # requests queued besides
+    max_batch_tokens: int  # token budget of one step
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position."""
+
+    logprob: float  # of the chosen token
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The end of one output. Durations are the worker's own monotonic differences, in seconds."""
+
+    handle: int
+    reason: WireFinishReason
+    stop_token_id: int | None = None
+    error: str = ""  # name of octavo.v1.ErrorReason without its prefix, where reason is ERROR
+    detail: str = ""  # for the caller: what, with which numbers
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    inter_token_p50_s: float = 0.0
+    inter_token_p99_s: float = 0.0
+    block_seconds: float = 0.0
+
+
+class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A change of the prefix cache. STORED carries the block's tokens, so that a router can match prompts without
+    knowing how the worker hashes."""
+
+    kind: KvEventKind
+    block_hash: bytes = b""
+    parent_hash: bytes = b""  # empty for a first block
+    token_ids: bytes = b""  # int32, block_size of them
+    salt: str = ""
+
+
+# ---------------------------------------------------------------- worker -> gateway
+
+
+class Register(Message, frozen=True, kw_only=True):
+    """First message of a worker to each gateway, repeated until a Welcome arrives."""
+
+    worker_id: str
+    epoch: str  # random hex, new at each start
+    card: ModelCard
+    capacity: Capacity
+    pid: int
+    pid_namespace: str  # readlink /proc/self/ns/pid plus boot id: equal strings mean that pids can be compared
+    token: str = ""  # registration token, where the gateway asks for one
+
+
+class TokenizerBundle(Message, frozen=True, kw_only=True):
+    """Answer to NeedTokenizer: file name -> bytes (tokenizer.json, tokenizer_config.json, chat_template.jinja …)."""
+
+    epoch: str
+    digest: str
+    files: dict[str, bytes]
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Sent every heartbeat interval, and from a thread of its own: it says whether steps advance, not only that the
+    process exists."""
+
+    epoch: str
+    num_steps: int
+    has_work: bool
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    is_draining: bool = False
+    num_paused: int = 0  # in no step, because their gateways asked for it; neither running nor waiting
+
+
+class StepOutput(Message, frozen=True, kw_only=True):
+    """What one engine step gave to one gateway."""
+
+    epoch: str
+    seq: int  # 1, 2, 3 … per gateway and epoch: a gap means a lost message
+    step: int
+    handles: bytes = b""  # int64[N], one per new token
+    tokens: bytes = b""  # int32[N]
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, for those who asked, one per token
+    started: tuple[int, ...] = ()  # handles scheduled for the first time
+    finished: tuple[Finished, ...] = ()  # after the tokens above
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by handle, from the second token of the prompt on
+    embeddings: dict[int, bytes] = {}  # by handle: float32[hidden size]
+
+
+class KvEvents(Message, frozen=True, kw_only=True):
+    """Changes of the prefix cache, in order."""
+
+    epoch: str
+    events: tuple[KvEvent, ...]
+
+
+class AdminReply(Message, frozen=True, kw_only=True):
+    """Answer to an AdminQuery."""
+
+    epoch: str
+    query_id: int
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_active_blocks: int = 0
+    num_flushed_blocks: int = 0
+    violations: tuple[str, ...] = ()
+
+
+class Leaving(Message, frozen=True, kw_only=True):
+    """The worker ends now (drained or stopped); everything that it still held is lost."""
+
+    epoch: str
+    reason: str = ""
+
+
+# ---------------------------------------------------------------- gateway -> worker
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The registration is accepted."""
+
+    gateway_id: str  # new at each start of the gateway: a changed one cancels what the former had asked for
+    epoch: str
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The registration is refused for good; the worker exits with this reason."""
+
+    epoch: str
+    reason: str
+
+
+class NeedTokenizer(Message, frozen=True, kw_only=True):
+    """The gateway does not have the bundle of this digest yet."""
+
+    epoch: str
+    digest: str
+
+
+class Run(Message, frozen=True, kw_only=True):
+    """Generate one output, or several from one prompt, or turn the prompt into a vector.
+
+    fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks. pooling: nothing
+    is sampled, the prompt's embedding is sent; sampling means nothing then. num_resumed_tokens: the last so many of
+    prompt_ids are output that a worker gave before it was lost: they count as output, and it goes on behind them.
+    tenant: a label of the gateway's making, not the tenant's name; whoever has the same shares one place in the worker's
+    fair queue. weight: of that tenant's share, 1 to 1000.
+    """
+
+    handle: int
+    request_id: str
+    prompt_ids: bytes  # int32
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None  # remaining at the time of sending
+    fork_handles: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    num_resumed_tokens: int = 0
+    tenant: str = ""
+    weight: int = 1
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """End an output; its Finished(CANCELLED) follows. Unknown and finished handles are ignored."""
+
+    handles: tuple[int, ...]
+
+
+class Pause(Message, frozen=True, kw_only=True):
+    """Take these outputs out of the steps: their readers are behind. Tokens of steps in flight still come. Unknown and
+    finished handles are ignored, and those that are paused already."""
+
+    handles: tuple[int, ...]
+
+
+class Resume(Message, frozen=True, kw_only=True):
+    """Go on with these outputs where they were. Unknown, finished and running handles are ignored."""
+
+    handles: tuple[int, ...]
+
+
+class AdminQuery(Message, frozen=True, kw_only=True):
+    """Ask for block counts, with an audit or a flush of the prefix cache."""
+
+    query_id: int
+    audit: bool = False
+    flush_prefix_cache: bool = False
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Take no new request, finish what runs, then leave."""
+
+    grace_s: float
+
+
+ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
+ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain

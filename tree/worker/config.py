@@ -1,0 +1,178 @@
+"""Settings of a worker: frozen, keyword-only, read once at the edge.
+
+What is learned later (number of blocks, the model's own limits) goes from `WorkerConfig` into `SchedulerConfig` and
+the block manager's configuration when the model is loaded. This file knows no model, socket or environment variable.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from grammar.limits import GrammarLimits
+
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
+"""Tokens of a step by default: what a device computes without making those who decode wait for long."""
+
+
+class RunnerKind(Enum):
+    """What executes the steps."""
+
+    TORCH = "torch"
+    ORACLE = "oracle"  # no model: hashes of what the block tables hold; for tests of the system
+
+
+class PrefixCacheMode(Enum):
+    """Whether prompts may reuse blocks that others computed."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class CheckNumerics(Enum):
+    """Whether every activation is looked at, and the first bad layer reported."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class Deterministic(Enum):
+    """Whether a request's tokens have the same bits whatever else is in the batch
+    (docs/decisions/0006-deterministic-mode.md)."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler. Raises ValueError naming the field that does not fit.
+
+    max_num_seqs: requests running at once, also the number of slots.
+    max_waiting: requests queued besides; more are refused with QUEUE_FULL.
+    max_batch_tokens: token budget of a step; at least max_num_seqs, so that prefill always gets on.
+    max_chunk_tokens: of one request in one step; None: the whole budget.
+    max_model_len: prompt and output together.
+    vocab_size: ids are below this.
+    max_in_flight: plans outstanding at once (what the runner bears).
+    aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
+    preempt_every_steps: for tests: every so many steps somebody gives way without need; None: never.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_num_seqs: int = 256
+    max_waiting: int = 1024
+    max_batch_tokens: int = 2048
+    max_chunk_tokens: int | None = None
+    max_in_flight: int = 1
+    aging_s: float = 10.0
+    preempt_every_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "vocab_size", "max_num_seqs", "max_batch_tokens", "max_in_flight"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        _require(self.max_waiting >= 0, f"max_waiting must not be negative, not {self.max_waiting}")
+        _require(self.aging_s >= 0, f"aging_s must not be negative, not {self.aging_s}")
+        _require(
+            self.max_batch_tokens >= self.max_num_seqs,
+            f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs})",
+        )
+        chunk = self.max_chunk_tokens
+        _require(chunk is None or chunk >= 1, f"max_chunk_tokens must be at least 1, not {chunk}")
+        every = self.preempt_every_steps
+        _require(every is None or every >= 2, f"preempt_every_steps must be at least 2, not {every}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveConfig:
+    """CURVE keys for tcp:// links: files with the worker's own key pair and the gateways' public key."""
+
+    secret_key_file: Path
+    gateway_public_key_file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """How constraints on outputs are compiled. timeout_s: from a request's arrival; the queue of the threads is in it.
+    cache_bytes: estimated."""
+
+    limits: GrammarLimits = field(default_factory=GrammarLimits)
+    timeout_s: float = 10.0
+    num_threads: int = 2
+    cache_entries: int = 256
+    cache_bytes: int = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything that `worker.main.main` needs to start one worker process.
+
+    model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: from ``model``.
+    gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
+    num_blocks None: sized from free memory, ``memory_fraction`` of it. max_model_len None: the model's own.
+    attention_backend None: the best one for the device.
+    quantization: "int8" rounds the weights to integers with a scale per output, "fp8" to e4m3 (GPUs only); None: as
+        they are in the checkpoint.
+    kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
+    deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
+        check_numerics with it.
+    check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
+    audit_every_steps 0: never; 1: every step (debugging).
+    worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
+    drain_grace_s: what a first SIGTERM or SIGINT leaves to the requests that run; the second ends at once.
+    stall_exit_s: without a step for so long while there is work, the process ends itself; longer than the gateways'
+        stall timeout, so that they tell their callers first.
+    """
+
+    model: str
+    gateway_endpoints: tuple[str, ...]
+    worker_id: str = ""
+    served_name: str | None = None
+    revision: str | None = None
+    runner: RunnerKind = RunnerKind.TORCH
+    device: str = "cpu"
+    dtype: str | None = None
+    attention_backend: str | None = None
+    deterministic: Deterministic = Deterministic.OFF
+    check_numerics: CheckNumerics = CheckNumerics.OFF
+    check_numerics_limit: float | None = None
+    num_threads: int | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    # memory
+    memory_fraction: float = 0.9
+    num_blocks: int | None = None
+    block_size: int = 16
+    prefix_cache: PrefixCacheMode = PrefixCacheMode.ON
+    # scheduling
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_waiting: int = 1024
+    max_batch_tokens: int = CPU_BATCH_TOKENS
+    max_chunk_tokens: int | None = None
+    aging_s: float = 10.0
+    grammars: GrammarConfig = field(default_factory=GrammarConfig)
+    # link
+    heartbeat_interval_s: float = 0.5
+    drain_grace_s: float = 30.0
+    stall_exit_s: float = 40.0
+    registration_token: str = ""
+    curve: CurveConfig | None = None
+    # watching
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = 9091
+    audit_every_steps: int = 1000
+    log_format: str = "auto"
+    log_level: str = "info"
+    # the oracle runner's model
+    oracle_vocab_size: int = 1000
+    oracle_step_delay_s: float = 0.0
+    oracle_eos_every: int | None = None
+    # tests of preemption
+    preempt_every_steps: int | None = None
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,297 @@
+"""The engine loop: messages to the scheduler, plans to the runner, results back, outputs to the gateways.
+
+It decides nothing (the scheduler does) and knows no sockets (`worker.ports`), tensors or text. One thread owns it;
+``num_steps`` and ``stats`` may be read from any thread, ``request_drain`` and ``request_stop`` be called from any.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from blockmgr.manager import BlockManager
+from wire.fault_points import fault_point
+from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
+from worker.cache_telling import CacheTelling
+from worker.grammar_desk import GrammarDesk
+from worker.outputs import StepOutputs
+from worker.plan import StepPlan
+from worker.ports import (
+    Clock,
+    GatewayIndex,
+    GatewayJoined,
+    GatewayLost,
+    Inbox,
+    InboxMessage,
+    NullObserver,
+    Observer,
+    Outbox,
+    StepReport,
+)
+from worker.request import RequestKey, failure
+from worker.runner import Runner, RunnerError, RunnerOutOfMemory
+from worker.scheduler import Scheduler
+from worker.snapshot import snapshot
+from worker.stats import EngineStats
+from worker.translate import asked_by, kv_events, refused_run, step_output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """epoch: of this life of the process. audit_every_steps: 0 never, 1 always. idle_wait_s: bound of one wait."""
+
+    epoch: str
+    audit_every_steps: int = 1000
+    idle_wait_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    launched_s: float
+
+
+class Engine:
+    """Keeps up to ``runner.max_in_flight`` steps launched."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        inbox: Inbox,
+        outbox: Outbox,
+        clock: Clock,
+        observer: Observer | None = None,
+        grammars: GrammarDesk | None = None,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._observer = observer or NullObserver()
+        self._grammars = grammars
+        self._telling = CacheTelling(blocks, outbox, epoch=config.epoch)
+        self._launched: deque[_Launched] = deque()
+        self._awaits_masks = False  # the newest launched step does
+        self._seq: dict[GatewayIndex, int] = {}
+        self._drain_until_s: float | None = None
+        self._wanted_grace_s: float | None = None
+        self._is_stopping = False
+        self._num_violations = 0
+        self.num_steps = 0
+        self.stats = EngineStats(num_blocks=blocks.config.num_blocks)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Step until drained or stopped, then say goodbye and close the runner."""
+        try:
+            while not self.is_done:
+                num_steps = self.num_steps
+                self.step()
+                if self.num_steps == num_steps and not self.is_done and not self.is_telling:
+                    self._inbox.wait(self._config.idle_wait_s)
+            self._outbox.put_all(
+                Leaving(epoch=self._config.epoch, reason="STOPPED" if self._is_stopping else "DRAINED")
+            )
+        finally:
+            self._runner.close()
+            if self._grammars is not None:
+                self._grammars.close()
+
+    def step(self) -> None:
+        """Everything that can be done now; blocks only while the device works."""
+        for gateway, message in self._inbox.drain():
+            self._handle(gateway, message)
+        if self._grammars is not None:
+            self._grammars.deliver(self._scheduler, self._clock())
+        self._heed_drain()
+        if self._scheduler.has_work and not self.stats.has_work:
+            self._take_stats()  # should this very step hang, whoever watches must know that there was work
+        self._launch_ahead()
+        self._send(self._collect() if self._launched else self._scheduler.flush())
+        self._send_kv_events()
+        self._telling.tell_a_part()
+        self._take_stats()
+
+    @property
+    def is_done(self) -> bool:
+        """Stopped, or drained with nothing left."""
+        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not self._launched
+        return self._is_stopping or is_drained
+
+    @property
+    def is_telling(self) -> bool:
+        """A gateway has not heard yet all that is cached here: there is more to do than `has_work` says."""
+        return self._telling.is_due
+
+    def request_drain(self, grace_s: float) -> None:
+        """Take no new requests, finish the others within ``grace_s`` seconds, then end."""
+        self._wanted_grace_s = grace_s
+
+    def request_stop(self) -> None:
+        """End after the present step; what still runs is lost."""
+        self._is_stopping = True
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
+        now_s = self._clock()
+        match message:
+            case Run():
+                self._add(gateway, message, now_s)
+            case Cancel():
+                for handle in message.handles:
+                    self._scheduler.cancel(RequestKey(gateway, handle), now_s=now_s)
+            case Pause():
+                for handle in message.handles:
+                    self._scheduler.pause(RequestKey(gateway, handle), now_s=now_s)
+                fault_point("engine.paused")
+            case Resume():
+                for handle in message.handles:
+                    self._scheduler.resume(RequestKey(gateway, handle), now_s=now_s)
+            case AdminQuery():
+                self._outbox.put(gateway, self._answer(message))
+            case Drain():
+                self.request_drain(message.grace_s)
+            case GatewayJoined():
+                self._send_kv_events()
+                self._telling.begin(gateway)
+            case GatewayLost():
+                self._scheduler.drop_gateway(gateway, now_s=now_s)
+                self._seq.pop(gateway, None)
+                self._telling.end(gateway)
+
+    def _add(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
+        try:
+            asked = asked_by(gateway, run)
+        except ValueError as error:
+            self._send({gateway: refused_run(run, f"prompt_ids: {error}")})
+            return
+        if asked.sampling.grammar is not None and self._grammars is None:
+            self._send({gateway: refused_run(run, "constraint: this worker compiles no grammars")})
+            return
+        self._scheduler.add(asked, now_s=now_s)
+        if self._grammars is not None and asked.sampling.grammar is not None and self._scheduler.keeps(asked):
+            self._grammars.submit(asked, now_s)
+        fault_point("engine.added")
+
+    def _answer(self, query: AdminQuery) -> AdminReply:
+        num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
+        return AdminReply(
+            epoch=self._config.epoch,
+            query_id=query.query_id,
+            num_blocks=self._blocks.config.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            num_cached_blocks=self._blocks.num_cached,
+            num_active_blocks=self._blocks.num_active,
+            num_flushed_blocks=num_flushed,
+            violations=self._audit() if query.audit else (),
+        )
+
+    def _heed_drain(self) -> None:
+        if self._wanted_grace_s is not None:
+            self._scheduler.drain()
+            self._drain_until_s = self._clock() + self._wanted_grace_s
+            self._wanted_grace_s = None
+        if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
+            self._scheduler.end_all(failure("DRAINING", "the worker shut down before the end"), now_s=self._clock())
+
+    # ------------------------------------------------------------ steps
+
+    def _launch_ahead(self) -> None:
+        while len(self._launched) < self._runner.max_in_flight and not self._awaits_masks:
+            plan = self._scheduler.plan(now_s=self._clock())
+            if plan is None:
+                return
+            self._launched.append(_Launched(plan, self._clock()))
+            try:
+                self._runner.launch(plan)
+            except RunnerError as error:
+                self._fail_launch(error)
+                return
+            fault_point("engine.launched")
+            self._awaits_masks = self._grammars is not None and self._scheduler.constraints.any_in_newest
+            self._constrain()
+
+    def _constrain(self) -> None:
+        """Masks for the newest step, once the tokens of all former ones are known: until then the device is busy with
+        the rest of it."""
+        if self._awaits_masks and len(self._launched) == 1 and self._grammars is not None:
+            self._awaits_masks = False
+            self._runner.constrain(self._grammars.masks(self._scheduler, self._clock()))
+
+    def _collect(self) -> StepOutputs:
+        launched = self._launched.popleft()
+        try:
+            result = self._runner.collect()
+        except RunnerError as error:
+            outputs = self._failed(launched.plan, error)
+            self._constrain()
+            self._report(launched, self._clock(), type(error).__name__)
+            return outputs
+        landed_s = self._clock()
+        outputs = self._scheduler.apply(result, now_s=landed_s)
+        self._constrain()
+        fault_point("engine.applied")
+        self._report(launched, landed_s)
+        return outputs
+
+    def _fail_launch(self, error: RunnerError) -> None:
+        """The newest plan did not start: what was launched before it is collected first, for it is good."""
+        refused = self._launched.pop()
+        while self._launched:
+            self._send(self._collect())
+        self._send(self._failed(refused.plan, error))
+        self._report(refused, self._clock(), type(error).__name__)
+
+    def _failed(self, plan: StepPlan, error: RunnerError) -> StepOutputs:
+        if isinstance(error, RunnerOutOfMemory):
+            return self._scheduler.fail_out_of_memory(plan.step, str(error), now_s=self._clock())
+        return self._scheduler.fail(plan.step, str(error), now_s=self._clock())
+
+    def _report(self, launched: _Launched, landed_s: float, failed: str = "") -> None:
+        self.num_steps += 1
+        plan = launched.plan
+        every = self._config.audit_every_steps
+        if every and self.num_steps % every == 0:
+            self._audit()
+        self._observer.on_step(
+            StepReport(
+                step=plan.step,
+                num_prefill_tokens=plan.num_tokens - len(plan.decode_slots_S),
+                num_decode_tokens=len(plan.decode_slots_S),
+                num_sampled=len(plan.sampled_slots),
+                step_s=landed_s - launched.launched_s,
+                host_s=self._clock() - landed_s,
+                failed=failed,
+            )
+        )
+
+    # ------------------------------------------------------------ outputs
+
+    def _send(self, outputs: StepOutputs) -> None:
+        for gateway, output in outputs.items():
+            seq = self._seq[gateway] = self._seq.get(gateway, 0) + 1
+            message = step_output(output, epoch=self._config.epoch, seq=seq, step=self.num_steps)
+            self._outbox.put(gateway, message)
+            for finished in output.finished:
+                self._observer.on_finished(finished)
+
+    def _send_kv_events(self) -> None:
+        for message in kv_events(self._blocks.take_events(), epoch=self._config.epoch):
+            self._outbox.put_all(message)
+
+    def _audit(self) -> tuple[str, ...]:
+        violations = self._blocks.audit().violations
+        self._num_violations = len(violations)
+        return violations
+
+    def _take_stats(self) -> None:
+        self.stats = snapshot(
+            self._scheduler, self._blocks, num_steps=self.num_steps, num_violations=self._num_violations
+        )

@@ -1,0 +1,187 @@
+"""The worker process: loads the model, puts engine and links together, runs until it is asked to end.
+
+The main thread is the engine's; beside it there are the heartbeat and the metrics endpoint. Ready means registered,
+and it registers only after loading and warm-up.
+"""
+
+import gc
+import os
+import secrets
+import socket
+import time
+from contextlib import ExitStack
+from importlib import metadata
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from blockmgr.config import BlockManagerConfig
+from blockmgr.ids import PrefixCache
+from blockmgr.manager import BlockManager
+from wire.endpoints import parse_endpoint, require_curve_beyond_loopback
+from wire.host import pid_namespace
+from wire.keys import load_keys, load_public_key
+from wire.messages import Register
+from worker.busy_log import BusyLog
+from worker.config import RunnerKind, WorkerConfig
+from worker.engine import Engine, EngineConfig
+from worker.gateway_socket import CurveKeys
+from worker.grammar_loading import make_grammars
+from worker.heartbeat import HeartbeatThread
+from worker.link import WorkerLink
+from worker.loaded import Loaded, load_oracle
+from worker.logs import configure_logs
+from worker.metrics import InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
+from worker.progress import LoggedProgress, OnProgress
+from worker.scheduler import Scheduler
+from worker.shutdown import EXIT_FAILED, Shutdown
+from worker.watchdog import Watchdog
+
+log = structlog.get_logger(__name__)
+
+GOODBYE_S = 1.0  # for the last message to go out
+
+
+def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
+    """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 76 (a gateway refused us);
+    a hang ends the process with 75 or 1 (`worker.watchdog`).
+
+    on_progress: told how far the start is; by default it is logged. Raises what makes a start impossible:
+    CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.
+    """
+    configure_logs(config.log_format, config.log_level)
+    shutdown = Shutdown(grace_s=config.drain_grace_s)
+    shutdown.install()
+    curve = _curve(config)
+    _check_endpoints(config)
+    log.info("starting", model=config.model, runner=config.runner.value, device=config.device, pid=os.getpid())
+    loaded = _load(config, on_progress or LoggedProgress())
+    with ExitStack() as stack:
+        engine = _assemble(config, loaded, curve, shutdown, stack)
+        return _run(engine, shutdown)
+
+
+def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
+    if config.runner is RunnerKind.ORACLE:
+        return load_oracle(config, on_progress)
+    # Read when torch loads OpenMP. Threads that spin while they wait would take the cores from the gateway beside them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from worker.runner_loading import load_torch  # torch: only where it is wanted
+
+    return load_torch(config, on_progress)
+
+
+def _assemble(
+    config: WorkerConfig, loaded: Loaded, curve: CurveKeys | None, shutdown: Shutdown, stack: ExitStack
+) -> Engine:
+    """Everything that runs, each closed by the stack in the reverse order."""
+    register = _register(config, loaded)
+    link = WorkerLink(config.gateway_endpoints, register, loaded.tokenizer_files, curve=curve)
+    stack.callback(link.close)
+    stack.callback(link.linger, GOODBYE_S)
+    registry = CollectorRegistry()
+    metrics = StepMetrics(registry)
+    blocks = BlockManager(_blocks_config(config, loaded))
+    engine = Engine(
+        config=EngineConfig(epoch=register.epoch, audit_every_steps=config.audit_every_steps),
+        scheduler=Scheduler(loaded.scheduler, blocks),
+        blocks=blocks,
+        runner=loaded.runner,
+        inbox=link,
+        outbox=link,
+        clock=time.monotonic,
+        observer=BusyLog(metrics, lambda: engine.stats),
+        grammars=make_grammars(config.grammars, loaded, registry, wake=link.wake),
+    )
+    shutdown.attach(engine, link.wake)
+    link.on_refused = shutdown.refuse
+    registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: link.welcomed))
+    registry.register(InfoCollector(loaded.card, version=_version()))
+    metrics_port = _serve_metrics(config, registry, stack)
+    heartbeat = HeartbeatThread(
+        config.gateway_endpoints,
+        register.epoch,
+        lambda: engine.stats,
+        lambda: link.welcomed,
+        interval_s=config.heartbeat_interval_s,
+        curve=curve,
+        watchdog=Watchdog(stall_timeout_s=config.stall_exit_s),
+    )
+    stack.callback(heartbeat.close)
+    gc.collect()
+    gc.freeze()  # what the start left is not looked through again while steps run
+    heartbeat.start()
+    log.info(
+        "loaded",
+        worker_id=register.worker_id,
+        model=loaded.card.name,
+        device=loaded.device,
+        dtype=loaded.card.dtype,
+        num_blocks=loaded.num_blocks,
+        block_size=loaded.block_size,
+        max_model_len=loaded.card.max_model_len,
+        metrics_port=metrics_port,
+    )
+    return engine
+
+
+def _run(engine: Engine, shutdown: Shutdown) -> int:
+    try:
+        engine.run()
+    except Exception:
+        log.exception("engine_failed")
+        return EXIT_FAILED
+    log.info("ended", exit_code=shutdown.exit_code, num_steps=engine.num_steps)
+    return shutdown.exit_code
+
+
+def _register(config: WorkerConfig, loaded: Loaded) -> Register:
+    return Register(
+        worker_id=config.worker_id or f"{socket.gethostname()}-{os.getpid()}",
+        epoch=secrets.token_hex(16),
+        card=loaded.card,
+        capacity=loaded.capacity,
+        pid=os.getpid(),
+        pid_namespace=pid_namespace(),
+        token=config.registration_token,
+    )
+
+
+def _blocks_config(config: WorkerConfig, loaded: Loaded) -> BlockManagerConfig:
+    return BlockManagerConfig(
+        num_blocks=loaded.num_blocks,
+        block_size=loaded.block_size,
+        max_slots=loaded.scheduler.max_num_seqs,
+        max_blocks_per_slot=loaded.blocks_per_slot,
+        fingerprint=loaded.fingerprint,
+        prefix_cache=PrefixCache(config.prefix_cache.value),
+    )
+
+
+def _serve_metrics(config: WorkerConfig, registry: CollectorRegistry, stack: ExitStack) -> int | None:
+    if config.metrics_port is None:
+        return None
+    server = MetricsServer(registry, host=config.metrics_host, port=config.metrics_port)
+    stack.callback(server.close)
+    return server.port
+
+
+def _curve(config: WorkerConfig) -> CurveKeys | None:
+    if config.curve is None:
+        return None
+    return CurveKeys(
+        own=load_keys(config.curve.secret_key_file),
+        gateway_public=load_public_key(config.curve.gateway_public_key_file),
+    )
+
+
+def _check_endpoints(config: WorkerConfig) -> None:
+    for address in config.gateway_endpoints:
+        require_curve_beyond_loopback(parse_endpoint(address), has_key=config.curve is not None)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("octavo")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,211 @@
+"""The worker's /metrics: names and meanings as the field knows them, under ``octavo_``.
+
+Gauges and counters are read from the engine's snapshot when somebody scrapes; a step costs five histogram updates and
+a finished request three, whatever the batch. Labels come from closed sets.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.registry import Collector
+
+from wire.messages import Finished, ModelCard, WireFinishReason
+from wire.scrape_server import PageFormat, ScrapeServer
+from worker.link import LinkStats
+from worker.ports import StepReport
+from worker.stats import EngineStats
+
+STEP_BUCKETS_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
+)  # fmt: skip
+HOST_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+REQUEST_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0,
+)  # fmt: skip
+SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# What a worker says of its own requests; anything else is counted as internal.
+ERROR_REASONS = frozenset(
+    (
+        "INVALID_FIELD",
+        "EXCEEDS_CAPACITY",
+        "QUEUE_FULL",
+        "DRAINING",
+        "NUMERICAL",
+        "ENGINE_ERROR",
+        "OUT_OF_MEMORY",
+        "DEADLINE",
+        "CONSTRAINT",
+        "INTERNAL",
+    )
+)
+
+
+class StepMetrics:
+    """Implements `worker.ports.Observer` with histograms."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
+        self._step_s = histogram("octavo_step_time_seconds", "Launch to collected, per engine step", STEP_BUCKETS_S)
+        self._host_s = histogram("octavo_step_host_time_seconds", "Host work after a step's result", HOST_BUCKETS_S)
+        self._tokens = histogram("octavo_iteration_tokens", "Tokens through the model per step", SIZE_BUCKETS)
+        self._sampled = histogram("octavo_iteration_requests", "Requests that got a token, per step", SIZE_BUCKETS)
+        self._queue_s = histogram("octavo_request_queue_time_seconds", "In the worker's queue", REQUEST_BUCKETS_S)
+        self._prefill_s = histogram(
+            "octavo_request_prefill_time_seconds", "First scheduled step to first token", REQUEST_BUCKETS_S
+        )
+        self._decode_s = histogram("octavo_request_decode_time_seconds", "First to last token", REQUEST_BUCKETS_S)
+        self._failed = Counter("octavo_step_failures", "Engine steps that ended with an error", registry=registry)
+        self._finished = Counter(
+            "octavo_request_finished", "Outputs ended, by reason", ["finished_reason"], registry=registry
+        )
+        self._errors = Counter("octavo_request_errors", "Outputs ended by an error", ["reason"], registry=registry)
+        self._prompt_tokens = Counter("octavo_prompt_tokens", "Prompt tokens of ended outputs", registry=registry)
+        for reason in WireFinishReason:
+            self._finished.labels(reason.name.lower())
+        for error in sorted(ERROR_REASONS):
+            self._errors.labels(error.lower())
+
+    def on_step(self, report: StepReport) -> None:
+        """A step ended."""
+        self._step_s.observe(report.step_s)
+        self._host_s.observe(report.host_s)
+        self._tokens.observe(report.num_prefill_tokens + report.num_decode_tokens)
+        self._sampled.observe(report.num_sampled)
+        if report.failed:
+            self._failed.inc()
+
+    def on_finished(self, finished: Finished) -> None:
+        """An output ended."""
+        self._finished.labels(finished.reason.name.lower()).inc()
+        if finished.reason is WireFinishReason.ERROR:
+            error = finished.error if finished.error in ERROR_REASONS else "INTERNAL"
+            self._errors.labels(error.lower()).inc()
+            return
+        self._prompt_tokens.inc(finished.prompt_tokens)
+        self._queue_s.observe(finished.queue_s)
+        self._prefill_s.observe(finished.prefill_s)
+        self._decode_s.observe(finished.decode_s)
+
+
+class SnapshotCollector(Collector):
+    """Reads the engine's last snapshot and the link's counters when it is scraped, in the scraping thread."""
+
+    def __init__(
+        self, snapshot: Callable[[], EngineStats], link: LinkStats, welcomed: Callable[[], tuple[bool, ...]]
+    ) -> None:
+        self._snapshot = snapshot
+        self._link = link
+        self._welcomed = welcomed
+
+    def describe(self) -> Iterator[Metric]:
+        """The same families as a scrape."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        stats = self._snapshot()
+        yield from _engine_gauges(stats)
+        yield from _engine_counters(stats)
+        yield from _link_metrics(self._link, sum(self._welcomed()))
+
+
+def info_metric(card: ModelCard, *, version: str) -> Iterator[Metric]:
+    """Build and model, as labels of a constant 1."""
+    yield InfoMetricFamily("octavo_build", "This build", value={"version": version, "role": "worker"})
+    labels = {"model_name": card.name, "fingerprint": card.fingerprint, "dtype": card.dtype}
+    yield InfoMetricFamily("octavo_model", "The model that is served", value=labels)
+
+
+class InfoCollector(Collector):
+    """Constants."""
+
+    def __init__(self, card: ModelCard, *, version: str) -> None:
+        self._families = tuple(info_metric(card, version=version))
+
+    def collect(self) -> Iterator[Metric]:
+        """The same at each scrape."""
+        return iter(self._families)
+
+
+class MetricsServer:
+    """HTTP in a thread of its own."""
+
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
+        """Raises OSError naming the address, where it is taken."""
+        makers: dict[PageFormat, Callable[[CollectorRegistry], bytes]]
+        makers = {PageFormat.TEXT: generate_latest, PageFormat.OPENMETRICS: generate_openmetrics}
+        try:
+            self._server = ScrapeServer(host, port, lambda page_format: makers[page_format](registry))
+        except OSError as error:
+            raise OSError(error.errno, f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
+        self.port = self._server.port
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+
+def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("octavo_num_requests_running", "Requests that hold blocks and are in the steps", stats.num_running)
+    yield _gauge("octavo_num_requests_waiting", "Requests queued, preempted ones among them", stats.num_waiting)
+    yield _gauge("octavo_num_requests_paused", "Requests in no step: their readers are behind", stats.num_paused)
+    usage = stats.num_active_blocks / max(stats.num_blocks, 1)
+    yield _gauge("octavo_kv_cache_usage_ratio", "Blocks in use by requests, 0 to 1", usage)
+    blocks = GaugeMetricFamily("octavo_kv_blocks", "KV blocks by state", labels=["state"])
+    states = {
+        "free": stats.num_free_blocks,
+        "cached": stats.num_cached_blocks,
+        "active": stats.num_active_blocks,
+        "pinned": 0,
+        "host": 0,
+    }
+    for state, count in states.items():
+        blocks.add_metric([state], count)
+    yield blocks
+    leaked = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks - stats.num_active_blocks
+    yield _gauge("octavo_kv_blocks_leaked", "Blocks that no state accounts for: 0, or an alarm", leaked)
+    yield _gauge("octavo_kv_audit_violations", "Violations that the last audit found", stats.num_violations)
+    yield _gauge("octavo_worker_draining", "1 while no new requests are taken", stats.is_draining)
+
+
+def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
+    yield _counter("octavo_engine_steps", "Steps executed", stats.num_steps)
+    yield _counter("octavo_generation_tokens", "Tokens generated", stats.num_generated_tokens)
+    yield _counter("octavo_prefill_tokens", "Prompt tokens computed, recomputation included", stats.num_prefill_tokens)
+    yield _counter("octavo_prefix_cache_queries", "Prompt tokens looked up in the cache", stats.num_queried_tokens)
+    yield _counter("octavo_prefix_cache_hits", "Prompt tokens found in the cache", stats.num_hit_tokens)
+    yield _counter("octavo_request_pauses", "Times that a request was paused for its reader", stats.num_pauses)
+    preemptions = CounterMetricFamily("octavo_num_preemptions", "Requests that lost their blocks", labels=["kind"])
+    preemptions.add_metric(["recompute"], stats.num_preemptions)
+    preemptions.add_metric(["swap"], 0)
+    yield preemptions
+
+
+def _link_metrics(link: LinkStats, num_gateways: int) -> Iterator[Metric]:
+    yield _gauge("octavo_worker_gateways", "Gateways that have accepted this worker", num_gateways)
+    messages = CounterMetricFamily("octavo_zmq_messages", "Messages between the processes", labels=["direction"])
+    messages.add_metric(["received"], link.received_messages)
+    messages.add_metric(["sent"], link.sent_messages)
+    yield messages
+    num_bytes = CounterMetricFamily("octavo_zmq_bytes", "Bytes between the processes", labels=["direction"])
+    num_bytes.add_metric(["received"], link.received_bytes)
+    num_bytes.add_metric(["sent"], link.sent_bytes)
+    yield num_bytes
+    yield _counter("octavo_zmq_undecodable_frames", "Frames dropped", link.undecodable_frames)
+    yield _counter("octavo_zmq_dropped_messages", "Messages for gateways that were gone", link.dropped_messages)
+    yield _counter("octavo_gateways_lost", "Connections to gateways that ended", link.gateways_lost)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)

@@ -1,0 +1,33 @@
+"""How far the start is: one call per stage and step of it, shown by whoever listens."""
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+OnProgress = Callable[[str, int | None, int | None], None]
+"""Called with (stage, done, total); None where there is nothing to count."""
+
+MIN_INTERVAL_S = 0.2
+
+
+class LoggedProgress:
+    """Writes progress as log lines (event: the stage; done, total), at most a few a second of one stage."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stage = ""
+        self._last_s = 0.0
+
+    def __call__(self, stage: str, done: int | None = None, total: int | None = None) -> None:
+        now_s = self._clock()
+        is_end = done is not None and done == total
+        if stage == self._stage and not is_end and now_s - self._last_s < MIN_INTERVAL_S:
+            return
+        self._stage, self._last_s = stage, now_s
+        if done is None:
+            log.info(stage)
+        else:
+            log.info(stage, done=done, total=total)

@@ -1,0 +1,41 @@
+"""What executes step plans: the protocol that the engine drives.
+
+Implementations: `worker.torch_runner.TorchRunner` (the model) and `worker.oracle_runner.OracleRunner` (no torch; the
+next token is a hash of what the block table really holds).
+"""
+
+from typing import Protocol
+
+from worker.masks import StepMasks
+from worker.plan import StepPlan, StepResult
+
+
+class RunnerError(Exception):
+    """A step failed; every request of the plan ends with ENGINE_ERROR. The runner stays usable."""
+
+
+class RunnerOutOfMemory(RunnerError):
+    """Device memory ran out in a step; the engine ends the largest prefill of the plan with OUT_OF_MEMORY."""
+
+
+class Runner(Protocol):
+    """Executes plans in order. ``launch`` may return before the work is done: then tokens of step N feed the decodes
+    of step N + 1 on the device, and at most ``max_in_flight`` plans are launched but not collected.
+
+    A plan with sampled rows whose request has a grammar (`worker.masks.MaskedSlots`) chooses no token until
+    ``constrain`` brings their masks, which depend on the tokens of the step before: it is called once for such a plan,
+    before the next launch and before the plan's own collect."""
+
+    max_in_flight: int
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. Raises RunnerError (nothing of the step happened then)."""
+
+    def constrain(self, masks: StepMasks) -> None:
+        """Let the newest launched step choose its tokens. What goes wrong is raised by its ``collect``."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step. Raises RunnerError; raises LookupError where none is in flight."""
+
+    def close(self) -> None:
+        """Give the device back. Idempotent."""

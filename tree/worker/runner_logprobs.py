@@ -1,0 +1,77 @@
+"""Log-probabilities of a step as the plan's results have them, and those of a prompt's own tokens.
+
+A prompt's logits are made a few positions at a time, so that no prompt is ever in memory with its whole vocabulary.
+Must not know: the scheduler, the cache, how tokens are chosen.
+
+Legend: T tokens in this step · N of them at once · D model dim · V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from model.sampling_logprobs import Logprobs, RawLogprobs
+from worker.plan import Chunk, Join, SlotLogprobs, StepPlan
+
+HiddenOf = Callable[[slice], torch.Tensor]
+"""Hidden states after the final norm of these tokens of the step, [N, D]."""
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+"""Float32 logits [N, V] of hidden states [N, D]."""
+
+_POSITIONS_AT_ONCE = 32
+
+
+class PromptScorer:
+    """Serves the rows whose sampling asks for log-probabilities of the prompt. Costs nothing where there are none."""
+
+    def __init__(self, logits_of: LogitsOf, *, vocab_size: int) -> None:
+        self._logits_of = logits_of
+        self._vocab_size = vocab_size
+        self._rows: dict[int, tuple[np.ndarray, int]] = {}  # ids of the prompt, how many of the best are wanted
+
+    def join(self, join: Join) -> None:
+        """A request enters a slot; what the slot asked for is forgotten."""
+        self._rows.pop(join.slot, None)
+        if (num_top := join.sampling.num_prompt_logprobs) is not None:
+            self._rows[join.slot] = join.token_ids_T[: join.num_prompt_tokens], num_top
+
+    def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, list[SlotLogprobs]]:
+        """By index of the chunk. first_token: of the chunks, in the step as it was run. Waits for the device."""
+        found: dict[int, list[SlotLogprobs]] = {}
+        if not self._rows:
+            return found
+        for index, chunk in enumerate(plan.prefill):
+            if chunk.slot in self._rows:
+                found[index] = self._score(chunk, first_token, hidden_of)
+            first_token += chunk.num_tokens
+        return found
+
+    def _score(self, chunk: Chunk, first_token: int, hidden_of: HiddenOf) -> list[SlotLogprobs]:
+        prompt_ids_T, num_top = self._rows[chunk.slot]
+        end, found = min(chunk.start + chunk.num_tokens, len(prompt_ids_T) - 1), list[SlotLogprobs]()
+        for start in range(chunk.start, end, _POSITIONS_AT_ONCE):
+            stop = min(start + _POSITIONS_AT_ONCE, end)
+            at = first_token + start - chunk.start
+            logits_NV = self._logits_of(hidden_of(slice(at, at + stop - start)))[:, : self._vocab_size]
+            next_N = torch.from_numpy(prompt_ids_T[start + 1 : stop + 1].astype(np.int64)).to(logits_NV.device)
+            raw = RawLogprobs(logits_NV, np.arange(stop - start), np.full(stop - start, num_top))
+            found += slot_logprobs(raw.choose(next_N)).values()
+        return found
+
+
+def slot_logprobs(logprobs: Logprobs) -> dict[int, SlotLogprobs]:
+    """By position in the batch, each with as many alternatives as its row asked for."""
+    rows = zip(
+        logprobs.index_N.tolist(),
+        logprobs.count_N.tolist(),
+        logprobs.chosen_N.tolist(),
+        logprobs.top_ids_NK.tolist(),
+        logprobs.top_NK.tolist(),
+        strict=True,
+    )
+    return {
+        index: SlotLogprobs(logprob=chosen, top_ids=tuple(ids[:count]), top_logprobs=tuple(top[:count]))
+        for index, count, chosen, ids, top in rows
+    }
