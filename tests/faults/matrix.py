@@ -194,15 +194,15 @@ ROWS: dict[int, Row] = {
     28: row(
         "a caller does not read",
         CALLERS + "28_a_caller_that_does_not_read_is_ended_costs_little_and_disturbs_nobody",
-        CALLERS + "28_a_caller_that_stops_reading_and_reads_on_gets_every_token_and_holds_nobody_up",
         "tests/gateway/test_operation.py::test_too_many_unread_tokens_end_the_stream",
-        figures=("28", "28 reads on"),
+        figures=("28",),
     ),
     29: row(
         "a long prompt beside short ones",
         CALLERS + "29_short_requests_do_not_wait_for_a_long_prompt",
         "tests/worker/test_scheduler.py::test_a_chunk_limit_lets_short_prompts_pass_a_long_one",
-        figures=("29",),
+        "tests/faults/test_rows_tenants.py::test_row_29_a_small_tenant_gets_its_share_beside_a_crowd",
+        figures=("29", "29 tenants"),
     ),
     30: row(
         "deadlines of all kinds",
