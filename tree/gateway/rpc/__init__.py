@@ -1,1 +1,0 @@
-"""Around every RPC: its scope, the outermost guard, statuses and trailers, health, server options."""
