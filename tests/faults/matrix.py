@@ -194,8 +194,9 @@ ROWS: dict[int, Row] = {
     28: row(
         "a caller does not read",
         CALLERS + "28_a_caller_that_does_not_read_is_ended_costs_little_and_disturbs_nobody",
+        CALLERS + "28_a_caller_that_stops_reading_and_reads_on_gets_every_token_and_holds_nobody_up",
         "tests/gateway/test_operation.py::test_too_many_unread_tokens_end_the_stream",
-        figures=("28",),
+        figures=("28", "28 reads on"),
     ),
     29: row(
         "a long prompt beside short ones",
