@@ -25,8 +25,8 @@ traceback or an UNKNOWN. The oracle runner makes a leaked, doubly used or stale 
 
 `make soak` is row 60: a service of one gateway and two workers, half an hour at 70 % of the load that it can serve,
 under faults of all other rows that make sense there, drawn from a seed. Every 20 seconds the load pauses and the eight
-things are checked. Availability counts every request of a well-behaved caller that did not come through whole, deserved
-or not, without retries. Unavailable is the service while none of ten new callers a second is served. Memory is one slope
+things are checked. Availability counts each request of a well-behaved caller that did not come through whole, deserved
+or not, without retries. Unavailable is the service while none of ten new callers a second is served. Memory is a slope
 over all lives of the processes of a kind, with its 95 % interval, in MiB an hour.
 """
 

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.figures import show
 from tests.support.service import Service
 from worker.oracle_model import OracleModel
 
-SHORT = {"round_s": 2.0, "capacity_s": 2.0, "min_life_s": 0.0}
+SHORT: dict[str, Any] = {"round_s": 2.0, "capacity_s": 2.0, "min_life_s": 0.0}
 QUICK = (
     "kill worker", "kill gateway", "short freeze", "raise", "not a number", "out of memory", "reset connection",
     "garbage connections", "metadata", "hostile frames", "jumping clock", "scrape flood",
@@ -66,6 +67,9 @@ def test_what_only_a_defect_writes_is_found_once(tmp_path: Path) -> None:
     log.write_bytes(b'{"event": "\xff"}\n')
     service = Service(process=Mock(), port=1, admin_port=2, log=log)
     bench = SoakBench(service=service, model=OracleModel(), metrics_port=3)
+    bench.check_log()
+    with log.open("a") as more:
+        more.write("socket.accept() out of system resource\nsocket: fd=7\nTraceback (most recent call last):\n")
     bench.check_log()
     with log.open("a") as more:
         more.write("Task exception was never retrieved\n")

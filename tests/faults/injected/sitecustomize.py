@@ -98,5 +98,5 @@ if "clock_file" in _faults():
     clock.follow(Path(_faults()["clock_file"]))
 if "worker" in sys.orig_argv and _faults():
     _inject(_faults())
-if _faults().get("leak_in") in sys.orig_argv[:4]:
+if _faults().get("leak_in") in sys.orig_argv[:6]:
     _leak(_faults()["leak_mib_per_h"])
