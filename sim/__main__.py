@@ -1,18 +1,21 @@
 """``python -m sim --seeds 0:1000``: simulate each seed twice and say what was seen. Exit code 1 for any violation."""
 
 import argparse
+import gc
 import os
+import signal
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 
 from sim.journal import Report
+from sim.results import OtherRun, Results
 from sim.scenario import load, save
 from sim.shrink import shrink
 from sim.swarm import scenario_of
+from sim.totals import Progress, Totals
 from sim.twice import simulate_twice
 
 KEPT = Path("tests/sim/regressions")
@@ -37,36 +40,69 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
     parser.add_argument("--seeds", default="0:100", help="FIRST:END, or one seed")
     parser.add_argument("--requests", type=int, default=1000, help="callers of each seed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--results", type=Path, help="a file with a line for each seed; seeds that it has are not run")
     parser.add_argument("--shrink", action="store_true", help=f"reduce a failing seed to a small file in {KEPT}")
     parser.add_argument("--file", type=Path, help="a kept reproduction instead of seeds")
     return parser.parse_args()
 
 
 def _run(seeds: range, options: argparse.Namespace) -> int:
-    totals, started_s, last_said_s = _Totals(), time.monotonic(), time.monotonic()
-    for report in _reports(seeds, options.requests, options.jobs):
-        totals.add(report)
-        for violation in report.violations[:5]:
-            _say(f"seed {report.seed}: {violation[:500]}")
-        if report.violations and options.shrink:
-            _keep(report.seed, options.requests)
-        if time.monotonic() - last_said_s > 20:
-            last_said_s = time.monotonic()
-            _say(
-                f"… {totals.seeds} of {len(seeds)} seeds, {totals.counts['requests']:,} requests, "
-                f"{totals.failed} failed, {last_said_s - started_s:.0f} s"
-            )
-    _say(totals.told(time.monotonic() - started_s))
-    return bool(totals.failed)
+    totals, progress = Totals(), Progress(len(seeds))
+    try:
+        results = Results(options.results, num_requests=options.requests) if options.results else None
+    except OtherRun as error:
+        _say(f"error: {error}")
+        return 2
+    is_whole = False
+    with suppress(KeyboardInterrupt):
+        for report in _all_reports(seeds, options, results):
+            totals.add(report)
+            for violation in report.violations[:5]:
+                progress.say(f"seed {report.seed}: {violation[:500]}")
+            if report.violations and options.shrink:
+                _keep(report.seed, options.requests)
+            progress.show(totals)
+        is_whole = True
+    progress.close()
+    _say(totals.told(progress.elapsed_s))
+    if not is_whole:
+        _say(f"interrupted      after {totals.seeds:,} of {len(seeds):,} seeds")
+    return bool(totals.failed) if is_whole else 130
 
 
-def _reports(seeds: range, num_requests: int, jobs: int) -> Iterator[Report]:
+def _all_reports(seeds: range, options: argparse.Namespace, results: Results | None) -> Iterator[Report]:
+    kept = results.kept if results else {}
+    yield from (kept[seed] for seed in seeds if seed in kept)
+    for report in _reports([seed for seed in seeds if seed not in kept], options.requests, options.jobs):
+        if results:
+            results.add(report)
+        yield report
+
+
+def _reports(seeds: list[int], num_requests: int, jobs: int) -> Iterator[Report]:
+    """In the order in which they are done."""
     if jobs == 1:
+        _collect_rarely()
         yield from (_one(seed, num_requests) for seed in seeds)
         return
-    with ProcessPoolExecutor(jobs) as processes:
-        yield from processes.map(_one, seeds, [num_requests] * len(seeds))
+    processes = ProcessPoolExecutor(jobs, initializer=_begin_process)
+    try:
+        for done in as_completed([processes.submit(_one, seed, num_requests) for seed in seeds]):
+            yield done.result()
+    finally:
+        processes.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    _collect_rarely()
+
+
+def _collect_rarely() -> None:
+    gc.collect()
+    gc.freeze()  # modules are nothing that each collection need look at
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _one(seed: int, num_requests: int) -> Report:
@@ -79,53 +115,6 @@ def _keep(seed: int, num_requests: int) -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
     save(small, path)
     _say(f"seed {seed}: {len(small.requests)} requests and {len(small.faults)} faults are enough: {path}")
-
-
-class _Totals:
-    """Over all seeds; each seed's first run is counted, its repetition is not."""
-
-    def __init__(self) -> None:
-        self.seeds = self.failed = 0
-        self.virtual_s = 0.0
-        self.counts: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
-        self.points: Counter[str] = Counter()
-
-    def add(self, report: Report) -> None:
-        self.seeds += 1
-        self.failed += bool(report.violations)
-        self.virtual_s += report.virtual_s
-        self.counts.update(
-            requests=report.requests,
-            tokens=report.tokens,
-            steps=report.steps,
-            checks=report.checks,
-            violations=len(report.violations),
-        )
-        self.faults.update(report.faults)
-        self.outcomes.update(report.outcomes)
-        self.points.update(report.points)
-
-    def told(self, wall_s: float) -> str:
-        counts = self.counts
-        lines = [
-            f"seeds            {self.seeds:,} (each run twice, traces compared)",
-            f"requests         {counts['requests']:,}",
-            f"token ids        {counts['tokens']:,} delivered and compared",
-            f"engine steps     {counts['steps']:,}",
-            f"virtual time     {self.virtual_s / 3600:.1f} h in {wall_s:.0f} s",
-            f"invariant checks {counts['checks']:,}",
-            f"faults           {self.faults.total():,}: {_told(self.faults)}",
-            f"fault points     {_told(self.points)}",
-            f"outcomes         {_told(self.outcomes)}",
-            f"violations       {counts['violations']:,} in {self.failed} seeds",
-        ]
-        return "\n".join(lines)
-
-
-def _told(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common())
 
 
 def _say(text: str) -> None:
