@@ -86,11 +86,6 @@ class BlockManager:
         """Cached blocks given up so far to make room."""
         return self._pool.num_evicted_blocks
 
-    @property
-    def max_tokens_per_slot(self) -> int:
-        """Tokens of the longest request that can ever fit, alone."""
-        return min(self.config.num_blocks, self.config.max_blocks_per_slot) * self.config.block_size
-
     def capacity(self, slot: int) -> int:
         """Tokens that a slot's blocks can hold."""
         return int(self._tables.num_blocks_S[slot]) * self.config.block_size
@@ -185,11 +180,6 @@ class BlockManager:
         tokens = np.ascontiguousarray(token_ids_T[: num_full * self.config.block_size], np.int32)
         self._pool.blank_out(self._index.extend(chain, self._tables.row(slot)[:num_full], tokens))
 
-    def slots_to_commit(self, slots_S: np.ndarray, num_computed_S: np.ndarray) -> np.ndarray:
-        """Of these slots, those for which `commit` may have something to do: a block became full with the last token
-        of ``num_computed_S``. For decodes, which advance one token a step."""
-        return np.asarray(slots_S)[np.asarray(num_computed_S) % self.config.block_size == 0]
-
     def taint(self, slot: int) -> None:
         """What this slot computed may be wrong (NaN, a failed step): none of its blocks is in the index or enters it.
 
@@ -231,13 +221,6 @@ class BlockManager:
         (source, destination) block copies to do before any write. Both go into the plan that is begun next."""
         self._growth.drop_sources(self._growth.copies.pop_taken())
         return self._tables.updates.take(), self._growth.copies.take()
-
-    def repeat_updates(self) -> None:
-        """Log every live row anew: the plan that carried the last updates never reached the runner."""
-        for slot in np.flatnonzero(self._tables.is_live_S).tolist():
-            blocks = self._tables.row(slot)
-            self._tables.updates.drop_slot(slot)
-            self._tables.updates.append(slot, np.arange(len(blocks)), blocks)
 
     def take_events(self) -> list[BlockEvent]:
         """Changes of the prefix index since the last call."""

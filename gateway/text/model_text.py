@@ -90,11 +90,6 @@ class ModelText:
                 self._plain.encode_special_tokens = True
             return self._plain
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chats can be rendered."""
-        return self._template is not None
-
     def encode(self, text: str, *, max_bytes: int) -> Encoded:
         """Plain text as it is: special tokens in it are recognised, and those that the tokenizer's post-processor
         adds are added. Raises PromptTooLong."""

@@ -60,11 +60,6 @@ def test_rows_that_cross_no_border_are_not_touched(monkeypatch: pytest.MonkeyPat
     assert full_state(manager) == before
 
 
-def test_only_slots_whose_last_block_is_full_are_to_be_committed() -> None:
-    manager, slots = make(30, [4] * 4)
-    assert manager.slots_to_commit(slots, np.array([1, 2, 3, 4])).tolist() == [slots[1], slots[3]]
-
-
 @pytest.mark.parametrize(("slots", "message"), [([0, 0], "given twice"), ([0, 7], r"nobody holds slots \[7\]")])
 def test_slots_that_make_no_sense_are_refused(slots: list[int], message: str) -> None:
     manager, _ = make(30, [1])
