@@ -1,7 +1,7 @@
 """Octavo's own figures beside the bars for CPUs: `python -m bench.cpu_bars [--weights int8] [--only NAME]`.
 
 A model of Qwen2.5-0.5B's shape with random weights, greedy, prefix cache off, through engine, scheduler, block manager
-and runner. Each figure is the best of a few short turns, so that other work on the machine disturbs it least. The bars are
+and runner. Each figure is the best of a few short turns: other work on the machine disturbs it least. The bars are
 what the best of others (OpenVINO, vLLM, llama.cpp) reach on two cores with AMX; this command runs anywhere.
 Set OMP_WAIT_POLICY=passive, as the worker does, where others use the machine.
 """

@@ -8,7 +8,7 @@ import torch
 
 from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
 from model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
-from model.linear import FormatUnavailable, Linear, WeightFormat, can_pack
+from model.linear import FormatUnavailable, Linear, OneDnnWeight, WeightFormat, can_pack, packed
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="this CPU has no bf16 instructions"
@@ -28,12 +28,12 @@ def test_packed_is_as_close_to_the_exact_product_as_plain(
     linear = Linear(weight, bias)
     plain = linear(x)
     linear.pack()
-    packed = linear(x)
+    product = linear(x)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     scale = exact.abs().max()
-    assert packed.dtype == torch.bfloat16
-    assert packed.shape == plain.shape
-    assert (packed.double() - exact).abs().max() / scale < 2**-8
+    assert product.dtype == torch.bfloat16
+    assert product.shape == plain.shape
+    assert (product.double() - exact).abs().max() / scale < 2**-8
     assert (plain.double() - exact).abs().max() / scale < 2**-8
 
 
@@ -148,3 +148,16 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 def test_integers_of_what_is_not_bf16_are_refused() -> None:
     with pytest.raises(FormatUnavailable, match="bf16"):
         Linear(torch.randn(8, 8)).pack(WeightFormat.INT8)
+
+
+@needs_panels
+@pytest.mark.parametrize(("has_tiles", "layout"), [(True, OneDnnWeight), (False, PanelWeight)])
+def test_a_cpu_with_amx_multiplies_by_onednn_and_one_without_by_our_own(
+    has_tiles: bool, layout: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.linear.has_amx", lambda: has_tiles)
+    weight, x = (torch.randn(48, 64) * 0.1).bfloat16(), torch.randn(130, 64).bfloat16()
+    found = packed(weight, None, WeightFormat.BF16)
+    assert found is not None
+    assert type(found) is layout
+    torch.testing.assert_close(found.multiply(x).double(), x.double() @ weight.double().T, rtol=2**-7, atol=1e-3)

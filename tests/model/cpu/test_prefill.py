@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from model.attention import AttentionInputs
+from model.attention import AttentionInputs, make_inputs
 from model.attention_reference import ReferenceAttention
+from model.attention_sdpa import attend_chunk, make_plan
 from model.cpu.prefill import chunk_attention, takes_chunks
 from model.kv_pool import write_kv
 
@@ -107,3 +108,18 @@ def test_what_the_kernel_does_not_take_is_refused_by_name() -> None:
         chunk_attention(normal(8, 13, 64), k_pool, v_pool, table_M, 0.125, context_len=40)
     assert not takes_chunks(k_pool.float())
     assert not takes_chunks(normal(1, 1, 16, 288))
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_a_cpu_with_amx_attends_by_sdpa_and_one_without_by_our_own(
+    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.attention_sdpa.has_amx", lambda: has_tiles)
+    k_pool, v_pool, table_M = make_cache(40, 2, 64, 16)
+    q_QNH = normal(8, 14, 64)
+    _, inputs = make_inputs([table_M.tolist()[:3]], [32], [8], block_size=16)
+    (chunk,) = make_plan(inputs, k_pool).chunks
+    assert (chunk.gathered is not None) is has_tiles
+    found_QNH = attend_chunk(q_QNH, k_pool, v_pool, chunk, 0.125)
+    expected_QNH = reference(q_QNH, k_pool, v_pool, table_M, 0.125, 40)
+    torch.testing.assert_close(found_QNH.double(), expected_QNH, rtol=2**-7, atol=4e-3)
