@@ -13,7 +13,7 @@ from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
 from grammar.errors import Refusal
 from grammar.limits import GrammarLimits
-from wire.messages import Cancel, Finished, Grammar, GrammarKind, Run, Sampling, StepOutput
+from wire.messages import Cancel, Finished, Grammar, GrammarKind, Pause, Resume, Run, Sampling, StepOutput
 from worker.config import SchedulerConfig
 from worker.engine import Engine, EngineConfig
 from worker.grammar_cache import GrammarCache
@@ -104,6 +104,14 @@ class GrammarRig:
     def cancel(self, *handles: int) -> None:
         """At the next step."""
         self._inbox.append((GATEWAY, Cancel(handles=handles)))
+
+    def pause(self, *handles: int) -> None:
+        """Their callers do not read."""
+        self._inbox.append((GATEWAY, Pause(handles=handles)))
+
+    def resume(self, *handles: int) -> None:
+        """They read on."""
+        self._inbox.append((GATEWAY, Resume(handles=handles)))
 
     def step(self) -> None:
         """One turn of the loop."""

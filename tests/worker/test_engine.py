@@ -16,6 +16,8 @@ from wire.messages import (
     KvEventKind,
     KvEvents,
     Leaving,
+    Pause,
+    Resume,
     Run,
     Sampling,
     StepOutput,
@@ -283,6 +285,37 @@ def test_a_failed_step_is_reported_and_the_engine_goes_on(where: str, max_in_fli
     assert rig.outbox.tokens_of(2) == expected([3, 4, 5], 2)
     assert [report.failed for report in rig.watcher.reports if report.failed] == ["RunnerError"]
     assert rig.engine.stats.num_violations == 0
+
+
+def test_a_pause_stops_the_steps_of_an_output_and_a_resume_goes_on() -> None:
+    rig = Rig(WorldConfig(model=MODEL, max_in_flight=2))
+    rig.inbox.put(run_message(7, [3, 4, 5], max_tokens=20))
+    rig.steps(4)
+    rig.inbox.put(Pause(handles=(7, 99)))
+    rig.steps(20)
+    num_tokens, num_steps = len(rig.outbox.tokens_of(7)), rig.engine.num_steps
+    rig.steps(20)
+    assert (len(rig.outbox.tokens_of(7)), rig.engine.num_steps) == (num_tokens, num_steps)
+    assert not rig.engine.stats.has_work
+    assert (rig.engine.stats.num_paused, rig.engine.stats.num_pauses) == (1, 1)
+    rig.inbox.put(Resume(handles=(7, 99)))
+    rig.steps()
+    assert rig.outbox.tokens_of(7) == expected([3, 4, 5], 7, max_tokens=20)
+    assert rig.engine.stats.num_paused == 0
+
+
+def test_a_drain_waits_for_a_paused_output_as_long_as_its_grace_and_no_longer() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.inbox.put(run_message(7, [3, 4, 5], max_tokens=20))
+    rig.steps(4)
+    rig.inbox.put(Pause(handles=(7,)))
+    rig.engine.request_drain(grace_s=1.0)
+    rig.steps(20)
+    assert not rig.engine.is_done
+    rig.now_s += 1.0
+    rig.steps(2)
+    assert rig.engine.is_done
+    assert rig.outbox.finished()[7].error == "DRAINING"
 
 
 def test_a_drain_refuses_new_requests_finishes_the_others_and_says_goodbye() -> None:

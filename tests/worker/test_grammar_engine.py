@@ -68,6 +68,22 @@ def test_steps_ahead_and_preemption_change_no_token(speak: type) -> None:
         assert ("num_blocks" in changes) == (rig.scheduler.counters.num_preemptions > 0)
 
 
+@pytest.mark.parametrize("changes", [{"max_in_flight": 2}, {"num_blocks": 24}])
+def test_callers_that_stop_reading_and_read_on_change_no_token(tiny: Speaker, changes: dict[str, int]) -> None:
+    plain = tiny.rig(num_seqs=8)
+    ask_many(plain)
+    expected = tokens_of(plain)
+    rig = tiny.rig(num_seqs=8, **changes)
+    ask_many(rig)
+    for turn in range(120):  # some are paused before their grammar is compiled
+        rig.pause(turn % 24)
+        rig.step()
+        rig.resume((turn + 11) % 24)
+    rig.resume(*range(24))
+    assert tokens_of(rig) == expected
+    assert rig.scheduler.counters.num_pauses > 24
+
+
 def test_steps_without_grammars_wait_for_no_mask(tiny: Speaker) -> None:
     rig = tiny.rig(max_in_flight=2)
     rig.ask(0, [1, 2, 3], max_tokens=20)

@@ -130,6 +130,30 @@ def everything_a_little() -> None:
         world.check_quiet()
 
 
+def readers_stop() -> None:
+    """More of them than slots, with steps in flight, and a pool that is soon full."""
+    world = World(WorldConfig(num_blocks=10, block_size=2, max_in_flight=2, max_num_seqs=2, max_batch_tokens=8))
+    for handle in range(4):
+        world.add(handle, [3, 4, handle], max_tokens=9)
+    for _ in range(3):
+        world.step()
+    world.pause(0)
+    world.pause(1)
+    world.run(max_steps=60)
+    assert set(world.reasons()) == {2, 3}
+    world.resume_all()
+    world.run(max_steps=60)
+    world.add(4, [3, 4, 5], max_tokens=9)
+    for _ in range(3):
+        world.step()
+    world.pause(4)
+    world.step()
+    world.resume(4)
+    world.run(max_steps=60)
+    world.check_complete()
+    world.check_quiet()
+
+
 SCENARIOS = [
     unservable_before_servable,
     cancel_during_a_step,
@@ -139,6 +163,7 @@ SCENARIOS = [
     cancelled_in_a_step_that_fails,
     no_token_is_computed_in_vain,
     everything_a_little,
+    readers_stop,
 ]
 
 # ---------------------------------------------------------------- mutants
@@ -234,7 +259,56 @@ def ends_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerCounters, "count", lambda self, finished: None)
 
 
+def paused_requests_keep_their_slots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("worker.entrance.paused_first", lambda paused, others: list(others))
+
+
+def paused_requests_stay_in_the_steps(patch: pytest.MonkeyPatch) -> None:
+    original = Roster.pause
+
+    def pause(self: Roster, request: Request, now_s: float) -> None:
+        original(self, request, now_s)
+        if request.slot is not None:
+            self.rows.is_decoding_S[request.slot] = True
+
+    patch.setattr(Roster, "pause", pause)
+
+
+def paused_requests_wait_where_others_do(patch: pytest.MonkeyPatch) -> None:
+    original = Roster._park
+
+    def park(self: Roster, request: Request) -> None:
+        original(self, request)
+        self.waiting.push(request, 0.0)
+
+    patch.setattr(Roster, "_park", park)
+
+
+def a_resume_forgets_that_it_decoded(patch: pytest.MonkeyPatch) -> None:
+    def resume(self: Roster, request: Request, now_s: float) -> None:
+        self.parked.pop(request.order, None)
+        if request.slot is None:
+            self._queue(request, now_s)
+
+    patch.setattr(Roster, "resume", resume)
+
+
+def a_resumed_request_keeps_its_place_among_the_parked(patch: pytest.MonkeyPatch) -> None:
+    original = Roster.resume
+
+    def resume(self: Roster, request: Request, now_s: float) -> None:
+        original(self, request, now_s)
+        self.parked[request.order] = request
+
+    patch.setattr(Roster, "resume", resume)
+
+
 MUTANTS = [
+    (paused_requests_keep_their_slots, readers_stop),
+    (paused_requests_stay_in_the_steps, readers_stop),
+    (paused_requests_wait_where_others_do, readers_stop),
+    (a_resume_forgets_that_it_decoded, readers_stop),
+    (a_resumed_request_keeps_its_place_among_the_parked, readers_stop),
     (m3_no_fit_check, unservable_before_servable),
     (m8_cancel_frees_blocks_in_flight, cancel_during_a_step),
     (m10_slot_kept_after_disconnect, gateway_disappears),

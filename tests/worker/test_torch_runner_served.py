@@ -113,6 +113,27 @@ def test_outputs_are_those_of_the_oracle_whatever_the_pool_and_the_pipeline(
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_blocks", [11, 64])
+def test_callers_that_stop_reading_and_read_on_change_no_token(
+    model: Qwen2ForCausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
+) -> None:
+    here = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
+    keys = [
+        here.add(handle, prompt, max_tokens=len(output), **WISHES[handle % len(WISHES)])
+        for handle, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True))
+    ]
+    for turn in range(40):
+        here.pause(turn % len(keys))
+        here.step()
+        here.resume((turn + 7) % len(keys))
+    here.resume_all()
+    here.run()
+    assert [here.streams[which].tokens for which in keys] == work.outputs
+    here.check_quiet()
+    assert here.scheduler.counters.num_pauses > 20
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_embeddings_are_the_models_last_hidden_states_among_other_work(
     model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, max_in_flight: int
 ) -> None:
