@@ -97,6 +97,13 @@ def test_a_run_that_resumes_what_it_does_not_carry_is_refused(num_resumed: int) 
         asked_by(GATEWAY, run)
 
 
+@pytest.mark.parametrize("weight", [-1, 0, 1001])
+def test_a_weight_that_no_tenant_can_have_is_refused(weight: int) -> None:
+    run = Run(handle=1, request_id="r", prompt_ids=np.asarray([5], "<i4").tobytes(), sampling=Sampling(), weight=weight)
+    with pytest.raises(ValueError, match=f"weight: {weight} is not in"):
+        asked_by(GATEWAY, run)
+
+
 @pytest.mark.parametrize(("prompt", "given_before", "says"), [([], [5], "prompt_ids"), ([5], [6, 7], "num_resumed")])
 def test_nothing_is_resumed_without_a_prompt_or_beyond_its_end(
     prompt: list[int], given_before: list[int], says: str

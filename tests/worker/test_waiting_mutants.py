@@ -1,0 +1,104 @@
+"""Planted bugs of the queue between tenants: the comparison with the twin notices each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.fair_queue import Twins, drawn_events
+from worker.line import Line
+from worker.shares import Shares
+from worker.waiting import WaitingQueue
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def a_tenant_that_is_never_charged(patch: pytest.MonkeyPatch) -> None:
+    served = Shares.served
+    patch.setattr(Shares, "served", lambda self, tenant: 0 if tenant == "b" else served(self, tenant))
+
+
+def output_that_is_never_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Shares, "settle", lambda self: None)
+
+
+def weights_that_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    begin = Shares.begin
+
+    def forgetful(self: Shares, request: Any, *, num_cached_tokens: int) -> None:
+        begin(self, request, num_cached_tokens=num_cached_tokens)
+        self._shares[request.asked.tenant].price = 1_000_000
+
+    patch.setattr(Shares, "begin", forgetful)
+
+
+def credit_that_is_saved_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Shares, "take_turn", lambda self, tenant: None)
+
+
+def a_price_for_what_is_computed_again(patch: pytest.MonkeyPatch) -> None:
+    begin = Shares.begin
+
+    def greedy(self: Shares, request: Any, *, num_cached_tokens: int) -> None:
+        request.num_paid_tokens = 0
+        begin(self, request, num_cached_tokens=num_cached_tokens)
+
+    patch.setattr(Shares, "begin", greedy)
+
+
+def turns_that_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    line_of_turn = WaitingQueue._line_of_turn
+
+    def fickle(self: WaitingQueue, priority: int, now_s: float) -> Line:
+        self._turn = None
+        return line_of_turn(self, priority, now_s)
+
+    patch.setattr(WaitingQueue, "_line_of_turn", fickle)
+
+
+def the_aged_of_all_tenants_first(patch: pytest.MonkeyPatch) -> None:
+    fair_head = WaitingQueue._fair_head
+
+    def older(self: WaitingQueue, now_s: float) -> Any:
+        head = self._everybody.head(now_s)
+        return head if head is not None and head.is_aged else fair_head(self, now_s)
+
+    patch.setattr(WaitingQueue, "_fair_head", older)
+
+
+def the_preempted_where_their_tenant_is(patch: pytest.MonkeyPatch) -> None:
+    def fair_head(self: WaitingQueue, now_s: float) -> Any:
+        foremost = self._everybody.foremost()
+        return self._line_of_turn(foremost.asked.priority, now_s).head(now_s) if foremost else None
+
+    patch.setattr(WaitingQueue, "_fair_head", fair_head)
+
+
+MUTANTS: dict[str, Plant] = {
+    plant.__name__: plant
+    for plant in (
+        a_tenant_that_is_never_charged,
+        output_that_is_never_charged,
+        weights_that_are_forgotten,
+        credit_that_is_saved_up,
+        a_price_for_what_is_computed_again,
+        turns_that_are_not_kept,
+        the_aged_of_all_tenants_first,
+        the_preempted_where_their_tenant_is,
+    )
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+
+    def compare() -> None:
+        for seed in range(100):
+            twins = Twins()
+            for event in drawn_events(seed, 120):
+                twins.do(event)
+                twins.check()
+
+    with pytest.raises(AssertionError):
+        compare()
