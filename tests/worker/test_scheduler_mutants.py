@@ -293,22 +293,11 @@ def a_resume_forgets_that_it_decoded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "resume", resume)
 
 
-def a_resumed_request_keeps_its_place_among_the_parked(patch: pytest.MonkeyPatch) -> None:
-    original = Roster.resume
-
-    def resume(self: Roster, request: Request, now_s: float) -> None:
-        original(self, request, now_s)
-        self.parked[request.order] = request
-
-    patch.setattr(Roster, "resume", resume)
-
-
 MUTANTS = [
     (paused_requests_keep_their_slots, readers_stop),
     (paused_requests_stay_in_the_steps, readers_stop),
     (paused_requests_wait_where_others_do, readers_stop),
     (a_resume_forgets_that_it_decoded, readers_stop),
-    (a_resumed_request_keeps_its_place_among_the_parked, readers_stop),
     (m3_no_fit_check, unservable_before_servable),
     (m8_cancel_frees_blocks_in_flight, cancel_during_a_step),
     (m10_slot_kept_after_disconnect, gateway_disappears),
