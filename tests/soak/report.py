@@ -28,7 +28,9 @@ def figures(soak: Soak) -> dict[str, Any]:
     """One line of the table."""
     repairs = [seconds for _, seconds in soak.repairs]
     found = slopes(soak)
+    planted = {"planted": "{} {:g} MiB/h".format(*soak.config.leak)} if soak.config.leak else {}
     return {
+        **planted,
         "seed": soak.config.seed,
         "minutes": round(soak.seconds / 60, 1),
         "load_percent": 70,
@@ -41,6 +43,7 @@ def figures(soak: Soak) -> dict[str, Any]:
         "checks": soak.num_checks,
         "violations": len(soak.violations),
         "availability_percent": round(100 * availability(soak), 3),
+        "new_callers_served_percent": round(100 * (1 - soak.probes.num_failed / max(1, soak.probes.num_calls)), 3),
         "serving_time_percent": round(100 * soak.probes.serving_share, 3),
         "outages": len(soak.probes.outages),
         "longest_unavailability_s": round(soak.probes.longest_s, 2),
