@@ -124,6 +124,7 @@ class World:
         timeout_s: float | None = None,
         pooling: Pooling | None = None,
         num_outputs: int = 1,
+        tenant: str = "",
         **sampling: object,
     ) -> RequestKey:
         """Ask for one output; the seed is its handle unless given. Further outputs have handles 1000, 2000 … higher."""
@@ -137,6 +138,8 @@ class World:
             timeout_s=timeout_s,
             pooling=pooling,
             fork_handles=tuple(handle + 1000 * index for index in range(1, num_outputs)),
+            tenant=tenant,
+            weight=1 + len(tenant),
         )
         for index, which in enumerate(asked.keys):
             self.asked.setdefault(which, asked.output(index))

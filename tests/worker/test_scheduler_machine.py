@@ -89,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1),
         num_outputs=st.sampled_from([1, 1, 1, 2, 3, 5]),
         num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        tenant=st.sampled_from(["", "", "a", "bcd"]),
     )
     def add(
         self,
@@ -103,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
         num_outputs: int,
         num_prompt_logprobs: int | None,
+        tenant: str,
     ) -> None:
         self.num_added += 1
         self.world.add(
@@ -118,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             num_outputs=num_outputs,
             num_prompt_logprobs=num_prompt_logprobs,
+            tenant=tenant,
         )
 
     @rule(index=st.integers(0, MAX_ADDED - 1))

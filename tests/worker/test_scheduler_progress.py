@@ -1,6 +1,7 @@
 """No livelock, no starvation, no difference: many small random worlds, each within a bound of steps."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from tests.support.scheduling import World, WorldConfig, key
 from worker.oracle_model import OracleModel
 
 
-def _random_world(seed: int, max_in_flight: int) -> World:
+def _random_world(seed: int, max_in_flight: int, tenants: Sequence[str] = ("",)) -> World:
     """A pool so tiny that nearly everyone is preempted, requests of all sizes that fit it."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4])
@@ -27,7 +28,8 @@ def _random_world(seed: int, max_in_flight: int) -> World:
     room = config.num_blocks * block_size - 1
     for handle in range(rng.randint(1, 10)):
         prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, min(room, 12)))]
-        world.add(handle, prompt, max_tokens=rng.randint(1, 16), priority=rng.choice([0, 0, 0, 1, 2]))
+        tenant = tenants[handle * 7 % 5 % len(tenants)]
+        world.add(handle, prompt, max_tokens=rng.randint(1, 16), priority=rng.choice([0, 0, 0, 1, 2]), tenant=tenant)
         for _ in range(rng.choice([0, 0, 1, 3])):
             world.step()
     return world
@@ -38,11 +40,14 @@ def _bound(world: World) -> int:
     return 10 + 2 * sum(len(asked.prompt_ids_T) + asked.sampling.max_tokens for asked in world.asked.values())
 
 
+@pytest.mark.parametrize("tenants", [("",), ("a", "b", "many")])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says(max_in_flight: int) -> None:
+def test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says(
+    max_in_flight: int, tenants: tuple[str, ...]
+) -> None:
     num_preemptions = 0
     for seed in range(250):
-        world = _random_world(seed, max_in_flight)
+        world = _random_world(seed, max_in_flight, tenants)
         world.run(max_steps=_bound(world))
         world.check_complete()
         world.check_quiet()
