@@ -97,7 +97,7 @@ def close(desk: Desk, live: LiveRequest, scope: RpcScope) -> None:
     first_s = live.stream.first_token_s
     scope.log_fields |= {
         "model": live.card.name,
-        "worker": live.worker.worker_id,
+        "worker": live.worker_id(),
         "prompt_tokens": live.num_prompt_tokens,
         "completion_tokens": live.num_tokens,
         "first_token_s": round(first_s - live.arrived_s, 4) if first_s else None,

@@ -127,7 +127,6 @@ class Desk:
         self.check_open()
         deadline = _deadline(request, scope, timeout_s)
         card = self.models.resolve(request.model, self.pool.cards(), path=f"{prefix}model")
-        scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         key, num_outputs = scope.key, request.num_outputs or 1
         self.admission.enter(key, num_outputs=num_outputs)
@@ -228,7 +227,6 @@ class Desk:
         )
         self.live.add(live)
         self._set_backstop(live, prepared.deadline)
-        scope.worker_id = worker.worker_id
         meters = self.meters.of_model(worker.card.name)
         meters.started += 1
         meters.prompt_tokens += live.num_prompt_tokens

@@ -46,7 +46,6 @@ class Embedder:
         desk = self._desk
         desk.check_open()
         card = desk.models.resolve(request.model, desk.pool.cards())
-        scope.model = card.name
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         end_s = _end_s(request, scope, timeout_s)
         with desk.hold(scope) as held:
@@ -110,7 +109,6 @@ class Embedder:
                     weight=scope.caller.weight,
                 )
                 sent.append(await self._send(run, card, scope, sent))
-                scope.worker_id = sent[-1].sink.worker_id
             embedded = [await each.result() for each in sent]
             held.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded

@@ -132,7 +132,7 @@ def receipt_of(live: LiveRequest, index: int = 0) -> common_pb2.Receipt:
     stream = live.streams[index]
     figures, first_s = stream.finished or _NO_FIGURES, stream.first_token_s
     return common_pb2.Receipt(
-        worker_id=stream.worker_id or live.worker.worker_id,
+        worker_id=live.worker_id(index),
         model_fingerprint=live.card.fingerprint,
         gateway_s=live.sent_s - live.arrived_s,
         queue_s=figures.queue_s,

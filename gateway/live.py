@@ -15,9 +15,9 @@ from wire.messages import ModelCard, Sampling
 class LiveRequest:
     """One request that a worker has. Times are monotonic seconds.
 
-    key: its id as no other tenant can have it. sent_s: when it was sent to the worker. task: the one that answers the
-    RPC. handle, stream, sampling: of output 0; further: of the outputs after it, which draw with the seeds after its.
-    prompt_text, prompt_ids: where the caller asked for them.
+    key: its id as no other tenant can have it. worker: its first, as it was chosen. sent_s: when it was sent there.
+    task: the one that answers the RPC. handle, stream, sampling: of output 0; further: of the outputs after it, which
+    draw with the seeds after its. prompt_text, prompt_ids: where the caller asked for them.
     """
 
     request_id: str
@@ -46,6 +46,10 @@ class LiveRequest:
     def streams(self) -> list[OutputStream]:
         """Of each output."""
         return [stream for _, stream in self.outputs]
+
+    def worker_id(self, index: int = 0) -> str:
+        """Who has the output, or had it last."""
+        return self.streams[index].worker_id or self.worker.worker_id
 
     @property
     def num_tokens(self) -> int:

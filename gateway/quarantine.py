@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 
 class Quarantine:
-    """One per gateway. An output is any hashable name, a worker likewise (a new one for each life of a process)."""
+    """One per model. An output is any hashable name, a worker likewise (a new one for each life of a process)."""
 
     def __init__(self) -> None:
         self._waiting: deque[Hashable] = deque()

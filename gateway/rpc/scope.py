@@ -23,8 +23,6 @@ class RpcScope:
     # Looked up when it is called, not when the class is made: a simulation has a clock of its own.
     started_s: float = field(default_factory=lambda: time.monotonic())
     request_id: str = ""
-    model: str = ""
-    worker_id: str = ""
     tokens_delivered: int = 0
     log_fields: dict[str, object] = field(default_factory=dict)
 

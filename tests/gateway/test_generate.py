@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
+from structlog.testing import capture_logs
 
 from gateway.text.model_text import ModelText
 from tests.support.fake_pool import FakePool, FakeRun
@@ -228,7 +229,8 @@ async def test_tokens_that_come_while_a_message_is_written_travel_together(serve
     async with serve(FakePool(on_run=lambda run: tasks.add(asyncio.create_task(burst(run))))) as served:
         text, events = await text_of(served.inference.Generate(REQUEST))
     assert text == tiny_text.decode_all([cat] * 200)
-    assert 15 <= len(events) - 2 <= 25
+    sizes = [len(event.delta.text) for event in events[1:-1]]
+    assert all(size > 0 and size % len(tiny_text.decode_all([cat] * 10)) == 0 for size in sizes)
 
 
 async def test_a_chat_is_rendered_by_the_checkpoints_template(serve: Any, tiny_text: ModelText) -> None:
@@ -241,3 +243,18 @@ async def test_a_chat_is_rendered_by_the_checkpoints_template(serve: Any, tiny_t
     assert list(asked.token_ids) == ids
     assert [ids.count(1), ids.count(2)] == [2, 1]
     assert tiny_text.decode_all(ids) == asked.text
+
+
+async def test_an_output_that_moved_is_its_new_workers(serve: Any) -> None:
+    def speak(run: FakeRun) -> None:
+        run.sink.on_moved("w1")
+        run.tokens([5])
+        run.finish()
+
+    async with serve(FakePool(on_run=speak)) as served:
+        with capture_logs() as logs:
+            _, events = await text_of(served.inference.Generate(REQUEST))
+            await served.until(lambda: logs)
+    receipt = events[-1].finished.receipt
+    assert (receipt.worker_id, receipt.migrations) == ("w1", 1)
+    assert [line["worker"] for line in logs if line["event"] == "end"] == ["w1"]
