@@ -136,3 +136,26 @@ def test_masks_that_leave_nothing_end_the_output_without_a_token() -> None:
     assert world.reasons() == {1: "STOP", 2: "LENGTH"}
     assert (first.finished and first.finished.stop_token_id, len(second.tokens)) == (None, 3)
     world.check_quiet()
+
+
+def test_further_outputs_take_no_slot_that_another_tenant_has_the_turn_for() -> None:
+    """One output each is in; then the tenant that has been served less is next, whoever asked for eight."""
+    world = World(WorldConfig(max_num_seqs=3, num_blocks=64, max_batch_tokens=64))
+    world.add(1, [3, 4, 5, 6], max_tokens=12, num_outputs=8, tenant="many")
+    world.add(2, [7, 8], max_tokens=12, tenant="few")
+    seen = []
+    for _ in range(3):
+        world.step()
+        seen.append(sorted(request.asked.tenant for request in world.scheduler.roster.running))
+    assert seen == [["few", "many"], ["few", "many", "many"], ["few", "many", "many"]]
+    world.run()
+    world.check_complete()
+    world.check_quiet()
+
+
+def test_alone_all_outputs_that_fit_fork_at_once() -> None:
+    world = World(WorldConfig(max_num_seqs=3, num_blocks=64, max_batch_tokens=64))
+    world.add(1, [3, 4, 5, 6], max_tokens=12, num_outputs=8, tenant="many")
+    world.add(2, [7, 8], max_tokens=12, tenant="many")
+    world.step()
+    assert [request.asked.key.handle for request in world.scheduler.roster.running] == [1, 1001, 2001]
