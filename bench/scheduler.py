@@ -3,7 +3,8 @@
 The engine runs with a runner that computes nothing, so all that is measured is Python and numpy: plan, apply, packing
 of one message per gateway. In the first table staggered requests cross block borders in every step, as in service, and
 nobody joins or ends. In the second one all requests arrive at once and run to their end: admission, prefix hashing,
-chunks, ends and evictions included.
+chunks, ends and evictions included. In the third one tenants wait for one another: a step in which nobody can come in,
+and a burst.
 """
 
 import argparse
@@ -145,10 +146,17 @@ def make_steady(num_running: int, max_in_flight: int, num_steps: int) -> Bench:
     return bench
 
 
-def _run(handle: int, prompt: int, output: int, rng: np.random.Generator) -> tuple[GatewayIndex, InboxMessage]:
-    prompt_ids = rng.integers(10, VOCAB_SIZE, prompt, np.int32).tobytes()
-    sampling = Sampling(max_tokens=output, stop_token_ids=(4, 5), seed=handle)
-    return GatewayIndex(0), Run(handle=handle, request_id=f"bench-{handle}", prompt_ids=prompt_ids, sampling=sampling)
+def _run(
+    handle: int, prompt: int, output: int, rng: np.random.Generator, num_tenants: int = 1
+) -> tuple[GatewayIndex, InboxMessage]:
+    run = Run(
+        handle=handle,
+        request_id=f"bench-{handle}",
+        prompt_ids=rng.integers(10, VOCAB_SIZE, prompt, np.int32).tobytes(),
+        sampling=Sampling(max_tokens=output, stop_token_ids=(4, 5), seed=handle),
+        tenant=str(handle % num_tenants),
+    )
+    return GatewayIndex(0), run
 
 
 def time_steps(step: Callable[[], object], num_steps: int) -> dict[str, float]:
@@ -185,11 +193,25 @@ def measure_steady(num_running: int, max_in_flight: int, num_steps: int) -> dict
     }
 
 
-def measure_burst(num_requests: int, prompt: int, output: int) -> dict[str, float]:
+def measure_queue(num_tenants: int, num_steps: int) -> dict[str, float]:
+    """One row: 256 running, 1,000 waiting of so many tenants; and a burst of theirs."""
+    bench, rng = make_steady(256, 1, num_steps), np.random.default_rng(1)
+    bench.inbox.messages = [_run(handle, 64, 8, rng, num_tenants) for handle in range(10_000, 11_000)]
+    bench.engine.step()
+    steps, burst = time_steps(bench.engine.step, num_steps), measure_burst(1024, 64, 16, num_tenants)
+    return {
+        "tenants": num_tenants,
+        "waiting": 1000,
+        **{f"engine_{name}": value for name, value in steps.items()},
+        "burst_us_per_request": burst["us_per_request"],
+    }
+
+
+def measure_burst(num_requests: int, prompt: int, output: int, num_tenants: int = 1) -> dict[str, float]:
     """One row: a burst of equal requests, 256 at a time, two steps in flight."""
     bench = make_engine(num_blocks=20_000, max_num_seqs=256, max_in_flight=2, max_batch_tokens=8192)
     rng = np.random.default_rng(0)
-    bench.inbox.messages = [_run(handle, prompt, output, rng) for handle in range(num_requests)]
+    bench.inbox.messages = [_run(handle, prompt, output, rng, num_tenants) for handle in range(num_requests)]
     times: list[float] = []
     while not times or bench.scheduler.has_work:
         start = time.perf_counter()
@@ -223,14 +245,18 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--requests", type=int, default=1024, help="of each burst")
+    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 10, 100])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     steady = [measure_steady(n, depth, arguments.steps) for depth in arguments.in_flight for n in arguments.running]
     print_table(steady)
     bursts = [measure_burst(arguments.requests, prompt, output) for prompt, output in ((64, 128), (512, 512))]
     print_table(bursts)
+    queues = [measure_queue(num_tenants, arguments.steps) for num_tenants in arguments.tenants]
+    print_table(queues)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"steady": steady, "bursts": bursts}, indent=2) + "\n")
+        rows = {"steady": steady, "bursts": bursts, "queues": queues}
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
