@@ -10,7 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.soak.drive import FAULTS, Soak, SoakConfig
+from tests.soak.config import FAULTS, SoakConfig
+from tests.soak.drive import Soak
 from tests.soak.report import figures, is_good, whole
 from tests.support.figures import record, show
 

@@ -13,42 +13,18 @@ from pathlib import Path
 import grpc
 import psutil
 
-from tests.soak.asked import MODEL_LEN, Asked
+from tests.soak.asked import Asked
 from tests.soak.bench import SoakBench
+from tests.soak.config import INJECTED, LENGTHY, NUM_SLOTS, SETTINGS, SHARE, SoakConfig
 from tests.soak.deck import Deck
-from tests.soak.faults import INNER, Fault, Field, Takes
+from tests.soak.faults import Fault, Field, Takes
 from tests.soak.load import Load
 from tests.soak.memory import Sample
 from tests.soak.probes import Probes
-from tests.soak.processes import HEARTBEAT_TIMEOUT_S, NUM_WORKERS, Processes
+from tests.soak.processes import NUM_WORKERS, Processes
 from tests.soak.strangers import OUTER
 from tests.support.service import free_port, serve
 from worker.oracle_model import OracleModel
-
-INJECTED = Path(__file__).parents[1] / "faults" / "injected"
-FAULTS = (*INNER, *OUTER)
-SHARE = 0.7  # of the capacity that was measured
-NUM_SLOTS = 8  # a worker
-SETTINGS = (
-    "--model=oracle", "--runner=oracle", "--oracle-step-delay-s=0.015", "--num-blocks=128",
-    f"--max-num-seqs={NUM_SLOTS}", "--max-waiting=256", f"--max-model-len={MODEL_LEN}", f"--workers={NUM_WORKERS}",
-    f"--heartbeat-timeout-s={HEARTBEAT_TIMEOUT_S}", "--heartbeat-interval-s=0.2", "--stall-timeout-s=5",
-    "--stall-exit-s=4", "--write-stall-s=5", "--keepalive-time-s=5", "--keepalive-timeout-s=5", "--log-format=json",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoakConfig:
-    """capacity_s: of the measurement at full load. round_s: load between two quiesce points. min_life_s: who is younger
-    is not killed. leak: processes of that word (gateway, worker) keep so many MiB an hour, to see that it is told."""
-
-    seconds: float
-    seed: int
-    round_s: float = 20.0
-    capacity_s: float = 15.0
-    min_life_s: float = 35.0
-    leak: tuple[str, float] | None = None
-    faults: tuple[Fault, ...] = FAULTS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +83,7 @@ class Soak:
         self.show(f"seed {self.config.seed}: capacity {self.capacity_per_s:.1f} requests per s")
 
     async def _rounds(self, field: Field) -> None:
+        await self._rehearse(field)
         start_s = time.monotonic()
         deck = Deck(faults=self.config.faults, drawn=random.Random(f"{self.config.seed}: faults"))
         try:
@@ -136,6 +113,11 @@ class Soak:
             over.set()
             await probing
 
+    async def _rehearse(self, field: Field) -> None:
+        for fault in OUTER if self.config.rehearses else ():
+            if fault in self.config.faults and fault.name not in LENGTHY:
+                await fault.inject(field, self._random(f"rehearsal of {fault.name}"))
+
     async def _inject(self, field: Field, fault: Fault, drawn: random.Random) -> None:
         await asyncio.sleep(drawn.uniform(0.05, 0.6) * self.config.round_s)
         self.injected[fault.name] += 1
@@ -154,6 +136,7 @@ class Soak:
         gateways = {each.pid for each in bench.service.children("gateway")}
         if gateways != {each.pid for each in bench.gateways}:
             await bench.settle_in()
+            await self._rehearse(field)
         allowed = frozenset[str]().union(*(fault.costs for fault in hand))
         found = await bench.violations(asked, probes, allowed=allowed)
         now_s = time.monotonic() - start_s

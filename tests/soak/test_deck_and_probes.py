@@ -6,8 +6,8 @@ from collections import Counter
 import grpc
 from octavo import OctavoError
 
+from tests.soak.config import FAULTS
 from tests.soak.deck import Deck
-from tests.soak.drive import FAULTS
 from tests.soak.faults import Takes
 from tests.soak.probes import outages
 from tests.support.fault_callers import Call

@@ -8,14 +8,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests.soak.bench import SoakBench
-from tests.soak.drive import FAULTS, Soak, SoakConfig
+from tests.soak.config import FAULTS, SoakConfig
+from tests.soak.drive import Soak
 from tests.soak.faults import Fault, Field, culprit
 from tests.soak.report import figures, whole
 from tests.support.figures import show
 from tests.support.service import Service
 from worker.oracle_model import OracleModel
 
-SHORT: dict[str, Any] = {"round_s": 2.0, "capacity_s": 2.0, "min_life_s": 0.0}
+SHORT: dict[str, Any] = {"round_s": 2.0, "capacity_s": 2.0, "min_life_s": 0.0, "rehearses": False}
 QUICK = (
     "kill worker", "kill gateway", "short freeze", "raise", "not a number", "out of memory", "reset connection",
     "garbage connections", "metadata", "hostile frames", "jumping clock", "scrape flood",
