@@ -262,8 +262,8 @@ class Run(Message, frozen=True, kw_only=True):
     fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks. pooling: nothing
     is sampled, the prompt's embedding is sent; sampling means nothing then. num_resumed_tokens: the last so many of
     prompt_ids are output that a worker gave before it was lost: they count as output, and it goes on behind them.
-    tenant: a label of the gateway's making, not the tenant's name; whoever has the same shares one place in the worker's
-    fair queue. weight: of that tenant's share, 1 to 1000.
+    tenant: a label of the gateway's making, not the tenant's name; whoever has the same shares one place in the
+    worker's fair queue. weight: of that tenant's share, 1 to 1000.
     """
 
     handle: int
