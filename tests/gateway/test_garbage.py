@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from gateway.garbage import GarbageWatch, resident_bytes
+from gateway.garbage import GarbageWatch, give_back
 
 MIB = 1 << 20
 
@@ -31,19 +31,20 @@ def test_it_collects_twice_more_when_what_was_alive_may_be_garbage() -> None:
 
 
 def test_cycles_that_hold_megabytes_do_not_pile_up() -> None:
+    """By the cycles that are alive: what the process holds is others' doing too."""
     gc.collect()
+    give_back()  # free memory that is still resident would take all of the cycles, and nothing would grow
     gc.freeze()
     gc.disable()
     try:
-        watch = GarbageWatch()
-        start = resident_bytes()
-        alive = [weakref.ref(Cycle(MIB)) for _ in range(8)]
+        watch, most_alive = GarbageWatch(), 0
+        cycles: list[weakref.ref[Cycle]] = []
         for _ in range(256):
-            Cycle(MIB)
+            cycles.append(weakref.ref(Cycle(MIB)))
             watch.look()
+            most_alive = max(most_alive, sum(each() is not None for each in cycles))
         assert watch.num_collections >= 2
-        assert [each() for each in alive] == [None] * 8
-        assert resident_bytes() - start < 160 * MIB  # of 256; other tests' threads allocate too
+        assert most_alive < 100  # of 256; 16 MiB of growth and the allocator's own ways
     finally:
         gc.enable()
         gc.unfreeze()
