@@ -49,6 +49,7 @@ def main() -> int:
             if given.log:
                 given.log.write_bytes((Path(folder) / "service.log").read_bytes())
             if given.json:
+                given.json.parent.mkdir(parents=True, exist_ok=True)
                 given.json.write_text(whole(soak))
     for each in soak.violations:
         show(f"violation {each}")
