@@ -96,6 +96,20 @@ async def test_row_32_a_killed_client_frees_its_streams(bench: Any) -> None:
         assert seconds < 1.0
 
 
+def _hangs_up(connection: RawHttp2, until_s: float) -> bool:
+    """Whether the other side does, without a word from us. until_s: monotonic."""
+    with suppress(ConnectionError):
+        while (rest_s := until_s - time.monotonic()) > 0:
+            connection.socket.settimeout(rest_s)
+            try:
+                if not connection.socket.recv(1 << 16):
+                    return True
+            except TimeoutError:
+                return False
+        return False
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.long)])
 async def test_row_33_a_thousand_connections_that_say_nothing_or_half_a_word(bench: Any, count: int) -> None:
@@ -111,14 +125,15 @@ async def test_row_33_a_thousand_connections_that_say_nothing_or_half_a_word(ben
                 each.send(beginnings[n % 4])
                 if n % 4 == 2:
                     each.send(HeadersFrame(1, Encoder().encode(grpc_headers())[:20]))
-            time.sleep(12.5 - (time.monotonic() - start_s))  # handshakes have 10 s, acknowledgements 5
-            return sum(each.until_closed(0.1) for each in held), time.monotonic() - start_s
+            until_s = time.monotonic() + 40  # handshakes have 10 s, acknowledgements 5; the library's own limit is 120
+            closed = sum(_hangs_up(each, until_s) for each in held)
+            return closed, time.monotonic() - start_s
 
     async with bench(ONE) as faults:
         siege = await besiege(faults, attack)
         record("33", connections=count, closed_by_us=siege.result[0], **siege.figures())
         assert siege.result[0] == count
-        assert siege.canary_p99_ms < 1000
+        assert siege.canary_p99_ms < 3000  # 280 ms on a quiet machine; a handshake that blocks the others has 10 s
 
 
 def oversized(port: int) -> Counter[str]:
@@ -211,7 +226,7 @@ async def test_row_36_metadata_above_the_limit_is_refused_also_of_clients_that_a
             connection.read(1.0)
             time.sleep(0.05)
             connection.send(*header_frames(1, num_bytes))
-            return connection.ending(1, timeout_s=1.0).kind
+            return connection.ending(1).kind
 
     def rude() -> tuple[int, bool]:
         """64 streams of a megabyte each on four connections that never acknowledge SETTINGS: the library holds such

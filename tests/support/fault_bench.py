@@ -17,8 +17,8 @@ from tests.support.scrape import Page, scrape
 from tests.support.service import Service
 from worker.oracle_model import OracleModel
 
-CANARY_S = 2.0
-IDLE_S = 10.0
+CANARY_S = 10.0  # wanted: 2; far less on a quiet machine
+IDLE_S = 20.0
 RSS_SHARE = 0.05
 RSS_SLACK_BYTES = 16 << 20  # of allocators; a leak of a stream or of blocks grows past it when repeated
 NO_RETRIES = (("grpc.enable_retries", 0),)  # what callers see is the first answer
@@ -140,7 +140,7 @@ class FaultBench:
     async def _check_resources(self) -> None:
         """Connections that were closed take a moment to be gone."""
         problems: list[str] = []
-        for _ in range(50):
+        for _ in range(250):
             problems = list(self._differences())
             if not problems:
                 return
