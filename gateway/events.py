@@ -92,7 +92,7 @@ def finished_event(live: LiveRequest, index: int = 0) -> pb.Finished:
     stream = live.streams[index]
     figures = stream.finished or _NO_FIGURES
     return pb.Finished(
-        reason=_reason(stream, figures),
+        reason=reason_of(stream),
         stop=_stop(stream, figures),
         usage=usage_of(live, index),
         receipt=receipt_of(live, index),
@@ -100,8 +100,9 @@ def finished_event(live: LiveRequest, index: int = 0) -> pb.Finished:
     )
 
 
-def _reason(stream: OutputStream, figures: Finished) -> "pb.FinishReason.ValueType":
-    assembler = stream.assembler
+def reason_of(stream: OutputStream) -> "pb.FinishReason.ValueType":
+    """Why a complete output ended."""
+    assembler, figures = stream.assembler, stream.finished or _NO_FIGURES
     if stream.is_partial:
         return pb.FINISH_REASON_DEADLINE
     if assembler.match is not None or figures.reason is WireFinishReason.STOP:

@@ -6,7 +6,7 @@ budget.
 
 from blockmgr.errors import OutOfBlocks
 from worker.config import SchedulerConfig
-from worker.pipeline import Pause, Pipeline
+from worker.pipeline import Pipeline, ResultsFirst
 from worker.preemption import displaceable_by, paused_first
 from worker.request import Request, failure
 from worker.roster import Roster
@@ -94,7 +94,7 @@ class Entrance:
         if not victims or not self._would_fit_without(head, victims):
             return
         if pipeline is Pipeline.BUSY:
-            raise Pause
+            raise ResultsFirst
         for victim in victims:
             self._roster.preempt(victim, now_s)
             if self._may_fit(head):

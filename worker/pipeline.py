@@ -10,5 +10,5 @@ class Pipeline(Enum):
     BUSY = "busy"
 
 
-class Pause(Exception):
+class ResultsFirst(Exception):
     """No step can be planned well before those in flight have ended."""

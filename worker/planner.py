@@ -11,7 +11,7 @@ import numpy as np
 from wire.messages import WireFinishReason
 from worker.config import SchedulerConfig
 from worker.entrance import Entrance
-from worker.pipeline import Pause, Pipeline
+from worker.pipeline import Pipeline, ResultsFirst
 from worker.plan import Chunk, Join, Slot, StepPlan
 from worker.preemption import least_disturbed, least_important
 from worker.request import Ending, Request
@@ -30,7 +30,7 @@ class Planner:
         self._joins: list[Join] = []  # of the plan that is being made
 
     def plan(self, step: int, pipeline: Pipeline, now_s: float) -> StepPlan | None:
-        """The next step, or None where there is nothing to do. Raises Pause."""
+        """The next step, or None where there is nothing to do. Raises ResultsFirst."""
         self._joins = []
         self._entrance.make_way(pipeline, now_s)
         num_preempted = self._roster.counters.num_preemptions
@@ -65,7 +65,7 @@ class Planner:
         if every is None or step % every or len(self._roster.running) < 2:
             return
         if pipeline is Pipeline.BUSY:
-            raise Pause
+            raise ResultsFirst
         self._roster.preempt(least_disturbed(self._roster.running), now_s)
 
     # ------------------------------------------------------------ decodes
@@ -76,7 +76,7 @@ class Planner:
         if not len(short_S):
             return slots_S
         if pipeline is Pipeline.BUSY:
-            raise Pause
+            raise ResultsFirst
         while len(short_S):
             self._give_up_one(now_s)
             short_S = self._grow(short_S[self._rows.is_decoding_S[short_S]])

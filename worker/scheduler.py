@@ -20,7 +20,7 @@ from worker.constraints import Constraints
 from worker.flights import Flight
 from worker.landing import Landing
 from worker.outputs import StepOutputs
-from worker.pipeline import Pause, Pipeline
+from worker.pipeline import Pipeline, ResultsFirst
 from worker.plan import StepPlan, StepResult
 from worker.planner import Planner
 from worker.ports import GatewayIndex
@@ -176,7 +176,7 @@ class Scheduler:
         pipeline = Pipeline.BUSY if self._flights else Pipeline.EMPTY
         try:
             plan = self._planner.plan(self._step + 1, pipeline, now_s)
-        except Pause:
+        except ResultsFirst:
             return None
         if plan is not None:
             self._step = plan.step

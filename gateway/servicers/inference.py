@@ -13,7 +13,7 @@ from gateway.delivery import close, count_finished, error_behind, pump, pump_all
 from gateway.desk import Desk
 from gateway.embedding import Embedder
 from gateway.embedding_events import embedding_message
-from gateway.events import delta_event, finished_event, started_event
+from gateway.events import delta_event, finished_event, reason_of, started_event
 from gateway.live import LiveRequest
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
@@ -101,7 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self._desk.models.text_of(live.card).table.all_bytes
 
     def _count_finished(self, live: LiveRequest, index: int) -> None:
-        reason = pb.FinishReason.Name(finished_event(live, index).reason).removeprefix("FINISH_REASON_").lower()
+        reason = pb.FinishReason.Name(reason_of(live.streams[index])).removeprefix("FINISH_REASON_").lower()
         count_finished(self._desk.meters.of_model(live.card.name), live, reason, index)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
