@@ -16,7 +16,8 @@ from tests.support.held_up import held_up_s
 from tests.support.rpc_errors import refused
 
 MIB = 1024 * 1024
-LIMIT_S = 0.5  # without the time that others had the cores; a blocked loop shows seconds
+# Without the time that others had the cores 0.02 s are seen, and 0.15 to 0.5 s of work on the loop.
+LIMIT_S = 0.12 if held_up_s() else 0.5
 
 
 @pytest.fixture(autouse=True)
