@@ -29,6 +29,7 @@ from gateway.rpc.addresses import check_admin, check_exposure
 from gateway.rpc.guard import Guard
 from gateway.rpc.readiness import Readiness
 from gateway.rpc.server import bind, new_server
+from gateway.rpc.unread import UnreadEndings
 from gateway.servicers.admin import AdminServicer
 from gateway.servicers.inference import InferenceServicer
 from gateway.servicers.model import ModelServicer
@@ -76,6 +77,7 @@ class Gateway:
         self._drain_task: asyncio.Task[None] | None = None
         self._metrics: MetricsEndpoint | None = None
         self._guard = self._new_guard(self.keeper.door)
+        self._endings = UnreadEndings()
 
     def is_ready(self) -> bool:
         """Whether a request could be answered now."""
@@ -115,6 +117,7 @@ class Gateway:
         return [
             asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
             asyncio.create_task(GarbageWatch().run(), name="garbage"),
+            asyncio.create_task(self._endings.run(), name="unread endings"),
         ]
 
     async def _listen(self) -> None:
@@ -123,7 +126,7 @@ class Gateway:
             check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
-        server = new_server(config, self._guard)
+        server = new_server(config, self._endings, self._guard)
         self._servers.append(server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)

@@ -4,7 +4,6 @@ import grpc
 
 from gateway.config import GatewayConfig, PortSharing
 from gateway.rpc.addresses import BindError, check_exposure
-from gateway.rpc.guard import Guard
 from gateway.rpc.tls import TlsListener
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
@@ -36,10 +35,10 @@ def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def new_server(config: GatewayConfig, guard: Guard) -> grpc.aio.Server:
-    """Not started, bound to nothing. Call on the event loop that it will run on."""
+def new_server(config: GatewayConfig, *interceptors: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
+    """Not started, bound to nothing. Call on the event loop that it will run on. interceptors: the outermost first."""
     return grpc.aio.server(
-        interceptors=(guard,),
+        interceptors=interceptors,
         options=server_options(config),
         maximum_concurrent_rpcs=config.limits.max_requests + _SPARE_RPCS,
     )
