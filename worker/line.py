@@ -1,12 +1,15 @@
 """Some requests that wait, in their order: the aged first by when they became so, then by priority, then by arrival.
 
-Entries of requests that have left are skipped when they come up. Knows no tenants, reads no clock.
+Entries of requests that have left are skipped when they come up, and thrown out once they are the most: where others
+are served first, some would never come up. Knows no tenants, reads no clock.
 """
 
 import heapq
 from collections.abc import Mapping
 
 from worker.request import Request
+
+_SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
 
 Rank = tuple[bool, int, int]
 """Of a waiting request, smaller goes first: not aged, -priority, order."""
@@ -23,6 +26,8 @@ class Line:
 
     def push(self, request: Request, *, aged_at_s: float) -> None:
         """At its place."""
+        if max(len(self._by_rank), len(self._by_age)) > 2 * len(self._spells) + _SLACK:
+            self._throw_out()
         order = request.order
         spell = self._spells[order]
         heapq.heappush(self._by_rank, (-request.asked.priority, order, spell, request))
@@ -46,6 +51,11 @@ class Line:
         """Whether somebody here has this priority, or is aged; nobody has a higher one."""
         head = self.head(now_s)
         return head is not None and (head.is_aged or head.asked.priority == priority)
+
+    def _throw_out(self) -> None:
+        for heap in (self._by_rank, self._by_age):
+            heap[:] = [entry for entry in heap if self._spells.get(entry[1]) == entry[2]]
+            heapq.heapify(heap)
 
     def _skip_gone(self, heap: list) -> None:
         while heap and self._spells.get(heap[0][1]) != heap[0][2]:

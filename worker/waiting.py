@@ -41,7 +41,6 @@ class WaitingQueue:
         for each in (self._everybody, line):
             each.push(request, aged_at_s=aged_at_s)
         if request.first_scheduled_s is not None:
-            self._begun.head(now_s)  # whoever is gone goes
             self._begun.push(request, aged_at_s=aged_at_s)
 
     def remove(self, request: Request, now_s: float) -> None:

@@ -156,3 +156,25 @@ def test_tenants_that_owe_nothing_are_forgotten() -> None:
         twins.add(f"t{number}", 1, 0, 5)
         serve(twins, 2)
     assert len(twins.queue.shares) < 10
+
+
+@pytest.mark.parametrize("tenants", [("",), ("a", "b")])
+def test_an_overload_that_goes_on_leaves_nothing_of_those_that_were_served(tenants: tuple[str, ...]) -> None:
+    """Everything is aged all the time, so that nobody comes up by rank, and nobody of all tenants by age."""
+    twins = Twins()
+    for number in range(3000):
+        for tenant in tenants:
+            twins.add(tenant, 1, number % 3, 2)
+        if number >= 50:
+            for _ in tenants:
+                request = twins.admit(0)
+                assert request is not None
+                if number % 2:
+                    twins.preempt(request)
+                    request = twins.admit(0)
+                    assert request is not None
+                twins.leave(request)
+        twins.now_s += 1.0
+    queue = twins.queue
+    lines = [queue._everybody, queue._begun, *queue._by_tenant.values()]
+    assert max(len(heap) for line in lines for heap in (line._by_rank, line._by_age)) <= 2 * 50 * len(tenants) + 70
