@@ -6,6 +6,7 @@ are served first, some would never come up. Knows no tenants, reads no clock.
 
 import heapq
 from collections.abc import Mapping
+from typing import Any
 
 from worker.request import Request
 
@@ -53,7 +54,8 @@ class Line:
         return head is not None and (head.is_aged or head.asked.priority == priority)
 
     def _throw_out(self) -> None:
-        for heap in (self._by_rank, self._by_age):
+        heaps: list[list[Any]] = [self._by_rank, self._by_age]
+        for heap in heaps:
             heap[:] = [entry for entry in heap if self._spells.get(entry[1]) == entry[2]]
             heapq.heapify(heap)
 
