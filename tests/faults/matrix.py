@@ -241,7 +241,7 @@ ROWS: dict[int, Row] = {
         "compression bombs, unknown encodings",
         FRONT + "35_what_unpacks_to_gigabytes_is_not_unpacked",
         FRONT + "35_encodings_that_nobody_knows_end_the_call_alone",
-        figures=("35 512 MiB", "35 unknown"),
+        figures=("35 512 MiB", "35 4096 MiB", "35 unknown"),
     ),
     36: row(
         "metadata and header blocks",
@@ -253,7 +253,7 @@ ROWS: dict[int, Row] = {
     37: row(
         "streams that are reset at once",
         HTTP2 + "37_streams_that_are_reset_at_once_leave_nothing",
-        figures=("37 2000 × 1", "37 50000 × 1", "37 5000 × 10"),
+        figures=("37 2000 × 1", "37 50000 × 1", "37 5000 × 10", "37 50000 × 10"),
     ),
     38: row(
         "frames of one byte, floods, windows beyond the limit",
@@ -290,7 +290,7 @@ ROWS: dict[int, Row] = {
     41: row(
         "connections beyond the descriptors",
         HTTP2 + "41_connections_beyond_the_descriptors_are_not_let_in_and_the_others_go_on",
-        figures=("41",),
+        figures=("41", "41 5000"),
     ),
     42: row(
         "parameters of all kinds",
@@ -310,6 +310,8 @@ ROWS: dict[int, Row] = {
         "texts that are slow to tokenize",
         "tests/gateway/test_responsiveness.py::test_the_loop_goes_on_turning",
         "tests/gateway/test_generate_refusals.py::test_a_text_above_the_limit_is_refused_before_it_is_tokenized",
+        "tests/gateway/test_real_tokenizer.py::test_row_44_time_grows_with_the_text_and_the_loop_goes_on",
+        figures=("44 a", "44 ^", "44 spaces", "44 CJK", "44 marks"),
         heading="Input",
     ),
     45: row(
@@ -335,6 +337,8 @@ ROWS: dict[int, Row] = {
         "tests/e2e/test_structured_output.py::"
         "test_hostile_constraints_change_no_token_of_a_bystander_and_delay_it_little",
         "tests/worker/test_grammar_engine.py::test_hostile_grammars_cost_their_own_requests_and_little_time",
+        "tests/faults/test_long_schemas.py::test_row_48_ten_thousand_schemas_cost_bounded_memory_and_no_worker",
+        figures=("48 10000",),
     ),
     49: row(
         "the same request in any company",

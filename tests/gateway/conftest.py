@@ -76,10 +76,13 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Serve:
-    """`async with serve(pool, **changes of GatewayConfig) as served`; the small tokenizer is loaded for each model."""
+    """`async with serve(pool, **changes of GatewayConfig) as served`; the small tokenizer, or the one in `files`, is
+    loaded for each model."""
 
     @asynccontextmanager
-    async def serving(pool: FakePool | None = None, **changes: Any) -> AsyncIterator[Served]:
+    async def serving(
+        pool: FakePool | None = None, *, files: dict[str, bytes] | None = None, **changes: Any
+    ) -> AsyncIterator[Served]:
         pool = pool or FakePool()
         config = GatewayConfig(
             workers=WorkerPoolConfig(endpoints=()),
@@ -88,7 +91,7 @@ def serve(tmp_path: Path) -> Serve:
         )
         gateway = Gateway(replace(config, **changes), pool=pool)  # type: ignore[arg-type]
         for card in pool.cards().values():
-            gateway.models.on_model(card, tiny_files())
+            gateway.models.on_model(card, files or tiny_files())
         await gateway.models.close()
         await gateway.start()
         channel = grpc.aio.insecure_channel(gateway.listen_address, options=[("grpc.enable_retries", 0)])

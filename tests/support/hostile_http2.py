@@ -4,6 +4,8 @@ import random
 import struct
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 from hpack import Encoder
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
@@ -16,6 +18,7 @@ TLS_HELLO = (
 )
 HTTP1 = b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n"
 SETTINGS = bytes.fromhex("000000040000000000")
+UNKNOWN_FIELD = b"\x98\x06\x01"  # what is wrong in one way must not be a good request in another, a long one at that
 BATCH = 200  # streams that are open at once
 
 
@@ -27,6 +30,7 @@ def _varint(value: int) -> bytes:
     return out + bytes([value])
 
 
+@cache
 def nested(depth: int, field_number: int = 1) -> bytes:
     """Messages in messages."""
     data = b""
@@ -81,11 +85,11 @@ def bad_call(drawn: random.Random) -> tuple[bytes, list[tuple[str, str]]]:
         return grpc_message(drawn.randbytes(drawn.randrange(1, 200))), headers
     if kind == 1:
         good[drawn.randrange(len(good))] ^= 1 << drawn.randrange(8)
-        good += b"\x98\x06\x01"  # an unknown field: the damage must not make a good request
+        good += UNKNOWN_FIELD
         return grpc_message(bytes(good)), headers
     if kind == 2:
         number = drawn.choice([field.number for field in pb.GenerateRequest.DESCRIPTOR.fields])
-        return grpc_message(nested(drawn.choice((10, 99, 101, 5_000)), number)), headers
+        return grpc_message(nested(drawn.choice((10, 99, 101, 5_000)), number) + UNKNOWN_FIELD), headers
     if kind == 3:
         return grpc_message(bytes(good)), list(
             grpc_headers(drawn.choice(("/a/b", "//", "/", GENERATE + "x", "/" * 99)))
@@ -94,7 +98,7 @@ def bad_call(drawn: random.Random) -> tuple[bytes, list[tuple[str, str]]]:
         return grpc_message(bytes(good), length=drawn.getrandbits(32)), headers
     if kind == 5:
         wrong = drawn.choice(("application/json", "text/html", ""))
-        message = grpc_message(bytes(good) + b"\x98\x06\x01")
+        message = grpc_message(bytes(good) + UNKNOWN_FIELD)
         return message, [(name, wrong if name == "content-type" else value) for name, value in headers]
     if kind == 6:
         return grpc_message(bytes(good), compressed=drawn.randrange(1, 256))[: drawn.randrange(1, 5)], headers
@@ -112,9 +116,17 @@ def calls(port: int, count: int, seed: int) -> Counter[str]:
             for _ in range(size):
                 message, headers = bad_call(drawn)
                 connection.call(message, headers)
-            endings += connection.endings(size)
+            endings += connection.endings(size, timeout_s=30.0)  # a slow machine is not silence
             done += size
     return endings
+
+
+def calls_side_by_side(port: int, count: int, seed: int, *, num_threads: int) -> Counter[str]:
+    """The same from several callers at once, each with a seed of its own: one of them mostly waits."""
+    shares = [count // num_threads + (index < count % num_threads) for index in range(num_threads)]
+    with ThreadPoolExecutor(num_threads) as threads:
+        done = [threads.submit(calls, port, share, seed + index) for index, share in enumerate(shares)]
+        return sum((each.result() for each in done), Counter[str]())
 
 
 def rapid_reset(port: int, count: int) -> tuple[int, int]:
