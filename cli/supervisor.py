@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Times in seconds. A death within fast_death_s of the start counts as fast; after max_fast_deaths of them in a
-    row the process is given up. The wait before a start doubles with each of them."""
+    """Times in seconds. A death within fast_death_s of the start counts as fast, and the wait before the next start
+    doubles with each of them in a row. What has served once is never given up: whoever can make a worker die, by a
+    request or from outside, must not be able to end the service by doing it again."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 15.0
     fast_death_s: float = 30.0
-    max_fast_deaths: int = 5
 
     def delay_s(self, num_fast_deaths: int) -> float:
         """The wait before the next start. None of them was fast: the shortest."""
@@ -72,11 +72,6 @@ class Lifetimes:
             return GiveUp(why=f"{self.name} {ending(code)} before it was ready")
         is_fast = now_s - self._started_s < self.policy.fast_death_s
         self.num_fast_deaths = self.num_fast_deaths + 1 if is_fast else 0
-        if self.num_fast_deaths >= self.policy.max_fast_deaths:
-            return GiveUp(
-                why=f"{self.name} {ending(code)} {self.num_fast_deaths} times in a row, "
-                f"each within {self.policy.fast_death_s:g} s of its start"
-            )
         return Restart(delay_s=self.policy.delay_s(self.num_fast_deaths))
 
 
