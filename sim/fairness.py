@@ -18,7 +18,8 @@ class FairnessWatch:
     While two tenants both wait, what they get by weight may differ by one request, which may be the largest, and by the
     output of all that run before and after it comes in: once at the beginning of that time, once at its end. Who was
     preempted goes on out of turn.
-    Where requests differ in importance only the order within a tenant is looked at.
+    Where requests differ in importance only the order within a tenant is looked at. There, among several tenants, who
+    was preempted needs no turn to go on, and passes earlier requests of its tenant that wait for theirs.
     """
 
     def __init__(self, scheduler: Scheduler, journal: Journal, name: str, scenario: Scenario) -> None:
@@ -31,12 +32,14 @@ class FairnessWatch:
         self._ended: Counter[str] = Counter()  # tokens that requests got which are gone
         self._live: dict[int, Request] = {}
         self._weights: dict[str, int] = {}
+        self._tenants: set[str] = set()  # seen so far
         self._since: dict[tuple[str, str], tuple[int, int]] = {}
         self._waiting: dict[int, tuple[Request, int]] = {}  # with how often they were preempted
 
     def look(self) -> None:
         """After every step."""
         waiting = {request.order: request for request in self._scheduler.roster if request.phase is Phase.WAITING}
+        self._tenants.update(request.asked.tenant for request in self._scheduler.roster)
         self._check_order(waiting)
         self._waiting = {order: (request, request.num_preemptions) for order, request in waiting.items()}
         if not self._has_priorities:
@@ -47,7 +50,7 @@ class FairnessWatch:
         journal = self._journal
         came_in = [r for order, (r, _) in self._waiting.items() if order not in waiting and r.is_running]
         for request in came_in:
-            if request.is_aged:
+            if request.is_aged or (request.num_preemptions and len(self._tenants) > 1):
                 continue
             asked = request.asked
             journal.counts["checks"] += 1

@@ -3,8 +3,8 @@
 A higher priority goes first; an aged request counts as one of the highest priority that waits. Within that, tenants
 take turns (`worker.shares`), and each tenant's requests go in their order: the aged, then by priority, then as they
 came. Whose turn it is keeps it until one of its requests is admitted, whatever room that takes; a request that has
-begun before, and came earlier than the one whose turn it is, needs none. With one tenant all of this is: aged first,
-then by priority, first come first served.
+begun before, and came earlier than the one whose turn it is, needs none, and passes those of its tenant that wait for
+theirs. With one tenant all of this is: aged first, then by priority, first come first served.
 
 Knows nothing of blocks or budgets; reads no clock.
 """
