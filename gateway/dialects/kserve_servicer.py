@@ -53,6 +53,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
         """Requests as they come, answered side by side; what goes wrong with one ends that one only."""
         stream = StreamOfRequests(current_rpc.get(), context, self._desk.meters)
+        await context.send_initial_metadata(())  # so that a status can follow an answer that nobody takes
         await stream.answer(request_iterator, self._answer)
 
     async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:

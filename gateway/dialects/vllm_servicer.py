@@ -54,11 +54,12 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         try:
             live = await self._open(translated, scope, context)
         except RequestAborted:
+            await context.send_initial_metadata(())
             await context.write(aborted_early())
             return
         try:
-            # Headers travel with the first message: until then the client's library may retry, and a burst of requests
-            # costs one operation and one packet less each.
+            # Behind headers that wait with a first message for a reader's window, gRPC can send no status either.
+            await context.send_initial_metadata(())
             await (self._stream if request.stream else self._collect)(live, scope, context)
         except asyncio.CancelledError:
             raise error_behind(live) from None
@@ -175,6 +176,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         """The tokenizer's files as a zip in chunks, its digest with the last."""
         files = self._desk.models.files_of(self._card())
         archive = await self._desk.text.run(lambda: archive_of(files))
+        await context.send_initial_metadata(())
         for data, sha256 in archive.chunks():
             await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
 
@@ -193,6 +195,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self._desk.check_open()
         subscription = pool.follow_blocks(card.name, self._desk.salt_of(current_rpc.get(), ""))
         try:
+            await context.send_initial_metadata(())
             while True:
                 await self._write_batch(batches.of(await subscription.next()), context)
         finally:
