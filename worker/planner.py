@@ -62,11 +62,14 @@ class Planner:
 
     def _disturb(self, step: int, pipeline: Pipeline, now_s: float) -> None:
         every = self._config.preempt_every_steps
-        if every is None or step % every or len(self._roster.running) < 2:
+        if every is None or step % every:
+            return
+        in_steps = [request for request in self._roster.running if not request.is_paused]
+        if len(in_steps) < 2:  # one has to make the step, or its number comes again and again
             return
         if pipeline is Pipeline.BUSY:
             raise ResultsFirst
-        self._roster.preempt(least_disturbed(self._roster.running), now_s)
+        self._roster.preempt(least_disturbed(in_steps), now_s)
 
     # ------------------------------------------------------------ decodes
 
