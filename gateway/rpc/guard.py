@@ -152,8 +152,11 @@ class Guard(grpc.aio.ServerInterceptor):
             self._record(scope, "ABORTED_BY_LIBRARY", "")
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             # Nearly always the caller went away. Where somebody else cancelled the task, the RPC is alive, and without
-            # a status its caller would wait for ever (grpc#29248): the attempt to abort tells the two apart.
-            await self._abort(InternalDefect("the handler was cancelled"), scope, context)
+            # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
+            if await _is_gone(context):
+                self._record(scope, "CANCELLED", "CLIENT")
+            else:
+                await self._abort(InternalDefect("the handler was cancelled"), scope, context)
         elif isinstance(error, Exception):
             await self._abort(error, scope, context)
 
@@ -187,6 +190,18 @@ class Guard(grpc.aio.ServerInterceptor):
             seconds=round(time.monotonic() - scope.started_s, 4),
             **scope.log_fields,
         )
+
+
+async def _is_gone(context: Context) -> bool:
+    """Whether headers can no longer be sent. That they were sent before tells nothing; else this spares an attempt to
+    abort, each of which leaves its trailers in gRPC's core where the caller is gone: a flood of resets adds up."""
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.UsageError:
+        return False
+    except Exception:  # the library's way to say that the RPC is over
+        return True
+    return False
 
 
 def _metadata_bytes(metadata: Any) -> int:
