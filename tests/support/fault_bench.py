@@ -49,13 +49,14 @@ class Resources:
 @dataclass(slots=True, kw_only=True)
 class FaultBench:
     """Made when the service is ready and warm. model: the oracle that its workers run. metrics_port: the gateway's.
-    num_rpcs: calls that were made, those by others (`foreign_rpcs`) included."""
+    num_rpcs: calls that were made, those by others (`foreign_rpcs`) included. rss_slack_bytes: what a gateway may keep."""
 
     service: Service
     model: OracleModel
     metrics_port: int
     gateways: list[Resources] = field(default_factory=list)
     num_rpcs: int = 0
+    rss_slack_bytes: int = RSS_SLACK_BYTES
     epochs: set[str] = field(default_factory=set)  # of the workers, when they were last looked at
 
     async def begin(self) -> None:
@@ -158,7 +159,7 @@ class FaultBench:
                 yield f"{after.num_fds - before.num_fds} more descriptors"
             if after.num_threads > before.num_threads:
                 yield f"{after.num_threads - before.num_threads} more threads"
-            if after.rss_bytes > before.rss_bytes * (1 + RSS_SHARE) + RSS_SLACK_BYTES:
+            if after.rss_bytes > before.rss_bytes * (1 + RSS_SHARE) + self.rss_slack_bytes:
                 yield f"{(after.rss_bytes - before.rss_bytes) >> 20} MiB more memory"
 
     async def _check_metrics(self) -> None:
