@@ -49,7 +49,7 @@ class Resources:
 @dataclass(slots=True, kw_only=True)
 class FaultBench:
     """Made when the service is ready and warm. model: the oracle that its workers run. metrics_port: the gateway's.
-    num_rpcs: calls that were made, those by others (`foreign_rpcs`) included. rss_slack_bytes: that a gateway may keep."""
+    num_rpcs: calls that were made, those by others (`foreign_rpcs`) included. rss_slack_bytes: may be kept."""
 
     service: Service
     model: OracleModel
