@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import gzip
 import logging
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+
+import h11
+from prometheus_client.exposition import gzip_accepted
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +45,22 @@ class _Wish:
     is_gzipped: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """headers: beside Content-Length and Connection. is_head_only: the body is counted and not sent."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    is_head_only: bool = False
+
+
 class _NoPage(Exception):
     """The page could not be made."""
+
+
+class _Left(Exception):
+    """The scraper hung up before it had asked."""
 
 
 class ScrapeServer:
@@ -88,37 +104,42 @@ class ScrapeServer:
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_open += 1
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
             async with asyncio.timeout(CONNECTION_TIMEOUT_S):
-                writer.write(await self._answer(reader))
+                writer.write(_packed(connection, await self._answer(connection, reader)))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        except (OSError, TimeoutError, _Left):
             pass  # its scraper's loss
         finally:
             self._num_open -= 1
             writer.transport.abort()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        if self._num_open > MAX_CONNECTIONS:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFUSED_READ_S):
-                    await reader.readuntil(b"\r\n\r\n")
-            return _response("503 Service Unavailable", b"too many scrapes\n", ("Retry-After: 1",))
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        method, path = (*head.split("\r\n", 1)[0].split(" "), "", "")[:2]
-        if method not in ("GET", "HEAD"):
-            return _response("405 Method Not Allowed", b"use GET\n", ("Allow: GET, HEAD",))
-        if path == "/favicon.ico":
-            return _response("200 OK", b"")
-        wish = _wish_of(head)
-        headers = (f"Content-Type: {wish.format.value}", *(["Content-Encoding: gzip"] if wish.is_gzipped else []))
+    async def _answer(self, connection: h11.Connection, reader: asyncio.StreamReader) -> _Answer:
         try:
-            answer = _response("200 OK", await self._page(wish), headers)
+            if self._num_open > MAX_CONNECTIONS:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REFUSED_READ_S):
+                        await _request(connection, reader)
+                return _Answer(503, b"too many scrapes\n", (("Retry-After", "1"),))
+            return await self._answer_to(await _request(connection, reader))
+        except h11.RemoteProtocolError as error:
+            return _Answer(error.error_status_hint, b"this is no HTTP\n")
+
+    async def _answer_to(self, request: h11.Request) -> _Answer:
+        if request.method not in (b"GET", b"HEAD"):
+            return _Answer(405, b"use GET\n", (("Allow", "GET, HEAD"),))
+        if request.target == b"/favicon.ico":
+            return _Answer(200, b"")
+        wish = _wish_of(request)
+        packing = (("Content-Encoding", "gzip"),) if wish.is_gzipped else ()
+        headers = (("Content-Type", wish.format.value), *packing)
+        try:
+            return _Answer(200, await self._page(wish), headers, is_head_only=request.method == b"HEAD")
         except _NoPage:
-            return _response("500 Internal Server Error", b"no page; see the log\n")
-        return answer if method == "GET" else answer[: answer.index(b"\r\n\r\n") + 4]
+            return _Answer(500, b"no page; see the log\n", is_head_only=request.method == b"HEAD")
 
     async def _page(self, wish: _Wish) -> bytes:
         """One that is not made yet; whoever asks before it is shares it."""
@@ -143,17 +164,26 @@ class ScrapeServer:
             self._next_page_s = self._loop.time() + min(MAX_REST_S, REST_PER_WORK * worked_s)
 
 
-def _wish_of(head: str) -> _Wish:
-    """head: of a request, its names in any case."""
-    values = dict(re.findall(r"^(accept|accept-encoding):[ \t]*(.*?)\r?$", head.lower(), re.MULTILINE))
-    is_open = "application/openmetrics-text" in values.get("accept", "")
-    codings = [part.replace(" ", "") for part in values.get("accept-encoding", "").split(",")]
-    is_gzipped = any(
-        part == "gzip" or (part.startswith("gzip;q=") and part[7:] not in ("0", "0.0")) for part in codings
+async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
+    """What is asked, without its body. Raises h11.RemoteProtocolError, _Left."""
+    while not isinstance(event := connection.next_event(), h11.Request):
+        if event is not h11.NEED_DATA:
+            raise _Left
+        connection.receive_data(await reader.read(MAX_HEAD_BYTES))
+    return event
+
+
+def _wish_of(request: h11.Request) -> _Wish:
+    accepted = {name: value.decode("latin-1") for name, value in request.headers}
+    is_open = "application/openmetrics-text" in accepted.get(b"accept", "").lower()
+    return _Wish(
+        format=PageFormat.OPENMETRICS if is_open else PageFormat.TEXT,
+        is_gzipped=gzip_accepted(accepted.get(b"accept-encoding", "")),
     )
-    return _Wish(PageFormat.OPENMETRICS if is_open else PageFormat.TEXT, is_gzipped)
 
 
-def _response(status: str, body: bytes, headers: tuple[str, ...] = ()) -> bytes:
-    lines = (f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "Connection: close", "", "")
-    return "\r\n".join(lines).encode() + body
+def _packed(connection: h11.Connection, answer: _Answer) -> bytes:
+    """The bytes of an answer after which the connection ends."""
+    headers = [*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close")]
+    head = connection.send(h11.Response(status_code=answer.status, headers=headers)) or b""
+    return head if answer.is_head_only else head + (connection.send(h11.Data(data=answer.body)) or b"")

@@ -50,7 +50,7 @@ def test_scrapers_get_the_format_and_the_packing_that_they_accept(serve: Serve) 
     server = serve(lambda page_format: page_format.name.encode())
     plain = {"content-type": PageFormat.TEXT.value, "content-length": "4", "connection": "close"}
     assert get(server) == (200, plain, b"TEXT")
-    assert get(server, Accept_Encoding="gzip;q=0, identity") == (200, plain, b"TEXT")
+    assert get(server, Accept_Encoding="deflate, identity") == (200, plain, b"TEXT")
     openmetrics = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"
     status, headers, body = get(server, ACCEPT=openmetrics, Accept_Encoding="deflate, gzip")
     assert (status, headers["content-type"], headers["content-encoding"]) == (
@@ -119,7 +119,7 @@ def test_a_head_without_end_and_garbage_cost_their_connection(serve: Serve) -> N
                 answer = peer.recv(100)
             except OSError:
                 answer = b""
-            assert answer == b"" or answer.startswith((b"HTTP/1.1 405", b"HTTP/1.1 200"))
+            assert answer == b"" or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
     assert get(server)[2] == b"page"
 
 
