@@ -66,7 +66,7 @@ class Processes:
         start_s = time.monotonic()
         asked = await asking
         if asked.reason == "POISONED":
-            await self._until_whole(num_new=2)
+            await self._until_whole(num_new=1)  # the same one may have had it twice
             self.repairs.append((kind, time.monotonic() - start_s))
         else:
             await self.until_whole()
