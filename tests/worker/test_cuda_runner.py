@@ -52,6 +52,20 @@ def test_a_slot_taken_over_a_batch_that_shrinks_and_a_step_of_no_sample() -> Non
     hand.step(decode={3: 27})
 
 
+def test_a_row_that_is_left_out_of_steps_goes_on_where_it_was() -> None:
+    """A request whose caller does not read: paused, and then in the steps again, with a seed and without."""
+    hand = Hand(twins())
+    hand.join(0, prompt(0, 5))
+    hand.join(1, prompt(1, 6), temperature=0.8, seed=11)
+    hand.join(2, prompt(2, 7))
+    hand.step(prefill=(chunk(0, 0, 5), chunk(1, 0, 6), chunk(2, 0, 7)))
+    hand.step(decode={0: 5, 1: 6, 2: 7})
+    hand.step(decode={2: 8})
+    hand.step(decode={1: 7, 2: 9})
+    hand.step(decode={0: 6, 2: 10})
+    hand.step(decode={0: 7, 1: 8, 2: 11})
+
+
 def test_two_steps_in_flight_feed_each_other_and_a_third_is_refused() -> None:
     hand = Hand(twins())
     hand.join(1, prompt(4, 7))
