@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ALONE = (
     "cli/test_errors.py", "cli/test_serve.py", "cli/test_service.py", "deploy", "e2e", "examples", "faults",
     "gateway/test_garbage.py", "gateway/test_logs.py", "gateway/test_main.py", "gateway/test_responsiveness.py",
-    "gateway/workers", "worker/test_heartbeat.py", "worker/test_main.py",
+    "gateway/workers", "soak", "worker/test_heartbeat.py", "worker/test_main.py",
 )  # fmt: skip
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

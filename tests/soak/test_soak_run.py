@@ -1,5 +1,6 @@
 """A short soak on real processes: faults of all sorts, nothing violated; and violations that are planted are told."""
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.soak.asked import Asked
 from tests.soak.bench import SoakBench
 from tests.soak.config import FAULTS, SoakConfig
 from tests.soak.drive import Soak
@@ -39,9 +41,15 @@ async def test_row_60_a_short_soak_under_random_faults_violates_nothing(tmp_path
     assert '"seed": 60' in whole(soak)
 
 
+def ended_streams(field: Field) -> list[Asked]:
+    return [each for each in field.load.asked if each.kind == "stream" and each.ended_s and each.outputs[:1] > [[]]]
+
+
 async def changed_byte(field: Field, drawn: random.Random) -> None:
     """As if a caller had got another token."""
-    next(each for each in field.load.asked if each.kind == "stream" and each.ended_s).outputs[0][0] += 1
+    while not ended_streams(field):  # noqa: ASYNC110  (under load, streams end)
+        await asyncio.sleep(0.05)
+    ended_streams(field)[0].outputs[0][0] += 1
 
 
 async def lost_request(field: Field, drawn: random.Random) -> None:

@@ -88,7 +88,9 @@ async def test_nobody_gets_past_the_door_without_a_good_key(guarded: Any, metada
             assert words in refusal.message
         assert pool.runs == []
         assert served.gateway.desk.text.num_waiting == 0
-        assert {key[1:] for key in served.gateway.meters.rpcs} == {("UNAUTHENTICATED", "UNAUTHENTICATED")}
+        rpcs = served.gateway.meters.rpcs
+        await served.until(lambda: rpcs.total() == len(calls))
+        assert {key[1:] for key in rpcs} == {("UNAUTHENTICATED", "UNAUTHENTICATED")}
 
 
 async def test_a_good_key_is_served_and_named_in_the_log(guarded: Any) -> None:
