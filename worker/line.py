@@ -12,9 +12,6 @@ from worker.request import Request
 
 _SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
 
-Rank = tuple[bool, int, int]
-"""Of a waiting request, smaller goes first: not aged, -priority, order."""
-
 
 class Line:
     """spells: order of a waiting request -> which spell of waiting this is; shared by all lines, and their owner's."""
@@ -62,8 +59,3 @@ class Line:
     def _skip_gone(self, heap: list) -> None:
         while heap and self._spells.get(heap[0][1]) != heap[0][2]:
             heapq.heappop(heap)
-
-
-def rank_of(request: Request) -> Rank:
-    """Of a request that waits, or would."""
-    return (not request.is_aged, 0 if request.is_aged else -request.asked.priority, request.order)

@@ -160,14 +160,14 @@ class Request:
         return self.asked.sampling.grammar is not None and self.matcher is None
 
     @property
+    def turn_rank(self) -> tuple[bool, int, int]:
+        """Whether it waits or runs, smaller goes first: the aged, then by priority, then who came first."""
+        return (not self.is_aged, 0 if self.is_aged else -self.asked.priority, self.order)
+
+    @property
     def rank(self) -> tuple[bool, bool, int, int]:
-        """Smaller is more important: the aged first, then by priority, then who came first; the paused last of all."""
-        return (
-            self.phase is Phase.PAUSED,
-            not self.is_aged,
-            0 if self.is_aged else -self.asked.priority,
-            self.order,
-        )
+        """Smaller is more important: the same, the paused last of all."""
+        return (self.phase is Phase.PAUSED, *self.turn_rank)
 
     @property
     def held_slot(self) -> Slot:

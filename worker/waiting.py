@@ -9,7 +9,7 @@ theirs. With one tenant all of this is: aged first, then by priority, first come
 Knows nothing of blocks or budgets; reads no clock.
 """
 
-from worker.line import Line, rank_of
+from worker.line import Line
 from worker.request import Phase, Request
 from worker.shares import Shares
 
@@ -66,7 +66,7 @@ class WaitingQueue:
 
     def goes_before(self, request: Request, head: Request) -> bool:
         """Whether a request that does not wait would go before the head, if it did."""
-        ours, theirs = rank_of(request), rank_of(head)
+        ours, theirs = request.turn_rank, head.turn_rank
         if ours[:2] != theirs[:2] or request.asked.tenant == head.asked.tenant:
             return ours < theirs
         self.shares.settle()
@@ -80,7 +80,7 @@ class WaitingQueue:
         turn = self._line_of_turn(foremost.asked.priority, now_s).head(now_s)
         begun = self._begun.head(now_s)
         assert turn is not None
-        return turn if begun is None or rank_of(turn) < rank_of(begun) else begun
+        return turn if begun is None or turn.turn_rank < begun.turn_rank else begun
 
     def _line_of_turn(self, priority: int, now_s: float) -> Line:
         """priority: the highest that waits. A look at each tenant that waits, once a turn."""
