@@ -1,13 +1,9 @@
 """The HTTP endpoint that Prometheus scrapes: a thread of its own, so that a scrape never waits for the event loop."""
 
-from collections.abc import Callable
-
-from prometheus_client.exposition import generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import CollectorRegistry
 
 from gateway.rpc.addresses import BindError, split_host_port
-from wire.scrape_server import PageFormat, ScrapeServer
+from wire.scrape_server import ScrapeServer, pages_of
 
 
 class MetricsEndpoint:
@@ -16,10 +12,8 @@ class MetricsEndpoint:
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Binds at once. address: host:port. Raises AddressError, BindError."""
         host, port = split_host_port(address)
-        makers: dict[PageFormat, Callable[[CollectorRegistry], bytes]]
-        makers = {PageFormat.TEXT: generate_latest, PageFormat.OPENMETRICS: generate_openmetrics}
         try:
-            self._server = ScrapeServer(host, port, lambda page_format: makers[page_format](registry))
+            self._server = ScrapeServer(host, port, pages_of(registry))
         except OSError as error:
             raise BindError("--metrics-port", address) from error
 

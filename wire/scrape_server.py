@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import h11
-from prometheus_client.exposition import gzip_accepted
+from prometheus_client.exposition import generate_latest, gzip_accepted
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.registry import CollectorRegistry
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,17 @@ class PageFormat(Enum):
 
     TEXT = "text/plain; version=0.0.4; charset=utf-8"
     OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+_MAKERS: dict[PageFormat, Callable[[CollectorRegistry], bytes]] = {
+    PageFormat.TEXT: generate_latest,
+    PageFormat.OPENMETRICS: generate_openmetrics,
+}
+
+
+def pages_of(registry: CollectorRegistry) -> Callable[[PageFormat], bytes]:
+    """What `ScrapeServer` renders of a registry."""
+    return lambda page_format: _MAKERS[page_format](registry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from wire.messages import Finished, ModelCard, WireFinishReason
-from wire.scrape_server import PageFormat, ScrapeServer
+from wire.scrape_server import ScrapeServer, pages_of
 from worker.link import LinkStats
 from worker.ports import StepReport
 from worker.stats import EngineStats
@@ -139,10 +137,8 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
         """Raises OSError naming the address, where it is taken."""
-        makers: dict[PageFormat, Callable[[CollectorRegistry], bytes]]
-        makers = {PageFormat.TEXT: generate_latest, PageFormat.OPENMETRICS: generate_openmetrics}
         try:
-            self._server = ScrapeServer(host, port, lambda page_format: makers[page_format](registry))
+            self._server = ScrapeServer(host, port, pages_of(registry))
         except OSError as error:
             raise OSError(error.errno, f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
         self.port = self._server.port
