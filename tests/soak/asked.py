@@ -11,7 +11,7 @@ from octavo import AsyncClient, OctavoError
 from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
 
-from tests.support.fault_callers import without_call
+from tests.support.fault_callers import Ending, without_call
 from wire.messages import Sampling
 from worker.oracle_model import OracleModel, oracle_tokens
 
@@ -27,7 +27,7 @@ IMPATIENT = ("cancel", "late")  # who end their calls themselves
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class Asked(Ending):
     """One request, and what came of it. Times are monotonic seconds. outputs: token ids by output."""
 
     kind: str
@@ -37,23 +37,8 @@ class Asked:
     pause_s: float = 0.0  # a slow reader waits so long before each message
     outputs: list[list[int]] = field(default_factory=list)
     text: str = ""
-    error: BaseException | None = None
     sent_s: float = 0.0
     ended_s: float = 0.0
-
-    @property
-    def reason(self) -> str | None:
-        """Our own reason of the end; None for a complete output; "UNKNOWN" where nobody says why."""
-        if self.error is None:
-            return None
-        return self.error.reason or "UNKNOWN" if isinstance(self.error, OctavoError) else type(self.error).__name__
-
-    @property
-    def code(self) -> str:
-        """Name of the gRPC status."""
-        if self.error is None:
-            return "OK"
-        return self.error.code.name if isinstance(self.error, OctavoError) else type(self.error).__name__
 
     @property
     def outcome(self) -> str:

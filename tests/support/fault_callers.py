@@ -17,17 +17,10 @@ MODEL_LEN = 4096
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
-    """One request, and what came of it. Times are monotonic seconds; error: None where it is complete."""
+class Ending:
+    """How a request ended. error: None where it is complete."""
 
-    prompt: list[int]
-    max_tokens: int
-    seed: int = 0
-    token_ids: list[int] = field(default_factory=list)
     error: BaseException | None = None
-    sent_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)
-    ended_s: float = 0.0
 
     @property
     def reason(self) -> str | None:
@@ -42,6 +35,19 @@ class Call:
         if self.error is None:
             return "OK"
         return self.error.code.name if isinstance(self.error, OctavoError) else type(self.error).__name__
+
+
+@dataclass(slots=True, kw_only=True)
+class Call(Ending):
+    """One request, and what came of it. Times are monotonic seconds."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    sent_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
 
     @property
     def longest_pause_s(self) -> float:
