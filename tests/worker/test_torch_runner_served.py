@@ -95,16 +95,21 @@ def work(model: Qwen2ForCausalLM) -> Work:
     return Work(prompts, outputs)
 
 
+def ask_all(here: World, work: Work) -> list[tuple[int, int]]:
+    """Every prompt, for as many tokens as are expected of it."""
+    return [
+        here.add(handle, prompt, max_tokens=len(output), **WISHES[handle % len(WISHES)])
+        for handle, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True))
+    ]
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("num_blocks", [11, 64])
 def test_outputs_are_those_of_the_oracle_whatever_the_pool_and_the_pipeline(
     model: Qwen2ForCausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
 ) -> None:
     here = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
-    keys = [
-        here.add(handle, prompt, max_tokens=len(output), **WISHES[handle % len(WISHES)])
-        for handle, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True))
-    ]
+    keys = ask_all(here, work)
     here.run()
     assert [here.streams[which].tokens for which in keys] == work.outputs
     here.check_quiet()
@@ -118,10 +123,7 @@ def test_callers_that_stop_reading_and_read_on_change_no_token(
     model: Qwen2ForCausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
 ) -> None:
     here = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
-    keys = [
-        here.add(handle, prompt, max_tokens=len(output), **WISHES[handle % len(WISHES)])
-        for handle, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True))
-    ]
+    keys = ask_all(here, work)
     for turn in range(40):
         here.pause(turn % len(keys))
         here.step()
