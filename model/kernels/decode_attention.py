@@ -217,8 +217,11 @@ def _decode_attention_kernel(
         base = tl.where(is_head, new_most, 0.0)
         shrink = tl.exp2(most - base)
         weight = tl.exp2(chunk_most - base[None, :])
-        total = total * shrink + tl.sum(chunk_total * weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(chunk_acc * weight[:, :, None], 0)
+        # A bare product would be fused with the sum over lanes: rounded on one lane, not on the other, so that the last
+        # bit would depend on the lane whose copy of the sum is stored.
+        total = total * shrink + tl.sum(tl.where(is_part, chunk_total * weight, 0.0), 0)
+        parts_acc = tl.where(is_part[:, :, None], chunk_acc * weight[:, :, None], 0.0)
+        acc = acc * shrink[:, None] + tl.sum(parts_acc, 0)
         most = new_most
     total = tl.where(is_head, total, 1.0)
     tl.store(out_BNH + out_at, (acc / total[:, None]).to(out_BNH.dtype.element_ty), mask=q_mask)
