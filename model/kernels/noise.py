@@ -35,20 +35,34 @@ def _log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def log2_exponential(token, key_low, key_high, FAST: tl.constexpr):
-    """Logarithm to base 2 of one Exponential(1) variate a token."""
-    # The same bits as sampling_noise.hash_bits; u near 0 by a series, where 1 - u would lose it.
+def _bits(token, key_low, key_high):
+    """The same bits as sampling_noise.hash_bits, of which the lower 31 count."""
     h = token.to(tl.uint32) * 0x9E3779B9 + key_low
     h ^= h >> 16
     h *= 0x7FEB352D
     h ^= key_high
     h ^= h >> 15
     h *= 0x846CA68B
-    h ^= h >> 16
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def log2_exponential(token, key_low, key_high, FAST: tl.constexpr):
+    """Logarithm to base 2 of one Exponential(1) variate a token."""
+    # u near 0 by a series, where 1 - u would lose it.
+    h = _bits(token, key_low, key_high)
     u = tl.minimum(((h & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     exponential = tl.where(u < 0.015625, series, -0.6931471805599453 * _log2(1.0 - u, FAST))
     return _log2(exponential, FAST)
+
+
+@triton.jit
+def log2_exponential_bound(token, key_low, key_high, FAST: tl.constexpr):
+    """At most 32 + log2_exponential of the same, and hardly less where that is small: -ln(1 - u) is u and little more.
+    A third of its instructions."""
+    h = _bits(token, key_low, key_high)
+    return _log2((h + h + 1).to(tl.float32), FAST)
 
 
 @triton.jit

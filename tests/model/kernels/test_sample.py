@@ -55,6 +55,19 @@ def test_tokens_equal_those_of_the_twin_and_rows_move_on(V: int, vocab_size: int
     assert int(rows.last_token[13]) == -5
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.05, 40.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 0.6, 50.0])
+def test_a_part_whose_bound_is_not_the_highest_may_win(spread: float, temperature: float) -> None:
+    """Flat, ordinary and steep rows of many parts: the first of equal ones when greedy, the exact draw otherwise."""
+    torch.manual_seed(2)
+    rows, index, V = Rows(4), [0, 1, 2], 16_000
+    rows.temperature[:] = temperature
+    logits = (torch.randn(3, V) * spread).bfloat16()
+    output_index = (rows.position + 1 - rows.num_prompt).cpu()[:3]
+    expected, _ = sample_reference(logits, rows.temperature.cpu()[:3], rows.seed.cpu()[:3], output_index, V - 7)
+    assert sample(rows, logits, index, V - 7) == (expected.tolist(), [True] * 3)
+
+
 def test_draws_follow_the_distribution() -> None:
     torch.manual_seed(1)
     rows = Rows(2)
