@@ -42,8 +42,8 @@ test-interop: dev ## clients and gateways of others against a running service: s
 GPU_TESTS := tests/gpu tests/model/kernels tests/model/gpu
 JOBS ?= 8
 test-gpu: dev ## the tests that need a CUDA device, JOBS=8 at once since compiling kernels takes longest
-	@$(BIN)/python -m pytest -n $(JOBS) -m "not alone" $(GPU_TESTS)
-	@$(BIN)/python -m pytest -m alone $(GPU_TESTS)
+	@$(BIN)/python -m pytest -p no:benchmark -n $(JOBS) -m "not alone" $(GPU_TESTS)
+	@$(BIN)/python -m pytest -p no:benchmark -m alone $(GPU_TESTS)
 
 sanitize-gpu: dev ## the kernel tests under compute-sanitizer, memcheck and racecheck
 	@$(BIN)/python -m bench.gpu_sanitize --jobs $(JOBS)

@@ -136,9 +136,9 @@ def main() -> None:
                 f"{mark} {found.tool:10s} {found.file:52s} {found.num_errors} errors, {found.outcome.strip()}",
                 flush=True,
             )
+            if not found.is_clean:
+                print(found.log[-6000:], flush=True)
     unclean = [found for found in findings if not found.is_clean]
-    for found in unclean:
-        print(f"---- {found.tool} {found.file}\n{found.log[-6000:]}")
     print(f"{len(findings) - len(unclean)} of {len(findings)} runs clean: {', '.join(arguments.tools)}")
     raise SystemExit(1 if unclean or missed else 0)
 
