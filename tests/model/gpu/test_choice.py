@@ -122,7 +122,7 @@ def test_cuts_are_those_that_were_measured() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    weight = torch.zeros(1 << 20, device="cuda")
+    weight = torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda")
     paths = Paths.find(CONFIG, weight)
 
     def run(size: int) -> None:
