@@ -9,6 +9,7 @@
  * S sequences · H head dim · P blocks · B block size. Must not know: torch, Python, who owns a block.
  */
 
+#include "team.h"
 #include "vectors.h"
 
 #define PANEL 32
@@ -69,19 +70,33 @@ static void rows_times_panel(int64_t rows, int is_bf16, const void *x, int64_t K
     }
 }
 
+typedef struct {
+    const char *x, *panels;
+    int is_bf16;
+    const float *bias;
+    char *out;
+    int64_t M, N, K;
+} product;
+
+static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
+    const product *all = context;
+    int64_t M = all->M, N = all->N, K = all->K;
+    size_t element = all->is_bf16 ? sizeof(bf16) : sizeof(float);
+    (void)seat;
+    for (int64_t p = first; p < end; p++) {
+        const char *panel = all->panels + (size_t)(p * K * PANEL) * element;
+        int64_t width = N - p * PANEL < PANEL ? N - p * PANEL : PANEL;
+        for (int64_t m = 0; m < M; m += TILE)
+            rows_times_panel(M - m < TILE ? M - m : TILE, all->is_bf16, all->x + (size_t)(m * K) * element, K, panel,
+                             all->bias + p * PANEL, all->out + (size_t)(m * N + p * PANEL) * element, N, width);
+    }
+}
+
 /* out = x @ w.T + bias. x: [M, K], out: [M, N], both fp32 or both bf16; bias: fp32, padded to whole panels. */
 void octavo_invariant_product(const void *x, const void *panels, int is_bf16, const float *bias, void *out, int64_t M,
                               int64_t N, int64_t K, int num_threads) {
-    int64_t count = (N + PANEL - 1) / PANEL;
-    size_t element = is_bf16 ? sizeof(bf16) : sizeof(float);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t p = 0; p < count; p++) {
-        const char *panel = (const char *)panels + (size_t)(p * K * PANEL) * element;
-        int64_t width = N - p * PANEL < PANEL ? N - p * PANEL : PANEL;
-        for (int64_t m = 0; m < M; m += TILE)
-            rows_times_panel(M - m < TILE ? M - m : TILE, is_bf16, (const char *)x + (size_t)(m * K) * element, K, panel,
-                             bias + p * PANEL, (char *)out + (size_t)(m * N + p * PANEL) * element, N, width);
-    }
+    product all = {x, panels, is_bf16, bias, out, M, N, K};
+    team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);
 }
 
 static inline vec at(const float *from) {
@@ -92,26 +107,53 @@ static inline vec at(const float *from) {
 
 static inline void put(float *to, vec x) { memcpy(to, &x, sizeof x); }
 
+typedef struct {
+    const float *x, *weight;
+    float *out;
+    int64_t D;
+    float epsilon;
+} norms;
+
+static void norm_some(void *context, int64_t first, int64_t end, int seat) {
+    const norms *all = context;
+    int64_t D = all->D;
+    (void)seat;
+    for (int64_t t = first; t < end; t++) {
+        const float *row = all->x + t * D;
+        vec squares = {0};
+        for (int64_t d = 0; d < D; d += LANES) squares += at(row + d) * at(row + d);
+        float factor = 1.0f / sqrtf(sum(squares) / (float)D + all->epsilon);
+        for (int64_t d = 0; d < D; d += LANES) put(all->out + t * D + d, at(row + d) * factor * at(all->weight + d));
+    }
+}
+
 /* out = weight * (x / rms(x)), fp32. x, out: [T, D]. */
 void octavo_rms_norm_f32(const float *x, const float *weight, float *out, int64_t T, int64_t D, float epsilon,
                          int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t t = 0; t < T; t++) {
-        const float *row = x + t * D;
-        vec squares = {0};
-        for (int64_t d = 0; d < D; d += LANES) squares += at(row + d) * at(row + d);
-        float factor = 1.0f / sqrtf(sum(squares) / (float)D + epsilon);
-        for (int64_t d = 0; d < D; d += LANES) put(out + t * D + d, at(row + d) * factor * at(weight + d));
+    norms all = {x, weight, out, D, epsilon};
+    team_run(norm_some, &all, T, num_threads);
+}
+
+typedef struct {
+    const float *gate_up;
+    float *out;
+    int64_t I;
+} silus;
+
+static void silu_some(void *context, int64_t first, int64_t end, int seat) {
+    const silus *all = context;
+    int64_t I = all->I;
+    (void)seat;
+    for (int64_t t = first; t < end; t++) {
+        const float *gate = all->gate_up + t * 2 * I, *up = gate + I;
+        for (int64_t i = 0; i < I; i += LANES) put(all->out + t * I + i, silu(at(gate + i)) * at(up + i));
     }
 }
 
 /* out = silu(gate) * up, fp32. gate_up: [T, 2 I], out: [T, I]. */
 void octavo_silu_mul_f32(const float *gate_up, float *out, int64_t T, int64_t I, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t t = 0; t < T; t++) {
-        const float *gate = gate_up + t * 2 * I, *up = gate + I;
-        for (int64_t i = 0; i < I; i += LANES) put(out + t * I + i, silu(at(gate + i)) * at(up + i));
-    }
+    silus all = {gate_up, out, I};
+    team_run(silu_some, &all, T, num_threads);
 }
 
 static float dot(const float *a, const float *b, int64_t H) {
@@ -142,24 +184,36 @@ static void attend(const float *q, const float *k_pool, const float *v_pool, con
     }
 }
 
+typedef struct {
+    const float *q, *k_pool, *v_pool;
+    const int32_t *table, *context;
+    int64_t stride_table, N, K, H, B;
+    float scale, *out, *weights;
+    int64_t num_weights; /* of one seat */
+} attentions;
+
+static void attend_some(void *context, int64_t first, int64_t end, int seat) {
+    const attentions *all = context;
+    int64_t N = all->N, K = all->K, H = all->H, B = all->B;
+    float *weight = all->weights + seat * all->num_weights;
+    for (int64_t job = first; job < end; job++) {
+        int64_t s = job / N, k = job % N / (N / K);
+        attend(all->q + job * H, all->k_pool + k * B * H, all->v_pool + k * B * H, all->table + s * all->stride_table,
+               all->context[s], K * B * H, B, H, all->scale, weight, all->out + job * H);
+    }
+}
+
 /* One token per sequence, fp32. q, out: [S, N, H]. Returns 0, or 1 without memory. */
 int octavo_attention_f32(const float *q, const float *k_pool, const float *v_pool, const int32_t *table,
                          int64_t stride_table, const int32_t *context, float *out, int64_t S, int64_t N, int64_t K,
                          int64_t H, int64_t B, float scale, int num_threads) {
-    int64_t longest = 0, failed = 0;
+    int64_t longest = 0;
     for (int64_t s = 0; s < S; s++) longest = context[s] > longest ? context[s] : longest;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        float *weight = malloc((size_t)(longest + LANES) * sizeof(float));
-        if (!weight) failed = 1;
-#pragma omp for schedule(dynamic)
-        for (int64_t job = 0; job < S * N; job++) {
-            if (!weight) continue;
-            int64_t s = job / N, k = job % N / (N / K);
-            attend(q + job * H, k_pool + k * B * H, v_pool + k * B * H, table + s * stride_table, context[s], K * B * H, B,
-                   H, scale, weight, out + job * H);
-        }
-        free(weight);
-    }
-    return (int)failed;
+    int64_t size = (longest + 2 * LANES - 1) / LANES * LANES;
+    float *weights = malloc((size_t)(num_threads * size) * sizeof(float));
+    if (!weights) return 1;
+    attentions all = {q, k_pool, v_pool, table, context, stride_table, N, K, H, B, scale, out, weights, size};
+    team_run(attend_some, &all, S * N, num_threads);
+    free(weights);
+    return 0;
 }

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from model.cpu.checks import LANES, require, require_attention
 from model.cpu.native import loaded_library
+from model.cpu.ops import threads_for, threads_for_product
 
 PANEL = 32
 """Outputs of a panel, as in invariant.c."""
@@ -50,16 +51,17 @@ class InvariantWeight:
         require(x.is_cpu and x.dtype == self.panels.dtype and x.shape[-1] == num_inputs, "x")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.num_outputs)
+        num_rows = x.numel() // num_inputs
         loaded_library().octavo_invariant_product(
             x.data_ptr(),
             self.panels.data_ptr(),
             int(x.dtype == torch.bfloat16),
             self.bias_N.data_ptr(),
             out.data_ptr(),
-            x.numel() // num_inputs,
+            num_rows,
             self.num_outputs,
             num_inputs,
-            torch.get_num_threads(),
+            threads_for_product(num_rows, self.num_bytes),
         )
         return out
 
@@ -72,7 +74,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torc
     require(x_TD.dtype == weight_D.dtype == torch.float32, "dtype")
     out_TD = torch.empty_like(x_TD)
     loaded_library().octavo_rms_norm_f32(
-        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, torch.get_num_threads()
+        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, threads_for(4 * num_rows * dim)
     )
     return out_TD
 
@@ -84,7 +86,7 @@ def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
     require(gate_up_TE.dtype == torch.float32 and dim % LANES == 0, "gate_up_TE")
     out_TI = gate_up_TE.new_empty(num_rows, dim)
     loaded_library().octavo_silu_mul_f32(
-        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, torch.get_num_threads()
+        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, threads_for(8 * num_rows * dim)
     )
     return out_TI
 
@@ -118,7 +120,7 @@ def attention(
         head_dim,
         block_size,
         scale,
-        torch.get_num_threads(),
+        threads_for(8 * num_heads * head_dim * int(context_S.sum())),
     )
     if failed:
         raise MemoryError("no memory for the weights of an attention")

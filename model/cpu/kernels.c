@@ -2,12 +2,13 @@
  *
  * C with GCC's vector extensions: the compiler takes what the machine has. Each
  * function has a slow twin in torch (see ops.py) that it is tested against. Arguments were checked by ops.py.
- * num_threads: of OpenMP's pool, which is torch's own (ops.py says when one thread is better).
+ * num_threads: how many of the team may work (ops.py says when one is better).
  *
  * Legend: T tokens · S sequences · N query heads · K kv heads · G = N / K · H head dim · D model dim · I intermediate ·
  * P blocks · B block size · M table width. Sums are fp32. Must not know: torch, Python, who owns a block.
  */
 
+#include "team.h"
 #include "vectors.h"
 
 #define HEADS 8 /* query heads of one kv head that are worked on together: their sums fit in registers */
@@ -109,64 +110,108 @@ static inline void mix_all(const float *score, const float total[HEADS], const b
     }
 }
 
+typedef struct {
+    const bf16 *q, *k_pool, *v_pool;
+    int64_t stride_q, stride_table;
+    const int32_t *table, *context;
+    bf16 *out;
+    int64_t N, K, H, B, parts;
+    float scale;
+    char *scratch;
+    size_t scratch_size; /* of one seat */
+} decodes;
+
+static void attend_one(const decodes *all, int64_t job, float *q_GH) {
+    int64_t K = all->K, H = all->H, B = all->B, parts = all->parts, G = all->N / K;
+    int64_t s = job / (K * parts), k = job / parts % K, first = job % parts * HEADS;
+    int num_heads = (int)(G - first < HEADS ? G - first : HEADS);
+    float *score = q_GH + HEADS * H, total[HEADS];
+    int64_t head = k * G + first, context = all->context[s];
+    for (int64_t i = 0; i < HEADS * H; i++)
+        q_GH[i] = i < num_heads * H ? all->scale * widen1(all->q[s * all->stride_q + head * H + i]) : 0.0f;
+    const int32_t *row = all->table + s * all->stride_table;
+    score_all(q_GH, all->k_pool + k * B * H, row, context, K * B * H, B, (int)H, score);
+    soften(score, context, total);
+    mix_all(score, total, all->v_pool + k * B * H, row, context, K * B * H, B, (int)H, num_heads,
+            all->out + (s * all->N + head) * H);
+}
+
+static void attend_some(void *context, int64_t first, int64_t end, int seat) {
+    const decodes *all = context;
+    float *q_GH = (float *)(all->scratch + (size_t)seat * all->scratch_size);
+    for (int64_t job = first; job < end; job++) attend_one(all, job, q_GH);
+}
+
 /* One new token per sequence. q, out: [S, N, H], rows of q stride_q apart. Returns 0, or 1 without memory. */
 int octavo_decode_attention(const bf16 *q, int64_t stride_q, const bf16 *k_pool, const bf16 *v_pool,
                             const int32_t *table, int64_t stride_table, const int32_t *context, bf16 *out, int64_t S,
                             int64_t N, int64_t K, int64_t H, int64_t B, float scale, int num_threads) {
-    int64_t longest = 0, G = N / K, parts = (G + HEADS - 1) / HEADS, failed = 0;
+    int64_t longest = 0, parts = (N / K + HEADS - 1) / HEADS;
     for (int64_t s = 0; s < S; s++) longest = context[s] > longest ? context[s] : longest;
-    size_t scratch = sizeof(float) * (size_t)((longest + 1) * HEADS + HEADS * H);
-    scratch = (scratch + 63) / 64 * 64;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t job = 0; job < S * K * parts; job++) {
-        int64_t s = job / (K * parts), k = job / parts % K, first = job % parts * HEADS;
-        int num_heads = (int)(G - first < HEADS ? G - first : HEADS);
-        float *q_GH = aligned_alloc(64, scratch);
-        if (!q_GH) {
-            failed = 1;
-            continue;
-        }
-        float *score = q_GH + HEADS * H, total[HEADS];
-        int64_t head = k * G + first;
-        for (int64_t i = 0; i < HEADS * H; i++)
-            q_GH[i] = i < num_heads * H ? scale * widen1(q[s * stride_q + head * H + i]) : 0.0f;
-        const int32_t *row = table + s * stride_table;
-        score_all(q_GH, k_pool + k * B * H, row, context[s], K * B * H, B, (int)H, score);
-        soften(score, context[s], total);
-        mix_all(score, total, v_pool + k * B * H, row, context[s], K * B * H, B, (int)H, num_heads,
-                out + (s * N + head) * H);
-        free(q_GH);
-    }
-    return (int)failed;
+    size_t size = (sizeof(float) * (size_t)((longest + 1) * HEADS + HEADS * H) + 63) / 64 * 64;
+    char *scratch = aligned_alloc(64, (size_t)num_threads * size);
+    if (!scratch) return 1;
+    decodes all = {q, k_pool, v_pool, stride_q, stride_table, table, context, out, N, K, H, B, parts, scale, scratch,
+                   size};
+    team_run(attend_some, &all, S * K * parts, num_threads);
+    free(scratch);
+    return 0;
 }
 
 /* ---------------------------------------------------------------- what is done row by row */
 
-/* out = weight * bf16(x / rms(x)), as RmsNorm rounds it. x, out: [T, D]. */
-void octavo_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t T, int64_t D, float epsilon,
-                     int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t t = 0; t < T; t++) {
-        const bf16 *row = x + t * D;
+typedef struct {
+    const bf16 *x, *weight;
+    bf16 *out;
+    int64_t D;
+    float epsilon;
+} norms;
+
+static void norm_some(void *context, int64_t first, int64_t end, int seat) {
+    const norms *all = context;
+    int64_t D = all->D;
+    (void)seat;
+    for (int64_t t = first; t < end; t++) {
+        const bf16 *row = all->x + t * D;
         vec squares = {0};
         for (int64_t d = 0; d < D; d += LANES) {
             vec wide = widen(row + d);
             squares += wide * wide;
         }
-        float factor = 1.0f / sqrtf(sum(squares) / (float)D + epsilon);
+        float factor = 1.0f / sqrtf(sum(squares) / (float)D + all->epsilon);
         for (int64_t d = 0; d < D; d += LANES)
-            narrow(out + t * D + d, round_bf16(widen(row + d) * factor) * widen(weight + d));
+            narrow(all->out + t * D + d, round_bf16(widen(row + d) * factor) * widen(all->weight + d));
+    }
+}
+
+/* out = weight * bf16(x / rms(x)), as RmsNorm rounds it. x, out: [T, D]. */
+void octavo_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t T, int64_t D, float epsilon,
+                     int num_threads) {
+    norms all = {x, weight, out, D, epsilon};
+    team_run(norm_some, &all, T, num_threads);
+}
+
+typedef struct {
+    const bf16 *gate_up;
+    bf16 *out;
+    int64_t I;
+} silus;
+
+static void silu_some(void *context, int64_t first, int64_t end, int seat) {
+    const silus *all = context;
+    int64_t I = all->I;
+    (void)seat;
+    for (int64_t t = first; t < end; t++) {
+        const bf16 *gate = all->gate_up + t * 2 * I, *up = gate + I;
+        for (int64_t i = 0; i < I; i += LANES)
+            narrow(all->out + t * I + i, round_bf16(silu(widen(gate + i))) * widen(up + i));
     }
 }
 
 /* out = silu(gate) * up. gate_up: [T, 2 I], out: [T, I]. */
 void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t t = 0; t < T; t++) {
-        const bf16 *gate = gate_up + t * 2 * I, *up = gate + I;
-        for (int64_t i = 0; i < I; i += LANES)
-            narrow(out + t * I + i, round_bf16(silu(widen(gate + i))) * widen(up + i));
-    }
+    silus all = {gate_up, out, I};
+    team_run(silu_some, &all, T, num_threads);
 }
 
 /* One head, rounded after each operation as model.rope.rotate does. */
@@ -179,19 +224,34 @@ static inline void turn(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *o
     }
 }
 
+typedef struct {
+    const bf16 *qkv, *cos, *sin;
+    const int64_t *slot;
+    bf16 *q, *k_pool, *v_pool;
+    int64_t N, K, H, B;
+} ropes;
+
+static void rope_some(void *context, int64_t first, int64_t end, int seat) {
+    const ropes *all = context;
+    int64_t N = all->N, K = all->K, H = all->H, B = all->B;
+    (void)seat;
+    for (int64_t t = first; t < end; t++) {
+        const bf16 *row = all->qkv + t * (N + 2 * K) * H, *c = all->cos + t * H, *s = all->sin + t * H;
+        int64_t slot = all->slot[t];
+        for (int64_t n = 0; n < N; n++) turn(row + n * H, c, s, all->q + (t * N + n) * H, H);
+        if (slot < 0) continue;
+        for (int64_t k = 0; k < K; k++) {
+            int64_t place = ((slot / B * K + k) * B + slot % B) * H;
+            turn(row + (N + k) * H, c, s, all->k_pool + place, H);
+            memcpy(all->v_pool + place, row + (N + K + k) * H, (size_t)H * sizeof(bf16));
+        }
+    }
+}
+
 /* qkv: [T, (N + 2K) H]. q becomes turned queries [T, N, H]; turned keys and values go to their slots; slot -1: nowhere.
  * cos, sin: [T, H]. */
 void octavo_rope_write(const bf16 *qkv, const bf16 *cos, const bf16 *sin, const int64_t *slot, bf16 *q, bf16 *k_pool,
                        bf16 *v_pool, int64_t T, int64_t N, int64_t K, int64_t H, int64_t B, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t t = 0; t < T; t++) {
-        const bf16 *row = qkv + t * (N + 2 * K) * H, *c = cos + t * H, *s = sin + t * H;
-        for (int64_t n = 0; n < N; n++) turn(row + n * H, c, s, q + (t * N + n) * H, H);
-        if (slot[t] < 0) continue;
-        for (int64_t k = 0; k < K; k++) {
-            int64_t place = ((slot[t] / B * K + k) * B + slot[t] % B) * H;
-            turn(row + (N + k) * H, c, s, k_pool + place, H);
-            memcpy(v_pool + place, row + (N + K + k) * H, (size_t)H * sizeof(bf16));
-        }
-    }
+    ropes all = {qkv, cos, sin, slot, q, k_pool, v_pool, N, K, H, B};
+    team_run(rope_some, &all, T, num_threads);
 }

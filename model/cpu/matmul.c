@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "team.h"
+
 #define PANEL 32
 #define TILE 12
 
@@ -92,37 +94,50 @@ static inline void widen_panel(const int8_t *from, bf16 *to, int64_t count) {
 
 int octavo_has_matmul(void) { return 1; }
 
+typedef struct {
+    const bf16 *x;
+    const void *panels;
+    int is_int8;
+    const float *scale, *bias;
+    bf16 *out;
+    int64_t M, N, K;
+    bf16 *scratch; /* a widened panel for each seat, where there are many rows of integers */
+} product;
+
+static void multiply_panel(const product *all, int64_t p, bf16 *scratch) {
+    int64_t M = all->M, N = all->N, K = all->K, width = N - p * PANEL;
+    const bf16 *panel = (const bf16 *)all->panels + p * K * PANEL;
+    const int8_t *integers = (const int8_t *)all->panels + p * K * PANEL;
+    const float *scale = all->scale + p * PANEL, *bias = all->bias + p * PANEL;
+    int is_few = all->is_int8 && !scratch;
+    if (scratch) widen_panel(integers, scratch, K * PANEL), panel = scratch;
+    for (int64_t m = 0; m < M; m += TILE) {
+        int64_t rows = M - m < TILE ? M - m : TILE;
+        const bf16 *x = all->x + m * K;
+        bf16 *out = all->out + m * N + p * PANEL;
+        if (is_few) few_rows_times_int8(rows, x, K, integers, scale, bias, out, N, width);
+        else rows_times_panel(rows, x, K, panel, scale, bias, out, N, width);
+    }
+}
+
+static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
+    const product *all = context;
+    bf16 *scratch = all->scratch ? all->scratch + seat * all->K * PANEL : 0;
+    for (int64_t p = first; p < end; p++) multiply_panel(all, p, scratch);
+}
+
 /* out = x @ w.T * scale + bias. x: [M, K], out: [M, N]; panels: bf16, or int8 where is_int8; scale, bias: fp32, padded
  * to whole panels. Returns 0, or 1 without memory. */
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, bf16 *out,
                   int64_t M, int64_t N, int64_t K, int num_threads) {
-    int64_t count = (N + PANEL - 1) / PANEL, each = count / (num_threads * 8), failed = 0;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        bf16 *scratch = is_int8 && M > FEW ? aligned_alloc(64, (size_t)(K * PANEL) * sizeof(bf16)) : 0;
-        if (is_int8 && M > FEW && !scratch) failed = 1;
-#pragma omp for schedule(dynamic, each > 0 ? each : 1)
-        for (int64_t p = 0; p < count; p++) {
-            const bf16 *panel = (const bf16 *)panels + p * K * PANEL;
-            if (is_int8 && M <= FEW) {
-                const int8_t *integers = (const int8_t *)panels + p * K * PANEL;
-                for (int64_t m = 0; m < M; m += TILE)
-                    few_rows_times_int8(M - m < TILE ? M - m : TILE, x + m * K, K, integers, scale + p * PANEL,
-                                        bias + p * PANEL, out + m * N + p * PANEL, N, N - p * PANEL);
-                continue;
-            }
-            if (is_int8) {
-                if (!scratch) continue;
-                widen_panel((const int8_t *)panels + p * K * PANEL, scratch, K * PANEL);
-                panel = scratch;
-            }
-            for (int64_t m = 0; m < M; m += TILE)
-                rows_times_panel(M - m < TILE ? M - m : TILE, x + m * K, K, panel, scale + p * PANEL,
-                                 bias + p * PANEL, out + m * N + p * PANEL, N, N - p * PANEL);
-        }
-        free(scratch);
+    product all = {x, panels, is_int8, scale, bias, out, M, N, K, 0};
+    if (is_int8 && M > FEW) {
+        all.scratch = aligned_alloc(64, (size_t)(num_threads * K * PANEL) * sizeof(bf16));
+        if (!all.scratch) return 1;
     }
-    return (int)failed;
+    team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);
+    free(all.scratch);
+    return 0;
 }
 
 #else

@@ -15,12 +15,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "matmul.c", "prefill.c", "invariant.c"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "integers.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("team.c", "kernels.c", "matmul.c", "prefill.c", "invariant.c")
+)
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("team.h", "vectors.h", "integers.h"))
 _FLAGS = (
     "-O3",
     "-march=native",
-    "-fopenmp",
+    "-pthread",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-strict-aliasing",
@@ -49,10 +51,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot be had. Compiles for about a second the first time.
-
-    Torch must be imported before: its OpenMP is the one that the kernels use, so that there is one pool of threads.
-    """
+    """The kernels, or None where they cannot be had. Compiles for about a second the first time."""
     if os.environ.get("OCTAVO_NATIVE") == "off" or os.name != "posix":
         return None
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):

@@ -13,7 +13,8 @@ from model.cpu.checks import LANES, require, require_attention
 from model.cpu.native import loaded_library, native_library
 
 _ENOUGH_BYTES = 128 * 1024
-"""Below it a second thread costs more than it saves: to wake it takes some ten microseconds."""
+"""One thread reads them in some five microseconds. Below it, sharing costs as much as it saves even with threads that
+spin, and to wake one that sleeps takes ten times as long."""
 
 
 def takes(x: torch.Tensor, *, width: int) -> bool:
@@ -128,5 +129,11 @@ def decode_attention(
 
 
 def threads_for(num_bytes: int) -> int:
-    """How many are worth waking for a pass over so many bytes."""
+    """How many threads are worth their while in a pass over so many bytes."""
     return torch.get_num_threads() if num_bytes >= _ENOUGH_BYTES else 1
+
+
+def threads_for_product(num_rows: int, num_bytes: int) -> int:
+    """How many are worth waking for a product of so many rows with weights of so many bytes: up to about eight rows, it
+    takes the time of reading the weights."""
+    return threads_for(num_bytes * (1 + num_rows // 8))

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from model.cpu.native import loaded_library, native_library
+from model.cpu.ops import threads_for_product
 
 PANEL = 32
 """Outputs of a panel, as in matmul.c."""
@@ -38,6 +39,7 @@ class PanelWeight:
             raise ValueError(f"x: bf16 rows of {num_inputs} on the CPU are wanted, not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.num_outputs)
+        num_rows = x.numel() // num_inputs
         failed = loaded_library().octavo_matmul(
             x.data_ptr(),
             self.panels.data_ptr(),
@@ -45,10 +47,10 @@ class PanelWeight:
             self.scale_N.data_ptr(),
             self.bias_N.data_ptr(),
             out.data_ptr(),
-            x.numel() // num_inputs,
+            num_rows,
             self.num_outputs,
             num_inputs,
-            torch.get_num_threads(),
+            threads_for_product(num_rows, self.num_bytes),
         )
         if failed:
             raise MemoryError("no memory for a panel of weights")

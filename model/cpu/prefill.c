@@ -11,6 +11,8 @@
 
 #include <stdint.h>
 
+#include "team.h"
+
 #define PANEL 32
 #define TILE 12       /* rows whose sums are registers */
 #define SPAN 256      /* positions between two looks at the largest score; scores of a tile stay in the first cache */
@@ -168,30 +170,49 @@ static void attend_tile(const bf16 *q, int64_t rows, int64_t stride, int64_t fir
         }
 }
 
+typedef struct {
+    const bf16 *q, *k_pool, *v_pool;
+    const int32_t *table;
+    bf16 *out, *keys, *values;
+    int64_t Q, C, N, K, H, B, num_panels, tiles;
+    float factor;
+} chunk;
+
+static void lay_out_some(void *context, int64_t first, int64_t end, int seat) {
+    const chunk *all = context;
+    int64_t H = all->H, B = all->B, num_panels = all->num_panels, each = num_panels * PANEL * H;
+    (void)seat;
+    for (int64_t job = first; job < end; job++) {
+        int64_t k = job / num_panels, position = job % num_panels * PANEL, to = k * each + position * H;
+        place of_keys = {all->k_pool + k * B * H, all->table, B, all->K * B * H, H}, of_values = of_keys;
+        of_values.pool = all->v_pool + k * B * H;
+        lay_out_keys(&of_keys, position, all->C, all->keys + to);
+        lay_out_values(&of_values, position, all->C, all->values + to);
+    }
+}
+
+static void attend_some(void *context, int64_t first, int64_t end, int seat) {
+    const chunk *all = context;
+    int64_t N = all->N, H = all->H, each = all->num_panels * PANEL * H;
+    (void)seat;
+    for (int64_t job = first; job < end; job++) {
+        int64_t n = job % N, k = n / (N / all->K), row = (all->tiles - 1 - job / N) * TILE; /* the longest first */
+        attend_tile(all->q + (row * N + n) * H, all->Q - row < TILE ? all->Q - row : TILE, N * H, all->C - all->Q + row,
+                    all->keys + k * each, all->values + k * each, H, all->factor, all->out + (row * N + n) * H);
+    }
+}
+
 /* q, out: [Q, N, H]; the new tokens are the last Q of the context. Returns 0, or 1 without memory. */
 int octavo_chunk_attention(const bf16 *q, const bf16 *k_pool, const bf16 *v_pool, const int32_t *table, bf16 *out,
                            int64_t Q, int64_t C, int64_t N, int64_t K, int64_t H, int64_t B, float scale,
                            int num_threads) {
-    int64_t num_panels = (C + PANEL - 1) / PANEL, each = num_panels * PANEL * H, tiles = (Q + TILE - 1) / TILE;
-    bf16 *keys = aligned_alloc(64, 2 * (size_t)(K * each) * sizeof(bf16)), *values = keys + K * each;
+    int64_t num_panels = (C + PANEL - 1) / PANEL, size = K * num_panels * PANEL * H, tiles = (Q + TILE - 1) / TILE;
+    bf16 *keys = aligned_alloc(64, 2 * (size_t)size * sizeof(bf16));
     if (!keys) return 1;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-#pragma omp for
-        for (int64_t job = 0; job < K * num_panels; job++) {
-            int64_t k = job / num_panels, first = job % num_panels * PANEL, to = k * each + first * H;
-            place of_keys = {k_pool + k * B * H, table, B, K * B * H, H}, of_values = of_keys;
-            of_values.pool = v_pool + k * B * H;
-            lay_out_keys(&of_keys, first, C, keys + to);
-            lay_out_values(&of_values, first, C, values + to);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t job = 0; job < N * tiles; job++) {
-            int64_t n = job % N, k = n / (N / K), row = (tiles - 1 - job / N) * TILE; /* the longest first */
-            attend_tile(q + (row * N + n) * H, Q - row < TILE ? Q - row : TILE, N * H, C - Q + row, keys + k * each,
-                        values + k * each, H, scale * 1.44269504088896341f, out + (row * N + n) * H);
-        }
-    }
+    float factor = scale * 1.44269504088896341f;
+    chunk all = {q, k_pool, v_pool, table, out, keys, keys + size, Q, C, N, K, H, B, num_panels, tiles, factor};
+    team_run(lay_out_some, &all, K * num_panels, num_threads);
+    team_run(attend_some, &all, N * tiles, num_threads);
     free(keys);
     return 0;
 }
