@@ -1,4 +1,4 @@
-"""The team of threads that the kernels in C share: every job once, whoever calls, and nothing burnt while there is none.
+"""The team of threads that the kernels in C share: every job once, whoever calls, and no time burnt without work.
 
 Most of it is C (team_stress.c), which runs as it is and under gcc's thread sanitizer, where the machine has it.
 """
@@ -50,7 +50,7 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def watched_stress(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same, with every access to memory watched. Addresses are not drawn: old sanitizers do not take all of them."""
+    """The same, with every access to memory watched. Fixed addresses: old sanitizers do not take all of them."""
     try:
         program = compiled(tmp_path_factory.mktemp("watched"), "-g", "-fsanitize=thread")
     except subprocess.CalledProcessError:
