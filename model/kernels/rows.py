@@ -1,4 +1,4 @@
-"""Two small kernels on rows: the embedding of each row's last token, and RMSNorm with its weight.
+"""Three small kernels on rows: the embedding of each row's last token, RMSNorm with its weight, and its scale alone.
 
 Legend: B sequences of the batch · R rows of the state · T tokens · V rows of the embedding · D model dim.
 """
@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from model.kernels.checks import check_tensor, next_power_of_2
+
+SCALED_TOKENS = 4  # a warp for each
 
 
 @triton.jit
@@ -66,3 +68,30 @@ def rms_norm(
     check_tensor("weight_D", weight_D, shape=(D,), dtype=out_SD.dtype)
     check_tensor("out_SD", out_SD, shape=(S, D), dtype=out_SD.dtype)
     _rms_norm_kernel[(S,)](x_TD, index_S, weight_D, out_SD, eps, D=D, WIDTH=next_power_of_2(D), num_warps=4)
+
+
+def rms_scale_reference(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
+    """The obvious twin of `rms_scale`."""
+    return torch.rsqrt(x_TD.float().square().mean(dim=-1) + eps)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rms_scale_kernel(x_TD, scale_T, eps, T, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.arange(0, WIDTH)
+    mask = (t < T)[:, None] & (d < D)[None, :]
+    x = tl.load(x_TD + t.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(scale_T + t, 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps), mask=t < T)
+
+
+def rms_scale(x_TD: torch.Tensor, scale_T: torch.Tensor, eps: float) -> None:
+    """scale_T = 1 / rms(x_TD), float32: RMSNorm's scale, for weights that have the norm's own folded in.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    T, D = x_TD.shape
+    check_tensor("x_TD", x_TD, shape=(T, D), dtype=x_TD.dtype)
+    check_tensor("scale_T", scale_T, shape=(T,), dtype=torch.float32)
+    _rms_scale_kernel[(triton.cdiv(T, SCALED_TOKENS),)](
+        x_TD, scale_T, eps, T, D=D, WIDTH=next_power_of_2(D), TOKENS=SCALED_TOKENS, num_warps=4
+    )

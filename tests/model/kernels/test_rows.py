@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.rows import embed, rms_norm, rms_norm_reference
+from model.kernels.rows import embed, rms_norm, rms_norm_reference, rms_scale, rms_scale_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,3 +30,14 @@ def test_rms_norm_equals_its_twin(dtype: torch.dtype) -> None:
     limit = 1e-5 if dtype == torch.float32 else 5e-3
     expected = rms_norm_reference(x, weight, 1e-6)[[4, 0, 4]]
     torch.testing.assert_close(out.cpu().float(), expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("T", [1, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rms_scale_equals_its_twin(T: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(T, 100) * 3).to(dtype)
+    scale = torch.full((T + 4,), float("nan"), device=DEVICE)
+    rms_scale(x.to(DEVICE), scale[:T], 1e-6)
+    torch.testing.assert_close(scale[:T].cpu(), rms_scale_reference(x, 1e-6), atol=1e-6, rtol=1e-5)
+    assert scale[T:].isnan().all()
