@@ -181,8 +181,8 @@ def time_decode(bench: Bench, batch: int, context: int, temperature: float) -> f
     return statistics.median(times)
 
 
-def time_prefill(bench: Bench, num_prompts: int, length: int) -> float:
-    """Median milliseconds of whole prompts in one step, launched kernel by kernel, to the first tokens on the host."""
+def prefill_inputs(bench: Bench, num_prompts: int, length: int) -> MixedInputs:
+    """A step of so many whole prompts."""
     bench.spread(num_prompts, length)
     host = np.arange(num_prompts * length, dtype=np.int32)
     rows, positions = host // length, host % length
@@ -191,12 +191,17 @@ def time_prefill(bench: Bench, num_prompts: int, length: int) -> float:
     def device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32)).cuda()
 
-    inputs = MixedInputs(
+    return MixedInputs(
         num_decodes=0, ids_T=device(host * 7919 % 10000), row_T=device(rows), position_T=device(positions),
         tiles_W4=device(tiles), last_S=device(np.arange(1, num_prompts + 1) * length - 1),
         rows_S=device(np.arange(num_prompts)), ended_E=device(np.arange(num_prompts)),
         position_E=device(np.full(num_prompts, length - 1)),
     )  # fmt: skip
+
+
+def time_prefill(bench: Bench, num_prompts: int, length: int) -> float:
+    """Median milliseconds of whole prompts in one step, launched kernel by kernel, to the first tokens on the host."""
+    inputs = prefill_inputs(bench, num_prompts, length)
     bench.mixed.run(inputs)
     torch.cuda.synchronize()
     return statistics.median(elapsed_ms(lambda: bench.mixed.run(inputs), 3) for _ in range(5))
