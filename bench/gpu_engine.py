@@ -356,6 +356,9 @@ def measure(arguments: argparse.Namespace, max_batch_tokens: int, rate: float) -
     if "wishes" in only:
         note("nano seed 0, Qwen's wishes", nano, engine, 0, QWENS_WISHES, floor_ms=nano_floor_ms(0))
     for length in (16, 512, 2048, 8192) if "first" in only else ():
+        if length >= arguments.max_model_len:
+            print(f"  first token of {length}: longer than --max-model-len", flush=True)
+            continue
         note(f"first token of {length}", first_token_ms, engine, length, floor_ms=floors.prefill_ms([length]))
     if "prefill" in only:
         note("prefill 64 x 2048", prefill, engine, 64, 2048, floor_ms=floors.prefill_ms([2048] * 64))

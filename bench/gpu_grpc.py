@@ -48,18 +48,18 @@ class Service:
     log: Path
     start_s: float
 
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far by role: gateways and workers together, each."""
-        totals = {"gateway": 0.0, "worker": 0.0}
+    def cpu_s(self) -> dict[str, dict[int, float]]:
+        """CPU seconds so far by role and process."""
+        found: dict[str, dict[int, float]] = {"gateway": {}, "worker": {}}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 words, times = child.cmdline(), child.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            for role in totals:
+            for role, processes in found.items():
                 if role in words:
-                    totals[role] += times.user + times.system
-        return totals
+                    processes[child.pid] = times.user + times.system
+        return found
 
 
 def environment() -> dict[str, str]:
@@ -136,6 +136,12 @@ def run_load(generator: Path, service: Service, folder: Path, flags: list[str], 
     return json.loads(out.read_text())
 
 
+def shares(before_s: dict[int, float], after_s: dict[int, float], seconds: float) -> list[float]:
+    """Cores that each process kept busy, the busiest first: callers' connections do not spread evenly over gateways."""
+    used = [after_s[pid] - before_s.get(pid, 0.0) for pid in after_s]
+    return sorted((round(each / seconds, 3) for each in used), reverse=True)
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Everything, in one report."""
     begin_s = time.monotonic()
@@ -157,7 +163,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         "checkpoint_s": round(written_s, 2),
         "start_s": round(service.start_s, 2),
         "load_s": round(seconds, 2),
-        "cpu_share": {role: round((after[role] - before[role]) / seconds, 3) for role in after},
+        "cpu_share": {role: shares(before[role], after[role], seconds) for role in after},
         "load": load,
     }
 

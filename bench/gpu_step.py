@@ -22,6 +22,7 @@ from model.gpu.mixed_step import MixedInputs, MixedStep
 from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
 from model.kernels.prefill_attention import list_tiles
+from model.kv_pool import kv_block_bytes
 from model.linear import Linear, WeightFormat
 from model.quantization.rounding import round_to_groups
 
@@ -90,7 +91,7 @@ class Bench:
     ) -> None:
         self.config = config_of(shape)
         self.weight_bytes, taken = take_weights(random_model(self.config), weights)
-        self.num_blocks = pool_tokens // BLOCK_SIZE
+        self.num_blocks = min(pool_tokens // BLOCK_SIZE, blocks_that_fit(self.config, kv_dtype))
         self.kv = KvPool(self.config, self.num_blocks + 1, BLOCK_SIZE, kv_dtype, "cuda")
         for pool in (*self.kv.k_pools, *self.kv.v_pools):
             pool.copy_(torch.randn(pool.shape, dtype=torch.bfloat16, device="cuda"))
@@ -102,10 +103,14 @@ class Bench:
         )
         self.mixed = MixedStep(self.decode, max_tokens=max_tokens)
 
+    def holds(self, batch: int, context: int) -> bool:
+        """Whether the pool is large enough for so many rows at this context, and for what they grow."""
+        return batch * row_blocks(context) <= self.num_blocks
+
     def spread(self, batch: int, context: int) -> None:
         """Rows 0 … batch stand at `context` tokens, each over blocks of its own."""
-        width = -(-(context + 512) // BLOCK_SIZE)
-        assert batch * width <= self.num_blocks, "the pool is too small"
+        width = row_blocks(context)
+        assert self.holds(batch, context), "the pool is too small"
         order = torch.randperm(self.num_blocks, device="cuda")[: batch * width]
         self.state.table_RM[:batch, :width] = order.view(batch, width).int()
         self.state.position_R[:batch] = context
@@ -116,6 +121,16 @@ class Bench:
         """Reading everything once, at `rate` bytes a second."""
         per_token = self.kv.num_bytes / (self.kv.num_blocks * BLOCK_SIZE)
         return (self.weight_bytes + batch * context * per_token) / rate * 1e3
+
+
+def row_blocks(context: int) -> int:
+    """Blocks of a row that begins at this context."""
+    return -(-(context + 512) // BLOCK_SIZE)
+
+
+def blocks_that_fit(config: Qwen2Config, dtype: torch.dtype) -> int:
+    """Blocks that nine tenths of the device's free memory hold."""
+    return int(0.9 * torch.cuda.mem_get_info()[0]) // kv_block_bytes(config, block_size=BLOCK_SIZE, dtype=dtype)
 
 
 def take_weights(model: Qwen2ForCausalLM, weights: str) -> tuple[int, GpuWeights]:
@@ -246,6 +261,9 @@ def measure(shape: str, rate: float, *, weights: str = "bf16", with_profile: boo
     figures: dict[str, float] = {}
     print(f"{shape}, {weights}: copy {rate / 1e12:.2f} TB/s, weights {bench.weight_bytes / 1e9:.2f} GB")
     for batch, context in DECODES:
+        if not bench.holds(batch, context):
+            print(f"  decode {batch:4d} x {context:5d}  does not fit into this device's memory", flush=True)
+            continue
         greedy, drawn = (time_decode(bench, batch, context, temperature) for temperature in (0.0, 0.6))
         floor = bench.floor_ms(batch, context, rate)
         figures[f"decode {batch}x{context} floor"] = floor
