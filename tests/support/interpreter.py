@@ -13,7 +13,7 @@ WARNINGS = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # integers wrap, as they must
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
-"""Marks for tests of whole runners: what numpy says of kernels that are right."""
+"""Marks for tests that run kernels: what numpy says of ones that are right."""
 
 
 def cut_decodes_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:

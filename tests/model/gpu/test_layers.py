@@ -13,10 +13,6 @@ from model.gpu import layers
 from model.gpu.layers import LayerBuffers, run_layers
 from model.gpu.weights import GpuWeights
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, LIMIT = (torch.bfloat16, 3e-2) if torch.cuda.is_available() else (torch.float32, 1e-4)
 CONFIG = {

@@ -22,7 +22,6 @@ from model.linear import Linear, WeightFormat
 from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
 from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12
 CONFIG = Qwen2Config.from_dict(

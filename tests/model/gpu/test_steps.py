@@ -13,10 +13,6 @@ from model.gpu.state import RowState
 from model.gpu.weights import GpuWeights
 from model.kernels.prefill_attention import list_tiles
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12
 CONFIG = {

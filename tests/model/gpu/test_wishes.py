@@ -17,12 +17,6 @@ from model.sampling import Feature, SamplingParams
 from model.sampling_masks import TokenMasks
 from tests.support.wish_twins import Outcome, WishTwins
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
 V = 300
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -8,7 +8,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from model.kernels.bad_words import MAX_LENGTH, MAX_WORDS, RING, ban, banned_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V, SMALL = 40, 3  # of so few different tokens, words come up often
 

@@ -8,7 +8,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from model.kernels.bias import move_biased, move_biased_reference
 from model.kernels.columns import MAX_BIASES
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -13,8 +13,6 @@ from model.kernels.decode_attention import (
 )
 from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -10,12 +10,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.support.wish_twins import WishTwins
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
 VOCAB, WIDTH = 5000, 5120
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},

@@ -16,7 +16,6 @@ from model.kernels.rope_write import rope_write, rope_write_reference
 from model.quantization.rounding import FP8, to_fp8
 from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 OVERLAP = Overlap.on(torch.empty(0, device=DEVICE))

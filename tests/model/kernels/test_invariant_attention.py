@@ -10,11 +10,6 @@ from model.kernels.invariant_attention import AttentionParts, invariant_attentio
 from model.kernels.invariant_work import CHUNK_TOKENS, InvariantWork, plan_invariant_reference, plan_invariant_work
 from model.kernels.prefill_attention import list_tiles, prefill_attention_reference
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 S = 16

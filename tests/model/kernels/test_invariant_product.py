@@ -20,8 +20,6 @@ from model.kernels.invariant_product import (
 )
 from model.kernels.invariant_rows import invariant_silu_mul
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 WIDE = tuple((most, tiles) for most, tiles in BY_TOKENS if tiles.tokens >= 64)

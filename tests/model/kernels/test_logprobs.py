@@ -8,10 +8,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from model.kernels.columns import MAX_BIASES
 from model.kernels.logprobs import MAX_TOP, LogprobParts, find_largest, logprobs_reference, take_chosen
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -16,7 +16,6 @@ from model.kernels.mask import (
     packed_mask,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -23,8 +23,6 @@ from model.kernels.narrow_mlp import (
 from model.kernels.narrow_qkv import narrow_qkv, narrow_qkv_reference
 from model.kernels.rows import rms_norm_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 OVERLAP = Overlap.on(torch.empty(0, device=DEVICE))

@@ -10,8 +10,6 @@ from model.kernels.activation import silu_mul, silu_mul_reference
 from model.kernels.prefill_attention import QUERY_TILE, list_tiles, prefill_attention, prefill_attention_reference
 from model.kernels.rope_write import rope_write, rope_write_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 

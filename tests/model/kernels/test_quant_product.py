@@ -21,7 +21,6 @@ from model.quantization.grouped import GroupedWeight
 from model.quantization.rounding import FP8, Fp8Weight, quantize_rows, round_to_groups
 from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 

@@ -8,7 +8,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from model.kernels.row_changes import HEADER_WORDS, apply_changes, apply_changes_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAYLOAD = 5
 

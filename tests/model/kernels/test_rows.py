@@ -7,7 +7,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from model.kernels.rows import embed, rms_norm, rms_norm_reference, rms_scale, rms_scale_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -7,10 +7,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from model.kernels.sample import SampleParts, sample_and_advance, sample_reference
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton's interpreter
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # its integers wrap, as they must
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -15,8 +15,6 @@ from model.kernels.split_product import (
     split_product,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # triton's interpreter
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 LIMIT = 2e-2 if torch.cuda.is_available() else 1e-4
