@@ -120,6 +120,38 @@ def _turned(heads, partner, cos, sin):
 
 
 @triton.jit
+def _combined(
+    partial_out, partial_ml, first, num_chunks, kv_head, is_head,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    # All chunks of a sequence for one KV head's queries, in their order: the weighted values, and the sum of weights.
+    m = tl.arange(0, GROUP)
+    h = tl.arange(0, H)
+    most = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, H], tl.float32)
+    step = tl.arange(0, STEP)
+    for c in range(0, num_chunks, STEP):
+        is_part = (c + step < num_chunks)[:, None] & is_head[None, :]
+        parts = (first + c + step).to(tl.int64)[:, None] * N + (kv_head * G + m)[None, :]
+        chunk_most = tl.load(partial_ml + parts * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        chunk_total = tl.load(partial_ml + parts * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+        acc_at = partial_out + parts[:, :, None] * H + h[None, None, :]
+        chunk_acc = tl.load(acc_at, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+        new_most = tl.maximum(most, tl.max(chunk_most, 0))
+        base = tl.where(is_head, new_most, 0.0)
+        shrink = tl.exp2(most - base)
+        weight = tl.exp2(chunk_most - base[None, :])
+        # A bare product would be fused with the sum over lanes: rounded on one lane, not on the other, so that the last
+        # bit would depend on the lane whose copy of the sum is stored.
+        total = total * shrink + tl.sum(tl.where(is_part, chunk_total * weight, 0.0), 0)
+        parts_acc = tl.where(is_part[:, :, None], chunk_acc * weight[:, :, None], 0.0)
+        acc = acc * shrink[:, None] + tl.sum(parts_acc, 0)
+        most = new_most
+    return acc, total
+
+
+@triton.jit
 def _decode_attention_kernel(
     qkv_BC, x_BD, bias_C, k_pool, v_pool, out_BNH,
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
@@ -202,27 +234,7 @@ def _decode_attention_kernel(
     if tl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") < num_chunks - 1:
         return
     tl.store(arrived_BK + b * K + kv_head, 0)
-    most = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, H], tl.float32)
-    step = tl.arange(0, STEP)
-    for c in range(0, num_chunks, STEP):
-        is_part = (c + step < num_chunks)[:, None] & is_head[None, :]
-        parts = (first + c + step).to(tl.int64)[:, None] * N + (kv_head * G + m)[None, :]
-        chunk_most = tl.load(partial_ml + parts * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        chunk_total = tl.load(partial_ml + parts * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-        acc_at = partial_out + parts[:, :, None] * H + h[None, None, :]
-        chunk_acc = tl.load(acc_at, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
-        new_most = tl.maximum(most, tl.max(chunk_most, 0))
-        base = tl.where(is_head, new_most, 0.0)
-        shrink = tl.exp2(most - base)
-        weight = tl.exp2(chunk_most - base[None, :])
-        # A bare product would be fused with the sum over lanes: rounded on one lane, not on the other, so that the last
-        # bit would depend on the lane whose copy of the sum is stored.
-        total = total * shrink + tl.sum(tl.where(is_part, chunk_total * weight, 0.0), 0)
-        parts_acc = tl.where(is_part[:, :, None], chunk_acc * weight[:, :, None], 0.0)
-        acc = acc * shrink[:, None] + tl.sum(parts_acc, 0)
-        most = new_most
+    acc, total = _combined(partial_out, partial_ml, first, num_chunks, kv_head, is_head, N, G, H, GROUP, STEP)
     total = tl.where(is_head, total, 1.0)
     tl.store(out_BNH + out_at, (acc / total[:, None]).to(out_BNH.dtype.element_ty), mask=q_mask)
 
