@@ -6,7 +6,6 @@ Each line ends as it began: the difference between its two figures of one way is
 """
 
 import argparse
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from bench.gpu_step import SHAPES, Bench, elapsed_ms, prefill_inputs
+from bench.gpu_step import SHAPES, Bench, prefill_inputs
 from model.gpu import layers
-from model.gpu.mixed_step import MixedInputs
+from model.gpu.choice import time_graph
 from model.kernels.ahead import compiling
 from model.kernels.gate_up_product import TILES, GateUpTiles, gate_up_product
 
@@ -41,22 +40,6 @@ def going(tiles: GateUpTiles | None) -> Iterator[None]:
         yield
 
 
-def recorded_ms(bench: Bench, inputs: MixedInputs, replays: int) -> float:
-    """Median milliseconds of a step as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            bench.mixed.run(inputs)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            bench.mixed.run(inputs)
-    torch.cuda.synchronize()
-    graph.replay()
-    return statistics.median(elapsed_ms(graph.replay, replays) for _ in range(5))
-
-
 def measure(shape: str, ways: dict[str, GateUpTiles | None]) -> None:
     """A line for each number of prompts."""
     bench = Bench(shape, pool_tokens=60_000, num_rows=32)
@@ -68,7 +51,7 @@ def measure(shape: str, ways: dict[str, GateUpTiles | None]) -> None:
         inputs, line = prefill_inputs(bench, prompts, length), []
         for name in (*ways, MEMORY):
             with going(ways[name]):
-                line.append(f"{name} {recorded_ms(bench, inputs, replays=3):.3f}")
+                line.append(f"{name} {time_graph(partial(bench.mixed.run, inputs), steps=3):.3f}")
         print(f"{shape} {prompts} x {length}  {' | '.join(line)}", flush=True)
 
 

@@ -136,8 +136,9 @@ class Paths:
             self.names[key] = before
 
 
-def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None) -> float:
-    """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream or on one of its own."""
+def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None, *, steps: int = STEPS) -> float:
+    """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream or on one of its own; each
+    timing is of so many steps."""
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -148,19 +149,19 @@ def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None
             work()
         for _ in range(WARM_UP_STEPS):
             graph.replay()
-        times_ms = [_time_replays(graph) for _ in range(TIMINGS)]
+        times_ms = [_time_replays(graph, steps) for _ in range(TIMINGS)]
     torch.cuda.current_stream().wait_stream(stream)
     return statistics.median(times_ms)
 
 
-def _time_replays(graph: torch.cuda.CUDAGraph) -> float:
+def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(STEPS):
+    for _ in range(steps):
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / STEPS
+    return begin.elapsed_time(end) / steps
 
 
 def cache_file(config: Qwen2Config, weight: torch.Tensor) -> Path:
