@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from model.kernels.checks import check_tensor
+from model.kernels.gate_up_product import gate_up_product_reference
+from model.kernels.rows import rms_scale_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +144,7 @@ def split_add_product(
 
 def gate_up_reference(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, eps: float) -> torch.Tensor:
     """The obvious twin of `dot_gate_up`, float32."""
-    x = x_TD.float() * torch.rsqrt(x_TD.float().square().mean(dim=-1, keepdim=True) + eps)
-    gate_TI, up_TI = (x @ gate_up_ED.float().T).chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate_TI) * up_TI
+    return gate_up_product_reference(x_TD, gate_up_ED, rms_scale_reference(x_TD, eps))
 
 
 @triton.jit
