@@ -1,7 +1,6 @@
 """Deadlines: the wire's and the request's own, whichever is first; a status, or what there is."""
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,6 +8,7 @@ import grpc
 import pytest
 from octavo.v1 import inference_pb2 as pb
 
+import gateway.deadline
 from gateway.deadline import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
 from gateway.stream import OutputStream
 from gateway.text.model_text import ModelText
@@ -60,20 +60,21 @@ def hello(model_text: ModelText, *, ends: bool) -> FakePool:
 @pytest.mark.parametrize("ends", [True, False], ids=["worker ends it", "worker is late"])
 @pytest.mark.parametrize("own_s", [None, 0.4])
 async def test_a_partial_answer_comes_before_the_wires_deadline(
-    serve: Any, tiny_text: ModelText, ends: bool, own_s: float | None
+    serve: Any, tiny_text: ModelText, monkeypatch: pytest.MonkeyPatch, ends: bool, own_s: float | None
 ) -> None:
+    """The margin is two seconds here, not 50 ms: on a busy machine the answer may be long under way."""
+    wire_s, margin_s = 4.0, 2.0
+    monkeypatch.setattr(gateway.deadline, "PARTIAL_MARGIN_S", margin_s)
     request = pb.GenerateRequest(text="x", return_partial_on_deadline=True, timeout_s=own_s)
     async with serve(pool := hello(tiny_text, ends=ends)) as served:
-        start_s = time.monotonic()
-        events = [event async for event in served.inference.Generate(request, timeout=1)]
-        assert time.monotonic() - start_s < 1
-        whole = await served.inference.Complete(pb.CompleteRequest(generate=request), timeout=1)
+        events = [event async for event in served.inference.Generate(request, timeout=wire_s)]
+        whole = await served.inference.Complete(pb.CompleteRequest(generate=request), timeout=wire_s)
     assert "".join(event.delta.text for event in events) == whole.text == "Hello"
     for finished in (events[-1].finished, whole.finished):
         assert finished.reason == pb.FINISH_REASON_DEADLINE
         assert finished.receipt.computed_tokens == (5 if ends else 0)
     assert len(pool.cancelled) == (0 if ends else 2)
-    latest_s = 1.01 - PARTIAL_MARGIN_S  # gRPC rounds deadlines up on the wire
+    latest_s = wire_s + 0.1 - margin_s  # gRPC rounds deadlines up on the wire
     assert all(run.request.timeout_s is not None and run.request.timeout_s <= latest_s for run in pool.runs)
     assert served.gateway.desk.meters.of_model("tiny").finished == {"deadline": 2}
 
