@@ -1,0 +1,46 @@
+"""Rows 57 to 60: checkpoints, the host, and the soak."""
+
+from tests.faults.rows.row import Row, row
+
+HOST = "tests/faults/test_rows_host.py::test_row_"
+
+ROWS: dict[int, Row] = {
+    57: row(
+        "bad checkpoints",
+        "tests/model/test_safetensors_file.py::test_a_file_truncated_anywhere_is_refused_by_name",
+        "tests/model/test_safetensors_file.py::"
+        "test_any_changed_byte_of_the_header_is_refused_or_read_as_safetensors_reads_it",
+        "tests/model/test_loading.py::"
+        "test_missing_unexpected_misshapen_and_wrongly_typed_tensors_are_named_in_one_error",
+        "tests/model/test_loading.py::test_weights_that_are_not_finite_are_found_where_asked_for",
+    ),
+    58: row(
+        "paths that lead elsewhere",
+        "tests/model/test_loading.py::test_an_index_that_leads_out_of_the_folder_is_refused",
+        "tests/model/test_loading.py::test_pickled_weights_and_remote_code_are_never_touched",
+        "tests/model/test_checkpoint.py::test_what_is_no_hub_id_never_reaches_the_hub",
+        HOST + "58_names_that_lead_elsewhere_open_nothing",
+        HOST + "58_callers_learn_nothing_from_names_of_models",
+        figures=("58 names", "58 callers"),
+    ),
+    59: row(
+        "a full disk, a broken pipe, a scrape flood, a clock that jumps",
+        "tests/cli/test_serve.py::test_a_log_that_nobody_reads_stops_nothing",
+        "tests/cli/test_lines.py::test_a_log_that_cannot_be_written_stops_nothing",
+        "tests/gateway/access/test_real_calls.py::test_metrics_have_closed_labels_whoever_calls",
+        HOST + "59_a_hundred_scrapers_and_five_hundred_names_add_no_series",
+        HOST + "59_a_log_that_cannot_be_written_stops_nobody",
+        "tests/faults/test_rows_clock.py::test_row_59_a_clock_that_jumps_ends_nothing_but_keys",
+        "tests/test_clocks.py::test_only_dates_ask_for_the_date",
+        figures=("59 metrics", "59 log full", "59 log broken", "59 clock"),
+    ),
+    60: row(
+        "a soak under a random mix",
+        "tests/soak/test_soak_run.py::test_row_60_a_short_soak_under_random_faults_violates_nothing",
+        "tests/soak/test_soak_run.py::test_violations_that_are_planted_are_told",
+        "tests/bench/test_soak.py::test_a_soak_ends_with_everything_answered_and_says_what_it_saw",
+        "tests/sim/test_seeds.py::test_every_seed_ends_balances_and_repeats",
+        figures=("60", "60 leak"),
+        awaits="60",
+    ),
+}
