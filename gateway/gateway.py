@@ -37,7 +37,7 @@ from gateway.text.service import TextService
 from gateway.ticker import measure_loop_lag, refresh, report
 from gateway.workers.pool import WorkerPool
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
 _PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _HEALTH)
 _END_S = 2.0  # for streams that were ended to write their status
@@ -109,7 +109,7 @@ class Gateway:
         for task in self._tasks:
             task.add_done_callback(_log_defect)
         await self._listen()
-        _log.info(
+        log.info(
             "listening", address=self.listen_address, admin=self.admin_address or None, metrics_port=self.metrics_port
         )
 
@@ -186,13 +186,13 @@ class Gateway:
             self._drain_task.add_done_callback(_log_defect)
 
     async def _drain(self, grace_s: float) -> None:
-        _log.info("draining", in_flight=self.desk.admission.counts().num_entered, grace_s=grace_s)
+        log.info("draining", in_flight=self.desk.admission.counts().num_entered, grace_s=grace_s)
         self.desk.is_draining = True  # readiness is false from here on
         await self.readiness.publish()
         try:
             if not await self._empty_within(grace_s):
                 ended = self.desk.fail_all(Draining("this gateway shuts down and its grace is over"))
-                _log.warning("ended by drain", requests=ended)
+                log.warning("ended_by_drain", requests=ended)
                 await self._empty_within(_END_S)
         finally:
             self.drained.set()
@@ -234,4 +234,4 @@ class Gateway:
 
 def _log_defect(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("defect", task=task.get_name(), exc_info=error)
+        log.error("defect", task=task.get_name(), exc_info=error)

@@ -15,7 +15,7 @@ from gateway.logs import configure_logs
 from wire.keys import KeyFileError
 from wire.run_dir import RunDirError
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 
 
 _GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway makes a few per message, all short-lived
@@ -54,7 +54,7 @@ async def _serve(config: GatewayConfig) -> int:
         KeyFileError,
         AccessFileError,
     ) as error:  # each says what is wrong, and where
-        _log.error("cannot start", error=str(error))
+        log.error("cannot_start", error=str(error))
         return 1
     gc.collect()
     gc.freeze()  # what lives for ever need not be walked again and again
@@ -63,7 +63,7 @@ async def _serve(config: GatewayConfig) -> int:
         await _first_of(gateway.drained, stop_now)
     finally:
         await gateway.stop()
-    _log.info("stopped")
+    log.info("stopped")
     return 0
 
 

@@ -14,7 +14,7 @@ from gateway.text.model_text import ModelText
 from gateway.workers.errors import NoWorker
 from wire.messages import ModelCard
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 _TextKey = tuple[str, int]  # digest of the bundle, number of ids
 
 
@@ -43,13 +43,13 @@ class ServedModels:
     async def _load(self, key: _TextKey, model: str, files: dict[str, bytes]) -> None:
         try:
             self._texts[key] = await asyncio.to_thread(ModelText, files, num_ids=key[1])
-            _log.info("tokenizer ready", model=model, digest=key[0][:12])
+            log.info("tokenizer_ready", model=model, digest=key[0][:12])
         except UnsupportedTokenizer as error:
             self._texts[key] = error
-            _log.error("tokenizer refused: only token ids can be served", model=model, reason=str(error))
+            log.error("tokenizer_refused", model=model, reason=str(error), served="token ids only")
         except Exception as error:  # a defect of ours must not leave the model "loading" for ever
             self._texts[key] = UnsupportedTokenizer("the tokenizer could not be loaded")
-            _log.error("tokenizer failed to load", model=model, exc_info=error)
+            log.error("tokenizer_failed", model=model, exc_info=error)
         finally:
             self._loading.pop(key, None)
         for callback in self._callbacks:

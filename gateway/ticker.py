@@ -9,7 +9,7 @@ from gateway.desk import Desk
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 LAG_INTERVAL_S = 0.1
 REFRESH_INTERVAL_S = 1.0
 REPORT_INTERVAL_S = 10.0
@@ -52,7 +52,7 @@ async def report(desk: Desk) -> None:
         prompt = sum(meters.prompt_tokens for meters in desk.meters.models.values())
         generation = sum(meters.generation_tokens for meters in desk.meters.models.values())
         if prompt != last_prompt or generation != last_generation or len(desk.live):
-            _log.info(
+            log.info(
                 "load",
                 prompt_tokens_per_s=round((prompt - last_prompt) / (now_s - last_s), 1),
                 generation_tokens_per_s=round((generation - last_generation) / (now_s - last_s), 1),

@@ -170,7 +170,7 @@ class ScrapeServer:
         except Exception as error:
             page.set_exception(_NoPage())
             page.exception()  # its scrapers may have left
-            _log.exception("no page of metrics", exc_info=error)
+            _log.exception("metrics_page_failed", exc_info=error)
         finally:
             self.num_pages += 1
             worked_s, self._worked_s = time.thread_time() - self._worked_s, time.thread_time()

@@ -20,7 +20,7 @@ from gateway.access.scopes import Scope
 from gateway.config import AccessConfig
 from gateway.rpc.tls import TlsListener, TlsMaterial, load_tls
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 Stamp = tuple[tuple[int, int, int], ...]
 
@@ -94,10 +94,10 @@ class Keeper:
             use(await asyncio.to_thread(load))
         except AccessFileError as error:
             self.reloads[name, "failed"] += 1
-            _log.error("kept what was in force", files=name, error=str(error))
+            log.error("reload_refused", files=name, error=str(error))
         else:
             self.reloads[name, "taken"] += 1
-            _log.info("reloaded", files=name)
+            log.info("reloaded", files=name)
 
     def _take_material(self, material: TlsMaterial) -> None:
         self._material = material

@@ -14,7 +14,7 @@ from gateway.meters import GatewayMeters
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import is_expected, status_of
 
-_log = structlog.get_logger("gateway.request")
+log = structlog.get_logger("gateway.request")
 MAX_SIDE_BY_SIDE = 256  # requests of one stream; the next is read when one of them has ended
 _STATUS_HEADER = ("triton_grpc_error", "true")  # Triton's callers who want a status instead of a message
 
@@ -78,7 +78,7 @@ class StreamOfRequests:
     async def _tell(self, error: Exception, request: oip.ModelInferRequest, scope: RpcScope) -> None:
         status = status_of(error, scope, pushback_ms=0)
         if not is_expected(error):
-            _log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+            log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
         self._meters.rpcs[(scope.method, status.code.name, status.reason)] += 1
-        _log.info("end of one", request_id=scope.request_id, code=status.code.name, reason=status.reason)
+        log.info("request_failed", request_id=scope.request_id, code=status.code.name, reason=status.reason)
         await self._writer.write(failed(request, f"[{status.code.name}] {status.reason}: {status.message}"))

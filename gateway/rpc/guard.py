@@ -19,7 +19,7 @@ from gateway.meters import GatewayMeters
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import is_expected, status_of
 
-_log = structlog.get_logger("gateway.request")
+log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 Context = grpc.aio.ServicerContext
 # Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
@@ -166,7 +166,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await context.abort(status.code, status.message, status.trailers)
         except grpc.aio.AbortError:
             if not is_expected(error):
-                _log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+                log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
             self._record(scope, status.code.name, status.reason)
             raise
         except Exception:  # the library's way to say that the RPC is over
@@ -181,7 +181,7 @@ class Guard(grpc.aio.ServerInterceptor):
         extra = {"reason": reason} if reason else {}
         if scope.caller.name:
             extra["caller"] = scope.caller.name
-        _log.info(
+        log.info(
             "end",
             request_id=scope.request_id,
             method=scope.method.rpartition("/")[2],

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 import grpc
 import structlog
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 MAX_UNREAD = 512  # below what the server lets in besides requests in flight
 PATIENCE_S = 2.0  # how long a status may be on its way before it counts
 INTERVAL_S = 0.5
@@ -78,7 +78,7 @@ class UnreadEndings(grpc.aio.ServerInterceptor):
             return
         num_hung_up = await asyncio.to_thread(hang_up, worst)
         self.num_hung_up += num_hung_up
-        _log.warning("unread_endings", unread=len(self._unread_since_s), connections=num_hung_up)
+        log.warning("unread_endings", unread=len(self._unread_since_s), connections=num_hung_up)
 
     def choose(self, now_s: float) -> set[Address]:
         """Connections to hang up: those with the most calls that waited too long, until few enough are left."""

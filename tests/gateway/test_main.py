@@ -96,7 +96,7 @@ def test_a_start_that_fails_says_which_setting(repository: Path, tmp_path: Path,
         other.listen()
         port = str(other.getsockname()[1])
         with gateway(repository, tmp_path / "run", arguments.replace("BUSY", port)) as process:
-            assert words.replace("BUSY", port) in str(lines_until(process, "cannot start")["error"])
+            assert words.replace("BUSY", port) in str(lines_until(process, "cannot_start")["error"])
             assert process.wait(10) == 1
 
 
@@ -105,7 +105,7 @@ def test_a_run_directory_that_others_can_enter_is_refused(repository: Path, tmp_
     run_dir.mkdir()
     run_dir.chmod(0o777)
     with gateway(repository, run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
-        assert "chmod 700" in str(lines_until(process, "cannot start")["error"])
+        assert "chmod 700" in str(lines_until(process, "cannot_start")["error"])
         assert process.wait(10) == 1
 
 
@@ -119,7 +119,7 @@ def test_a_hangup_takes_the_keys_anew_and_ends_nothing(repository: Path, tmp_pat
         assert lines_until(process, "reloaded")["files"] == "keys"
         keys.write_text("nonsense")
         process.send_signal(signal.SIGHUP)
-        assert "not TOML" in str(lines_until(process, "kept what was in force")["error"])
+        assert "not TOML" in str(lines_until(process, "reload_refused")["error"])
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 
@@ -129,7 +129,7 @@ def test_keys_that_cannot_be_used_let_nothing_start(repository: Path, tmp_path: 
     keys.touch(mode=0o644)
     access = f"AccessConfig(api_keys_file=Path({str(keys)!r}))"
     with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
-        assert "chmod 600" in str(lines_until(process, "cannot start")["error"])
+        assert "chmod 600" in str(lines_until(process, "cannot_start")["error"])
         assert process.wait(10) == 1
 
 
