@@ -1,10 +1,11 @@
 """The models that workers serve, and the text side of each.
 
-Loads tokenizers off the event loop, once per bundle. Knows no RPC.
+Loads tokenizers off the event loop, once per bundle, and drops those that nobody has needed for a while. Knows no RPC,
+no clock, and not who needs what.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
@@ -15,7 +16,14 @@ from gateway.workers.errors import NoWorker
 from wire.messages import ModelCard
 
 log = structlog.get_logger(__name__)
+KEPT_S = 600.0
+"""A tokenizer stays so long after its last use: a worker that starts again finds it loaded."""
+
 _TextKey = tuple[str, int]  # digest of the bundle, number of ids
+
+
+def _key_of(card: ModelCard) -> _TextKey:
+    return card.tokenizer_digest, card.vocab_size
 
 
 class ServedModels:
@@ -25,6 +33,7 @@ class ServedModels:
         self._texts: dict[_TextKey, ModelText | UnsupportedTokenizer] = {}
         self._files: dict[str, Mapping[str, bytes]] = {}  # by digest
         self._loading: dict[_TextKey, asyncio.Task[None]] = {}
+        self._last_used_s: dict[_TextKey, float] = {}  # of those that are loaded
         self._seen: set[str] = set()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -36,7 +45,7 @@ class ServedModels:
         """A model became ready at a worker (again)."""
         self._seen.add(card.name)
         self._files[card.tokenizer_digest] = files
-        key = (card.tokenizer_digest, card.vocab_size)
+        key = _key_of(card)
         if key not in self._texts and key not in self._loading:
             self._loading[key] = asyncio.create_task(self._load(key, card.name, dict(files)), name=f"load {card.name}")
 
@@ -55,13 +64,26 @@ class ServedModels:
         for callback in self._callbacks:
             callback()
 
+    def drop_unused(self, used: Iterable[ModelCard], now_s: float) -> None:
+        """Forget tokenizer and files of what was not in use for `KEPT_S`, as former calls have it. used: the models of
+        all workers and live requests. now_s: monotonic."""
+        used_keys = {_key_of(card) for card in used}
+        for key in tuple(self._texts):
+            if key in used_keys:
+                self._last_used_s[key] = now_s
+            elif now_s - self._last_used_s.setdefault(key, now_s) > KEPT_S:
+                del self._texts[key], self._last_used_s[key]
+                log.info("tokenizer_dropped", digest=key[0][:12])
+        digests = {digest for digest, _ in (*self._texts, *self._loading)}
+        self._files = {digest: files for digest, files in self._files.items() if digest in digests}
+
     def is_loaded(self, card: ModelCard) -> bool:
         """Whether requests for the model can be answered (with text, or at least with ids)."""
-        return (card.tokenizer_digest, card.vocab_size) in self._texts
+        return _key_of(card) in self._texts
 
     def text_of(self, card: ModelCard) -> ModelText:
         """Raises UnsupportedTokenizer; NoWorker while it is being loaded."""
-        text = self._texts.get((card.tokenizer_digest, card.vocab_size))
+        text = self._texts.get(_key_of(card))
         if text is None:
             raise NoWorker(card.name)
         if isinstance(text, UnsupportedTokenizer):

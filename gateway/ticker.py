@@ -1,4 +1,5 @@
-"""What has to be looked at now and then: loop lag, gauges, readers that stopped reading, the line every ten seconds."""
+"""What has to be looked at now and then: loop lag, gauges, readers that stopped reading, tokenizers that nobody needs,
+the line every ten seconds."""
 
 import asyncio
 import time
@@ -25,10 +26,11 @@ async def measure_loop_lag(meters: GatewayMeters) -> None:
 
 
 async def refresh(desk: Desk, collector: GatewayCollector) -> None:
-    """Gauges for scrapes; stalled writers."""
+    """Gauges for scrapes; stalled writers; unused tokenizers."""
     while True:
         take_gauges(desk, collector)
         desk.live.fail_stalled_writes(max_wait_s=desk.limits.write_stall_s)
+        drop_tokenizers(desk, time.monotonic())
         await asyncio.sleep(REFRESH_INTERVAL_S)
 
 
@@ -41,6 +43,12 @@ def take_gauges(desk: Desk, collector: GatewayCollector) -> None:
     meters.num_tokenizing = desk.text.num_waiting
     meters.is_draining = desk.is_draining
     collector.see(desk.pool.workers())
+
+
+def drop_tokenizers(desk: Desk, now_s: float) -> None:
+    """Those of models that no worker has had for long, not even one that drains, nor any request that goes on."""
+    cards = [worker.card for worker in desk.pool.workers()] + [live.card for live in desk.live]
+    desk.models.drop_unused(cards, now_s)
 
 
 async def report(desk: Desk) -> None:

@@ -1,13 +1,20 @@
 """Which model a request means, and when its text side is there."""
 
+import itertools
+import time
+from typing import Any
+
 import pytest
+from octavo.v1 import inference_pb2 as pb
 
 from gateway.errors import InvalidRequest, ModelNotFound
-from gateway.models import ServedModels
+from gateway.models import KEPT_S, ServedModels
 from gateway.text.errors import TextQueueFull, UnsupportedTokenizer
 from gateway.text.service import TextService
+from gateway.ticker import drop_tokenizers
 from gateway.workers.errors import NoWorker
-from tests.support.fake_pool import model_card
+from gateway.workers.views import WorkerState
+from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.tokenizers_tiny import tiny_files
 
 
@@ -51,6 +58,58 @@ async def test_names_are_resolved() -> None:
     with pytest.raises(NoWorker):  # it was served a moment ago: worth coming back
         models.resolve("big", {"tiny": card})
     await models.close()
+
+
+async def test_a_tokenizer_that_nobody_needs_is_dropped_after_a_while_and_loaded_again_when_it_is_wanted() -> None:
+    models, card, other = ServedModels(), model_card(), model_card("other", tokenizer_digest="e" * 64)
+    for each in (card, other):
+        models.on_model(each, tiny_files())
+    await models.close()
+    models.drop_unused([card, other], 100.0)
+    models.drop_unused([other], 100.0 + KEPT_S)
+    assert models.is_loaded(card)  # its worker may be starting again
+    models.drop_unused([other], 100.1 + KEPT_S)
+    assert [models.is_loaded(each) for each in (card, other)] == [False, True]
+    for look in (models.text_of, models.files_of):
+        with pytest.raises(NoWorker):
+            look(card)
+    assert models.files_of(other) == tiny_files()
+    models.on_model(card, tiny_files())
+    await models.close()
+    models.drop_unused([], 100.2 + KEPT_S)  # its time begins anew
+    assert models.text_of(card).table.all_bytes == models.text_of(other).table.all_bytes
+
+
+async def test_the_files_of_a_bundle_stay_while_one_of_its_models_is_needed() -> None:
+    models, small, large = ServedModels(), model_card(vocab_size=600), model_card(vocab_size=700)
+    for each in (small, large):
+        models.on_model(each, tiny_files())
+    models.drop_unused([], 0.0)  # while both are being loaded
+    await models.close()
+    for now_s in (1.0, 2.0 + KEPT_S):
+        models.drop_unused([large], now_s)
+    assert [models.is_loaded(each) for each in (small, large)] == [False, True]
+    assert models.files_of(large) == tiny_files()
+
+
+async def test_workers_that_drain_and_requests_that_go_on_need_their_tokenizers(serve: Any) -> None:
+    pool = FakePool()
+    async with serve(pool) as served:
+        models, call = served.gateway.models, served.inference.Generate(pb.GenerateRequest(text="a", request_id="r1"))
+        await served.until(lambda: pool.runs)
+        moments = itertools.count(time.monotonic(), 2 * KEPT_S)
+        pool.set_views(worker_view(state=WorkerState.DRAINING))
+        for now_s in itertools.islice(moments, 2):
+            drop_tokenizers(served.gateway.desk, now_s)
+        assert models.is_loaded(model_card())
+        pool.set_views()
+        drop_tokenizers(served.gateway.desk, next(moments))
+        assert models.is_loaded(model_card())
+        pool.runs[0].finish()
+        assert [message.WhichOneof("event") async for message in call][-1] == "finished"
+        await served.until(lambda: len(served.gateway.desk.live) == 0)
+        drop_tokenizers(served.gateway.desk, next(moments))
+        assert not models.is_loaded(model_card())
 
 
 async def test_text_work_is_bounded_and_its_place_is_given_back() -> None:
