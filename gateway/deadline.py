@@ -1,8 +1,14 @@
-"""When a request has to end, and what its caller gets then. Pure."""
+"""When a request has to end, and what its caller gets then. Must not know requests, nor workers."""
 
+import asyncio
 import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
+
+from gateway.errors import DeadlinePassed
 
 PARTIAL_MARGIN_S = 0.05
 """A partial output leaves so long before the wire's deadline: its way through the loop, the network, the caller's
@@ -51,3 +57,18 @@ def deadline_of(
         needs_backstop=end_s is not None and (timeout_s is not None or is_partial),
         figures_s=max(0.0, min(FIGURES_S, wire_s - end_s - BACKSTOP_S)) if end_s is not None and is_partial else 0.0,
     )
+
+
+@asynccontextmanager
+async def until(end_s: float | None) -> AsyncIterator[None]:
+    """end_s: monotonic; None: never. Raises DeadlinePassed where the time is over before the block."""
+    try:
+        async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
+            yield
+    except TimeoutError:
+        raise unsent() from None
+
+
+def unsent() -> DeadlinePassed:
+    """The time was over before a worker had the request."""
+    return DeadlinePassed("the deadline passed before the request was sent to a worker")

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 import numpy as np
 from octavo.v1 import inference_pb2 as pb
 
-from gateway.deadline import BACKSTOP_S
-from gateway.desk import Desk, Held, until
+from gateway.deadline import BACKSTOP_S, until
+from gateway.desk import Desk, Place, now_ns
 from gateway.embedding_sink import Embedded, SentInput, VectorSink
 from gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from gateway.rpc.scope import RpcScope
 from gateway.validation.chat import chat_input
 from gateway.validation.generate import check_capacity, check_context, check_ids
 from gateway.workers.errors import WorkerBusy, WorkerGone
+from gateway.workers.router import MAX_CHOICES
 from gateway.workers.views import RunRequest
 from wire.messages import ModelCard, Pooling, Sampling
 
 WINDOW = 64  # inputs of one call that workers have at a time
-_MAX_CHOICES = 3  # a worker may leave between the choice and the send
 _NO_SAMPLING = Sampling(temperature=0.0, ignore_eos=True)
 _POOLINGS = {
     pb.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
@@ -48,12 +48,12 @@ class Embedder:
         card = desk.models.resolve(request.model, desk.pool.cards())
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         end_s = _end_s(request, scope, timeout_s)
-        with desk.hold(scope) as held:
+        with desk.hold(scope) as place:
             async with until(end_s):
                 prompts = await self._prompts(request, card)
-            desk.quotas.reserve(scope.key, sum(map(len, prompts)), round(time.monotonic() * 1e9))
+            desk.quotas.reserve(scope.key, sum(map(len, prompts)), now_ns())
             async with until(None if end_s is None else end_s + BACKSTOP_S):
-                return card, await self._run(request, card, prompts, scope, end_s, held)
+                return card, await self._run(request, card, prompts, scope, end_s, place)
 
     async def _prompts(self, request: pb.EmbedRequest, card: ModelCard) -> list[np.ndarray]:
         prompts = []
@@ -90,7 +90,7 @@ class Embedder:
         prompts: Sequence[np.ndarray],
         scope: RpcScope,
         end_s: float | None,
-        held: Held,
+        place: Place,
     ) -> list[Embedded]:
         salt = self._desk.salt_of(scope, request.cache_salt)
         sent: list[SentInput] = []
@@ -110,7 +110,7 @@ class Embedder:
                 )
                 sent.append(await self._send(run, card, scope, sent))
             embedded = [await each.result() for each in sent]
-            held.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
+            place.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded
         finally:
             for each in sent:
@@ -132,7 +132,7 @@ class Embedder:
                 return self._try_send(run, card, scope)
             except WorkerGone:
                 num_gone += 1
-                if num_gone == _MAX_CHOICES:
+                if num_gone == MAX_CHOICES:
                     raise
             except WorkerBusy:
                 if not (running := _running(sent)):

@@ -40,6 +40,11 @@ class Prepared:
     grammar: Grammar | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """At least one."""
+        return len(self.prompt_ids_T)
+
 
 class Preparer:
     """One per gateway; every method on its event loop."""

@@ -18,6 +18,7 @@ from gateway.dialects.kserve_stream import StreamOfRequests, StreamWriter
 from gateway.dialects.kserve_tensors import violation
 from gateway.errors import InvalidRequest
 from gateway.live import LiveRequest
+from gateway.opening import Opener
 from gateway.output import Piece
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.stream import OutputStream, OutputStreams, StreamState
@@ -32,6 +33,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
         """is_ready: whether a request could be answered now."""
         self._desk = desk
+        self._opener = Opener(desk)
         self._is_ready = is_ready
 
     # ------------------------------------------------------------ requests
@@ -74,7 +76,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         scope.log_fields["caller_id"] = asked.caller_id[:128]
         limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
         try:
-            return await self._desk.open(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
+            return await self._opener.open(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
         except InvalidRequest as error:
             raise in_callers_names(error) from None
 

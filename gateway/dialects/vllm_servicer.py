@@ -23,6 +23,7 @@ from gateway.embedding import Embedder
 from gateway.embedding_events import normalized
 from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from gateway.live import LiveRequest
+from gateway.opening import Opener
 from gateway.output import Piece
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.stream import OutputStreams
@@ -40,6 +41,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self._desk = desk
         self._is_ready = is_ready
         self._started_s = time.monotonic()
+        self._opener = Opener(desk)
         self._embedder = Embedder(desk)
         self._throughput = Throughput(now_s=self._started_s)
 
@@ -68,7 +70,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def _open(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> LiveRequest:
         try:
-            return await self._desk.open(translated, scope, prefix="", timeout_s=context.time_remaining())
+            return await self._opener.open(translated, scope, prefix="", timeout_s=context.time_remaining())
         except InvalidRequest as error:
             raise in_callers_names(error) from None
 

@@ -15,6 +15,7 @@ from gateway.embedding import Embedder
 from gateway.embedding_events import embedding_message
 from gateway.events import delta_event, finished_event, reason_of, started_event
 from gateway.live import LiveRequest
+from gateway.opening import Opener
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
 from gateway.validation.chat import chat_input
@@ -29,6 +30,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
+        self._opener = Opener(desk)
         self._embedder = Embedder(desk)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -36,7 +38,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = current_rpc.get()
         scope.request_id = request.request_id
         await self._check(lambda: check_generate(request), request)
-        live = await self._desk.open(request, scope, prefix="", timeout_s=context.time_remaining())
+        live = await self._opener.open(request, scope, prefix="", timeout_s=context.time_remaining())
         try:
             # Only now: a refusal stays a trailers-only response, which the client's library may retry.
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))
@@ -67,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = current_rpc.get()
         scope.request_id = request.generate.request_id
         await self._check(lambda: check_complete(request), request)
-        live = await self._desk.open(request.generate, scope, prefix="generate.", timeout_s=context.time_remaining())
+        live = await self._opener.open(request.generate, scope, prefix="generate.", timeout_s=context.time_remaining())
         try:
             response = await self._collect(live)
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, live.request_id),))

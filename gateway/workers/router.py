@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
 IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
 IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
 

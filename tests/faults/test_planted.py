@@ -94,12 +94,12 @@ async def a_message_for_nobody_is_an_error() -> None:
 
 async def a_clock_that_is_set_ends_nothing() -> None:
     """The clocks of the gateway's deadlines, while somebody sets the machine's an hour ahead."""
-    from gateway import desk
+    from gateway import deadline
 
-    start_s, wall_s = desk.time.monotonic(), time.time
+    start_s, wall_s = deadline.time.monotonic(), time.time
     time.time = lambda: wall_s() + 3600  # type: ignore[assignment]
     try:
-        async with desk.until(start_s + 5):
+        async with deadline.until(start_s + 5):
             await asyncio.sleep(0.01)
     except Exception as error:
         raise AssertionError("a deadline that was not over") from error
@@ -184,7 +184,7 @@ def m20_deadlines_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
         def monotonic() -> float:
             return time.time() + offset_s
 
-    patch.setattr("gateway.desk.time", WallClock)
+    patch.setattr("gateway.deadline.time", WallClock)
 
 
 def m21_a_queue_without_a_bound(patch: pytest.MonkeyPatch) -> None:
