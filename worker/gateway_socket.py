@@ -121,11 +121,11 @@ class GatewaySocket:
         self.socket.connect(self.address)
 
     def close(self) -> None:
-        """Idempotent."""
+        """What the socket holds goes out for as long as its LINGER says. Idempotent."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
-            self.socket.close(linger=0)
+            self.socket.close()
 
     def _try_send(self, frame: bytes) -> bool:
         try:
