@@ -9,13 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from wire.scrape_server import (
-    MAX_CONNECTIONS,
-    MAX_HEAD_BYTES,
-    MAX_REST_S,
-    PageFormat,
-    ScrapeServer,
-)
+from wire import scrape_server
+from wire.scrape_server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_REST_S, PageFormat, ScrapeServer
 
 Serve = Callable[[Callable[[PageFormat], bytes]], ScrapeServer]
 
@@ -89,7 +84,12 @@ def test_a_flood_shares_pages_and_takes_a_share_of_one_core(serve: Serve) -> Non
     assert 20 <= server.num_pages <= most
 
 
-def test_scrapers_that_say_nothing_hold_up_nobody_and_above_the_bound_are_told_so(serve: Serve) -> None:
+def test_scrapers_that_say_nothing_hold_up_nobody_and_above_the_bound_are_told_so(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who say nothing stay, and those who are refused are read, however long the machine pauses."""
+    monkeypatch.setattr(scrape_server, "CONNECTION_TIMEOUT_S", 120.0)
+    monkeypatch.setattr(scrape_server, "REFUSED_READ_S", 30.0)
     server = serve(lambda _: b"page")
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS - 1)]
     try:

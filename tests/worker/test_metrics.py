@@ -104,7 +104,7 @@ def test_the_page_is_served_on_loopback_and_closes() -> None:
     registry = CollectorRegistry()
     registry.register(InfoCollector(card(), version="1.2"))
     server = MetricsServer(registry, host="127.0.0.1", port=0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
         page = response.read().decode()
     assert 'octavo_build_info{role="worker",version="1.2"} 1.0' in page
     assert re.search(r'octavo_model_info\{.*model_name="tiny".*\} 1\.0', page)
