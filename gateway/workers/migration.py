@@ -12,10 +12,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 
-import msgspec
-import numpy as np
 import structlog
 
 from gateway.quarantine import Quarantine, Verdict
@@ -23,6 +20,7 @@ from gateway.workers.errors import WorkerBusy, WorkerGone
 from gateway.workers.outputs import Output, Outputs
 from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry
+from gateway.workers.runs import resumed
 from gateway.workers.stats import PoolStats
 from gateway.workers.views import LostReason, RunRequest, WorkerState
 from wire.messages import Finished
@@ -189,18 +187,3 @@ class Migration:
     def _give_up(self, output: Output, reason: LostReason, detail: str) -> None:
         self.forget(output)
         self._outputs.lose(output, reason, detail)
-
-
-def resumed(output: Output, now_s: float) -> RunRequest:
-    """The request that goes on behind what the output has given. now_s: monotonic."""
-    request, sampling = output.request, output.request.sampling
-    if output.prompt_sink is not None and not output.num_unscored:
-        sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
-    prompt_ids = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(output.token_ids, np.int32)])
-    return replace(
-        request,
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        num_resumed_tokens=len(output.token_ids),
-        timeout_s=None if output.deadline_s is None else max(0.001, output.deadline_s - now_s),
-    )

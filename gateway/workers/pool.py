@@ -8,10 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import cast
 
-import msgspec
 import numpy as np
 import structlog
 
@@ -29,11 +26,13 @@ from gateway.workers.prefixes import Prefixes
 from gateway.workers.queries import Queries
 from gateway.workers.records import WorkerRecord
 from gateway.workers.registry import Registry, RegistryLimits
+from gateway.workers.reins import Reins
+from gateway.workers.runs import new_output, run_message
 from gateway.workers.stats import PoolStats
-from gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest, WorkerState, WorkerView
+from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
 from gateway.workers.watch import ProcessWatch
 from wire.fault_points import fault_point
-from wire.messages import AdminQuery, AdminReply, Drain, ModelCard, Pause, Resume, Run
+from wire.messages import AdminReply, Drain, ModelCard
 from wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
@@ -88,6 +87,7 @@ class WorkerPool:
             on_lost=self._migration.lost,
         )
         self._post = self._executor.post
+        self._reins = Reins(self._outputs, self._migration, self._post, self.stats)
         self._executor.on_change.append(self._migration.soon)
         self._ticker: asyncio.Task[None] | None = None
         self._turn = 0
@@ -145,7 +145,7 @@ class WorkerPool:
         candidates = [
             router.Candidate(
                 incarnation=record.incarnation,
-                load=record.num_requests / record.capacity.max_num_seqs,
+                load=record.load,
                 cached_tokens=cached.get(record.incarnation, 0),
             )
             for record in ready
@@ -170,76 +170,28 @@ class WorkerPool:
         record = self._present(worker)
         if record.in_flight + len(sinks) > record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
-        outputs = [self._output(record, request, index, sink) for index, sink in enumerate(sinks)]
-        if request.sampling.num_prompt_logprobs is not None:
-            outputs[0].prompt_sink, outputs[0].num_unscored = cast(PromptSink, sinks[0]), len(request.prompt_ids) - 1
+        now_s, draw = time.monotonic(), self._outputs.draw_handle
+        outputs = [new_output(draw(), record, request, index, sink, now_s) for index, sink in enumerate(sinks)]
         handles = [output.handle for output in outputs]
-        self._post.send(record, _run(handles, request))  # from here on a handle is a name
+        self._post.send(record, run_message(handles, request))  # from here on a handle is a name
         for output in outputs:
             self._outputs.add(output)
-            self._registry.opened(record, time.monotonic())
+            self._registry.opened(record, now_s)
         return handles
-
-    def _output(self, record: WorkerRecord, request: RunRequest, index: int, sink: OutputSink) -> Output:
-        handle = self._outputs.draw_handle()
-        return Output(
-            name=handle,
-            handle=handle,
-            incarnation=record.incarnation,
-            fingerprint=record.card.fingerprint,
-            request=_alone(request, index),
-            deadline_s=None if request.timeout_s is None else time.monotonic() + request.timeout_s,
-            vocab_size=record.card.vocab_size,
-            max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
-            wants_logprobs=request.sampling.num_logprobs is not None,
-            embedding_sink=cast(EmbeddingSink, sink) if request.pooling is not None else None,
-            sink=sink,
-        )
 
     def cancel(self, handle: int) -> None:
         """Ask the worker to end an output: no more tokens; on_finished(CANCELLED) or on_lost follows. Unknown and
         ended handles are ignored."""
-        output = self._outputs.get(handle)
-        if output is None or output.is_cancelled:
-            return
-        output.is_cancelled = True
-        if self._migration.is_waiting(output):
-            self._migration.forget(output)
-            self._outputs.lose(output, LostReason.WORKER_LOST, "cancelled while no worker had it")
-        else:
-            self._post.cancel(output.incarnation, output.handle)
+        self._reins.cancel(handle)
 
     def pause(self, handle: int) -> None:
         """Ask for no more tokens of an output until `resume`; those of steps in flight still come. The wish goes with
         the output wherever it moves. Unknown and ended handles are ignored."""
-        output = self._outputs.get(handle)
-        if output is not None and not output.is_paused:
-            output.is_paused = True
-            self.stats.pauses += 1
-            # One on probation has to show with a token that it kills nobody: others wait for that.
-            if not output.is_on_probation:
-                self._tell_pace(output)
+        self._reins.pause(handle)
 
     def resume(self, handle: int) -> None:
         """An output goes on. Handles of others are ignored."""
-        output = self._outputs.get(handle)
-        if output is not None and output.is_paused:
-            output.is_paused = False
-            self._tell_pace(output)
-
-    def _tell_pace(self, output: Output) -> None:
-        if not self._migration.is_waiting(output) and not output.is_cancelled:
-            self._post.pace(output.incarnation, output.handle, Pause if output.is_paused else Resume)
-
-    def _passed(self, output: Output) -> None:
-        self._migration.passed(output)
-        if output.is_paused:
-            self._tell_pace(output)
-
-    def _send_again(self, record: WorkerRecord, request: RunRequest, output: Output) -> None:
-        self._post.send(record, _run([output.handle], request))
-        if output.is_paused and not output.is_on_probation:
-            self._post.pace(record.incarnation, output.handle, Pause)
+        self._reins.resume(handle)
 
     def drain(self, worker_id: str, *, grace_s: float) -> None:
         """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
@@ -254,21 +206,8 @@ class WorkerPool:
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None
     ) -> list[tuple[str, AdminReply]]:
         """Ask every worker (of a model) for its blocks; those that answer in time, in order of their ids."""
-        asked = {}
-        for record in self._registry:
-            if model is None or record.card.name == model:
-                query_id, future = self._queries.open(record.incarnation)
-                message = AdminQuery(query_id=query_id, audit=audit, flush_prefix_cache=flush)
-                if self._post.try_send(record, message):
-                    asked[future] = record.worker_id
-        if asked:
-            await asyncio.wait(asked, timeout=timeout_s)
-        answered = [
-            (name, future.result()) for future, name in asked.items() if future.done() and not future.cancelled()
-        ]
-        for future in asked:
-            future.cancel()
-        return sorted(answered, key=lambda row: row[0])
+        records = [record for record in self._registry if model is None or record.card.name == model]
+        return await self._queries.ask(records, self._post.try_send, audit=audit, flush=flush, timeout_s=timeout_s)
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. Whoever
@@ -300,6 +239,14 @@ class WorkerPool:
             record.is_watched = False
         self._link.drain_all()
         self._executor.carry_out(self._registry.on_exit(incarnation))
+
+    def _passed(self, output: Output) -> None:
+        self._migration.passed(output)
+        self._reins.passed(output)
+
+    def _send_again(self, record: WorkerRecord, request: RunRequest, output: Output) -> None:
+        self._post.send(record, run_message([output.handle], request))
+        self._reins.moved(output, record)
 
     def _check(self, incarnation: int) -> None:
         self._executor.watch.check(incarnation)
@@ -334,28 +281,3 @@ class WorkerPool:
             self.stats.rebinds += self._link.restore()
         except (RunDirError, OSError) as error:
             log.error("ipc_socket_lost", error=str(error))
-
-
-def _run(handles: Sequence[int], request: RunRequest) -> Run:
-    return Run(
-        handle=handles[0],
-        fork_handles=tuple(handles[1:]),
-        request_id=request.request_id,
-        prompt_ids=np.ascontiguousarray(request.prompt_ids, "<i4").tobytes(),
-        sampling=request.sampling,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        timeout_s=request.timeout_s,
-        pooling=request.pooling,
-        num_resumed_tokens=request.num_resumed_tokens,
-        tenant=request.tenant,
-        weight=request.weight,
-    )
-
-
-def _alone(request: RunRequest, index: int) -> RunRequest:
-    """What output `index` of a request is when it stands alone."""
-    if not index:
-        return request
-    seed = (request.sampling.seed + index) % (1 << 64)
-    return replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed, num_prompt_logprobs=None))

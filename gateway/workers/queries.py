@@ -1,8 +1,10 @@
-"""Admin questions under way: which worker was asked, and who waits for the answer."""
+"""Admin questions under way: which worker was asked, and who waits for the answer. Must not know sockets."""
 
 import asyncio
+from collections.abc import Callable, Iterable
 
-from wire.messages import AdminReply
+from gateway.workers.records import WorkerRecord
+from wire.messages import AdminQuery, AdminReply, Message
 
 Answer = asyncio.Future[AdminReply]
 
@@ -14,8 +16,31 @@ class Queries:
         self._open: dict[int, tuple[int, Answer]] = {}
         self._next_id = 1
 
-    def open(self, incarnation: int) -> tuple[int, Answer]:
-        """A new question to one worker: its id, and the future of the answer."""
+    async def ask(
+        self,
+        records: Iterable[WorkerRecord],
+        try_send: Callable[[WorkerRecord, Message], bool],
+        *,
+        audit: bool,
+        flush: bool,
+        timeout_s: float,
+    ) -> list[tuple[str, AdminReply]]:
+        """The answers of the workers that can be asked and answer in time, in order of their ids."""
+        asked: dict[Answer, str] = {}
+        for record in records:
+            query_id, future = self._new(record.incarnation)
+            if try_send(record, AdminQuery(query_id=query_id, audit=audit, flush_prefix_cache=flush)):
+                asked[future] = record.worker_id
+        if asked:
+            await asyncio.wait(asked, timeout=timeout_s)
+        answered = [
+            (name, future.result()) for future, name in asked.items() if future.done() and not future.cancelled()
+        ]
+        for future in asked:
+            future.cancel()
+        return sorted(answered, key=lambda row: row[0])
+
+    def _new(self, incarnation: int) -> tuple[int, Answer]:
         query_id, self._next_id = self._next_id, self._next_id + 1
         future: Answer = asyncio.get_running_loop().create_future()
         self._open[query_id] = (incarnation, future)

@@ -83,6 +83,11 @@ class WorkerRecord:
         return max(self.in_flight, self.num_running + self.num_waiting + self.num_paused)
 
     @property
+    def load(self) -> float:
+        """Requests over the number that run at once; above 1 some of them queue."""
+        return self.num_requests / self.capacity.max_num_seqs
+
+    @property
     def max_requests(self) -> int:
         """Running and queued requests that it takes."""
         return self.capacity.max_num_seqs + self.capacity.max_waiting
