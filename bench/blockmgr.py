@@ -5,13 +5,14 @@ Microseconds of one thread, the best of several repeats. "steady" is a decode st
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from bench.figures import write_json
 from blockmgr import BlockManager, BlockManagerConfig, PrefixCache
 from blockmgr.lru import LruQueue
 
@@ -177,7 +178,7 @@ def main() -> None:
     """Measure, print, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-blocks", type=int, default=100_000)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     arguments = parser.parse_args()
     figures = {
         f"one prompt of {PROMPT:,} tokens, {arguments.num_blocks:,} blocks, us": prompt_figures(arguments.num_blocks)
@@ -188,9 +189,7 @@ def main() -> None:
     figures["order of cached free blocks, us"] = queue_figures()
     for title, table in figures.items():
         show(title, table)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"unit": "us", "block_size": BLOCK_SIZE, "figures": figures}, file, indent=2)
+    write_json(arguments.json, {"unit": "us", "block_size": BLOCK_SIZE, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ the faster of transformers' two ways.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,26 +18,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench import figures
 from bench.hf_sides import TransformersPadded, TransformersSequential, make_transformers
 from bench.local_engine import LocalEngine
 from bench.machine import Machine, this_machine
+from bench.shapes import PUBLISHED
 from bench.workloads import Ask, Clock, Figure, Side, decode_ms, mixed, output_rate, prefill_ms
 from model.config import Qwen2Config
 from model.qwen2 import Qwen2ForCausalLM
 from worker.runner_memory import prefer_huge_pages
-
-QWEN2_5_0_5B = Qwen2Config(
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=32_768,
-    tie_word_embeddings=True,
-)
-
 
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -164,10 +152,8 @@ def show(lines: Sequence[Line], machine: Machine, console: Console) -> None:
 
 def write_json(path: Path, lines: Sequence[Line], machine: Machine, clock: str, elapsed_s: float) -> None:
     """Everything that was seen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figures = [asdict(line) for line in lines]
-    content = {"machine": machine.as_dict(), "clock": clock, "elapsed_s": elapsed_s, "lines": figures}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    seen = [asdict(line) for line in lines]
+    figures.write_json(path, {"machine": machine.as_dict(), "clock": clock, "elapsed_s": elapsed_s, "lines": seen})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.repeats:
         effort = Effort(**(asdict(effort) | {"repeats": options.repeats}))
     console, machine, start_s = Console(), this_machine(), time.perf_counter()
-    lines = measure(QWEN2_5_0_5B, effort, console, clock=CLOCKS[options.clock])
+    lines = measure(PUBLISHED["0.5B"].config, effort, console, clock=CLOCKS[options.clock])
     show(lines, machine, console)
     console.print(f"clock: {options.clock}")
     write_json(options.json, lines, machine, options.clock, time.perf_counter() - start_s)

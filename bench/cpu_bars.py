@@ -8,7 +8,6 @@ Set OMP_WAIT_POLICY=passive, as the worker does: torch's own threads then sleep 
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu import CLOCKS, QWEN2_5_0_5B
+from bench.cpu import CLOCKS
+from bench.figures import write_json
 from bench.local_engine import LocalEngine
 from bench.machine import this_machine
+from bench.shapes import PUBLISHED
 from bench.workloads import Clock, ask, mixed, output_rate, prefill_ms
 from model.linear import WeightFormat
 from model.qwen2 import Qwen2ForCausalLM
@@ -105,7 +106,7 @@ BARS = (
 
 def make_engine(weights: WeightFormat, clock: Clock) -> LocalEngine:
     """The whole worker without its network."""
-    model = Qwen2ForCausalLM.random(QWEN2_5_0_5B, seed=0, dtype=torch.bfloat16)
+    model = Qwen2ForCausalLM.random(PUBLISHED["0.5B"].config, seed=0, dtype=torch.bfloat16)
     model.pack_weights(weights)
     return LocalEngine(model, max_num_seqs=32, max_model_len=MAX_MODEL_LEN, clock=clock)
 
@@ -151,10 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values = measure(engine, bars, options.turns, console)
     show(values, options.weights, console)
     console.print(machine.line(), f"clock: {options.clock}, weights: {options.weights}")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     seen = {"machine": machine.as_dict(), "options": {"clock": options.clock, "weights": options.weights}}
     elapsed_s = time.perf_counter() - start_s
-    options.json.write_text(json.dumps(seen | {"values": values, "elapsed_s": elapsed_s}, indent=1) + "\n")
+    write_json(options.json, seen | {"values": values, "elapsed_s": elapsed_s})
     return 0
 
 

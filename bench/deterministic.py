@@ -8,7 +8,6 @@ Random weights, bf16. gpu: medians of CUDA graph replays as in bench.gpu_step; n
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -16,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.figures import write_json
+from bench.gpu.device import need_cuda
+from bench.modes import MODES
 from worker.config import Deterministic
 
 DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
 PREFILLS = [(1, 512), (1, 8192), (8, 2048)]
-MODES = {"fast": Deterministic.OFF, "deterministic": Deterministic.ON}
 
 
 def gpu(shape: str) -> dict[str, object]:
@@ -40,14 +41,15 @@ def gpu(shape: str) -> dict[str, object]:
 
 def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
     """By mode and name. Both modes read the same weights, pool and rows."""
-    from bench.gpu_step import Bench, time_decode, time_prefill
+    from bench.gpu.steps import Bench, time_decode, time_prefill
+    from bench.shapes import NUM_IDS
     from model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 
     bench = Bench(shape)
     fast = bench.decode, bench.mixed
     invariant = InvariantDecodeStep(
         bench.decode.weights, bench.state, bench.kv, max_batch=len(bench.decode.rows_B),
-        vocab_size=min(151665, bench.config.vocab_size),
+        vocab_size=min(NUM_IDS, bench.config.vocab_size),
     )  # fmt: skip
     fixed = invariant, InvariantMixedStep(invariant, max_tokens=16384)
     found: dict[str, dict[str, float]] = {}
@@ -60,8 +62,11 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
 
 def nano_rate(shape: str, mode: Deterministic) -> float:
     """Output tokens per second of nano bench, seed 0, behind one turn that warms up."""
-    from bench.gpu_engine import BLOCK_SIZE, VOCAB, GpuEngine, nano
-    from bench.gpu_step import config_of, random_model
+    from bench.gpu.engine import GpuEngine
+    from bench.gpu.models import random_model
+    from bench.gpu.runner import BLOCK_SIZE
+    from bench.gpu.workloads import nano
+    from bench.shapes import NUM_IDS, PUBLISHED
     from blockmgr.ids import PrefixCache
     from model.gpu.weights import GpuWeights
     from worker.cuda_programs import CudaRunnerConfig, PathChoice
@@ -72,12 +77,12 @@ def nano_rate(shape: str, mode: Deterministic) -> float:
         block_size=BLOCK_SIZE,
         max_slots=256,
         max_model_len=2_304,
-        vocab_size=VOCAB,
+        vocab_size=NUM_IDS,
         max_batch_tokens=2048,
         path_choice=PathChoice.KEPT,
         deterministic=mode,
     )
-    weights = GpuWeights.take(random_model(config_of(shape)), max_positions=config.table_width * BLOCK_SIZE)
+    weights = GpuWeights.take(random_model(PUBLISHED[shape].config), max_positions=config.table_width * BLOCK_SIZE)
     runner = CudaRunner(weights, config)
     runner.record(lambda done, total: None)
     engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
@@ -90,11 +95,12 @@ def nano_rate(shape: str, mode: Deterministic) -> float:
 
 def tiles(shape: str) -> dict[str, object]:
     """Microseconds of each product of a layer by tile, and whether its bits are those of the first tile."""
-    from bench.gpu_step import SHAPES
+    from bench.shapes import PUBLISHED
     from model.kernels.invariant_product import ProductTiles, invariant_product, part_elements
 
-    D, I, _, N, K, V, _ = SHAPES[shape]
-    H = D // N
+    config = PUBLISHED[shape].config
+    D, I, V, H = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
+    N, K = config.num_attention_heads, config.num_key_value_heads
     matrices = {"qkv": ((N + 2 * K) * H, D), "o": (D, N * H), "gate_up": (2 * I, D), "down": (D, I), "head": (V, D)}
     candidates = [
         ProductTiles(outputs=o, tokens=t, inputs=i, warps=w, stages=s)
@@ -151,7 +157,8 @@ def cpu(threads: int, shape: str) -> dict[str, object]:
     """Decode at batch 1, prefill of 512, sixteen mixed requests, by mode; processor time where threads is 1."""
     from bench.local_engine import LocalEngine
     from bench.machine import this_machine
-    from bench.random_checkpoint import SHAPES, write_checkpoint
+    from bench.random_checkpoint import write_checkpoint
+    from bench.shapes import SHAPES
     from bench.workloads import decode_ms, mixed, output_rate, prefill_ms
     from model.invariant import make_invariant
     from model.loading import load_model
@@ -191,6 +198,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.what != "cpu":
+        need_cuda()
     match arguments.what:
         case "gpu":
             with torch.inference_mode():
@@ -199,9 +208,7 @@ def main() -> None:
             found = tiles(arguments.shape)
         case _:
             found = cpu(arguments.threads, arguments.shape)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(found, indent=1))
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

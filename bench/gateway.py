@@ -10,12 +10,14 @@ import json
 import logging
 import multiprocessing as mp
 import resource
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+from bench.figures import percentile
+from bench.serving import free_port
 
 MAX_TOKENS = 1_000_000
 
@@ -141,20 +143,18 @@ async def read_streams(address: str, load: Load) -> dict[str, Any]:
     begin_cpu_s, begin_s = cpu_s(), time.monotonic()
     arrivals = await asyncio.gather(*(one(index) for index in range(load.num_streams)))
     share = (cpu_s() - begin_cpu_s) / (time.monotonic() - begin_s)
-    gaps = sorted(b - a for times in arrivals for a, b in pairwise(times[1:-1]))  # Deltas only
+    gaps = [b - a for times in arrivals for a, b in pairwise(times[1:-1])]  # Deltas only
     for channel in channels:
         await channel.close()
     return {
         "client_cpu_share": share,
-        "gap_ms": {str(q): round(1e3 * gaps[int(q * len(gaps))], 3) for q in (0.5, 0.9, 0.99)} if gaps else {},
+        "gap_ms": {str(q): round(1e3 * percentile(gaps, 100 * q), 3) for q in (0.5, 0.9, 0.99)} if gaps else {},
     }
 
 
 def measure(load: Load, loop_kind: str) -> dict[str, Any]:
     """One run: both processes, one report."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     ours, theirs = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(target=serve, args=(address, load, loop_kind, theirs))
     process.start()

@@ -13,7 +13,6 @@ import json
 import multiprocessing as mp
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections import defaultdict
@@ -23,8 +22,13 @@ from typing import Any
 
 import psutil
 
+from bench.figures import percentile
+from bench.serving import free_port, wait_until_serving
+
 MODEL = Path(__file__).resolve().parents[1] / "model" / "embedded" / "folio-chat"
 PROMPT = 16
+SERVICE = "octavo.v1.InferenceService"
+START_TIMEOUT_S = 60.0
 _MAX_LATE_S = 0.1  # steps that are late are made up for, if they are not later than that
 
 
@@ -86,8 +90,11 @@ def worker_process(endpoints: tuple[str, ...], pace: Pace, num_streams: int, tim
             known[names[slot]].append(now_s)
         return result
 
+    def write_times(self: OracleRunner) -> None:
+        times.write_text(json.dumps(known))
+
     OracleRunner.launch, OracleRunner.collect = timed_launch, timed_collect  # type: ignore[method-assign]
-    OracleRunner.close = lambda self: times.write_text(json.dumps(known)) and None  # type: ignore[method-assign]
+    OracleRunner.close = write_times  # type: ignore[method-assign]
     main(
         WorkerConfig(
             model=str(MODEL),
@@ -139,8 +146,7 @@ def added_ms(known: dict[str, list[float]], arrived: dict[str, list[tuple[float,
         for at_s, count in messages:
             added += [1e3 * (at_s - times[index]) for index in range(position, position + count)]
             position += count
-    added.sort()
-    return {f"p{round(100 * q)}": round(added[int(q * (len(added) - 1))], 2) for q in (0.5, 0.99)}
+    return {f"p{percent}": round(percentile(added, percent), 2) for percent in (50, 99)}
 
 
 def measure(num_gateways: int, num_streams: int, pace: Pace, seconds: float) -> dict[str, Any]:
@@ -157,7 +163,8 @@ def measure(num_gateways: int, num_streams: int, pace: Pace, seconds: float) -> 
         for process in (*gateways, worker):
             process.start()
         try:
-            wait_until_ready(ports)
+            for port in ports:
+                wait_until_serving(f"127.0.0.1:{port}", SERVICE, timeout_s=START_TIMEOUT_S)
             cpu = Cpu([*gateways, worker])
             start_s = time.monotonic()
             arrived = asyncio.run(read_streams(ports, num_streams, num_tokens))
@@ -199,33 +206,6 @@ class Cpu:
 
     def _now(self) -> list[float]:
         return [sum(process.cpu_times()[:2]) for process in self._processes]
-
-
-def wait_until_ready(ports: list[int], limit_s: float = 60.0) -> None:
-    """Until every gateway would take a request. Raises TimeoutError."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    end_s = time.monotonic() + limit_s
-    request = health_pb2.HealthCheckRequest(service="octavo.v1.InferenceService")
-    for port in ports:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            while time.monotonic() < end_s:
-                try:
-                    if health_pb2_grpc.HealthStub(channel).Check(request, timeout=1).status == 1:
-                        break
-                except grpc.RpcError:
-                    pass
-                time.sleep(0.1)
-            else:
-                raise TimeoutError(f"the gateway on port {port} is not ready")
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

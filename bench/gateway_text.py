@@ -13,13 +13,15 @@ import json
 import logging
 import multiprocessing as mp
 import random
-import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench.figures import percentile
+from bench.serving import free_port
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "model" / "embedded" / "folio-chat"
 TIMER_S = 0.001
@@ -57,17 +59,21 @@ class Lag:
 
     def take(self) -> dict[str, float]:
         """Figures so far, and start anew."""
-        lags, own, busy = sorted(self.lags_ms), sorted(self.own_ms), sorted(self.busy_ms)
+        lags, own, busy = self.lags_ms, self.own_ms, self.busy_ms
         self.lags_ms, self.own_ms, self.busy_ms = [], [], []
-        at = lambda rows, q: round(rows[int(q * (len(rows) - 1))], 2) if rows else 0.0  # noqa: E731
         return {
-            "lag_ms_p50": at(lags, 0.5),
-            "lag_ms_p99": at(lags, 0.99),
-            "lag_ms_max": at(lags, 1),
-            "own_lag_ms_p99": at(own, 0.99),
-            "own_lag_ms_max": at(own, 1),
-            "loop_cpu_ms_max": at(busy, 1),
+            "lag_ms_p50": _at(lags, 50),
+            "lag_ms_p99": _at(lags, 99),
+            "lag_ms_max": _at(lags, 100),
+            "own_lag_ms_p99": _at(own, 99),
+            "own_lag_ms_max": _at(own, 100),
+            "loop_cpu_ms_max": _at(busy, 100),
         }
+
+
+def _at(values: list[float], percent: float) -> float:
+    """Rounded; 0 where the phase was over at once."""
+    return round(percentile(values, percent), 2) if values else 0.0
 
 
 def core_wait_ns() -> int:
@@ -141,7 +147,7 @@ def texts(work: Work) -> list[str]:
     return [" ".join(dice.choices(WORDS, k=work.num_tokens)) for _ in range(work.num_requests)]
 
 
-async def in_parallel(jobs: list[Callable[[], Awaitable[int]]], limit: int) -> int:
+async def in_parallel(jobs: Sequence[Callable[[], Awaitable[int]]], limit: int) -> int:
     """All jobs, so many at once; the sum of what they count."""
     gate = asyncio.Semaphore(limit)
 
@@ -223,9 +229,7 @@ def main() -> int:
         concurrency=given.concurrency,
         step_tokens=given.step_tokens,
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=gateway_process, args=(address, work, theirs))

@@ -23,8 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.figures import write_json
+from bench.gpu.device import need_cuda
 from bench.in_process import InProcess
-from bench.random_checkpoint import SHAPES, write_checkpoint
+from bench.modes import MODES
+from bench.random_checkpoint import write_checkpoint
+from bench.shapes import SHAPES
 from blockmgr.ids import PrefixCache
 from model.checkpoint import resolve_checkpoint
 from model.gpu.weights import GpuWeights
@@ -35,7 +39,6 @@ from worker.cuda_runner import CudaRunner
 
 BLOCK_SIZE = 16
 LENGTHS = (16, 33, 64, 100, 157, 256, 389, 512)
-MODES = {"fast": Deterministic.OFF, "deterministic": Deterministic.ON}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +234,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=48)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need_cuda()
     with torch.inference_mode():
         report: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
@@ -245,9 +249,7 @@ def main() -> None:
             prompts = prompts_of(arguments.requests, 10_000)
             print(f"-- {arguments.shape} in bf16, random weights: nearly flat logits, ties everywhere")
             report["bf16"] = compare_bf16(folder, prompts, arguments.output)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1))
+    write_json(arguments.json, report)
     if any(count != arguments.requests for count in report["fp32"].values()):
         raise SystemExit("fp32 outputs differ from the CPU's")
 

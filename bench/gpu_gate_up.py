@@ -14,7 +14,9 @@ from unittest import mock
 
 import torch
 
-from bench.gpu_step import SHAPES, Bench, prefill_inputs
+from bench.gpu.device import need_cuda
+from bench.gpu.steps import Bench, prefill_inputs
+from bench.shapes import PUBLISHED
 from model.gpu import layers
 from model.gpu.choice import time_graph
 from model.kernels.ahead import compiling
@@ -58,9 +60,10 @@ def measure(shape: str, ways: dict[str, GateUpTiles | None]) -> None:
 def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["0.5B"])
+    parser.add_argument("--shape", choices=PUBLISHED, nargs="+", default=["0.5B"])
     parser.add_argument("--tiles", action="store_true")
     arguments = parser.parse_args()
+    need_cuda()
     for shape in arguments.shape:
         measure(shape, {MEMORY: None, ONE: TILES} | (OTHER_TILES if arguments.tiles else {}))
         torch.cuda.empty_cache()

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,11 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.random_checkpoint import SHAPES, write_checkpoint
+from bench.gpu.device import need_cuda
+from bench.random_checkpoint import write_checkpoint
+from bench.serving import free_port, wait_until_serving
+from bench.shapes import SHAPES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STOP_TIMEOUT_S = 30.0
@@ -69,43 +69,23 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serving(folder: Path, flags: list[str], *, start_timeout_s: float) -> Iterator[Service]:
     """`octavo serve FLAGS`, ready. Raises BenchError where it never is."""
     port, log, begin_s = free_port(), folder / "service.log", time.monotonic()
+    target = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", "--metrics-port=0"]
     command += ["--worker-metrics-port=0", f"--run-dir={folder / 'run'}", "--log-level=warning", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
     try:
-        wait_until_ready(process, f"127.0.0.1:{port}", log, timeout_s=start_timeout_s)
-        start_s = time.monotonic() - begin_s
-        yield Service(process=process, target=f"127.0.0.1:{port}", log=log, start_s=start_s)
+        try:
+            wait_until_serving(target, SERVICE, timeout_s=start_timeout_s, is_alive=lambda: process.poll() is None)
+        except TimeoutError:
+            raise BenchError(f"the service is not ready:\n{log.read_text()[-4000:]}") from None
+        yield Service(process=process, target=target, log=log, start_s=time.monotonic() - begin_s)
     finally:
         stop(process)
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], target: str, log: Path, *, timeout_s: float) -> None:
-    """Raises BenchError with the end of the log."""
-    deadline_s = time.monotonic() + timeout_s
-    with grpc.insecure_channel(target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while time.monotonic() < deadline_s and process.poll() is None:
-            try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=1)
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-            except grpc.RpcError:
-                pass
-            time.sleep(0.1)
-    raise BenchError(f"the service is not ready:\n{log.read_text()[-4000:]}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -190,10 +170,15 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print. Raises SystemExit with what was said where the service or the load generator failed."""
     arguments = parse(sys.argv[1:])
-    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
-        text = json.dumps(measure(arguments, Path(folder)))
+    if arguments.device.startswith("cuda"):
+        need_cuda()
+    try:
+        with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+            text = json.dumps(measure(arguments, Path(folder)))
+    except BenchError as error:
+        raise SystemExit(f"error: {error}") from None
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text)

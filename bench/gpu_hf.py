@@ -7,9 +7,8 @@ of one shape on both sides. Continuous batching: output tokens a second of 32 re
 """
 
 import argparse
-import gc
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,22 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from bench.gpu_engine import GpuEngine, make_runner
-from bench.gpu_step import config_of
+from bench.figures import write_json
+from bench.gpu.device import free_memory, need_cuda
+from bench.gpu.engine import GpuEngine
+from bench.gpu.runner import make_runner
 from bench.hf_sides import make_transformers
+from bench.shapes import PUBLISHED
 from blockmgr.ids import PrefixCache
 from worker.config import GPU_BATCH_TOKENS
 
 PROMPT, OUTPUT, REQUESTS = 128, 65, 32
+
+
+def ms_per_token(seconds: Callable[[int], float]) -> float:
+    """What tokens after the first cost each. seconds: of so many output tokens; the first call is not counted."""
+    seconds(2)
+    return (seconds(OUTPUT) - seconds(1)) / (OUTPUT - 1) * 1e3
 
 
 def our_ms(engine: GpuEngine, batch: int) -> float:
@@ -35,8 +43,7 @@ def our_ms(engine: GpuEngine, batch: int) -> float:
             engine.ask(rng.integers(0, 10001, PROMPT), num_output, temperature=0.0)
         return engine.finish()
 
-    seconds(2)
-    return (seconds(OUTPUT) - seconds(1)) / (OUTPUT - 1) * 1e3
+    return ms_per_token(seconds)
 
 
 def their_ms(model: Any, batch: int) -> float:
@@ -51,8 +58,7 @@ def their_ms(model: Any, batch: int) -> float:
         torch.cuda.synchronize()
         return time.perf_counter() - start_s
 
-    seconds(2)
-    return (seconds(OUTPUT) - seconds(1)) / (OUTPUT - 1) * 1e3
+    return ms_per_token(seconds)
 
 
 def mixed_lengths() -> np.ndarray:
@@ -96,23 +102,20 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need_cuda()
     runner = make_runner(arguments.shape, max_slots=256, max_batch_tokens=GPU_BATCH_TOKENS, max_model_len=4096)
     engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
     ours = {f"ms per token, batch {batch}": our_ms(engine, batch) for batch in arguments.batches}
     ours["mixed, tok/s"] = our_mixed(engine)
     del engine, runner
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()
-    model = make_transformers(config_of(arguments.shape), torch.bfloat16).to("cuda")
+    free_memory()
+    model = make_transformers(PUBLISHED[arguments.shape].config, torch.bfloat16).to("cuda")
     with torch.inference_mode():
         theirs = {f"ms per token, batch {batch}": their_ms(model, batch) for batch in arguments.batches}
     theirs["mixed, tok/s"] = their_mixed(model)
     for name, value in ours.items():
         print(f"{name:28s} octavo {value:10.3f}  transformers {theirs[name]:10.3f}", flush=True)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"octavo": ours, "transformers": theirs}, indent=1))
+    write_json(arguments.json, {"octavo": ours, "transformers": theirs})
 
 
 if __name__ == "__main__":

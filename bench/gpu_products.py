@@ -6,7 +6,6 @@ Alone: one product of every layer in turn as a CUDA graph, so that weights come 
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -14,10 +13,11 @@ from unittest import mock
 import torch
 
 from bench.cublaslt import Algorithm, BlasError, multiply, propose
-from bench.gpu_step import Bench, elapsed_ms
+from bench.gpu.device import need_cuda
+from bench.gpu.steps import Bench
 from bench.gpu_sweep import take, time_step
 from model.gpu import decode_step
-from model.gpu.choice import Wide
+from model.gpu.choice import Wide, time_graph
 from model.gpu.layers import Attend, LayerBuffers
 from model.gpu.weights import GpuWeights
 from model.kernels.activation import silu_mul
@@ -30,13 +30,7 @@ Chosen = dict[str, Algorithm]
 
 def graph_us(work: Callable[[], None], count: int) -> float:
     """Median microseconds of one of the `count` products that the work launches."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    return statistics.median(elapsed_ms(graph.replay, 4) for _ in range(3)) * 1e3 / count
+    return time_graph(work, steps=4) * 1e3 / count
 
 
 def weights_of(bench: Bench, name: str) -> list[torch.Tensor]:
@@ -134,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[80, 96, 128, 160, 192, 224, 256])
     parser.add_argument("--context", type=int, default=560)
     arguments = parser.parse_args()
+    need_cuda()
     bench = Bench("0.5B", pool_tokens=300_000)
     bench.state.temperature_R.fill_(0.6)
     for rows in arguments.rows:

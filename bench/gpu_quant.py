@@ -8,8 +8,6 @@ replays of a CUDA graph; the bf16 floor is 2 bytes a weight at 3 TB/s.
 """
 
 import argparse
-import gc
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +15,9 @@ from typing import Any
 import torch
 import triton
 
-from bench.gpu_step import Bench, copy_rate, time_decode, time_prefill
+from bench.gpu.device import copy_rate, free_memory, need_cuda
+from bench.gpu.steps import Bench, time_decode, time_prefill
+from model.gpu.choice import time_graph
 from model.gpu.quant_layers import QuantProducts
 from model.kernels.quant_product import QuantizedWeight, QuantScratch, QuantTiles, quant_product
 from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
@@ -60,23 +60,12 @@ def copies(kind: str, O: int, I: int) -> list[QuantizedWeight]:
 
 def microseconds(run: Callable[[Any], None], weights: Sequence[Any]) -> float:
     """Of `run` with one of the weights, all of them in one graph."""
-    for weight in weights[:2]:
-        run(weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run_all() -> None:
         for weight in weights:
             run(weight)
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 500 / len(weights))
-    return statistics.median(times)
+
+    return time_graph(run_all, steps=2) * 1e3 / len(weights)
 
 
 class Product:
@@ -150,8 +139,7 @@ def time_steps(shape: str) -> None:
             cells.append(f"prefill {prompts}x{length} {prompts * length / ms:.0f}k tok/s")
         print(f"{shape} {name}, weights {bench.weight_bytes / 1e9:.2f} GB: " + "  ".join(cells), flush=True)
         del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def main() -> None:
@@ -160,6 +148,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["tiles", "tokens", "steps"])
     parser.add_argument("--shape", nargs="+", default=["0.5B", "7B"])
     arguments = parser.parse_args()
+    need_cuda()
     what = arguments.what
     print(torch.cuda.get_device_name())
     if "tiles" in what:

@@ -10,7 +10,6 @@ The floor reads the logits once at the measured copy rate.
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -20,15 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.figures import write_json
+from bench.gpu.device import copy_rate, need_cuda
+from bench.gpu.workloads import QWENS_WISHES
+from bench.shapes import NUM_IDS, PUBLISHED
+from model.gpu.choice import time_graph
 from model.gpu.wish_plan import Stage, plan_row
 from model.gpu.wishes import DeviceMasks, SampledBatch, WishState
 from model.kernels.mask import num_words
 from model.kernels.sample import SampleParts, sample_and_advance
 from model.sampling import Feature, SamplingParams
 
-WIDTH, VOCAB = 151_936, 151_665
+WIDTH, VOCAB = PUBLISHED["0.5B"].vocab_size, NUM_IDS
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": 0.2}
-QWENS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("peaked", {"temperature": 0.0}),
     "temperature": ("peaked", {"temperature": 0.7}),
@@ -42,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "typical-p 0.9": ("peaked", {"temperature": 1.0, "typical_p": 0.9}),
     "penalties, greedy": ("peaked", {"temperature": 0.0, **PENALTIES}),
     "penalties, temperature": ("peaked", {"temperature": 0.7, **PENALTIES}),
-    "Qwen's own": ("peaked", QWENS),
+    "Qwen's own": ("peaked", QWENS_WISHES),
     "logprobs 5, greedy": ("peaked", {"temperature": 0.0, "num_logprobs": 5}),
     "logprobs 20, greedy": ("peaked", {"temperature": 0.0, "num_logprobs": 20}),
     "min_tokens, greedy": ("peaked", {"temperature": 0.0, "min_tokens": 1 << 30, "stop_ids": (151643, 151645)}),
@@ -121,21 +124,7 @@ def prepare(state: WishState, logits_BV: torch.Tensor, wish: dict[str, Any], fea
 
 def device_us(prepared: Prepared) -> float:
     """Median of five timings of twenty replays."""
-    prepared.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prepared.run()
-    graph.replay()
-    start, end, times = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), []
-    for _ in range(5):
-        start.record()
-        for _ in range(20):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 50)
-    return statistics.median(times)
+    return time_graph(prepared.run) * 1e3
 
 
 def host_us(prepared: Prepared) -> float:
@@ -150,25 +139,11 @@ def host_us(prepared: Prepared) -> float:
     return statistics.median(times)
 
 
-def copy_bytes_per_us() -> float:
-    """Bytes read and written by a large copy on the device."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    target.copy_(source)
-    start.record()
-    for _ in range(10):
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-    return 2 * (1 << 30) * 10 / (start.elapsed_time(end) * 1e3)
-
-
 def measure(batch: int, rate: float) -> list[dict[str, Any]]:
     """A row of figures for each case."""
     state = WishState(num_rows=batch + 1, max_batch=batch, vocab_size=VOCAB, device="cuda")
     logits = {kind: logits_of(kind, batch) for kind in ("peaked", "flat")}
-    floor, found = batch * VOCAB * 2 / rate, []
+    floor, found = batch * VOCAB * 2 / rate * 1e6, []
     for name, (kind, wish) in CASES.items():
         prepared = prepare(state, logits[kind], wish, Feature.GRAMMAR if "grammar" in name else Feature.NONE)
         took = device_us(prepared)
@@ -183,14 +158,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    arguments = parser.parse_args()
+    need_cuda()
     with torch.inference_mode():
-        rate = copy_bytes_per_us()
-        print(f"{torch.cuda.get_device_name()}, copy {rate / 1e6:.2f} TB/s, bf16 logits of {WIDTH} columns", flush=True)
-        found = [row for batch in args.batches for row in measure(batch, rate)]
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1))
+        rate = copy_rate()
+        print(
+            f"{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s, bf16 logits of {WIDTH} columns", flush=True
+        )
+        found = [row for batch in arguments.batches for row in measure(batch, rate)]
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ The exit code is 1 where one of these is not so.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.figures import write_json
+from bench.gpu.device import need_cuda
 from bench.in_process import InProcess
+from bench.modes import MODES
+from bench.shapes import NUM_IDS, PUBLISHED
 from bench.soak_load import Canary, Load, LoadSizes
 from bench.soak_watch import Sample, sample, slopes
 from blockmgr.ids import PrefixCache
@@ -33,7 +36,6 @@ from worker.config import Deterministic
 from worker.runner_warmup import WarmRunner
 from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
-MODES = {"fast": Deterministic.OFF, "deterministic": Deterministic.ON}
 SAMPLE_S, CANARY_S = 10.0, 5.0
 NEAR_TIE_NATS = 2 / 32  # two spacings of logits between 4 and 8 in bf16
 GOOD_ENDS = {"LENGTH", "STOP", "CANCELLED"}
@@ -65,18 +67,21 @@ CPU_PLAN = Plan(
 
 def cuda_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
     """Over random weights of a published shape, or the embedded model, with recorded steps."""
-    from bench.gpu_step import SHAPES, config_of, random_model
+    from bench.gpu.models import random_model
     from model.gpu.weights import GpuWeights
     from worker.cuda_programs import CudaRunnerConfig
     from worker.cuda_runner import CudaRunner
 
-    model = random_model(config_of(name)) if name in SHAPES else load_model(resolve_checkpoint(name), device="cuda")
+    if name in PUBLISHED:
+        model = random_model(PUBLISHED[name].config)
+    else:
+        model = load_model(resolve_checkpoint(name), device="cuda")
     config = CudaRunnerConfig(
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
         max_slots=plan.max_slots,
         max_model_len=plan.max_model_len,
-        vocab_size=min(151_665, model.config.vocab_size),
+        vocab_size=min(NUM_IDS, model.config.vocab_size),
         max_batch_tokens=plan.max_batch_tokens,
         deterministic=mode,
     )
@@ -220,6 +225,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        need_cuda()
     soak = make_soak(arguments)
     soak.run(60 * arguments.minutes)
     report = report_of(soak, arguments, torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu")
@@ -228,9 +235,7 @@ def main() -> None:
         print(f"{column:15s} {each['kib_per_minute']:+10.1f} ± {each['half_width']:.1f} KiB a minute")
     for name, is_so in report["verdicts"].items():
         print(f"{'ok ' if is_so else 'NO '} {name}")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1))
+    write_json(arguments.json, report)
     if not all(report["verdicts"].values()):
         raise SystemExit(1)
 

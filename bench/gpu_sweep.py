@@ -10,13 +10,19 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.gpu_step import SHAPES, Bench, capture, elapsed_ms, profile, time_prefill
+from bench.gpu.clock import elapsed_ms
+from bench.gpu.device import need_cuda
+from bench.gpu.kernels import kernels_of
+from bench.gpu.steps import Bench, capture, time_prefill
+from bench.gpu_step import profile
+from bench.shapes import PUBLISHED
 from model.gpu import decode_step
 from model.gpu.choice import Narrow, StepPath, Wide, candidates
 from model.gpu.decode_step import DecodeStep
@@ -262,13 +268,11 @@ def profile_all(bench: Bench) -> None:
     for batch, context in ((1, 256), (256, 560)):
         profile(bench, batch, context)
     for prompts, length in ((1, 8192), (8, 2048)):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            time_prefill(bench, prompts, length)
+        kernels = kernels_of(partial(time_prefill, bench, prompts, length))
         print(f"-- kernels of prefills {prompts} x {length}, percent")
-        events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
-        total = sum(event.device_time_total for event in events)
-        for event in events[:14]:
-            print(f"  {event.device_time_total / total:6.1%} {event.count:6d} x  {event.key[:90]}")
+        total_us = sum(kernel.total_us for kernel in kernels)
+        for kernel in kernels[:14]:
+            print(f"  {kernel.total_us / total_us:6.1%} {kernel.num_launches:6d} x  {kernel.name[:90]}")
 
 
 SWEEPS: dict[str, Callable[[Bench], None]] = {
@@ -280,9 +284,10 @@ SWEEPS: dict[str, Callable[[Bench], None]] = {
 def main() -> None:
     """Run the sweeps that were named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser.add_argument("--shape", choices=PUBLISHED, default="0.5B")
     parser.add_argument("sweeps", nargs="+", choices=SWEEPS)
     arguments = parser.parse_args()
+    need_cuda()
     bench = Bench(arguments.shape, pool_tokens=660_000)
     for name in arguments.sweeps:
         SWEEPS[name](bench)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from bench.figures import percentile
 from bench.machine import this_machine
 from grammar.limits import GrammarLimits
 from grammar.source import to_llguidance
@@ -85,7 +86,7 @@ class Theirs:
 
     def __init__(self, compiled: Any) -> None:
         import torch
-        import xgrammar
+        import xgrammar  # type: ignore[import-not-found]
 
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._from_numpy = torch.from_numpy
@@ -180,7 +181,7 @@ def row(
             mask_us.append(timed_us(lambda f=follower: f.mask(bits_W)))  # type: ignore[misc]
             accept_us.append(timed_us(lambda f=follower, t=token: f.accept(t)))  # type: ignore[misc]
     batch_ms = batch_of_64(make, ids, vocabulary)
-    p99 = sorted(mask_us)[int(len(mask_us) * 0.99)]
+    p99 = percentile(mask_us, 99)
     return (
         f"| {library} | {case} | {compile_ms:.1f} | {statistics.mean(mask_us):.0f} | {p99:.0f} "
         f"| {statistics.mean(accept_us):.1f} | {batch_ms:.2f} |"
@@ -199,7 +200,11 @@ def batch_of_64(make: Callable[[], Follower], ids: list[int], vocabulary: Vocabu
 
 
 def _fill_all(followers: list[Follower], bits_NW: np.ndarray) -> float:
-    return timed_us(lambda: [follower.mask(bits_NW[n]) for n, follower in enumerate(followers)])
+    def fill() -> None:
+        for bits_W, follower in zip(bits_NW, followers, strict=True):
+            follower.mask(bits_W)
+
+    return timed_us(fill)
 
 
 def parallel(vocabulary: Vocabulary) -> None:

@@ -1,22 +1,20 @@
-"""Scheduler, block manager, engine and a runner in one thread of this process, with a gateway that keeps what it gets:
-for comparisons and soaks, on any runner."""
+"""An engine in one thread of this process, with a gateway that keeps what it gets: for comparisons and soaks, on any
+runner.
 
-import time
+Must not know: devices, what is measured.
+"""
+
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
+from bench.assembly import assemble, run_of
 from bench.mailbox import GATEWAY, Mailbox, tokens_of
-from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
-from wire.messages import Cancel, Finished, Run, Sampling, StepOutput, TokenLogprobs
-from worker.config import SchedulerConfig
-from worker.engine import Engine, EngineConfig
+from wire.messages import Cancel, Finished, StepOutput, TokenLogprobs
 from worker.runner import Runner
 from worker.runner_warmup import WarmConfig
-from worker.scheduler import Scheduler
 
 
 class KeptMail(Mailbox):
@@ -50,51 +48,17 @@ class InProcess:
         *,
         max_batch_tokens: int,
         prefix_cache: PrefixCache = PrefixCache.ON,
-        num_blocks: int | None = None,
-        eos_token_ids: tuple[int, ...] = (),
-        max_waiting: int = 1024,
     ) -> None:
         self.mail, self.num_asked = KeptMail(), 0
-        self.blocks = BlockManager(
-            BlockManagerConfig(
-                num_blocks=num_blocks or sizes.num_blocks,
-                block_size=sizes.block_size,
-                max_slots=sizes.max_slots,
-                max_blocks_per_slot=-(-(sizes.max_model_len + 1) // sizes.block_size),
-                fingerprint=b"bench",
-                prefix_cache=prefix_cache,
-            )
-        )
-        config = SchedulerConfig(
-            max_model_len=sizes.max_model_len,
-            vocab_size=sizes.vocab_size,
-            eos_token_ids=eos_token_ids,
-            max_num_seqs=sizes.max_slots,
-            max_waiting=max_waiting,
-            max_batch_tokens=max(max_batch_tokens, sizes.max_slots),
-            max_in_flight=runner.max_in_flight,
-        )
-        self.scheduler = Scheduler(config, self.blocks)
-        self.engine = Engine(
-            config=EngineConfig(epoch="bench", audit_every_steps=0),
-            scheduler=self.scheduler,
-            blocks=self.blocks,
-            runner=runner,
-            inbox=self.mail,
-            outbox=self.mail,
-            clock=time.perf_counter,
-        )
+        budget = max(max_batch_tokens, sizes.max_slots)  # the least that a scheduler takes
+        parts = assemble(runner, sizes, self.mail, max_batch_tokens=budget, prefix_cache=prefix_cache)
+        self.blocks, self.scheduler, self.engine = parts.blocks, parts.scheduler, parts.engine
 
     def ask(self, prompt_ids_T: np.ndarray, **sampling: Any) -> int:
-        """Put one request into the inbox; its handle."""
+        """Put one request into the inbox; its handle. Greedy where nothing else is said."""
         self.num_asked += 1
-        run = Run(
-            handle=self.num_asked,
-            request_id=f"bench-{self.num_asked}",
-            prompt_ids=prompt_ids_T.astype(np.int32).tobytes(),
-            sampling=Sampling(**{"temperature": 0.0, "seed": self.num_asked, **sampling}),
-        )
-        self.mail.coming.append((GATEWAY, run))
+        wishes = {"temperature": 0.0, "seed": self.num_asked, **sampling}
+        self.mail.coming.append((GATEWAY, run_of(self.num_asked, prompt_ids_T, **wishes)))
         return self.num_asked
 
     def cancel(self, handle: int) -> None:

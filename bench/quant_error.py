@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from bench.figures import write_json
 from model import load_model, resolve_checkpoint
 from model.rounding_error import Rounding, RoundingError, measure, round_model
 from model.verify_prompts import make_prompts
@@ -74,8 +75,7 @@ def main() -> None:
         print(f"{name}: {rows[name]}", flush=True)
     print(f"\n{sum(map(len, texts))} tokens, float32 perplexity {next(iter(rows.values())).before:.3f}\n")
     print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
+    write_json(arguments.json, {name: asdict(row) for name, row in rows.items()})
 
 
 if __name__ == "__main__":

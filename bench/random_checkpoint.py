@@ -7,63 +7,19 @@ Letters: D model dim · I intermediate · N query heads · K kv heads · H head 
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from bench.shapes import MAX_POSITIONS, SHAPES, Shape
 from worker.oracle_tokenizer import END_TOKEN_ID, oracle_tokenizer_files
 
 _STD = 0.02
 _SHARD_BYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """num_ids: of the tokenizer; rows of the embedding beyond it are padding, as in the published models."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab_size: int = 151_936
-    num_ids: int = 151_665
-    tied: bool = True
-
-    @property
-    def head_dim(self) -> int:
-        """H."""
-        return self.hidden_size // self.num_heads
-
-
-SHAPES = {
-    "tiny": Shape(
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=10_240,
-        num_ids=10_100,
-    ),
-    "0.5B": Shape(hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2),
-    "1.5B": Shape(hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12, num_kv_heads=2),
-    "3B": Shape(hidden_size=2048, intermediate_size=11008, num_layers=36, num_heads=16, num_kv_heads=2),
-    "7B": Shape(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        vocab_size=152_064,
-        tied=False,
-    ),
-}
-
-
-def write_checkpoint(folder: Path, shape: Shape, *, seed: int = 0, max_model_len: int = 32_768) -> Path:
+def write_checkpoint(folder: Path, shape: Shape, *, seed: int = 0, max_model_len: int = MAX_POSITIONS) -> Path:
     """config.json, bf16 safetensors (one file or several with their index), tokenizer. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape, max_model_len), indent=1))

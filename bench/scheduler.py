@@ -8,23 +8,24 @@ and a burst.
 """
 
 import argparse
-import json
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from blockmgr.config import BlockManagerConfig
+from bench.assembly import assemble
+from bench.figures import write_json
+from bench.mailbox import GATEWAY, Mailbox
 from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
-from wire.messages import Run, Sampling
-from worker.config import SchedulerConfig
-from worker.engine import Engine, EngineConfig
+from wire.messages import Run, Sampling, StepOutput
+from worker.engine import Engine
+from worker.masks import StepMasks
 from worker.plan import StepPlan, StepResult
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
+from worker.ports import GatewayIndex, InboxMessage
 from worker.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -44,6 +45,9 @@ class NullRunner:
         """Remember it."""
         self._plans.append(plan)
 
+    def constrain(self, masks: StepMasks) -> None:
+        """Nobody has a grammar."""
+
     def collect(self) -> StepResult:
         """Tokens that stop nobody."""
         plan = self._plans.popleft()
@@ -56,34 +60,22 @@ class NullRunner:
         """Nothing."""
 
 
-class ListInbox:
-    """What was put into the list."""
+class Nowhere(Mailbox):
+    """What a step gives is thrown away."""
 
-    def __init__(self) -> None:
-        self.messages: list[tuple[GatewayIndex, InboxMessage]] = []
-
-    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
-        """All of it."""
-        messages, self.messages = self.messages, []
-        return messages
-
-    def wait(self, timeout_s: float) -> None:
-        """Never needed."""
+    def take(self, output: StepOutput) -> None:
+        """Packed it is by now, and that is what is measured."""
 
 
-class CountingOutbox:
-    """Counts bytes and throws them away."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Room that the null runner would have."""
 
-    def __init__(self) -> None:
-        self.num_messages = 0
-
-    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
-        """One message."""
-        self.num_messages += 1
-
-    def put_all(self, message: OutboxMessage) -> None:
-        """One message."""
-        self.num_messages += 1
+    num_blocks: int
+    max_slots: int
+    block_size: int = BLOCK_SIZE
+    max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = VOCAB_SIZE
 
 
 class Bench(NamedTuple):
@@ -91,41 +83,22 @@ class Bench(NamedTuple):
 
     engine: Engine
     scheduler: Scheduler
-    inbox: ListInbox
+    mail: Nowhere
 
 
 def make_engine(*, num_blocks: int, max_num_seqs: int, max_in_flight: int, max_batch_tokens: int) -> Bench:
     """An engine around the null runner."""
-    blocks = BlockManager(
-        BlockManagerConfig(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_slots=max_num_seqs,
-            max_blocks_per_slot=MAX_MODEL_LEN // BLOCK_SIZE,
-            fingerprint=b"bench",
-            prefix_cache=PrefixCache.ON,
-        )
-    )
-    config = SchedulerConfig(
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(2, 3),
-        max_num_seqs=max_num_seqs,
-        max_waiting=1_000_000,
+    sizes, mail = Sizes(num_blocks=num_blocks, max_slots=max_num_seqs), Nowhere()
+    parts = assemble(
+        NullRunner(max_in_flight),
+        sizes,
+        mail,
         max_batch_tokens=max_batch_tokens,
-        max_in_flight=max_in_flight,
+        prefix_cache=PrefixCache.ON,
+        eos_token_ids=(2, 3),
+        max_waiting=1_000_000,
     )
-    scheduler, inbox = Scheduler(config, blocks), ListInbox()
-    engine = Engine(
-        config=EngineConfig(epoch="bench", audit_every_steps=0),
-        scheduler=scheduler,
-        blocks=blocks,
-        runner=NullRunner(max_in_flight),
-        inbox=inbox,
-        outbox=CountingOutbox(),
-        clock=time.perf_counter,
-    )
-    return Bench(engine, scheduler, inbox)
+    return Bench(parts.engine, parts.scheduler, mail)
 
 
 def make_steady(num_running: int, max_in_flight: int, num_steps: int) -> Bench:
@@ -139,7 +112,7 @@ def make_steady(num_running: int, max_in_flight: int, num_steps: int) -> Bench:
     )
     rng = np.random.default_rng(0)
     for handle in range(num_running):
-        bench.inbox.messages.append(_run(handle, PROMPT_TOKENS + handle % BLOCK_SIZE, MAX_MODEL_LEN, rng))
+        bench.mail.coming.append(_run(handle, PROMPT_TOKENS + handle % BLOCK_SIZE, MAX_MODEL_LEN, rng))
     for _ in range(8):
         bench.engine.step()
     assert bench.scheduler.num_running == num_running
@@ -156,7 +129,7 @@ def _run(
         sampling=Sampling(max_tokens=output, stop_token_ids=(4, 5), seed=handle),
         tenant=str(handle % num_tenants),
     )
-    return GatewayIndex(0), run
+    return GATEWAY, run
 
 
 def time_steps(step: Callable[[], object], num_steps: int) -> dict[str, float]:
@@ -196,7 +169,7 @@ def measure_steady(num_running: int, max_in_flight: int, num_steps: int) -> dict
 def measure_queue(num_tenants: int, num_steps: int) -> dict[str, float]:
     """One row: 256 running, 1,000 waiting of so many tenants; and a burst of theirs."""
     bench, rng = make_steady(256, 1, num_steps), np.random.default_rng(1)
-    bench.inbox.messages = [_run(handle, 64, 8, rng, num_tenants) for handle in range(10_000, 11_000)]
+    bench.mail.coming = [_run(handle, 64, 8, rng, num_tenants) for handle in range(10_000, 11_000)]
     bench.engine.step()
     steps, burst = time_steps(bench.engine.step, num_steps), measure_burst(1024, 64, 16, num_tenants)
     return {
@@ -211,7 +184,7 @@ def measure_burst(num_requests: int, prompt: int, output: int, num_tenants: int 
     """One row: a burst of equal requests, 256 at a time, two steps in flight."""
     bench = make_engine(num_blocks=20_000, max_num_seqs=256, max_in_flight=2, max_batch_tokens=8192)
     rng = np.random.default_rng(0)
-    bench.inbox.messages = [_run(handle, prompt, output, rng, num_tenants) for handle in range(num_requests)]
+    bench.mail.coming = [_run(handle, prompt, output, rng, num_tenants) for handle in range(num_requests)]
     times: list[float] = []
     while not times or bench.scheduler.has_work:
         start = time.perf_counter()
@@ -254,9 +227,7 @@ def main() -> None:
     print_table(bursts)
     queues = [measure_queue(num_tenants, arguments.steps) for num_tenants in arguments.tenants]
     print_table(queues)
-    if arguments.json:
-        rows = {"steady": steady, "bursts": bursts, "queues": queues}
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.json, {"steady": steady, "bursts": bursts, "queues": queues})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 from prometheus_client import start_http_server
 
+from bench.figures import percentile
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.metrics_http import MetricsEndpoint
@@ -27,11 +28,6 @@ from gateway.workers.stats import PoolStats
 ROUNDS = 3
 TICK_S = 0.002
 TIMEOUT_S = 10.0
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Nearest rank."""
-    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
 
 
 def serve(kind: str, pipe: Connection) -> None:

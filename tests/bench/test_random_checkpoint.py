@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bench import random_checkpoint
-from bench.random_checkpoint import SHAPES, tensor_shapes, write_checkpoint
+from bench.random_checkpoint import tensor_shapes, write_checkpoint
+from bench.shapes import SHAPES
 from gateway.text.model_text import ModelText
 from model import load_model
 

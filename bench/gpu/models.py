@@ -1,0 +1,48 @@
+"""Models of published shapes with random weights on the device, taken as a runner takes them.
+
+Must not know: steps, engines.
+"""
+
+import torch
+
+from bench.shapes import MAX_POSITIONS
+from model import Qwen2Config, Qwen2ForCausalLM
+from model.gpu.weights import GpuWeights
+from model.linear import Linear, WeightFormat
+from model.quantization.rounding import round_to_groups
+
+WEIGHTS = {
+    "bf16": WeightFormat.BF16,
+    "fp8": WeightFormat.FP8,
+    "int8": WeightFormat.INT8,
+    "int4": WeightFormat.BF16,
+}
+"""How the model's weights are taken; int4 ones are rounded before."""
+
+
+def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
+    """bf16 weights drawn on the device: fast, and of a scale that keeps activations finite."""
+    model = Qwen2ForCausalLM(config, dtype=torch.bfloat16, device="cuda")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.normal_(1.0, 0.1)
+    return model
+
+
+def round_to_int4(model: Qwen2ForCausalLM) -> None:
+    """Every matrix of the layers, as a GPTQ checkpoint would hold it."""
+    for module in model.layers.modules():
+        if isinstance(module, Linear):
+            module.hold(round_to_groups(module.weight.data, bits=4, group_size=128))
+
+
+def take_weights(model: Qwen2ForCausalLM, weights: str) -> tuple[int, GpuWeights]:
+    """Bytes that a step reads of them, and the weights themselves. weights: a key of WEIGHTS."""
+    if weights == "int4":
+        round_to_int4(model)
+    taken = GpuWeights.take(model, max_positions=MAX_POSITIONS, weight_format=WEIGHTS[weights])
+    linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+    plain = sum(module.weight.numel() * 2 for module in linears if hasattr(module, "weight"))
+    head = model.config.vocab_size * model.config.hidden_size * 2
+    return plain + sum(module.packed_bytes for module in linears) + head, taken

@@ -1,0 +1,79 @@
+"""A CUDA runner made as a worker makes it, over random weights of a published shape, and what its start took.
+
+Must not know: engines, workloads.
+"""
+
+import gc
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from bench.gpu.models import random_model
+from bench.shapes import NUM_IDS, PUBLISHED
+from model.gpu.weights import GpuWeights
+from worker.cuda_ahead import compile_kernels
+from worker.cuda_memory import cuda_memory_needs
+from worker.cuda_programs import CudaRunnerConfig, PathChoice
+from worker.cuda_runner import CudaRunner
+from worker.memory import size_pool
+from worker.runner_warmup import warm_up
+
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds of what a start does, one thing after the other."""
+
+    begin_s: float = field(default_factory=time.perf_counter)
+    ends_s: dict[str, float] = field(default_factory=dict)
+
+    def end(self, name: str) -> None:
+        """This phase is over."""
+        self.ends_s[name] = time.perf_counter()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each."""
+        begins_s = [self.begin_s, *self.ends_s.values()]
+        return {name: end_s - begin_s for (name, end_s), begin_s in zip(self.ends_s.items(), begins_s, strict=False)}
+
+
+def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_len: int) -> CudaRunner:
+    """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left."""
+    phases = Phases()
+    model = random_model(PUBLISHED[shape].config)
+    weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    config = CudaRunnerConfig(
+        num_blocks=1,
+        block_size=BLOCK_SIZE,
+        max_slots=max_slots,
+        max_model_len=max_model_len,
+        vocab_size=min(NUM_IDS, model.config.vocab_size),
+        max_batch_tokens=max_batch_tokens,
+        path_choice=PathChoice.MEASURED,
+    )
+    weights = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE)
+    phases.end("weights")
+    compile_kernels(weights, config, lambda done, total: None)
+    phases.end("kernels")
+    needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9)
+    pool = size_pool(needs)
+    phases.end("rehearsal")
+    free_bytes = torch.cuda.mem_get_info()[0] - pool.num_bytes
+    runner = CudaRunner(weights, replace(config, num_blocks=pool.num_blocks))
+    recorded_s = runner.record(lambda done, total: None)
+    warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)
+    gc.collect()
+    gc.freeze()
+    took_s, in_all_s = phases.seconds, time.perf_counter() - phases.begin_s
+    print(
+        f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights {took_s['weights']:.1f} s, kernels "
+        f"{took_s['kernels']:.1f} s, rehearsal {took_s['rehearsal']:.1f} s, "
+        f"{runner.programs.num_shapes} graphs {recorded_s:.1f} s, in all "
+        f"{in_all_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB by rehearsal, "
+        f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {pool.num_tokens} tokens",
+        flush=True,
+    )
+    return runner

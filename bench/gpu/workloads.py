@@ -1,0 +1,96 @@
+"""What is asked of an engine on a GPU, and what comes of it: every function drives the engine to an end and returns
+figures.
+
+Must not know: floors, runners, what is printed.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.engine import GpuEngine
+
+LARGEST_ID = 10_000
+NANO_REQUESTS = 256
+NANO_WISHES = {"temperature": 0.6}
+QWENS_WISHES = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+
+
+def random_prompt(rng: np.random.Generator, length: int) -> np.ndarray:
+    """Ids U[0, 10000]."""
+    return rng.integers(0, LARGEST_ID + 1, length)
+
+
+def nano_lengths(rng: np.random.Generator) -> np.ndarray:
+    """[256, 2] prompt and output tokens of nano-vllm's bench.py."""
+    return rng.integers(100, 1025, (NANO_REQUESTS, 2))
+
+
+def nano(engine: GpuEngine, seed: int, wishes: dict[str, Any] | None = None) -> dict[str, float]:
+    """The workload of nano-vllm's bench.py, all at once. Raises RuntimeError where tokens are missing."""
+    rng = np.random.default_rng(seed)
+    lengths = nano_lengths(rng)
+    for num_prompt, num_output in lengths.tolist():
+        engine.ask(random_prompt(rng, num_prompt), num_output, **(wishes or NANO_WISHES))
+    engine.stopwatch.set_to_zero()
+    start_s = time.perf_counter()
+    seconds = engine.finish()
+    wanted = int(lengths[:, 1].sum())
+    if engine.mail.num_tokens != wanted:
+        raise RuntimeError(f"asked for {wanted} tokens, got {engine.mail.num_tokens}")
+    spent = engine.stopwatch.spent
+    return {
+        "tokens_per_s": wanted / seconds, "seconds": seconds, "steps": spent.steps,
+        "first_ms": 1e3 * (engine.mail.first_s - start_s),
+        **{f"{name}_us": value for name, value in spent.host_us().items()},
+    }  # fmt: skip
+
+
+def first_token_ms(engine: GpuEngine, length: int) -> float:
+    """Median of nine prompts alone, from the request in the inbox to its token in the outbox."""
+    rng, times = np.random.default_rng(length), []
+    for _ in range(9):
+        engine.ask(random_prompt(rng, length), 1, temperature=0.0)
+        start_s = time.perf_counter()
+        engine.finish()
+        times.append(engine.mail.first_s - start_s)
+    return statistics.median(times) * 1e3
+
+
+def prefill(engine: GpuEngine, num_prompts: int, length: int) -> dict[str, float]:
+    """Prompts all at once, one token each: the second of two times."""
+    rng = np.random.default_rng(length)
+    for _ in range(2):
+        for _ in range(num_prompts):
+            engine.ask(random_prompt(rng, length), 1, temperature=0.0)
+        seconds = engine.finish()
+    return {"tokens_per_s": num_prompts * length / seconds, "seconds": seconds}
+
+
+def decode_ms(engine: GpuEngine, batch: int) -> float:
+    """Milliseconds per token of so many greedy requests, median of three."""
+    rng = np.random.default_rng(batch)
+
+    def seconds(num_output: int) -> float:
+        for _ in range(batch):
+            engine.ask(random_prompt(rng, 128), num_output, temperature=0.0)
+        return engine.finish()
+
+    return statistics.median((seconds(257) - seconds(1)) / 256 for _ in range(3)) * 1e3
+
+
+def host_us(engine: GpuEngine, batch: int) -> dict[str, float]:
+    """Microseconds of a decode step, by part of the engine's thread, with so many running: the mean of the last two
+    hundred, those in which everybody ends among them."""
+    rng = np.random.default_rng(batch)
+    for _ in range(batch):
+        engine.ask(random_prompt(rng, 32), 220, temperature=0.6)
+    while not engine.is_steady:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    engine.stopwatch.set_to_zero()
+    engine.finish()
+    return engine.stopwatch.spent.host_us()

@@ -1,0 +1,36 @@
+"""Services that a bench starts on this machine: a port for them, and when they are ready.
+
+Must not know: what they serve, what is measured.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_serving(
+    target: str, service: str, *, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
+) -> None:
+    """Until the health check says so. Raises TimeoutError where it does not in time, or the server has ended."""
+    deadline_s = time.monotonic() + timeout_s
+    request = health_pb2.HealthCheckRequest(service=service)
+    with grpc.insecure_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < deadline_s and is_alive():
+            try:
+                if stub.Check(request, timeout=1).status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError:
+                pass
+            time.sleep(0.1)
+    raise TimeoutError(f"{service} at {target} is not ready")
