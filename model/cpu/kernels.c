@@ -37,13 +37,23 @@ static inline void sums8(vec x[HEADS], float out[HEADS]) {
     memcpy(out, &v, HEADS * sizeof(float));
 }
 
-/* Scores of up to HEADS query heads against every position: score[c * HEADS + g]. */
-static inline void score_all(const float *q_GH, const bf16 *k_pool, const int32_t *table, int64_t context,
-                             int64_t stride_P, int64_t block_size, int H, float *score) {
+/* One position's row, 64 bytes at a time. */
+static inline void fetch(const bf16 *row, int H) {
+    for (int h = 0; h < H; h += 2 * LANES) __builtin_prefetch(row + h, 0, 2);
+}
+
+/* Scores of up to HEADS query heads against every position: score[c * HEADS + g]. Blocks lie anywhere in memory, so the
+ * processor does not foresee the next one, nor that their values are wanted soon: both are fetched here. */
+static inline void score_all(const float *q_GH, const bf16 *k_pool, const bf16 *v_pool, const int32_t *table,
+                             int64_t context, int64_t stride_P, int64_t block_size, int H, float *score) {
     for (int64_t first = 0; first < context; first += block_size) {
-        const bf16 *k = k_pool + table[first / block_size] * stride_P;
         int64_t end = first + block_size < context ? first + block_size : context;
-        for (int64_t c = first; c < end; c++, k += H) {
+        const bf16 *k = k_pool + table[first / block_size] * stride_P;
+        const bf16 *v = v_pool + table[first / block_size] * stride_P;
+        const bf16 *next = end < context ? k_pool + table[end / block_size] * stride_P : k;
+        for (int64_t c = first; c < end; c++, k += H, v += H, next += H) {
+            fetch(next, H);
+            fetch(v, H);
             vec part[HEADS] = {{0}};
             for (int h = 0; h < H; h += LANES) {
                 vec wide = widen(k + h);
@@ -130,7 +140,7 @@ static void attend_one(const decodes *all, int64_t job, float *q_GH) {
     for (int64_t i = 0; i < HEADS * H; i++)
         q_GH[i] = i < num_heads * H ? all->scale * widen1(all->q[s * all->stride_q + head * H + i]) : 0.0f;
     const int32_t *row = all->table + s * all->stride_table;
-    score_all(q_GH, all->k_pool + k * B * H, row, context, K * B * H, B, (int)H, score);
+    score_all(q_GH, all->k_pool + k * B * H, all->v_pool + k * B * H, row, context, K * B * H, B, (int)H, score);
     soften(score, context, total);
     mix_all(score, total, all->v_pool + k * B * H, row, context, K * B * H, B, (int)H, num_heads,
             all->out + (s * all->N + head) * H);

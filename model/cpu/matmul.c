@@ -15,7 +15,11 @@
 
 #define PANEL 32
 #define TILE 12
-#define AHEAD 4096 /* bytes of integers fetched before they are wanted: at 4 to 12 rows the processor by itself is late */
+#define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted, where the processor by itself is late */
+
+/* How a panel is read. PAIRS_FETCHED: for 8 rows and more, when it comes from memory; slower for fewer, and from caches. */
+enum format { PAIRS, PAIRS_FETCHED, INTEGERS };
+#define FETCHED_ROWS 8
 
 typedef uint16_t bf16;
 
@@ -33,24 +37,28 @@ static inline void put(bf16 *out, __m512 sum, int64_t width) {
     _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(sum));
 }
 
-static inline wide_pairs weights_at(const void *panel, const int is_int8, int64_t index) {
-    if (is_int8) {
+static inline wide_pairs weights_at(const void *panel, const enum format format, int64_t index) {
+    if (format == INTEGERS) {
         const int8_t *integers = (const int8_t *)panel + index;
         _mm_prefetch(integers + AHEAD, _MM_HINT_T1);
         return widened(integers);
     }
     const bf16 *from = (const bf16 *)panel + index;
+    if (format == PAIRS_FETCHED) {
+        _mm_prefetch(from + AHEAD, _MM_HINT_T1);
+        _mm_prefetch(from + AHEAD + PANEL, _MM_HINT_T1);
+    }
     return (wide_pairs){(__m512bh)_mm512_loadu_si512(from), (__m512bh)_mm512_loadu_si512(from + PANEL)};
 }
 
-/* rows, is_int8: constants where this is called, so that the sums are registers. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int is_int8, const bf16 *x, int64_t K,
-                                                       const void *panel, const float *scale, const float *bias,
-                                                       bf16 *out, int64_t N, int64_t width) {
+/* rows, format: constants where this is called, so that the sums are registers. */
+static inline __attribute__((always_inline)) void tile(const int rows, const enum format format, const bf16 *x,
+                                                       int64_t K, const void *panel, const float *scale,
+                                                       const float *bias, bf16 *out, int64_t N, int64_t width) {
     __m512 low[TILE], high[TILE];
     for (int m = 0; m < rows; m++) low[m] = high[m] = _mm512_setzero_ps();
     for (int64_t k = 0; k < K; k += 2) {
-        wide_pairs w = weights_at(panel, is_int8, k * PANEL);
+        wide_pairs w = weights_at(panel, format, k * PANEL);
         for (int m = 0; m < rows; m++) {
             __m512bh pair = pair_of(x + m * K + k);
             low[m] = _mm512_dpbf16_ps(low[m], w.low, pair);
@@ -60,18 +68,27 @@ static inline __attribute__((always_inline)) void tile(const int rows, const int
     __m512 scale0 = _mm512_loadu_ps(scale), scale1 = _mm512_loadu_ps(scale + 16);
     __m512 bias0 = _mm512_loadu_ps(bias), bias1 = _mm512_loadu_ps(bias + 16);
     for (int m = 0; m < rows; m++) {
-        if (is_int8) reorder(&low[m], &high[m]);
+        if (format == INTEGERS) reorder(&low[m], &high[m]);
         put(out + m * N, _mm512_fmadd_ps(low[m], scale0, bias0), width);
         put(out + m * N + 16, _mm512_fmadd_ps(high[m], scale1, bias1), width - 16);
     }
 }
 
-/* Up to TILE rows times one panel. */
+/* Up to TILE rows times one panel: few rows, or after the first have brought it to the caches. */
 static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const bf16 *panel, const float *scale,
                              const float *bias, bf16 *out, int64_t N, int64_t width) {
     switch (rows) {
-#define CASE(n) case n: tile(n, 0, x, K, panel, scale, bias, out, N, width); break;
+#define CASE(n) case n: tile(n, PAIRS, x, K, panel, scale, bias, out, N, width); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+/* FETCHED_ROWS to TILE rows times one panel that lies in memory. */
+static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const bf16 *panel, const float *scale,
+                                 const float *bias, bf16 *out, int64_t N, int64_t width) {
+    switch (rows) {
+#define FAR_CASE(n) case n: tile(n, PAIRS_FETCHED, x, K, panel, scale, bias, out, N, width); break;
+        FAR_CASE(8) FAR_CASE(9) FAR_CASE(10) FAR_CASE(11) FAR_CASE(12)
     }
 }
 
@@ -81,7 +98,7 @@ static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const bf16 
 static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const int8_t *panel, const float *scale,
                                 const float *bias, bf16 *out, int64_t N, int64_t width) {
     switch (rows) {
-#define FEW_CASE(n) case n: tile(n, 1, x, K, panel, scale, bias, out, N, width); break;
+#define FEW_CASE(n) case n: tile(n, INTEGERS, x, K, panel, scale, bias, out, N, width); break;
         FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) FEW_CASE(5) FEW_CASE(6)
         FEW_CASE(7) FEW_CASE(8) FEW_CASE(9) FEW_CASE(10) FEW_CASE(11) FEW_CASE(12)
     }
@@ -120,7 +137,9 @@ static void multiply_panel(const product *all, int64_t p, bf16 *scratch) {
         int64_t rows = M - m < TILE ? M - m : TILE;
         const bf16 *x = all->x + m * K;
         bf16 *out = all->out + m * N + p * PANEL;
+        int is_far = m == 0 && !scratch && rows >= FETCHED_ROWS;
         if (is_few) few_rows_times_int8(rows, x, K, integers, scale, bias, out, N, width);
+        else if (is_far) rows_times_far_panel(rows, x, K, panel, scale, bias, out, N, width);
         else rows_times_panel(rows, x, K, panel, scale, bias, out, N, width);
     }
 }
