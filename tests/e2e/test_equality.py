@@ -53,7 +53,7 @@ async def whole_text(client: AsyncClient, ids: list[int]) -> str:
     """The text of all ids at once; end tokens have none."""
     stub = inference_pb2_grpc.InferenceServiceStub(client._channel)
     request = inference_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=True)
-    return (await stub.Detokenize(request, timeout=10)).text
+    return (await stub.Detokenize(request, timeout=60)).text
 
 
 @pytest.mark.parametrize("gateways", [1, 2])

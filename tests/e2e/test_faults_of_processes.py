@@ -29,7 +29,8 @@ async def outcome(client: AsyncClient, index: int) -> tuple[list[int], OctavoErr
 
 async def wait_for_first_tokens(service: Service, num_streams: int) -> None:
     """Until that many requests run."""
-    for _ in range(200):
+    start_s = time.monotonic()
+    while time.monotonic() - start_s < 60:
         if sum(load.num_running for load in await asyncio.to_thread(service.load)) >= num_streams:
             return
         await asyncio.sleep(0.05)
@@ -40,6 +41,7 @@ async def test_a_killed_worker_ends_its_streams_at_once_where_they_may_not_move_
     tmp_path: Path, oracle_checkpoint: Path
 ) -> None:
     arguments = (f"--model={oracle_checkpoint}", "--max-model-len=4096", "--max-migrations=0", *ORACLE)
+    arguments += ("--heartbeat-timeout-s=120",)  # what is noticed long before was not noticed by silence
     with serve(tmp_path, *arguments) as service:
         (worker,) = service.children("worker")
         async with AsyncClient(service.target) as client:
@@ -51,7 +53,7 @@ async def test_a_killed_worker_ends_its_streams_at_once_where_they_may_not_move_
         assert [error and error.reason for _, error, _ in results] == ["WORKER_LOST"] * 8
         assert [error and error.code.name for _, error, _ in results] == ["UNAVAILABLE"] * 8
         assert [error and error.tokens_delivered for _, error, _ in results] == [len(ids) for ids, _, _ in results]
-        assert max(end_s for _, _, end_s in results) - killed_s < 2.0
+        assert max(end_s for _, _, end_s in results) - killed_s < 15
         await asyncio.to_thread(service.wait_until_ready)
         async with AsyncClient(service.target) as client:
             answer = await client.complete(token_ids=[1, 2, 3], max_tokens=5, ignore_eos=True, output="token_ids")
@@ -99,4 +101,4 @@ async def test_a_terminated_service_finishes_what_runs(tmp_path: Path, oracle_ch
             async for _ in deltas:
                 pass
         assert len(stream.token_ids) == 100
-        assert await asyncio.to_thread(service.process.wait, 30) == 0
+        assert await asyncio.to_thread(service.process.wait, 60) == 0

@@ -42,7 +42,7 @@ def octavo(*arguments: object, folder: Path, **variables: str) -> "subprocess.Co
         env=environment() | extra | {"COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -12,6 +12,11 @@
     marked             a prompt that begins with 2 and then 11, 12, 13, 14 or 15 does one of these: crash, nan (at
                        nan_output_index), raise, oom, seize
 
+In gateway processes:
+
+    connection         fields of ConnectionConfig that no setting has, and their values
+    partial_margin_s   so long before the wire's deadline a partial output ends
+
 In all processes:
 
     clock_file         a file with the seconds by which the wall clock is ahead (`clock`)
@@ -83,6 +88,15 @@ def _inject(wanted: dict[str, Any]) -> None:
     loaded.OracleRunner = FaultyRunner
 
 
+def _change_gateway(wanted: dict[str, Any]) -> None:
+    from gateway import config, deadline
+
+    defaults = config.ConnectionConfig.__init__.__kwdefaults__
+    assert wanted.get("connection", {}).keys() <= defaults.keys()
+    defaults.update(wanted.get("connection", {}))
+    deadline.PARTIAL_MARGIN_S = wanted.get("partial_margin_s", deadline.PARTIAL_MARGIN_S)
+
+
 def _leak(mib_per_h: float) -> None:
     kept = list[bytes]()
 
@@ -98,5 +112,7 @@ if "clock_file" in _faults():
     clock.follow(Path(_faults()["clock_file"]))
 if "worker" in sys.orig_argv and _faults():
     _inject(_faults())
+if "gateway" in sys.orig_argv and _faults().keys() & {"connection", "partial_margin_s"}:
+    _change_gateway(_faults())
 if _faults().get("leak_in") in sys.orig_argv[:6]:
     _leak(_faults()["leak_mib_per_h"])
