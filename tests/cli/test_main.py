@@ -97,7 +97,7 @@ def test_a_mistake_is_told_in_three_lines(
 
 
 def test_nobody_to_talk_to_is_told_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "hello", "--port", "1", "--timeout-s", "2"]) == 1
+    assert main(["generate", "hello", "--port", "1", "--timeout-s", "60"]) == 1
     lines = error_lines(capsys)
     assert (lines[0], lines[-1]) == (
         "error: no service answers",
