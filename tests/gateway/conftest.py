@@ -13,7 +13,7 @@ import structlog
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 from tokenizers import Tokenizer
 
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, RequestLimits
 from gateway.gateway import Gateway
 from gateway.text.model_text import ModelText
 from gateway.workers.config import WorkerPoolConfig
@@ -64,11 +64,15 @@ class Served:
     admin_channel: grpc.aio.Channel | None
     admin: admin_pb2_grpc.AdminServiceStub | None
 
-    async def until(self, condition: Callable[[], object], *, limit_s: float = 5.0) -> None:
-        """Wait for something to become true on the server's side."""
-        async with asyncio.timeout(limit_s):
-            while not condition():  # noqa: ASYNC110  (any state of the server)
+    async def until(self, condition: Callable[[], object], *, max_turns: int = 100_000) -> None:
+        """Wait for something to become true on the server's side; the limits are for what never does. max_turns: of
+        2 ms each, for what has to come at once: in turns, since a pause of the machine is one turn."""
+        async with asyncio.timeout(30.0):
+            for _ in range(max_turns):
+                if condition():
+                    return
                 await asyncio.sleep(0.002)
+        raise TimeoutError(f"not true after {max_turns} turns")
 
 
 Serve = Callable[..., Any]
@@ -88,6 +92,7 @@ def serve(tmp_path: Path) -> Serve:
             workers=WorkerPoolConfig(endpoints=()),
             listen_address=f"unix:{tmp_path}/grpc.sock",
             metrics_address=None,
+            limits=RequestLimits(constraint_timeout_s=30.0),  # the machine may pause
         )
         gateway = Gateway(replace(config, **changes), pool=pool)  # type: ignore[arg-type]
         for card in pool.cards().values():

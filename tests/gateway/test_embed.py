@@ -36,7 +36,7 @@ async def test_vectors_come_in_the_order_of_the_inputs(serve: Any, tiny_text: Mo
         request_id="e", inputs=asked, pooling=pb.POOLING_MEAN, normalize=False, priority=3, cache_salt="s"
     )
     async with serve(pool := embedding_pool()) as served:
-        response = await served.inference.Embed(request, timeout=30)
+        response = await served.inference.Embed(request, timeout=300)
         desk = served.gateway.desk
         assert (len(desk.live), desk.admission.counts().num_entered) == (0, 0)
     assert (response.request_id, response.model) == ("e", "tiny")
@@ -52,7 +52,7 @@ async def test_vectors_come_in_the_order_of_the_inputs(serve: Any, tiny_text: Mo
         asked_for = run.request
         assert (asked_for.pooling, asked_for.priority) == (Pooling.MEAN, 3)
         assert asked_for.timeout_s is not None
-        assert 29 < asked_for.timeout_s <= 31  # gRPC rounds deadlines up on the wire
+        assert 200 < asked_for.timeout_s <= 302  # gRPC rounds deadlines up on the wire
     assert pool.cancelled == []
 
 
@@ -146,8 +146,9 @@ async def test_a_caller_who_leaves_an_abort_and_a_deadline_free_everything(serve
         await served.until(lambda: len(pool.runs) == 3)
         await served.admin.Abort(admin_pb2.AbortRequest(request_id="e"))
         assert (await aborted).reason == "ABORTED"
-        late = await refused(served.inference.Embed(pb.EmbedRequest(inputs=inputs(1), timeout_s=0.05)))
-        assert (late.code, late.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+        while len(pool.runs) < 4:  # a pause of the machine may take all the time before a worker has the input
+            late = await refused(served.inference.Embed(pb.EmbedRequest(inputs=inputs(1), timeout_s=0.05)))
+            assert (late.code, late.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
         await served.until(idle)
     assert sorted(pool.cancelled) == [1, 2, 3, 4]
 

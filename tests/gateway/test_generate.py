@@ -1,6 +1,7 @@
 """What callers of Generate get, and what the worker is asked for."""
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -29,8 +30,10 @@ async def test_a_stream_is_started_then_deltas_then_finished_once(serve: Any, ti
     tasks: list[asyncio.Task[None]] = []
     pool = FakePool(on_run=lambda run: tasks.append(asyncio.create_task(speak(run))))
     async with serve(pool) as served:
+        asked_s = time.monotonic()
         call = served.inference.Generate(REQUEST)
         events = [event async for event in call]
+        took_s = time.monotonic() - asked_s
         assert [key for key, _ in await call.initial_metadata()].count("x-request-id") == 1
         assert await call.code() is grpc.StatusCode.OK
     prompt = ids_of("Hello world", tiny_text)
@@ -50,7 +53,7 @@ async def test_a_stream_is_started_then_deltas_then_finished_once(serve: Any, ti
     assert (receipt.worker_id, receipt.model_fingerprint, receipt.seed) == ("w0", "fingerprint-of-tiny", 7)
     assert (receipt.queue_s, receipt.prefill_s, receipt.decode_s) == (0.25, 0.5, 0.75)
     assert (receipt.computed_tokens, receipt.preemptions) == (5, 1)
-    assert 0 < receipt.gateway_s <= receipt.time_to_first_token_s <= receipt.total_s < 5
+    assert 0 < receipt.gateway_s <= receipt.time_to_first_token_s <= receipt.total_s < took_s
     run = pool.runs[0]
     assert run.request.prompt_ids.dtype == np.int32
     assert run.request.prompt_ids.tolist() == prompt
@@ -101,7 +104,7 @@ async def test_every_sampling_and_stop_field_reaches_the_worker(serve: Any) -> N
         cache_salt="tenant",
     )  # fmt: skip
     async with serve(speaking([5])) as served:
-        await text_of(served.inference.Generate(request, timeout=30))
+        await text_of(served.inference.Generate(request, timeout=300))
         run = served.pool.runs[0].request
     assert run.sampling == Sampling(
         temperature=0.0, top_p=0.5, top_k=0, min_p=0.25, seed=2**64 - 1, repetition_penalty=2.0, presence_penalty=-1.5,
@@ -109,7 +112,7 @@ async def test_every_sampling_and_stop_field_reaches_the_worker(serve: Any) -> N
     )  # fmt: skip
     assert (run.priority, run.cache_salt) == (-7, "tenant")
     assert run.timeout_s is not None
-    assert 29 < run.timeout_s < 31  # gRPC rounds timeouts up on the wire
+    assert 200 < run.timeout_s < 302  # gRPC rounds timeouts up on the wire
 
 
 async def test_max_tokens_is_cut_at_the_end_of_the_context(serve: Any) -> None:
@@ -180,7 +183,7 @@ async def test_a_stop_string_does_not_wait_for_ever_for_figures(serve: Any, tiny
     pool.on_run = speak_without_end
     async with serve(pool, stop_receipt_timeout_s=0.1) as served:
         request = pb.GenerateRequest(text="x", stop=pb.StopConditions(strings=["STOP"]))
-        text, events = await text_of(served.inference.Generate(request, timeout=5))
+        text, events = await text_of(served.inference.Generate(request, timeout=30))
     assert text == "one "
     assert events[-1].finished.reason == pb.FINISH_REASON_STOP
     assert events[-1].finished.receipt.prefill_s == 0

@@ -24,8 +24,8 @@ async def test_cancel_reaches_the_worker_at_once(serve: Any) -> None:
             if event.HasField("delta"):
                 break
         call.cancel()
-        await served.until(lambda: pool.cancelled == [pool.runs[0].handle], limit_s=1.0)
-        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), limit_s=1.0)
+        await served.until(lambda: pool.cancelled == [pool.runs[0].handle], max_turns=500)
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), max_turns=500)
         assert len(served.gateway.desk.live) == 0
         key = ("/octavo.v1.InferenceService/Generate", "CANCELLED", "CLIENT")
         await served.until(lambda: served.gateway.meters.rpcs[key] == 1)
@@ -44,7 +44,7 @@ async def test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind(serv
         await began.wait()
         assert served.gateway.desk.admission.holds("r1")
         call.cancel()
-        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), limit_s=1.0)
+        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), max_turns=500)
         assert served.pool.runs == []
 
 
@@ -70,7 +70,7 @@ async def test_a_closed_connection_cancels_every_stream_on_it(serve: Any) -> Non
         ]
         await served.until(lambda: len(pool.runs) == 3)
         await served.channel.close(grace=None)
-        await served.until(lambda: sorted(pool.cancelled) == [1, 2, 3], limit_s=2.0)
+        await served.until(lambda: sorted(pool.cancelled) == [1, 2, 3], max_turns=1000)
         del calls
 
 
@@ -80,15 +80,16 @@ async def test_a_unary_call_that_is_cancelled_frees_the_worker(serve: Any) -> No
         call = served.inference.Complete(pb.CompleteRequest(generate=REQUEST))
         await served.until(lambda: pool.runs)
         call.cancel()
-        await served.until(lambda: pool.cancelled == [1], limit_s=1.0)
+        await served.until(lambda: pool.cancelled == [1], max_turns=500)
 
 
 async def test_a_deadline_ends_the_stream_and_frees_the_worker(serve: Any) -> None:
     pool = FakePool()
     async with serve(pool) as served:
-        refusal = await refused(served.inference.Generate(REQUEST, timeout=0.2))
-        assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await served.until(lambda: pool.cancelled == [1], limit_s=1.0)
+        while not pool.runs:  # a pause of the machine may take all the time before a worker has the request
+            refusal = await refused(served.inference.Generate(REQUEST, timeout=0.2))
+            assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until(lambda: pool.cancelled == [run.handle for run in pool.runs], max_turns=500)
         assert pool.runs[0].request.timeout_s is not None
         assert pool.runs[0].request.timeout_s < 0.21  # gRPC rounds deadlines up on the wire
 
@@ -96,7 +97,7 @@ async def test_a_deadline_ends_the_stream_and_frees_the_worker(serve: Any) -> No
 async def test_a_worker_that_sees_the_deadline_first_says_so(serve: Any) -> None:
     pool = FakePool(on_run=lambda run: run.finish(WireFinishReason.DEADLINE))
     async with serve(pool) as served:
-        refusal = await refused(served.inference.Generate(REQUEST, timeout=10))
+        refusal = await refused(served.inference.Generate(REQUEST, timeout=30))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
 
 
@@ -151,7 +152,7 @@ async def test_a_defect_of_ours_is_internal_and_never_unknown(serve: Any) -> Non
     pool = FakePool(refuse=[ZeroDivisionError("secret /path"), asyncio.CancelledError()])
     async with serve(pool) as served:
         for _ in range(2):
-            refusal = await refused(served.inference.Generate(REQUEST, timeout=5))
+            refusal = await refused(served.inference.Generate(REQUEST, timeout=30))
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
             assert "secret" not in refusal.message
         assert served.gateway.desk.admission.counts().num_entered == 0

@@ -44,7 +44,7 @@ async def live_in_a_write() -> LiveRequest:
 
 async def ends_with(live: LiveRequest) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        await asyncio.wait_for(live.task, 1.0)
+        await asyncio.wait_for(live.task, 30.0)
     return caught.value
 
 

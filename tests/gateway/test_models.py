@@ -116,9 +116,15 @@ async def test_text_work_is_bounded_and_its_place_is_given_back() -> None:
     import asyncio
     import threading
 
-    service, gate = TextService(num_threads=1, max_waiting=2), threading.Event()
-    first, second = (asyncio.create_task(service.run(lambda: gate.wait(5))) for _ in range(2))
-    await asyncio.sleep(0.01)
+    service, begun, gate = TextService(num_threads=1, max_waiting=2), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return gate.wait(30)
+
+    first, second = (asyncio.create_task(service.run(work)) for _ in range(2))
+    while not begun.is_set():  # noqa: ASYNC110  (a thread's state)
+        await asyncio.sleep(0.002)
     with pytest.raises(TextQueueFull):
         await service.run(lambda: None)
     first.cancel()  # its work has begun: the place is taken until the thread is done
@@ -126,8 +132,9 @@ async def test_text_work_is_bounded_and_its_place_is_given_back() -> None:
     assert service.num_waiting == 2
     gate.set()
     assert await second
-    await asyncio.sleep(0.05)
-    assert service.num_waiting == 0
+    async with asyncio.timeout(30):
+        while service.num_waiting:  # noqa: ASYNC110  (the thread is done soon after its result is here)
+            await asyncio.sleep(0.002)
     assert await service.run(lambda: 41 + 1) == 42
     service.close()
     service.close()

@@ -48,9 +48,7 @@ def numbered(count: int) -> FakePool:
 
 
 async def until_idle(served: Any) -> None:
-    async with asyncio.timeout(5):
-        while len(served.gateway.desk.live):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await served.until(lambda: len(served.gateway.desk.live) == 0)
 
 
 async def test_each_output_has_its_own_deltas_and_its_own_end(serve: Any) -> None:

@@ -53,7 +53,7 @@ async def ask(served: Any, credentials: grpc.ChannelCredentials | None) -> str:
     async with channel:
         stub = model_pb2_grpc.ModelServiceStub(channel)
         try:
-            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)
         except grpc.aio.AioRpcError as error:
             # A handshake that fails is the library's own status: it has none of our trailers.
             return error.code().name + dict(error.trailing_metadata() or ()).get("x-error-reason", "")
@@ -150,7 +150,7 @@ async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
         address, reloads = served.gateway.listen_address, served.gateway.keeper.reloads
         async with grpc.aio.secure_channel(address, trusting(authority), options=OPTIONS) as old_connection:
             stub = model_pb2_grpc.ModelServiceStub(old_connection)
-            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)
             files.cert.write_bytes(new.cert.read_bytes())  # half a rotation: what was in force stays
             await served.until(lambda: reloads["tls", "failed"])
             assert await ask(served, trusting(authority)) == "ok"
@@ -158,7 +158,7 @@ async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
             await served.until(lambda: reloads["tls", "taken"])
             assert await ask(served, trusting(stranger)) == "ok"
             assert await ask(served, trusting(authority)) == "UNAVAILABLE"
-            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)  # who was in stays in
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)  # who was in stays in
 
 
 @pytest.mark.parametrize(

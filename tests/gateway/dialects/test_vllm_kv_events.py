@@ -120,11 +120,12 @@ async def test_a_subscriber_that_does_not_read_is_cut(
 
 
 async def test_a_write_that_nobody_takes_ends_the_subscription(serve: Any, vllm_stub: Stub) -> None:
-    async with serve(limits=replace(RequestLimits(), write_stall_s=0.2)) as served:
+    async with serve() as served:
         call = vllm_stub(served.channel).SubscribeKvEvents(common.SubscribeKvEventsRequest())
         await call.read()
+        served.gateway.desk.limits = replace(RequestLimits(), write_stall_s=0.2)  # what was read above had all its time
         feed = served.pool.prefixes._feed("tiny")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             count = 0
             while feed.is_followed:  # until HTTP/2's windows are full and nothing is taken any more
                 tell(served.pool, *(stored(f"n{count}-{index}", 16 * (count * 500 + index)) for index in range(500)))

@@ -21,7 +21,7 @@ from tests.support.rpc_errors import refused
 
 async def counted(meters: GatewayMeters) -> None:
     """The end is counted right after the status has left, so a caller can be faster than the count."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not meters.rpcs:  # noqa: ASYNC110  (any state of the server)
             await asyncio.sleep(0.002)
 
@@ -102,7 +102,7 @@ async def crashing(tmp_path: Any) -> Any:
 )  # fmt: skip
 async def test_defects_are_internal_with_our_trailer_and_no_secret(crashing: Any, name: str) -> None:
     channel, meters = crashing
-    refusal = await refused(channel.unary_unary(f"/t.S/{name}")(b"", timeout=5))
+    refusal = await refused(channel.unary_unary(f"/t.S/{name}")(b"", timeout=30))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
     assert "secret" not in refusal.message
     await counted(meters)
@@ -112,7 +112,7 @@ async def test_defects_are_internal_with_our_trailer_and_no_secret(crashing: Any
 @pytest.mark.parametrize("name", ["stream_raises_after_a_message", "generator_raises"])
 async def test_streams_end_with_the_tables_status_after_what_they_sent(crashing: Any, name: str) -> None:
     channel, meters = crashing
-    call = channel.unary_stream(f"/t.S/{name}")(b"", timeout=5)
+    call = channel.unary_stream(f"/t.S/{name}")(b"", timeout=30)
     assert await anext(aiter(call)) == b"one"
     refusal = await refused(call)
     assert (refusal.code, refusal.reason, refusal.pushback_ms) == (
@@ -124,38 +124,38 @@ async def test_streams_end_with_the_tables_status_after_what_they_sent(crashing:
 
 async def test_a_second_abort_changes_nothing(crashing: Any) -> None:
     channel, _ = crashing
-    refusal = await refused(channel.unary_unary("/t.S/aborts_twice")(b"", timeout=5))
+    refusal = await refused(channel.unary_unary("/t.S/aborts_twice")(b"", timeout=30))
     assert (refusal.code, refusal.message) == (grpc.StatusCode.OUT_OF_RANGE, "first")
 
 
 async def test_a_stream_without_messages_ends_well(crashing: Any) -> None:
     channel, _ = crashing
-    assert [each async for each in channel.unary_stream("/t.S/stream_returns_early")(b"", timeout=5)] == []
+    assert [each async for each in channel.unary_stream("/t.S/stream_returns_early")(b"", timeout=30)] == []
 
 
 async def test_a_handlers_own_abort_is_left_alone(crashing: Any) -> None:
     channel, _ = crashing
-    refusal = await refused(channel.unary_unary("/t.S/aborts_by_itself")(b"", timeout=5))
+    refusal = await refused(channel.unary_unary("/t.S/aborts_by_itself")(b"", timeout=30))
     assert (refusal.code, refusal.message, refusal.reason) == (grpc.StatusCode.OUT_OF_RANGE, "mine", "")
 
 
 async def test_bytes_that_are_no_message_are_not_unknown(crashing: Any) -> None:
     channel, _ = crashing
-    assert await channel.unary_unary("/t.S/fine")(b"text", timeout=5) == b"ok"
-    refusal = await refused(channel.unary_unary("/t.S/fine")(b"\xff", timeout=5))
+    assert await channel.unary_unary("/t.S/fine")(b"text", timeout=30) == b"ok"
+    refusal = await refused(channel.unary_unary("/t.S/fine")(b"\xff", timeout=30))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
 
 
 async def test_bytes_that_are_no_message_are_the_callers_fault_in_a_stream_too(serve: Any) -> None:
     async with serve() as served:
         call = served.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-        refusal = await refused(call(iter([b"\xff\xff"]), timeout=5))
+        refusal = await refused(call(iter([b"\xff\xff"]), timeout=30))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
 
 
 async def test_unknown_methods_are_unimplemented(crashing: Any) -> None:
     channel, _ = crashing
-    refusal = await refused(channel.unary_unary("/t.S/nothing_of_that_name")(b"", timeout=5))
+    refusal = await refused(channel.unary_unary("/t.S/nothing_of_that_name")(b"", timeout=30))
     assert refusal.code is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -165,9 +165,9 @@ async def test_malformed_requests_to_every_real_method(serve: Any) -> None:
         for method in methods:
             path = f"/octavo.v1.InferenceService/{method}"
             kind = served.channel.unary_stream if method == "Generate" else served.channel.unary_unary
-            refusal = await refused(kind(path)(b"\x0a\xff\xff\xff\xff\x0f", timeout=5))
+            refusal = await refused(kind(path)(b"\x0a\xff\xff\xff\xff\x0f", timeout=30))
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INVALID_FIELD")
-            refusal = await refused(kind(path)(b"\xf8\x7f\x01", timeout=5))
+            refusal = await refused(kind(path)(b"\xf8\x7f\x01", timeout=30))
             assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
             assert any(field.endswith("#2047") for field in refusal.fields)
 
@@ -188,14 +188,14 @@ async def test_health_follows_the_workers_and_watchers_are_told(serve: Any) -> N
     from tests.support.fake_pool import worker_view
 
     states = health_pb2.HealthCheckResponse
-    async with asyncio.timeout(20), serve(FakePool()) as served:
+    async with asyncio.timeout(60), serve(FakePool()) as served:
         stub = health_pb2_grpc.HealthStub(served.channel)
 
         async def check(service: str) -> Any:
             return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
 
         async def becomes(service: str, status: Any) -> None:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(30):
                 while await check(service) != status:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
 
@@ -243,11 +243,11 @@ async def silent(channel: grpc.aio.Channel, name: str, *, ends: bool) -> Any:
 
     async def nothing() -> Any:
         if not ends:
-            await asyncio.sleep(30)
+            await asyncio.sleep(60)
         return
         yield b""
 
-    return await refused(channel.stream_unary(f"/t.S/{name}")(nothing(), timeout=5))
+    return await refused(channel.stream_unary(f"/t.S/{name}")(nothing(), timeout=30))
 
 
 async def test_calls_without_a_request_get_a_status(crashing: Any) -> None:
@@ -259,14 +259,16 @@ async def test_calls_without_a_request_get_a_status(crashing: Any) -> None:
 
 
 async def test_a_request_that_never_comes_is_not_waited_for_for_ever(tmp_path: Any) -> None:
-    server = grpc.aio.server(interceptors=(Guard(GatewayMeters(), pushback_ms=7, message_timeout_s=0.1),))
+    guard = Guard(GatewayMeters(), pushback_ms=7, message_timeout_s=0.1)
+    server = grpc.aio.server(interceptors=(guard,))
     server.add_generic_rpc_handlers((Crashing(),))
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         refusal = await silent(channel, "fine", ends=False)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-        assert await channel.unary_unary("/t.S/fine")(b"x", timeout=5) == b"ok"
+        guard._message_timeout_s = 30.0  # this one comes, though the machine may pause
+        assert await channel.unary_unary("/t.S/fine")(b"x", timeout=30) == b"ok"
     await server.stop(0)
 
 
@@ -278,7 +280,7 @@ async def test_metadata_above_the_limit_is_refused_before_a_message_comes(tmp_pa
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         call = channel.unary_unary("/t.S/fine")
-        assert await call(b"x", timeout=5, metadata=(("x-a", "v" * 600),)) == b"ok"
-        refusal = await refused(call(b"x", timeout=5, metadata=(("x-a", "v" * 1000),)))
+        assert await call(b"x", timeout=30, metadata=(("x-a", "v" * 600),)) == b"ok"
+        refusal = await refused(call(b"x", timeout=30, metadata=(("x-a", "v" * 1000),)))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
     await server.stop(0)

@@ -17,8 +17,11 @@ from tests.support.h2_caller import GENERATE, UnreadingCaller
 PLACES = 8
 
 
+READS = b"I read"  # what a caller says whose messages are waited for, however long the machine pauses
+
+
 class Talking(grpc.GenericRpcHandler):
-    """Says something, and waits for its reader no longer than the gateway would."""
+    """Says something, and waits for a reader that does not read no longer than the gateway would."""
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         return grpc.unary_stream_rpc_method_handler(self.talk)
@@ -26,7 +29,7 @@ class Talking(grpc.GenericRpcHandler):
     async def talk(self, request: bytes, context: Any) -> None:
         await context.send_initial_metadata(())
         try:
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(30.0 if request == READS else 0.5):
                 await context.write(b"said")
         except TimeoutError:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "nobody reads")
@@ -40,25 +43,28 @@ class Served:
 
     async def is_open(self) -> bool:
         """Whether a caller that reads is let in."""
-        call: Any = self.channel.unary_stream(GENERATE)(b"", timeout=5)  # type: ignore[arg-type]
+        call: Any = self.channel.unary_stream(GENERATE)(READS, timeout=30)  # type: ignore[arg-type]
         with suppress(grpc.aio.AioRpcError):
             return [each async for each in call] == [b"said"]
         assert await call.details() == "Concurrent RPC limit exceeded!"
         return False
 
-    async def until_shut(self) -> None:
-        async with asyncio.timeout(20):
-            while await self.is_open():  # noqa: ASYNC110
+    async def until_shut(self, caller: UnreadingCaller) -> None:
+        """Until the caller has all places: one that was still taken when it first called, by a reader that had just
+        left, it takes now."""
+        async with asyncio.timeout(30):
+            while await self.is_open():
+                caller.open(b"")
                 await asyncio.sleep(0.01)
 
     async def until_open(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not await self.is_open():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
 async def until_hung_up(endings: UnreadEndings) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not endings.num_hung_up:
             await asyncio.sleep(0.01)
             await endings.look()
@@ -66,13 +72,13 @@ async def until_hung_up(endings: UnreadEndings) -> None:
 
 async def until_ended(endings: UnreadEndings, count: int) -> None:
     """So many calls have their status, and none of them is over."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while sum(context.done() for context in endings._open) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def until_closed(caller: UnreadingCaller) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while True:
             await caller.receive(for_s=0.1)
 
@@ -98,7 +104,7 @@ async def test_whoever_reads_no_ends_is_hung_up_and_keeps_nobody_out() -> None:
         caller = await UnreadingCaller.connect(served.port)
         for _ in range(PLACES):
             caller.open(b"")
-        await served.until_shut()
+        await served.until_shut(caller)
         await until_ended(served.endings, PLACES)
         assert not await served.is_open()  # for ever, if nobody looked
         await until_hung_up(served.endings)
@@ -119,7 +125,7 @@ async def test_a_few_unread_ends_are_left_to_be_read() -> None:
         await served.endings.look()
         for stream in streams:
             caller.take(stream, 1000)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while len(caller.trailers) < len(streams):
                 await caller.receive(for_s=0.1)
         assert {caller.trailers[stream]["grpc-status"] for stream in streams} == {"8"}
@@ -137,7 +143,7 @@ async def test_the_connections_with_the_most_unread_ends_go_first() -> None:
         await until_hung_up(served.endings)
         for stream in kept:
             modest.take(stream, 1000)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while len(modest.trailers) < len(kept):
                 await modest.receive(for_s=0.1)
         assert served.endings.num_hung_up == 1
