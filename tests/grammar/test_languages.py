@@ -154,9 +154,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_the_library_would_take_too_long_for_is_refused_at_once(name: str) -> None:
-    started_s = time.monotonic()
+    started_s = time.thread_time()
     assert refusal_of(GrammarKind.EBNF, HOSTILE[name]) is Refusal.LIMIT
-    assert time.monotonic() - started_s < 5
+    assert time.thread_time() - started_s < 5
 
 
 def test_choices_are_texts_to_the_letter() -> None:
