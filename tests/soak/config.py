@@ -26,7 +26,7 @@ class SoakConfig:
     """capacity_s: of the measurement at full load. round_s: load between two quiesce points. min_life_s: who is younger
     is not killed. rehearses: every new gateway meets each stranger once without load, since what an attack makes the
     allocator keep is used again by the next one, and is no growth. leak: processes of that word (gateway, worker) keep
-    so many MiB an hour, to see that it is told."""
+    so many MiB an hour, to see that it is told. min_rounds: however long they take."""
 
     seconds: float
     seed: int
@@ -35,4 +35,5 @@ class SoakConfig:
     min_life_s: float = 35.0
     rehearses: bool = True
     leak: tuple[str, float] | None = None
+    min_rounds: int = 0
     faults: tuple[Fault, ...] = FAULTS

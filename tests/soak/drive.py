@@ -87,7 +87,9 @@ class Soak:
         start_s = time.monotonic()
         deck = Deck(faults=self.config.faults, drawn=random.Random(f"{self.config.seed}: faults"))
         try:
-            while (now_s := time.monotonic() - start_s) < self.config.seconds:
+            while (
+                now_s := time.monotonic() - start_s
+            ) < self.config.seconds or self.num_rounds < self.config.min_rounds:
                 hand = deck.deal(lambda takes: may_take(field.processes, takes)) if self.num_rounds else []
                 await self._round(field, hand)
                 await self._quiesce(field, hand, start_s)
