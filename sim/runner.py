@@ -8,8 +8,9 @@ from typing import Any
 
 from sim.journal import Journal
 from sim.scenario import SimConfig
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleFaults, OracleRunner
+from worker.oracle_runner import OracleRunner
 from worker.plan import Join, StepPlan, StepResult
 from worker.runner import RunnerError
 

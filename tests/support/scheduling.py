@@ -11,8 +11,9 @@ from blockmgr.manager import BlockManager
 from tests.support.plan_checks import BlocksInFlight, Seen, seen
 from wire.messages import Finished, Pooling, Sampling, TokenLogprobs, WireFinishReason
 from worker.config import SchedulerConfig
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel, oracle_embedding, oracle_tokens
-from worker.oracle_runner import OracleFaults, OracleRunner
+from worker.oracle_runner import OracleRunner
 from worker.outputs import StepOutputs
 from worker.plan import StepPlan
 from worker.ports import GatewayIndex

@@ -5,8 +5,8 @@ import pytest
 
 from tests.support.scheduling import World, WorldConfig
 from wire.messages import Pooling
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel, oracle_embedding, state_vector
-from worker.oracle_runner import OracleFaults
 
 LAST, MEAN = Pooling.LAST_TOKEN, Pooling.MEAN
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -25,8 +25,8 @@ from wire.messages import (
 )
 from worker import cache_telling
 from worker.engine import Engine, EngineConfig
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel, oracle_tokens
-from worker.oracle_runner import OracleFaults
 from worker.plan import StepPlan
 from worker.ports import GatewayIndex, GatewayJoined, GatewayLost, InboxMessage, OutboxMessage, StepReport
 from worker.runner import RunnerError

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from wire.messages import Sampling
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel, choose_token, mix_token, oracle_tokens
-from worker.oracle_runner import OracleFaults, OracleRunner, OracleViolation, _mix_tokens
+from worker.oracle_runner import OracleRunner
+from worker.oracle_store import OracleViolation, mix_tokens
 from worker.plan import Chunk, Join, Slot, StepPlan
 from worker.runner import RunnerError
 
@@ -65,7 +67,7 @@ def expected(num_tokens: int, prompt: list[int] = PROMPT) -> list[int]:
 def test_the_vectorised_hash_equals_the_plain_one() -> None:
     tokens, positions = np.asarray([0, 1, 99, 151_935], np.int32), np.asarray([0, 7, 3, 40_000], np.int32)
     plain = [mix_token(token, position) for token, position in zip(tokens.tolist(), positions.tolist(), strict=True)]
-    assert _mix_tokens(tokens, positions).tolist() == plain
+    assert mix_tokens(tokens, positions).tolist() == plain
 
 
 def test_what_it_reads_back_gives_the_tokens_of_the_twin() -> None:
@@ -90,7 +92,7 @@ def test_two_steps_in_flight_give_the_same_tokens() -> None:
 def test_nothing_is_written_before_collect() -> None:
     runner = make_runner(max_in_flight=2)
     runner.launch(prefill(1, 0, [5, 0, 3]))
-    assert (runner.kv_tokens_PB == -1).all()
+    assert (runner.store.tokens_PB == -1).all()
 
 
 def test_a_block_that_two_requests_use_changes_the_tokens_of_the_first() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.scheduling import World, WorldConfig, key
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleFaults
 from worker.runner import RunnerError, RunnerOutOfMemory
 
 NAN_TOKEN = 40

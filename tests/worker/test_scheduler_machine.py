@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from blockmgr.ids import PrefixCache
 from tests.support.scheduling import Stream, World, WorldConfig
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleFaults
 from worker.ports import GatewayIndex
 from worker.request import Phase, RequestKey
 from worker.runner import RunnerError, RunnerOutOfMemory

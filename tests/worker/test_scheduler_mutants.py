@@ -14,8 +14,8 @@ from blockmgr.manager import BlockManager
 from tests.support.scheduling import World, WorldConfig, key
 from worker import scheduler as scheduler_module
 from worker.flights import Flight
+from worker.oracle_faults import OracleFaults
 from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleFaults
 from worker.pipeline import Pipeline
 from worker.plan import StepPlan, StepResult
 from worker.planner import Planner
