@@ -2,6 +2,7 @@
 
 Microseconds of one thread, the best of several repeats. "steady" is a decode step in which no row crosses a border;
 "mean" is over 160 consecutive steps: a sixteenth of the rows cross a border in each, evict a block and commit one.
+Prints tables; --json writes them, too.
 """
 
 import argparse

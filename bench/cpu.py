@@ -2,7 +2,7 @@
 
 A model of Qwen2.5-0.5B's shape with random bf16 weights. The sides take turns, so that whatever else the machine does
 hits both; medians are compared. "mixed" is 16 requests at once, prompts and outputs U[20, 200]; it is compared with
-the faster of transformers' two ways.
+the faster of transformers' two ways. Prints a table, writes every turn to out/bench-cpu.json (--json).
 """
 
 import argparse

@@ -4,7 +4,8 @@ A model of Qwen2.5-0.5B's shape with random weights, greedy, prefix cache off, t
 and runner. Each figure is the best of a few short turns: other work on the machine disturbs it least. The bars are
 what the best of others (OpenVINO, vLLM, llama.cpp) reach on two cores with AMX; this command runs anywhere.
 Set OMP_WAIT_POLICY=passive, as the worker does: torch's own threads then sleep while they wait. The kernels' threads
-(model/cpu/team.c) find out by themselves whether others use the machine.
+(model/cpu/team.c) find out by themselves whether others use the machine. Prints a table, writes every turn to
+out/bench-cpu-bars.json (--json).
 """
 
 import argparse

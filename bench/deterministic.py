@@ -5,6 +5,7 @@
     python -m bench.deterministic cpu [--threads 1] [--json FILE]      the bench of bench.cpu on this machine
 
 Random weights, bf16. gpu: medians of CUDA graph replays as in bench.gpu_step; nano bench as in bench.gpu_engine.
+Prints tables; --json writes them, too. cpu keeps its checkpoint in out/checkpoint-SHAPE.
 """
 
 import argparse

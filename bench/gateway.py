@@ -7,7 +7,6 @@ real gRPC client. `python -m bench.gateway --streams 256 --steps-per-s 100 --sec
 import argparse
 import asyncio
 import json
-import logging
 import multiprocessing as mp
 import resource
 import time
@@ -64,44 +63,25 @@ async def emit_steps(pool: Any, load: Load, token_ids: list[int], report: dict[s
 
 def serve(address: str, load: Load, loop_kind: str, pipe: Any) -> None:
     """The gateway's process."""
-    import structlog
     import uvloop
 
-    from gateway.config import GatewayConfig, RequestLimits
-    from gateway.gateway import Gateway
-    from gateway.workers.config import WorkerPoolConfig
-    from tests.support.fake_pool import FakePool, worker_view
+    from bench.lone_gateway import lone_gateway
+    from gateway.config import RequestLimits
+    from tests.support.fake_pool import model_card
     from tests.support.tokenizers_tiny import tiny_files
-    from wire.messages import Capacity
-
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 
     async def main() -> None:
-        capacity = Capacity(
-            num_blocks=1 << 20, block_size=16, max_num_seqs=4096, max_waiting=4096, max_batch_tokens=8192
-        )
-        pool = FakePool(views=[worker_view(capacity=capacity)])
-        config = GatewayConfig(
-            workers=WorkerPoolConfig(endpoints=()),
-            listen_address=address,
-            metrics_address=None,
-            limits=RequestLimits(max_pending_tokens=MAX_TOKENS),
-        )
-        gateway = Gateway(config, pool=pool)  # type: ignore[arg-type]
-        gateway.models.on_model(pool.views[0].card, tiny_files())
-        await gateway.models.close()
-        await gateway.start()
-        pipe.send("ready")
-        report: dict[str, Any] = {}
-        table = gateway.models.text_of(pool.views[0].card).table.visible_bytes
-        token_ids = [token_id for token_id, row in enumerate(table) if row.isascii() and row]
-        await emit_steps(pool, load, token_ids, report)
-        meters = gateway.meters.of_model("tiny")
-        while len(gateway.desk.live):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        report |= {"messages": meters.messages, "tokens": meters.generation_tokens}
-        pipe.send(report)
-        await gateway.stop()
+        card, limits = model_card(), RequestLimits(max_pending_tokens=MAX_TOKENS)
+        async with lone_gateway(address, card, tiny_files(), limits) as (gateway, pool):
+            pipe.send("ready")
+            report: dict[str, Any] = {}
+            table = gateway.models.text_of(card).table.visible_bytes
+            token_ids = [token_id for token_id, row in enumerate(table) if row.isascii() and row]
+            await emit_steps(pool, load, token_ids, report)
+            while len(gateway.desk.live):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            meters = gateway.meters.of_model(card.name)
+            pipe.send(report | {"messages": meters.messages, "tokens": meters.generation_tokens})
 
     factory = uvloop.new_event_loop if loop_kind == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:

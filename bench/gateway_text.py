@@ -10,7 +10,6 @@ exit code 1 where what is left of a lag is over the limit.
 import argparse
 import asyncio
 import json
-import logging
 import multiprocessing as mp
 import random
 import sys
@@ -85,16 +84,11 @@ def gateway_process(address: str, work: Work, pipe: Any) -> None:
     """The gateway; answers each word on the pipe with the figures since the last one."""
     import gc
 
-    import structlog
-
-    from gateway.config import GatewayConfig, RequestLimits
-    from gateway.gateway import Gateway
+    from bench.lone_gateway import lone_gateway
+    from gateway.config import RequestLimits
     from gateway.main import _GC_THRESHOLD, _loop_factory
-    from gateway.workers.config import WorkerPoolConfig
-    from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
-    from wire.messages import Capacity
+    from tests.support.fake_pool import FakeRun, model_card
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     files = {path.name: path.read_bytes() for path in work.tokenizer.iterdir() if path.suffix in (".json", ".jinja")}
     vocab = json.loads(files["tokenizer.json"])
     num_ids = 1 + max([*vocab["model"]["vocab"].values(), *(token["id"] for token in vocab["added_tokens"])])
@@ -113,29 +107,18 @@ def gateway_process(address: str, work: Work, pipe: Any) -> None:
 
     async def main() -> None:
         card = model_card(max_model_len=1 << 20, vocab_size=num_ids, eos_token_ids=())
-        capacity = Capacity(
-            num_blocks=1 << 22, block_size=16, max_num_seqs=4096, max_waiting=4096, max_batch_tokens=8192
-        )
-        pool = FakePool(views=[worker_view(card=card, capacity=capacity)], on_run=begin)
         limits = RequestLimits(max_pending_tokens=1 << 20, max_tokenizing=4096)
-        config = GatewayConfig(
-            workers=WorkerPoolConfig(endpoints=()), listen_address=address, metrics_address=None, limits=limits
-        )
-        gateway = Gateway(config, pool=pool)  # type: ignore[arg-type]
-        gateway.models.on_model(card, files)
-        await gateway.models.close()
-        await gateway.start()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GC_THRESHOLD)
-        lag = Lag()
-        watch = asyncio.create_task(lag.watch())
-        pipe.send("ready")
-        while await asyncio.to_thread(pipe.recv) != "stop":
-            pool.runs.clear()
-            pipe.send(lag.take())
-        watch.cancel()
-        await gateway.stop()
+        async with lone_gateway(address, card, files, limits, on_run=begin) as (_, pool):
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(_GC_THRESHOLD)
+            lag = Lag()
+            watch = asyncio.create_task(lag.watch())
+            pipe.send("ready")
+            while await asyncio.to_thread(pipe.recv) != "stop":
+                pool.runs.clear()
+                pipe.send(lag.take())
+            watch.cancel()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(main())

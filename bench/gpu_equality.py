@@ -10,6 +10,9 @@ the same tokens says how wrong its bf16 logits are there (noise: the largest err
 fp32 outputs beside its bf16 ones how much rounding alone changes.
 
 fp32: the embedded model on the device, against transformers on the CPU in fp32. It must be the same throughout.
+
+Prints counts and a line for each output that parts; --json writes them, too. The exit code is 1 where an fp32 output
+differs.
 """
 
 import argparse

@@ -3,6 +3,7 @@
     python -m bench.gpu_gate_up [--shape 0.5B 1.5B 3B 7B 14B] [--tiles]
 
 Each line ends as it began: the difference between its two figures of one way is the noise. --tiles: other tiles too.
+Prints milliseconds, writes nothing.
 """
 
 import argparse

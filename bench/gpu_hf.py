@@ -4,6 +4,7 @@
 
 Milliseconds per token of B greedy requests at prompt 128, (time for 65 tokens - time for 1) / 64, random bf16 weights
 of one shape on both sides. Continuous batching: output tokens a second of 32 requests, prompt and output U[20, 200].
+Prints a line for each figure; --json writes them, too.
 """
 
 import argparse

@@ -3,6 +3,7 @@
     python -m bench.gpu_products [--rows 96 128 192 256] [--context 560]
 
 Alone: one product of every layer in turn as a CUDA graph, so that weights come from memory as they do in a step.
+Prints microseconds of every proposal and milliseconds of whole steps, writes nothing.
 """
 
 import argparse

@@ -4,7 +4,7 @@ rest on), and whole steps.
     python -m bench.gpu_quant [tiles] [tokens] [steps]
 
 Random weights of 7B's and 0.5B's shapes, several copies in turn so that none is in the cache. Microseconds, median of
-replays of a CUDA graph; the bf16 floor is 2 bytes a weight at 3 TB/s.
+replays of a CUDA graph; the bf16 floor is 2 bytes a weight at 3 TB/s. Prints tables, writes nothing.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Logits: bf16, [batch, 151,936], of which 151,665 ids may be chosen. `peaked` one
 model's do (at temperature 1 the first has two fifths of the mass), `flat` ones are normal variates: there a cut
 lies beyond the candidates that are looked at first. Device microseconds: the median of five timings of replays of one
 CUDA graph. Host microseconds: what the launches behind a step take in Python, kernel by kernel, as the runner does it.
-The floor reads the logits once at the measured copy rate.
+The floor reads the logits once at the measured copy rate. Prints a line for each case; --json writes them, too.
 """
 
 import argparse

@@ -6,7 +6,8 @@
 First a control: kernels with a planted mistake (bench/gpu_planted.py), which the tools must find. Then every test file
 and tool is a process of its own. torch's caching allocator is off, so that a step behind an allocation is seen. The
 tests run once without the tool before, which compiles the kernels. The exit code is 1 where an error was found, a
-control was missed or a process did not end well.
+control was missed or a process did not end well. Prints a line for each process and the logs of those that are not
+clean; writes nothing.
 """
 
 import argparse

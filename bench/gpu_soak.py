@@ -8,7 +8,8 @@ one.
 
 Every ten seconds the block manager is audited and memory is looked at; in the end everything must be answered, every
 block be free or cached, no row have been without finite logits, memory be flat, and the canary have given one answer.
-The exit code is 1 where one of these is not so.
+The exit code is 1 where one of these is not so. Prints a line for each look and the verdicts; --json writes every
+sample, too.
 """
 
 import argparse

@@ -5,6 +5,7 @@
 Random weights of the published shapes, bf16 or rounded: fp8 and int8 as `--quantization` does, int4 with groups of 128
 as in GPTQ's checkpoints. Each decode figure is the median of five timings of replays of one CUDA
 graph; `floor` is what reading the weights and the live keys and values once would take at the measured copy rate.
+Prints a line for each figure, with --profile also the kernels of a step; --json writes the figures, too.
 """
 
 import argparse

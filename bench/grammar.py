@@ -1,9 +1,9 @@
 """Mask time per token under real vocabularies, by llguidance and, where it is installed, xgrammar.
 
-python -m bench.grammar --tokenizer path/to/tokenizer.json
+    python -m bench.grammar --tokenizer path/to/tokenizer.json [--repeats 5]
 
 Texts that fit their schemas are followed token by token, as an engine does: fill the mask, then accept the token. All
-on one thread but for the row that says otherwise.
+on one thread but for the row that says otherwise. Prints the table of RESULTS.md, writes nothing.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""transformers' `generate` as two sides: one request after the other, and one padded batch."""
+"""transformers' `generate` as two of the sides that are compared on a CPU: one request after the other, and one padded
+batch.
+
+Must not know: our side, what is measured.
+"""
 
 import time
 from collections.abc import Sequence

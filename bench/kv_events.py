@@ -1,11 +1,14 @@
 """What it costs to tell a large prefix cache: to a gateway that joins, and to a subscriber.
 
-python -m bench.kv_events [BLOCKS]
+    python -m bench.kv_events [BLOCKS]
+
+A cache of so many blocks (100,000), nearly all full, told and applied in one process. Prints seconds, bytes and the
+longest part of each, writes nothing.
 """
 
+import argparse
 import asyncio
 import gc
-import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -107,7 +110,9 @@ async def subscribe(prefixes: Prefixes) -> tuple[int, float]:
 
 def main() -> None:
     """Print a line for each part."""
-    manager = filled(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("blocks", type=int, nargs="?", default=100_000)
+    manager = filled(parser.parse_args().blocks)
     gc.collect()
     gc.freeze()  # as a worker does when it has started
     sent = Frames()

@@ -4,6 +4,7 @@
 
 Texts are plain files, cut into pieces of 512 tokens; without any, what the embedded model is recorded to answer
 (answers.json). Greedy continuations are of the checkpoint's recorded prompts, or of `octavo verify`'s.
+Prints the table of docs/quantization.md; --json writes it, too.
 """
 
 import argparse

@@ -4,7 +4,7 @@ The engine runs with a runner that computes nothing, so all that is measured is 
 of one message per gateway. In the first table staggered requests cross block borders in every step, as in service, and
 nobody joins or ends. In the second one all requests arrive at once and run to their end: admission, prefix hashing,
 chunks, ends and evictions included. In the third one tenants wait for one another: a step in which nobody can come in,
-and a burst.
+and a burst. Prints the three tables; --json writes them, too.
 """
 
 import argparse

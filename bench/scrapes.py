@@ -1,14 +1,15 @@
 """What a flood of scrapes costs: the scrapers' wait, and how late it makes an event loop in the same process.
 
-python -m bench.scrapes [SCRAPERS] [SCRAPES]
+    python -m bench.scrapes [SCRAPERS] [SCRAPES]
 
 Alternates between the endpoint of prometheus_client (a thread a scrape) and ours, each in a process of its own that has
-a gateway's collector and a loop with a timer of 2 ms; scrapers are threads of this process.
+a gateway's collector and a loop with a timer of 2 ms; scrapers (20) are threads of this process.
+Prints a line for each run, writes nothing.
 """
 
+import argparse
 import asyncio
 import math
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -101,11 +102,14 @@ def measure(kind: str, num_scrapers: int, num_scrapes: int) -> str:
 
 def main() -> None:
     """Print a line for each run."""
-    num_scrapers = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    num_scrapes = int(sys.argv[2]) if len(sys.argv) > 2 else 25 * num_scrapers
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scrapers", type=int, nargs="?", default=20)
+    parser.add_argument("scrapes", type=int, nargs="?", help="of a run; default: 25 for each scraper")
+    arguments = parser.parse_args()
+    num_scrapes = arguments.scrapes or 25 * arguments.scrapers
     for _ in range(ROUNDS):
         for kind in ("prometheus_client", "ours"):
-            print(measure(kind, num_scrapers, num_scrapes), flush=True)
+            print(measure(kind, arguments.scrapers, num_scrapes), flush=True)
 
 
 if __name__ == "__main__":

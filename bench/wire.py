@@ -3,7 +3,8 @@
     python -m bench.wire [--rows 256] [--steps 2000]
 
 One process plays the worker (a thread of its own process: `multiprocessing` spawn), this one the gateway. Figures are
-medians of several rounds; the link figures count one StepOutput message with ``rows`` tokens as one message.
+medians of several rounds; the link figures count one StepOutput message with ``rows`` tokens as one message. Prints a
+table, then the same as a line of JSON.
 """
 
 import argparse

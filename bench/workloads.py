@@ -1,4 +1,7 @@
-"""What is asked of both sides: prompts and output lengths, and the seconds that they took."""
+"""What is asked of the sides that are compared on a CPU: prompts and output lengths, and the seconds that they took.
+
+Must not know: the sides.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
