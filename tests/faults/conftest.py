@@ -1,13 +1,14 @@
 """Whole services on the oracle, with faults inside where a row asks for them."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.fault_bench import FaultBench
-from tests.support.service import free_port, serve
+from tests.support.service import Service, free_port, serve
 from worker.oracle_model import OracleModel
 
 INJECTED = Path(__file__).parent / "injected"
@@ -39,3 +40,59 @@ def bench(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[FaultBenc
             yield faults
 
     return started
+
+
+class Standing:
+    """A service of one worker that many tests use: started for the first of them, and anew after one that failed."""
+
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self._new_folder = new_folder
+        self._open = ExitStack()
+        self._running: tuple[Service, int] | None = None
+
+    def running(self) -> tuple[Service, int]:
+        """It, and the port of its gateway's metrics."""
+        if self._running is None:
+            port = free_port()
+            settings = (*ORACLE, "--workers=1", f"--metrics-port={port}")
+            self._running = self._open.enter_context(serve(self._new_folder(), *settings)), port
+        return self._running
+
+    def abandon(self) -> None:
+        """By force: nobody knows what state it is in."""
+        self._running = None
+        failure = AssertionError("a test failed")
+        with suppress(AssertionError):
+            self._open.__exit__(type(failure), failure, None)
+
+    def stop(self) -> None:
+        """As a user does, which has to end well."""
+        self._open.close()
+
+
+@pytest.fixture(scope="module")
+def standing_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
+    """Of this module's tests."""
+    standing = Standing(lambda: tmp_path_factory.mktemp("standing"))
+    yield standing
+    standing.stop()
+
+
+@pytest.fixture
+def standing(standing_service: Standing) -> Callable[[], AbstractAsyncContextManager[FaultBench]]:
+    """`async with standing() as faults:` the same as `bench("--workers=1")`, on a service that has served other tests:
+    for rows that measure no memory, which the service keeps and uses again."""
+
+    @asynccontextmanager
+    async def entered() -> AsyncIterator[FaultBench]:
+        try:
+            service, metrics_port = await asyncio.to_thread(standing_service.running)
+            faults = FaultBench(service=service, model=OracleModel(), metrics_port=metrics_port)
+            faults.num_rpcs = await faults.num_ended()
+            await faults.begin()
+            yield faults
+        except BaseException:
+            await asyncio.to_thread(standing_service.abandon)
+            raise
+
+    return entered

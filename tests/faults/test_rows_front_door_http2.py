@@ -34,7 +34,7 @@ KEPT_BYTES_A_RESET = 100
     ],
 )
 async def test_row_37_streams_that_are_reset_at_once_leave_nothing(
-    bench: Any, count: int, num_connections: int
+    standing: Any, count: int, num_connections: int
 ) -> None:
     def attack() -> int:
         threads = [
@@ -47,10 +47,10 @@ async def test_row_37_streams_that_are_reset_at_once_leave_nothing(
             thread.join()
         return count * num_connections
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         faults.rss_slack_bytes += count * num_connections * KEPT_BYTES_A_RESET
         # Ten such connections at once are more than the library queues: it refuses some callers by itself.
-        siege = await besiege(faults, attack, canary_s=10, victims=["UNKNOWN"] if num_connections > 1 else [])
+        siege = await besiege(faults, attack, canary_s=30, victims=["UNKNOWN"] if num_connections > 1 else [])
         record(
             f"37 {count} × {num_connections}",
             resets=siege.result,
@@ -67,7 +67,7 @@ async def test_row_38_a_message_in_frames_of_one_byte_costs_little_memory(bench:
         with RawHttp2(faults.service.port) as connection:
             message = grpc_message(bytes([0x98, 0x06]) * (num_bytes // 2))  # a field that nobody knows
             connection.call(message, piece_bytes=1)
-            return connection.endings(1)
+            return connection.endings(1, timeout_s=60.0)
 
     async with bench(ONE) as faults:
         siege = await besiege(faults, attack)
@@ -88,8 +88,8 @@ FLOODS = {
 
 @pytest.mark.parametrize("kind", sorted(FLOODS))
 @pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=[LONG, MINUTES])])
-async def test_row_38_frames_that_mean_nothing_cost_bounded_memory(bench: Any, kind: str, count: int) -> None:
-    async with bench(ONE) as faults:
+async def test_row_38_frames_that_mean_nothing_cost_bounded_memory(standing: Any, kind: str, count: int) -> None:
+    async with standing() as faults:
         siege = await besiege(faults, lambda: hostile.flood(faults.service.port, FLOODS[kind], count))
         frames, connections = siege.result
         record(f"38 {kind} {count}", frames=frames, connections=connections, **siege.figures())
@@ -114,8 +114,8 @@ async def test_row_38_a_window_beyond_two_gigabytes_is_no_reason_to_send_for_eve
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(50_000, marks=[LONG, MINUTES])])
-async def test_row_39_connections_that_begin_with_garbage_are_closed_and_harm_nobody(bench: Any, count: int) -> None:
-    async with bench(ONE) as faults:
+async def test_row_39_connections_that_begin_with_garbage_are_closed_and_harm_nobody(standing: Any, count: int) -> None:
+    async with standing() as faults:
         siege = await besiege(faults, lambda: hostile.connections(faults.service.port, count, seed=39))
         record(
             f"39 connections {count}",
@@ -125,12 +125,14 @@ async def test_row_39_connections_that_begin_with_garbage_are_closed_and_harm_no
 
 
 @pytest.mark.parametrize(("count", "num_threads"), [(600, 1), pytest.param(50_000, 5, marks=[LONG, MINUTES])])
-async def test_row_39_calls_that_are_garbage_end_each_with_a_status(bench: Any, count: int, num_threads: int) -> None:
+async def test_row_39_calls_that_are_garbage_end_each_with_a_status(
+    standing: Any, count: int, num_threads: int
+) -> None:
     def attack() -> Counter[str]:
         return hostile.calls_side_by_side(faults.service.port, count, seed=40, num_threads=num_threads)
 
-    async with bench(ONE) as faults:
-        siege = await besiege(faults, attack, canary_s=10)
+    async with standing() as faults:
+        siege = await besiege(faults, attack, canary_s=30)
         record(
             f"39 calls {count}",
             cases=count, crashes=0, per_s=round(count / siege.seconds), endings=dict(siege.result), **siege.figures(),
@@ -144,51 +146,51 @@ def hold(port: int, count: int, held: list[RawHttp2 | socket.socket]) -> None:
     is_full = False
     for _ in range(count):
         try:
-            held.append(socket.create_connection(("127.0.0.1", port), timeout=0.005) if is_full else RawHttp2(port))
+            held.append(
+                socket.create_connection(("127.0.0.1", port), timeout=0.005)
+                if is_full
+                else RawHttp2(port, connect_timeout_s=3.0)
+            )
         except TimeoutError:
             is_full = True
 
 
 @pytest.mark.parametrize(("count", "descriptors"), [(400, 128), pytest.param(5_000, 128, marks=[LONG, MINUTES])])
 async def test_row_41_connections_beyond_the_descriptors_are_not_let_in_and_the_others_go_on(
-    bench: Any, count: int, descriptors: int
+    standing: Any, count: int, descriptors: int
 ) -> None:
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         gateway = faults.service.children("gateway")[0]
         limits = gateway.rlimit(psutil.RLIMIT_NOFILE)
         gateway.rlimit(psutil.RLIMIT_NOFILE, (descriptors, limits[1]))
         others = calls(8, max_tokens=600)
         running = asyncio.create_task(faults.run(others))
-        await asyncio.sleep(0.3)
-
-        def exhaust() -> tuple[int, float]:
-            held: list[RawHttp2 | socket.socket] = []
-            try:
-                hold(faults.service.port, count, held)
-                start_s, busy_s = time.monotonic(), sum(gateway.cpu_times()[:2])
-                time.sleep(2.0)
-                share = (sum(gateway.cpu_times()[:2]) - busy_s) / (time.monotonic() - start_s)
-                return len(held), share
-            finally:
-                for each in held:
-                    each.close()
-
-        num_held, share = await asyncio.to_thread(exhaust)
-        most = gateway.num_fds()
+        while not all(call.token_ids for call in others):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        held: list[RawHttp2 | socket.socket] = []
+        try:
+            await asyncio.to_thread(hold, faults.service.port, count, held)
+            await running
+            start_s, busy_s = time.monotonic(), sum(gateway.cpu_times()[:2])
+            await asyncio.sleep(1.5)  # nobody is served now
+            share = (sum(gateway.cpu_times()[:2]) - busy_s) / (time.monotonic() - start_s)
+            most = gateway.num_fds()
+        finally:
+            for each in held:
+                each.close()
         gateway.rlimit(psutil.RLIMIT_NOFILE, limits)
         start_s = time.monotonic()
         await faults.canary()
-        await running
         record(
             "41" if count == 400 else f"41 {count}",
-            connections=count, queued_or_let_in=num_held, descriptors=descriptors, held_at_most=most,
+            connections=count, queued_or_let_in=len(held), descriptors=descriptors, held_at_most=most,
             cpu_share_while_exhausted=round(share, 2),
             canary_after_s=round(time.monotonic() - start_s, 2),
         )  # fmt: skip
         let_pool_threads_be(faults)
         await settle(faults)
-        await faults.check(others, limit_s=15 if count < 1000 else 60)
-        assert share < 0.9, "a busy loop on EMFILE"
+        await faults.check(others, limit_s=60)
+        assert share < 0.5, "a busy loop on EMFILE"
 
 
 async def test_row_33_calls_whose_message_never_comes_take_nobodys_place(bench: Any) -> None:
@@ -203,7 +205,7 @@ async def test_row_33_calls_whose_message_never_comes_take_nobodys_place(bench: 
                 for _ in range(500):
                     each.send(each.headers(each.new_id(), grpc_headers()))
             still_open = [500] * len(held)
-            while sum(still_open) > 512 and time.monotonic() - start_s < 15:  # messages have 20 s to come
+            while sum(still_open) > 512 and time.monotonic() - start_s < 60:  # messages have 200 s to come
                 still_open = [
                     each.endings(count, timeout_s=0.1)["silence"] for each, count in zip(held, still_open, strict=True)
                 ]
@@ -213,7 +215,7 @@ async def test_row_33_calls_whose_message_never_comes_take_nobodys_place(bench: 
             for each in held:
                 each.close()
 
-    async with bench(ONE) as faults:
+    async with bench(ONE, connection={"message_timeout_s": 200.0}) as faults:
         await asyncio.to_thread(attack)  # a first time: what its calls took is kept by the allocator, and used again
         await settle(faults)
         await faults.note_gateways()

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing, suppress
@@ -54,8 +55,8 @@ def throw_frames(address: str, count: int, seed: int) -> int:
     drawn, sent = random.Random(seed), 0
     prepared = [hostile_frames(drawn) for _ in range(2_000)]
     with zmq.Context() as context, new_dealer(context) as peer:
-        peer.setsockopt(zmq.LINGER, 2_000)
-        peer.setsockopt(zmq.SNDTIMEO, 5_000)
+        peer.setsockopt(zmq.LINGER, 60_000)
+        peer.setsockopt(zmq.SNDTIMEO, 60_000)
         peer.connect(address)
         while sent < count:
             peer.send_multipart(prepared[drawn.randrange(len(prepared))])
@@ -69,9 +70,9 @@ def endpoint(faults: Any) -> str:
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=[LONG, MINUTES])])
-async def test_row_51_hostile_frames_are_counted_and_nothing_else(bench: Any, count: int) -> None:
-    async with bench(ONE) as faults:
-        siege = await besiege(faults, lambda: throw_frames(endpoint(faults), count, seed=51), canary_s=10)
+async def test_row_51_hostile_frames_are_counted_and_nothing_else(standing: Any, count: int) -> None:
+    async with standing() as faults:
+        siege = await besiege(faults, lambda: throw_frames(endpoint(faults), count, seed=51), canary_s=30)
         page = await faults.metrics()
         dropped = page.total("octavo_gateway_zmq_undecodable_frames_total")
         record(
@@ -81,21 +82,20 @@ async def test_row_51_hostile_frames_are_counted_and_nothing_else(bench: Any, co
         assert dropped > count * 0.9
 
 
-async def test_row_51_bytes_that_are_no_zeromq_reach_nobody(bench: Any) -> None:
+async def test_row_51_bytes_that_are_no_zeromq_reach_nobody(standing: Any) -> None:
     drawn = random.Random(510)
     beginnings = [b"", b"\xff", GREETING[:32], GREETING, GREETING + drawn.randbytes(200), b"GET / HTTP/1.1\r\n\r\n"]
 
     def attack() -> int:
         num_closed, path = 0, endpoint(faults).removeprefix("ipc://")
         for n in range(600):
-            with closing(socket.socket(socket.AF_UNIX)) as peer, suppress(OSError):
-                peer.settimeout(0.5)
+            with closing(patient_socket()) as peer, suppress(OSError):
                 peer.connect(path)
                 peer.sendall(beginnings[n % 6] if n % 2 else drawn.randbytes(1 + n % 200))
                 num_closed += 1
         return num_closed
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         siege = await besiege(faults, attack)
         record("51 raw", connections=siege.result, **siege.figures())
         assert siege.result > 500
@@ -106,13 +106,11 @@ async def test_row_53_a_frame_above_the_limit_cuts_its_sender_and_takes_no_memor
         """Whether each socket was cut: by a frame that says it has so many bytes."""
         cut = []
         for num_bytes in (MAX_FRAME_BYTES + 1, 1 << 30, 1 << 62):
-            with closing(socket.socket(socket.AF_UNIX)) as peer:
-                peer.settimeout(3.0)
+            with closing(patient_socket()) as peer:
                 peer.connect(endpoint(faults).removeprefix("ipc://"))
                 peer.sendall(GREETING[:10] + b"\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31))
                 ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
                 peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
-                time.sleep(0.1)
                 peer.sendall(b"\x02" + num_bytes.to_bytes(8, "big") + b"x" * 1000)
                 cut.append(_is_cut(peer))
         return cut
@@ -124,11 +122,20 @@ async def test_row_53_a_frame_above_the_limit_cuts_its_sender_and_takes_no_memor
         assert siege.peak_mib - siege.before_mib < 16
 
 
+def patient_socket() -> socket.socket:
+    """One that waits for room in the queue of who listens, and for what comes: a minute. (With Python's own timeouts a
+    full queue is an error at once.)"""
+    peer = socket.socket(socket.AF_UNIX)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 60, 0))
+    return peer
+
+
 def _is_cut(peer: socket.socket) -> bool:
     try:
         while peer.recv(4096):
             pass
-    except TimeoutError:
+    except BlockingIOError:
         return False
     except OSError:
         pass
@@ -188,7 +195,7 @@ async def test_row_54_the_control_arrives_whole(pool: WorkerPool) -> None:
     worker.close()
 
 
-async def test_row_55_strangers_that_claim_a_workers_name_get_nothing(bench: Any) -> None:
+async def test_row_55_strangers_that_claim_a_workers_name_get_nothing(standing: Any) -> None:
     """A service draws a token for its workers; who does not show it is nobody, whatever else it says."""
 
     async def impostor(n: int) -> bool:
@@ -202,7 +209,7 @@ async def test_row_55_strangers_that_claim_a_workers_name_get_nothing(bench: Any
             await asyncio.sleep(0.01)
             worker.close()
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         epochs = {load.epoch for load in faults.service.load()}
         before = [process.pid for process in faults.service.children("worker")]
         others = calls(8, max_tokens=200)
@@ -214,35 +221,33 @@ async def test_row_55_strangers_that_claim_a_workers_name_get_nothing(bench: Any
         assert [load.worker_id for load in faults.service.load()] == ["worker-0"]
         record("55", impostors=40, hijacks=0)
         assert [call.error for call in others] == [None] * len(others)
-        faults.check_calls(others, limit_s=10)
+        faults.check_calls(others, limit_s=60)
         await faults.canary()
 
 
-async def test_row_55_four_hundred_handshakes_that_stall_keep_nobody_out(bench: Any) -> None:
+async def test_row_55_four_hundred_handshakes_that_stall_keep_nobody_out(standing: Any) -> None:
     def attack() -> int:
         held = []
         try:
             for _ in range(400):
-                peer = socket.socket(socket.AF_UNIX)
-                peer.settimeout(0.2)
+                peer = patient_socket()
                 held.append(peer)
+                peer.connect(endpoint(faults).removeprefix("ipc://"))
                 with suppress(OSError):
-                    peer.connect(endpoint(faults).removeprefix("ipc://"))
                     peer.sendall(GREETING[:20])
-            time.sleep(3.0)  # handshakes have two seconds
-            return sum(_is_cut(peer) for peer in held[:50])
+            return sum(_is_cut(peer) for peer in held[:50])  # handshakes have two seconds
         finally:
             for peer in held:
                 peer.close()
 
-    async with bench(ONE) as faults:
+    async with standing() as faults:
         siege = await besiege(faults, attack)
         record("55 stalled", connections=400, cut_of_50=siege.result, **siege.figures())
         assert siege.result == 50
 
 
-async def test_row_56_a_socket_that_vanishes_is_bound_again(bench: Any) -> None:
-    async with bench(ONE) as faults:
+async def test_row_56_a_socket_that_vanishes_is_bound_again(standing: Any) -> None:
+    async with standing() as faults:
         path = Path(endpoint(faults).removeprefix("ipc://"))
         everybody = calls(8, max_tokens=200)
         running = asyncio.create_task(faults.run(everybody))
@@ -250,9 +255,9 @@ async def test_row_56_a_socket_that_vanishes_is_bound_again(bench: Any) -> None:
         start_s = time.monotonic()
         while not path.exists():  # noqa: ASYNC240
             await asyncio.sleep(0.01)
-            assert time.monotonic() - start_s < 5
+            assert time.monotonic() - start_s < 60
         record("56", bound_again_after_s=round(time.monotonic() - start_s, 2))
         await running
-        faults.check_calls(everybody, limit_s=10)
+        faults.check_calls(everybody, limit_s=60)
         await faults.note_gateways()  # the first listener stays open, or its connections would be cut
-        await faults.check(everybody, limit_s=10)
+        await faults.check(everybody, limit_s=60)

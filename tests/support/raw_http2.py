@@ -24,7 +24,7 @@ from octavo.client_requests import generate_request
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GENERATE = "/octavo.v1.InferenceService/Generate"
-WAIT_S = 5.0
+WAIT_S = 30.0
 Headers = Sequence[tuple[str, str]]
 
 
@@ -75,8 +75,16 @@ class Ending:
 class RawHttp2:
     """A connection whose preface is sent. Stream ids are odd and count up."""
 
-    def __init__(self, port: int, *, preface: bytes = PREFACE, settings: dict[int, int] | None = None) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    def __init__(
+        self,
+        port: int,
+        *,
+        preface: bytes = PREFACE,
+        settings: dict[int, int] | None = None,
+        connect_timeout_s: float = WAIT_S,
+    ) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=connect_timeout_s)
+        self.socket.settimeout(WAIT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._encoder = hpack.Encoder()
         self._decoder = hpack.Decoder(max_header_list_size=1 << 24)

@@ -50,7 +50,7 @@ class Siege(Generic[ResultT]):
 
 
 async def besiege(
-    faults: FaultBench, attack: Callable[[], ResultT], *, canary_s: float = 5.0, victims: Collection[str] = ()
+    faults: FaultBench, attack: Callable[[], ResultT], *, canary_s: float = 15.0, victims: Collection[str] = ()
 ) -> Siege[ResultT]:
     """victims: reasons that canaries may end with; "UNKNOWN" is the library's own refusal, which we do not count.
 
@@ -91,16 +91,16 @@ def let_pool_threads_be(faults: FaultBench) -> None:
 async def settle(faults: FaultBench) -> None:
     """Wait until nothing runs, and take the attacker's calls into the account: who counts them is the gateway alone."""
     await asyncio.to_thread(faults.service.wait_until_idle)
-    last = -1.0
-    for _ in range(40):
-        page = await faults.metrics()
-        ended = page.total("octavo_requests_total", method="/octavo.v1.InferenceService/Generate")
-        if ended == last and ended >= faults.num_rpcs:
-            break
+    last, num_alike = -1, 0
+    for _ in range(600):
+        ended = await faults.num_ended()
+        num_alike = num_alike + 1 if ended == last else 0
         last = ended
-        await asyncio.sleep(0.25)
-    assert last >= faults.num_rpcs, f"M: {faults.num_rpcs} honest calls, {last:g} ends"
-    faults.num_rpcs = int(last)
+        if num_alike == 3 and ended >= faults.num_rpcs:  # thrice: one look may come before the gateway goes on
+            break
+        await asyncio.sleep(0.1)
+    assert last >= faults.num_rpcs, f"M: {faults.num_rpcs} honest calls, {last} ends"
+    faults.num_rpcs = last
 
 
 async def _canaries(faults: FaultBench, over: asyncio.Event) -> list[Call]:

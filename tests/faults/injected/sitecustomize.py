@@ -9,6 +9,7 @@
     raise_token_id     a prompt with it makes its step raise
     oom_token_id       a prompt with it makes its step run out of memory
     load_sleep_s       loading takes so long; load_raises: and fails then
+    hold_file          while this file is there, the tenth step from then on does not begin: FILE.PID tells
     marked             a prompt that begins with 2 and then 11, 12, 13, 14 or 15 does one of these: crash, nan (at
                        nan_output_index), raise, oom, seize
 
@@ -53,6 +54,7 @@ def _inject(wanted: dict[str, Any]) -> None:
             if "load_raises" in wanted:
                 raise RuntimeError(wanted["load_raises"])
             super().__init__(*positional, **(named | {"faults": oracle_runner.OracleFaults(**known)}))
+            self._num_steps = 0  # since there is a file to hold for
 
         def launch(self, plan: Any) -> None:
             joined = {token for join in plan.joins for token in join.token_ids_T.tolist()}
@@ -66,7 +68,15 @@ def _inject(wanted: dict[str, Any]) -> None:
                 re.match(r"(a+)+$", "a" * 64 + "b")  # native code, exponential, never lets go of the lock
             if wanted.get("marked"):
                 self._act_on(plan)
+            if "hold_file" in wanted:
+                self._hold(Path(wanted["hold_file"]))
             super().launch(plan)
+
+        def _hold(self, file: Path) -> None:
+            self._num_steps = self._num_steps + 1 if file.exists() else 0
+            while self._num_steps >= 10 and file.exists():
+                file.with_suffix(f".{os.getpid()}").touch()
+                time.sleep(0.01)
 
         def _act_on(self, plan: Any) -> None:
             acts = {MARKS.get(tuple(join.token_ids_T[:2].tolist())) for join in plan.joins}
