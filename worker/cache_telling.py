@@ -1,4 +1,5 @@
-"""Gateways that join hear what is cached here: a part of a bounded size a step, whoever else waits.
+"""Gateways hear what is cached here: every change at once, and those that join all the rest, a part of a bounded size a
+step, whoever else waits.
 
 A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they like
 (`blockmgr.walk`). Gateways that join together take turns: a step never waits for more than one part.
@@ -31,7 +32,8 @@ class CacheTelling:
         return bool(self._walks)
 
     def begin(self, gateway: GatewayIndex) -> None:
-        """It knows nothing, or something that is over. It must be told every change from here on as well."""
+        """It knows nothing, or something that is over. What has changed before is told first, to the others."""
+        self.tell_changes()
         self._walks.pop(gateway, None)
         if self._blocks.num_indexed:
             self._walks[gateway] = self._blocks.walk_events()
@@ -40,6 +42,11 @@ class CacheTelling:
     def end(self, gateway: GatewayIndex) -> None:
         """It is gone. Idempotent."""
         self._walks.pop(gateway, None)
+
+    def tell_changes(self) -> None:
+        """All since the last call, to every gateway."""
+        for message in kv_events(self._blocks.take_events(), epoch=self._epoch):
+            self._outbox.put_all(message)
 
     def tell_a_part(self) -> None:
         """To whoever has waited longest. All changes so far must have been told."""

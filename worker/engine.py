@@ -1,10 +1,9 @@
-"""The engine loop: messages to the scheduler, plans to the runner, results back, outputs to the gateways.
+"""The engine loop: messages to the scheduler, steps to the runner (`worker.steps`), outputs to the gateways.
 
 It decides nothing (the scheduler does) and knows no sockets (`worker.ports`), tensors or text. One thread owns it;
 ``num_steps`` and ``stats`` may be read from any thread, ``request_drain`` and ``request_stop`` be called from any.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 from blockmgr.manager import BlockManager
@@ -13,7 +12,6 @@ from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause,
 from worker.cache_telling import CacheTelling
 from worker.grammar_desk import GrammarDesk
 from worker.outputs import StepOutputs
-from worker.plan import StepPlan
 from worker.ports import (
     Clock,
     GatewayIndex,
@@ -27,11 +25,12 @@ from worker.ports import (
     StepReport,
 )
 from worker.request import RequestKey, failure
-from worker.runner import Runner, RunnerError, RunnerOutOfMemory
+from worker.runner import Runner
 from worker.scheduler import Scheduler
 from worker.snapshot import snapshot
 from worker.stats import EngineStats
-from worker.translate import asked_by, kv_events, refused_run, step_output
+from worker.steps import EndedStep, Steps
+from worker.translate import asked_by, refused_run, step_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +42,8 @@ class EngineConfig:
     idle_wait_s: float = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    plan: StepPlan
-    launched_s: float
-
-
 class Engine:
-    """Keeps up to ``runner.max_in_flight`` steps launched."""
+    """One per worker process."""
 
     def __init__(
         self,
@@ -75,8 +68,14 @@ class Engine:
         self._observer = observer or NullObserver()
         self._grammars = grammars
         self._telling = CacheTelling(blocks, outbox, epoch=config.epoch)
-        self._launched: deque[_Launched] = deque()
-        self._awaits_masks = False  # the newest launched step does
+        self._steps = Steps(
+            scheduler=scheduler,
+            runner=runner,
+            grammars=grammars,
+            clock=clock,
+            on_end=self._step_ended,
+            send=self._send,
+        )
         self._seq: dict[GatewayIndex, int] = {}
         self._drain_until_s: float | None = None
         self._wanted_grace_s: float | None = None
@@ -112,16 +111,16 @@ class Engine:
         self._heed_drain()
         if self._scheduler.has_work and not self.stats.has_work:
             self._take_stats()  # should this very step hang, whoever watches must know that there was work
-        self._launch_ahead()
-        self._send(self._collect() if self._launched else self._scheduler.flush())
-        self._send_kv_events()
+        self._steps.launch_ahead()
+        self._send(self._steps.collect() if len(self._steps) else self._scheduler.flush())
+        self._telling.tell_changes()
         self._telling.tell_a_part()
         self._take_stats()
 
     @property
     def is_done(self) -> bool:
         """Stopped, or drained with nothing left."""
-        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not self._launched
+        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not len(self._steps)
         return self._is_stopping or is_drained
 
     @property
@@ -159,7 +158,6 @@ class Engine:
             case Drain():
                 self.request_drain(message.grace_s)
             case GatewayJoined():
-                self._send_kv_events()
                 self._telling.begin(gateway)
             case GatewayLost():
                 self._scheduler.drop_gateway(gateway, now_s=now_s)
@@ -201,62 +199,11 @@ class Engine:
         if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
             self._scheduler.end_all(failure("DRAINING", "the worker shut down before the end"), now_s=self._clock())
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ outputs
 
-    def _launch_ahead(self) -> None:
-        while len(self._launched) < self._runner.max_in_flight and not self._awaits_masks:
-            plan = self._scheduler.plan(now_s=self._clock())
-            if plan is None:
-                return
-            self._launched.append(_Launched(plan, self._clock()))
-            try:
-                self._runner.launch(plan)
-            except RunnerError as error:
-                self._fail_launch(error)
-                return
-            fault_point("engine.launched")
-            self._awaits_masks = self._grammars is not None and self._scheduler.constraints.any_in_newest
-            self._constrain()
-
-    def _constrain(self) -> None:
-        """Masks for the newest step, once the tokens of all former ones are known: until then the device is busy with
-        the rest of it."""
-        if self._awaits_masks and len(self._launched) == 1 and self._grammars is not None:
-            self._awaits_masks = False
-            self._runner.constrain(self._grammars.masks(self._scheduler, self._clock()))
-
-    def _collect(self) -> StepOutputs:
-        launched = self._launched.popleft()
-        try:
-            result = self._runner.collect()
-        except RunnerError as error:
-            outputs = self._failed(launched.plan, error)
-            self._constrain()
-            self._report(launched, self._clock(), type(error).__name__)
-            return outputs
-        landed_s = self._clock()
-        outputs = self._scheduler.apply(result, now_s=landed_s)
-        self._constrain()
-        fault_point("engine.applied")
-        self._report(launched, landed_s)
-        return outputs
-
-    def _fail_launch(self, error: RunnerError) -> None:
-        """The newest plan did not start: what was launched before it is collected first, for it is good."""
-        refused = self._launched.pop()
-        while self._launched:
-            self._send(self._collect())
-        self._send(self._failed(refused.plan, error))
-        self._report(refused, self._clock(), type(error).__name__)
-
-    def _failed(self, plan: StepPlan, error: RunnerError) -> StepOutputs:
-        if isinstance(error, RunnerOutOfMemory):
-            return self._scheduler.fail_out_of_memory(plan.step, str(error), now_s=self._clock())
-        return self._scheduler.fail(plan.step, str(error), now_s=self._clock())
-
-    def _report(self, launched: _Launched, landed_s: float, failed: str = "") -> None:
+    def _step_ended(self, step: EndedStep) -> None:
         self.num_steps += 1
-        plan = launched.plan
+        plan = step.plan
         every = self._config.audit_every_steps
         if every and self.num_steps % every == 0:
             self._audit()
@@ -266,13 +213,11 @@ class Engine:
                 num_prefill_tokens=plan.num_tokens - len(plan.decode_slots_S),
                 num_decode_tokens=len(plan.decode_slots_S),
                 num_sampled=len(plan.sampled_slots),
-                step_s=landed_s - launched.launched_s,
-                host_s=self._clock() - landed_s,
-                failed=failed,
+                step_s=step.landed_s - step.launched_s,
+                host_s=self._clock() - step.landed_s,
+                failed=step.failed,
             )
         )
-
-    # ------------------------------------------------------------ outputs
 
     def _send(self, outputs: StepOutputs) -> None:
         for gateway, output in outputs.items():
@@ -281,10 +226,6 @@ class Engine:
             self._outbox.put(gateway, message)
             for finished in output.finished:
                 self._observer.on_finished(finished)
-
-    def _send_kv_events(self) -> None:
-        for message in kv_events(self._blocks.take_events(), epoch=self._config.epoch):
-            self._outbox.put_all(message)
 
     def _audit(self) -> tuple[str, ...]:
         violations = self._blocks.audit().violations
