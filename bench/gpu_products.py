@@ -16,7 +16,7 @@ import torch
 from bench.cublaslt import Algorithm, BlasError, multiply, propose
 from bench.gpu.device import need_cuda
 from bench.gpu.steps import Bench
-from bench.gpu_sweep import take, time_step
+from bench.gpu.sweeps.step import take, time_step
 from model.gpu import decode_step
 from model.gpu.choice import Wide, time_graph
 from model.gpu.layers import Attend, LayerBuffers

@@ -27,7 +27,7 @@ async def lone_gateway(
     *,
     on_run: Callable[[FakeRun], None] | None = None,
 ) -> AsyncIterator[tuple[Gateway, FakePool]]:
-    """It listens until the block ends. files: of the model's tokenizer. on_run: called with each request as it comes."""
+    """It listens until the block ends. files: of the tokenizer. on_run: called with each request as it comes."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     pool = FakePool(views=[worker_view(card=card, capacity=CAPACITY)], on_run=on_run)
     config = GatewayConfig(
