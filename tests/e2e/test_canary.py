@@ -67,7 +67,7 @@ def send_raw(endpoint: str, data: bytes) -> None:
     family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET
     host, _, port = place.rpartition(":")
     with closing(socket.socket(family)) as peer, suppress(OSError):
-        peer.settimeout(1.0)
+        peer.settimeout(0.2)
         peer.connect(place if scheme == "ipc" else (host, int(port)))
         peer.sendall(data)
         peer.recv(1024)

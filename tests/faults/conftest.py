@@ -1,7 +1,7 @@
 """Whole services on the oracle, with faults inside where a row asks for them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -45,8 +45,8 @@ def bench(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[FaultBenc
 class Standing:
     """A service of one worker that many tests use: started for the first of them, and anew after one that failed."""
 
-    def __init__(self, new_folder: Callable[[], Path]) -> None:
-        self._new_folder = new_folder
+    def __init__(self, new_folder: Callable[[], Path], injected: Mapping[str, object]) -> None:
+        self._new_folder, self._injected = new_folder, injected
         self._open = ExitStack()
         self._running: tuple[Service, int] | None = None
 
@@ -55,7 +55,8 @@ class Standing:
         if self._running is None:
             port = free_port()
             settings = (*ORACLE, "--workers=1", f"--metrics-port={port}")
-            self._running = self._open.enter_context(serve(self._new_folder(), *settings)), port
+            started = serve(self._new_folder(), *settings, injected=self._injected, injector=INJECTED)
+            self._running = self._open.enter_context(started), port
         return self._running
 
     def abandon(self) -> None:
@@ -71,9 +72,10 @@ class Standing:
 
 
 @pytest.fixture(scope="module")
-def standing_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    """Of this module's tests."""
-    standing = Standing(lambda: tmp_path_factory.mktemp("standing"))
+def standing_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
+    """Of this module's tests, with the faults of its STANDING inside, if it has one."""
+    injected = getattr(request.module, "STANDING", {})
+    standing = Standing(lambda: tmp_path_factory.mktemp("standing"), injected)
     yield standing
     standing.stop()
 

@@ -6,8 +6,6 @@
     nan_token_id       a prompt with it turns not-a-number at output index nan_output_index
     hang_token_id      a prompt with it keeps a step busy for ever
     seize_token_id     the same, and Python's lock is held all the time, so that no other thread of the process runs
-    raise_token_id     a prompt with it makes its step raise
-    oom_token_id       a prompt with it makes its step run out of memory
     load_sleep_s       loading takes so long; load_raises: and fails then
     hold_file          while this file is there, the tenth step from then on does not begin: FILE.PID tells
     marked             a prompt that begins with 2 and then 11, 12, 13, 14 or 15 does one of these: crash, nan (at
@@ -58,10 +56,6 @@ def _inject(wanted: dict[str, Any]) -> None:
 
         def launch(self, plan: Any) -> None:
             joined = {token for join in plan.joins for token in join.token_ids_T.tolist()}
-            if wanted.get("raise_token_id") in joined:
-                raise RunnerError("illegal memory access (injected)")
-            if wanted.get("oom_token_id") in joined:
-                raise RunnerOutOfMemory("out of memory (injected)")
             while wanted.get("hang_token_id") in joined:
                 pass
             if wanted.get("seize_token_id") in joined:
