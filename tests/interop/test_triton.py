@@ -7,6 +7,6 @@ from tests.support.service import Service
 
 
 def test_tritonclient_gets_what_it_asks_for(triton_python: Path, service: Service) -> None:
-    run_inside(triton_python, "triton_client", timeout_s=120, KSERVE_TARGET=service.target)
+    run_inside(triton_python, "triton_client", timeout_s=280, KSERVE_TARGET=service.target)
     service.wait_until_idle()
     assert [(list(audit.violations), audit.num_active_blocks) for audit in service.audit()] == [([], 0)]
