@@ -8,8 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
-
 from blockmgr.ids import PrefixLookup
 from blockmgr.manager import BlockManager
 from wire.messages import WireFinishReason
@@ -259,14 +257,11 @@ class Roster:
     def _leave_slot(self, request: Request, now_s: float) -> None:
         slot = request.held_slot
         self.commit(request)
-        self._keep_times(request, now_s)
-        request.token_ids_T = self.rows.known_tokens(slot).copy()
-        last_token_s = float(self.rows.last_token_s_S[slot])
-        request.last_token_s = None if np.isnan(last_token_s) else last_token_s
+        request.block_seconds += self._block_seconds(request, now_s)
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)
         self.waiting.shares.end(request)
-        self.rows.leave(slot)
+        self.rows.leave(slot, request)
         self.blocks.release(slot, request.block_owner)
         del self._by_slot[slot]
         self.sharing.discard(int(slot))
@@ -274,20 +269,17 @@ class Roster:
         self._drop_priority(request.asked.priority)
         request.slot = request.resumes_as = None
 
-    def _keep_times(self, request: Request, now_s: float) -> None:
-        """What the receipt tells of the slot that is being left; token_ids_T is still what it was taken with."""
-        slot, blocks = request.held_slot, self.blocks
-        ticks_T = self.rows.token_ticks_SL[slot, : self.rows.num_known_S[slot]]
-        block_size = blocks.config.block_size
-        request.block_seconds += block_seconds(
-            ticks_T,
+    def _block_seconds(self, request: Request, now_s: float) -> float:
+        """Of the slot that is being left; token_ids_T is still what it was taken with."""
+        slot, block_size = request.held_slot, self.blocks.config.block_size
+        return block_seconds(
+            self.rows.token_ticks_SL[slot, : self.rows.num_known_S[slot]],
             since_s=request.slot_since_s,
             now_s=now_s,
             block_size=block_size,
             num_tokens_then=len(request.token_ids_T),
-            num_blocks=blocks.capacity(slot) // block_size,
+            num_blocks=self.blocks.capacity(slot) // block_size,
         )
-        request.token_ticks_T = ticks_T[len(request.asked.token_ids_T) :].copy()
 
     def _drop_priority(self, priority: int) -> None:
         self._running_priorities[priority] -= 1

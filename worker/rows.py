@@ -62,8 +62,14 @@ class Rows:
         self.gateway_S[slot], self.handle_S[slot] = request.asked.key
         self.last_token_s_S[slot] = np.nan if request.last_token_s is None else request.last_token_s
 
-    def leave(self, slot: Slot) -> None:
-        """The slot is empty: results that are still in flight for it belong to nobody."""
+    def leave(self, slot: Slot, request: Request) -> None:
+        """The slot is empty, and the request has its tokens and their times itself again. Results that are still in
+        flight for the slot belong to nobody."""
+        request.token_ids_T = self.known_tokens(slot).copy()
+        ticks_T = self.token_ticks_SL[slot, : self.num_known_S[slot]]
+        request.token_ticks_T = ticks_T[len(request.asked.token_ids_T) :].copy()
+        last_token_s = float(self.last_token_s_S[slot])
+        request.last_token_s = None if np.isnan(last_token_s) else last_token_s
         self.is_decoding_S[slot] = False
         self.generation_S[slot] += 1
 
