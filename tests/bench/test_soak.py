@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.gpu_soak import Soak, verdicts
 from bench.in_process import InProcess
+from bench.soak import Soak, verdicts
 from bench.soak_load import Canary, Load, LoadSizes
 from bench.soak_watch import Sample, slope
 from worker.config import Deterministic
