@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from model.attention import AttentionBackend, AttentionInputs
 from model.config import Qwen2Config
+from model.cpu.checks import LANES
+from model.cpu.layer import LayerRest
 from model.cpu.ops import rope_write, silu_mul, takes
 from model.kv_pool import WriteRows
 from model.linear import Linear
@@ -56,10 +58,9 @@ class Attention(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
-        """Write this step's keys and values into the pool, then attend."""
+        """Write this step's keys and values into the pool, then attend: [T, N * H], which `o_proj` is for."""
         q_TNH = self._project_and_write(x_TD, k_pool_PKBH, v_pool_PKBH, step)
-        out_TNH = step.backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, step.inputs, self.scale)
-        return self.o_proj(out_TNH.flatten(1))
+        return step.backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, step.inputs, self.scale).flatten(1)
 
     def _project_and_write(
         self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
@@ -101,10 +102,22 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, make)
         self.post_attention_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
         self.mlp = Mlp(config, make)
+        self._rest: LayerRest | None = None
+
+    def fuse(self) -> None:
+        """After packing: what follows attention in one call, where the weights are laid out for it."""
+        o, gate_up, down = (each.panels for each in (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj))
+        norm = self.post_attention_layernorm
+        if o is None or gate_up is None or down is None or (o.num_outputs | down.num_inputs) % LANES:
+            return
+        self._rest = LayerRest.of(o=o, norm_D=norm.weight, epsilon=norm.epsilon, gate_up=gate_up, down=down)
 
     def forward(
         self, hidden_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
         """Returns a new tensor; hidden_TD stays as it was."""
-        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), k_pool_PKBH, v_pool_PKBH, step)
+        attended_TC = self.self_attn(self.input_layernorm(hidden_TD), k_pool_PKBH, v_pool_PKBH, step)
+        if self._rest is not None:
+            return self._rest.run(attended_TC, hidden_TD)
+        hidden_TD = hidden_TD + self.self_attn.o_proj(attended_TC)
         return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))

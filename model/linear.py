@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model.cpu.panels import can_panel, pack_bf16, pack_int8
+from model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
 from model.quantization.grouped import GroupedWeight
 from model.quantization.rounding import Fp8Weight
 
@@ -77,6 +77,12 @@ class Linear(nn.Module):
             return self._packed.multiply(x)
         return F.linear(x, self.weight, self.bias)
 
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward` as float32."""
+        if self.panels is not None:
+            return self.panels.multiply_wide(x)
+        return self(x).float()
+
     def pack(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
         """Lay the weight out as the device likes it best. Called once, after loading; the weight cannot be read any
         more (another layer that shares it keeps it). Idempotent, and nothing where plain is best. Raises
@@ -101,6 +107,11 @@ class Linear(nn.Module):
     def quantized(self) -> GroupedWeight | Fp8Weight | None:
         """The weight that `hold` was given."""
         return self._packed if isinstance(self._packed, GroupedWeight | Fp8Weight) else None
+
+    @property
+    def panels(self) -> PanelWeight | None:
+        """What this was packed as, where that is panels."""
+        return self._packed if isinstance(self._packed, PanelWeight) else None
 
     @property
     def packed_bytes(self) -> int:

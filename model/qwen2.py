@@ -122,7 +122,7 @@ class Qwen2ForCausalLM(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """hidden_SD: rows of what `forward` gave. Returns float32 logits_SV."""
-        return self.lm_head(hidden_SD).float()
+        return self.lm_head.wide(hidden_SD)
 
     def pack_weights(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
         """Lay every matrix out as the device likes it best. Once, after loading; the weights may not be read after.
@@ -130,3 +130,5 @@ class Qwen2ForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(wanted)
+        for layer in self.decoder_layers:
+            layer.fuse()

@@ -2,7 +2,7 @@
 
 Order of the stages, as vLLM has it (`model.sampling.Feature`): raw log-probabilities, bias, penalties, masks
 (min-tokens, allowed ids, bad words), temperature, min-p, top-k, top-p, typical-p, draw. Every row's result is a
-function of that row alone. A batch that is greedy throughout is one ``max``.
+function of that row alone. A batch that is greedy throughout is one search for the largest.
 
 Must not know: requests, blocks, the model, when an output ends.
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from model.cpu.largest import largest as largest_of
 from model.sampling import MASKS, Feature, SamplingParams, SamplingRows
 from model.sampling_choice import AllowedIds, BadWords, LogitBias
 from model.sampling_filters import TOP_K_OFF, Filters, largest, masses, thresholds
@@ -80,7 +81,7 @@ class Sampler:
         row's history holds, the drawn one not counted. masks: of the rows that have a grammar.
         """
         logits_SV = logits_SV[:, : self.vocab_size]
-        best_S, tokens_S = logits_SV.max(dim=-1)
+        best_S, tokens_S = largest_of(logits_SV)
         is_finite_S = torch.isfinite(best_S)
         features_S = self._rows.features_R[rows_S]
         if not features_S.any() and masks is None:

@@ -32,9 +32,26 @@ static inline __m512bh pair_of(const bf16 *x) {
     return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-static inline void put(bf16 *out, __m512 sum, int64_t width) {
+/* Where a panel's sums go: rows N apart in `out` (bf16, or fp32 of the same values where is_wide), from its first column
+ * on, of which width (at most PANEL) are there. scale, bias: the panel's. */
+typedef struct {
+    const float *scale, *bias;
+    void *out;
+    int64_t column, N, width;
+    int is_wide;
+} target;
+
+static inline void put(const target *to, int64_t m, int first, __m512 sum) {
+    int64_t width = to->width - first, at = m * to->N + to->column + first;
     __mmask16 mask = width >= 16 ? 0xffff : width <= 0 ? 0 : (__mmask16)((1u << width) - 1);
-    _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(sum));
+    sum = _mm512_fmadd_ps(sum, _mm512_loadu_ps(to->scale + first), _mm512_loadu_ps(to->bias + first));
+    __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sum);
+    if (to->is_wide) {
+        __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+        _mm512_mask_storeu_epi32((float *)to->out + at, mask, wide);
+    } else {
+        _mm256_mask_storeu_epi16((bf16 *)to->out + at, mask, rounded);
+    }
 }
 
 static inline wide_pairs weights_at(const void *panel, const enum format format, int64_t index) {
@@ -51,43 +68,38 @@ static inline wide_pairs weights_at(const void *panel, const enum format format,
     return (wide_pairs){(__m512bh)_mm512_loadu_si512(from), (__m512bh)_mm512_loadu_si512(from + PANEL)};
 }
 
-/* rows, format: constants where this is called, so that the sums are registers. */
+/* Rows from m on. rows, format: constants where this is called, so that the sums are registers. */
 static inline __attribute__((always_inline)) void tile(const int rows, const enum format format, const bf16 *x,
-                                                       int64_t K, const void *panel, const float *scale,
-                                                       const float *bias, bf16 *out, int64_t N, int64_t width) {
+                                                       int64_t K, const void *panel, int64_t m, const target *to) {
     __m512 low[TILE], high[TILE];
-    for (int m = 0; m < rows; m++) low[m] = high[m] = _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) low[r] = high[r] = _mm512_setzero_ps();
     for (int64_t k = 0; k < K; k += 2) {
         wide_pairs w = weights_at(panel, format, k * PANEL);
-        for (int m = 0; m < rows; m++) {
-            __m512bh pair = pair_of(x + m * K + k);
-            low[m] = _mm512_dpbf16_ps(low[m], w.low, pair);
-            high[m] = _mm512_dpbf16_ps(high[m], w.high, pair);
+        for (int r = 0; r < rows; r++) {
+            __m512bh pair = pair_of(x + (m + r) * K + k);
+            low[r] = _mm512_dpbf16_ps(low[r], w.low, pair);
+            high[r] = _mm512_dpbf16_ps(high[r], w.high, pair);
         }
     }
-    __m512 scale0 = _mm512_loadu_ps(scale), scale1 = _mm512_loadu_ps(scale + 16);
-    __m512 bias0 = _mm512_loadu_ps(bias), bias1 = _mm512_loadu_ps(bias + 16);
-    for (int m = 0; m < rows; m++) {
-        if (format == INTEGERS) reorder(&low[m], &high[m]);
-        put(out + m * N, _mm512_fmadd_ps(low[m], scale0, bias0), width);
-        put(out + m * N + 16, _mm512_fmadd_ps(high[m], scale1, bias1), width - 16);
+    for (int r = 0; r < rows; r++) {
+        if (format == INTEGERS) reorder(&low[r], &high[r]);
+        put(to, m + r, 0, low[r]);
+        put(to, m + r, 16, high[r]);
     }
 }
 
 /* Up to TILE rows times one panel: few rows, or after the first have brought it to the caches. */
-static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const bf16 *panel, const float *scale,
-                             const float *bias, bf16 *out, int64_t N, int64_t width) {
+static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, int64_t m, const target *to) {
     switch (rows) {
-#define CASE(n) case n: tile(n, PAIRS, x, K, panel, scale, bias, out, N, width); break;
+#define CASE(n) case n: tile(n, PAIRS, x, K, panel, m, to); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
 }
 
 /* FETCHED_ROWS to TILE rows times one panel that lies in memory. */
-static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const bf16 *panel, const float *scale,
-                                 const float *bias, bf16 *out, int64_t N, int64_t width) {
+static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, const target *to) {
     switch (rows) {
-#define FAR_CASE(n) case n: tile(n, PAIRS_FETCHED, x, K, panel, scale, bias, out, N, width); break;
+#define FAR_CASE(n) case n: tile(n, PAIRS_FETCHED, x, K, panel, 0, to); break;
         FAR_CASE(8) FAR_CASE(9) FAR_CASE(10) FAR_CASE(11) FAR_CASE(12)
     }
 }
@@ -95,10 +107,10 @@ static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const b
 /* So few rows that widening the integers as they come is cheaper than doing it once for all rows. */
 #define FEW (2 * TILE)
 
-static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const int8_t *panel, const float *scale,
-                                const float *bias, bf16 *out, int64_t N, int64_t width) {
+static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const void *panel, int64_t m,
+                                const target *to) {
     switch (rows) {
-#define FEW_CASE(n) case n: tile(n, INTEGERS, x, K, panel, scale, bias, out, N, width); break;
+#define FEW_CASE(n) case n: tile(n, INTEGERS, x, K, panel, m, to); break;
         FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) FEW_CASE(5) FEW_CASE(6)
         FEW_CASE(7) FEW_CASE(8) FEW_CASE(9) FEW_CASE(10) FEW_CASE(11) FEW_CASE(12)
     }
@@ -121,26 +133,25 @@ typedef struct {
     const void *panels;
     int is_int8;
     const float *scale, *bias;
-    bf16 *out;
+    void *out;
+    int is_wide;
     int64_t M, N, K;
     bf16 *scratch; /* a widened panel for each seat, where there are many rows of integers */
 } product;
 
 static void multiply_panel(const product *all, int64_t p, bf16 *scratch) {
-    int64_t M = all->M, N = all->N, K = all->K, width = N - p * PANEL;
-    const bf16 *panel = (const bf16 *)all->panels + p * K * PANEL;
-    const int8_t *integers = (const int8_t *)all->panels + p * K * PANEL;
-    const float *scale = all->scale + p * PANEL, *bias = all->bias + p * PANEL;
+    int64_t M = all->M, K = all->K, column = p * PANEL;
+    const bf16 *panel = (const bf16 *)all->panels + column * K;
+    const int8_t *integers = (const int8_t *)all->panels + column * K;
+    target to = {all->scale + column, all->bias + column, all->out, column, all->N, all->N - column, all->is_wide};
     int is_few = all->is_int8 && !scratch;
     if (scratch) widen_panel(integers, scratch, K * PANEL), panel = scratch;
     for (int64_t m = 0; m < M; m += TILE) {
         int64_t rows = M - m < TILE ? M - m : TILE;
-        const bf16 *x = all->x + m * K;
-        bf16 *out = all->out + m * N + p * PANEL;
         int is_far = m == 0 && !scratch && rows >= FETCHED_ROWS;
-        if (is_few) few_rows_times_int8(rows, x, K, integers, scale, bias, out, N, width);
-        else if (is_far) rows_times_far_panel(rows, x, K, panel, scale, bias, out, N, width);
-        else rows_times_panel(rows, x, K, panel, scale, bias, out, N, width);
+        if (is_few) few_rows_times_int8(rows, all->x, K, integers, m, &to);
+        else if (is_far) rows_times_far_panel(rows, all->x, K, panel, &to);
+        else rows_times_panel(rows, all->x, K, panel, m, &to);
     }
 }
 
@@ -150,11 +161,11 @@ static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
     for (int64_t p = first; p < end; p++) multiply_panel(all, p, scratch);
 }
 
-/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N]; panels: bf16, or int8 where is_int8; scale, bias: fp32, padded
- * to whole panels. Returns 0, or 1 without memory. */
-int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, bf16 *out,
-                  int64_t M, int64_t N, int64_t K, int num_threads) {
-    product all = {x, panels, is_int8, scale, bias, out, M, N, K, 0};
+/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:
+ * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
+int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
+                  int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
+    product all = {x, panels, is_int8, scale, bias, out, is_wide, M, N, K, 0};
     if (is_int8 && M > FEW) {
         all.scratch = aligned_alloc(64, (size_t)(num_threads * K * PANEL) * sizeof(bf16));
         if (!all.scratch) return 1;
@@ -168,9 +179,9 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
 
 int octavo_has_matmul(void) { return 0; }
 
-int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, bf16 *out,
-                  int64_t M, int64_t N, int64_t K, int num_threads) {
-    (void)x, (void)panels, (void)is_int8, (void)scale, (void)bias, (void)out, (void)M, (void)N, (void)K;
+int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
+                  int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
+    (void)x, (void)panels, (void)is_int8, (void)scale, (void)bias, (void)out, (void)is_wide, (void)M, (void)N, (void)K;
     (void)num_threads;
     return 1;
 }

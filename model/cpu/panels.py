@@ -28,17 +28,29 @@ class PanelWeight:
     num_outputs: int
 
     @property
+    def num_inputs(self) -> int:
+        """K."""
+        return 2 * self.panels.shape[1]
+
+    @property
     def num_bytes(self) -> int:
         """Of the weights."""
         return self.panels.numel() * self.panels.element_size()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x: bf16 [..., K]. Returns bf16 [..., N]. Raises ValueError, MemoryError."""
-        num_inputs = 2 * self.panels.shape[1]
+        return self._multiply(x, torch.bfloat16)
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        """`multiply` as fp32, in one pass: the same values."""
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        num_inputs = self.num_inputs
         if x.dtype != torch.bfloat16 or x.shape[-1] != num_inputs or not x.is_cpu:
             raise ValueError(f"x: bf16 rows of {num_inputs} on the CPU are wanted, not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], self.num_outputs)
+        out = x.new_empty(*x.shape[:-1], self.num_outputs, dtype=out_dtype)
         num_rows = x.numel() // num_inputs
         failed = loaded_library().octavo_matmul(
             x.data_ptr(),
@@ -47,6 +59,7 @@ class PanelWeight:
             self.scale_N.data_ptr(),
             self.bias_N.data_ptr(),
             out.data_ptr(),
+            int(out_dtype == torch.float32),
             num_rows,
             self.num_outputs,
             num_inputs,

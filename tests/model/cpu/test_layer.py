@@ -1,0 +1,91 @@
+"""What follows attention in one call against the same stages one by one: the same bits."""
+
+import pytest
+import torch
+
+from model import Qwen2Config, Qwen2ForCausalLM
+from model.attention import get_backend
+from model.cpu.layer import LayerRest
+from model.cpu.panels import PanelWeight, can_panel, pack_bf16
+from model.layers import DecoderLayer
+from model.linear import WeightFormat
+from model.paged import PagedSequences
+from tests.support.checkpoints import tiny_config
+
+pytestmark = pytest.mark.skipif(
+    not can_panel(torch.ones(2, 2).bfloat16()), reason="no C compiler, or no CPU with AVX512-BF16"
+)
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def fused(wanted: WeightFormat, **config: int) -> DecoderLayer:
+    """The first layer of a small model, which has been packed and fused."""
+    small = Qwen2Config.from_dict(tiny_config() | config)
+    model = Qwen2ForCausalLM.random(small, seed=1, dtype=torch.bfloat16)
+    model.pack_weights(wanted)
+    return model.decoder_layers[0]
+
+
+def one_by_one(layer: DecoderLayer, attended_TC: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
+    hidden_TD = hidden_TD + layer.self_attn.o_proj(attended_TC)
+    return hidden_TD + layer.mlp(layer.post_attention_layernorm(hidden_TD))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 13, 40])
+@pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8])
+def test_the_bits_are_those_of_the_stages_one_by_one(wanted: WeightFormat, num_tokens: int) -> None:
+    layer = fused(wanted, hidden_size=96, intermediate_size=352, num_attention_heads=3, num_key_value_heads=1)
+    rest = layer._rest
+    assert rest is not None
+    attended_TC, hidden_TD = normal(num_tokens, rest.o.num_inputs, seed=2), normal(num_tokens, 96, seed=3)
+    before = hidden_TD.clone()
+    assert torch.equal(rest.run(attended_TC, hidden_TD), one_by_one(layer, attended_TC, hidden_TD))
+    assert torch.equal(hidden_TD, before)
+
+
+def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    layer = fused(WeightFormat.BF16, hidden_size=896, intermediate_size=1024)
+    rest = layer._rest
+    assert rest is not None
+    attended_TC, hidden_TD = normal(70, rest.o.num_inputs, seed=2), normal(70, 896, seed=3)
+    assert torch.equal(rest.run(attended_TC, hidden_TD), one_by_one(layer, attended_TC, hidden_TD))
+
+
+def test_a_step_of_a_packed_model_goes_through_it() -> None:
+    config = Qwen2Config.from_dict(tiny_config() | {"hidden_size": 128, "intermediate_size": 256})
+    model = Qwen2ForCausalLM.random(config, seed=1, dtype=torch.bfloat16)
+    model.pack_weights()
+    outs = []
+    for is_fused in (True, False):
+        if not is_fused:
+            for layer in model.decoder_layers:
+                layer._rest = None
+        outs.append(PagedSequences(model, get_backend("sdpa"), num_sequences=1, max_tokens=20).step({0: range(9)})[0])
+    assert torch.equal(*outs)
+    model.decoder_layers[0].fuse()
+    model.decoder_layers[0]._rest.norm_D.zero_()  # type: ignore[union-attr]
+    changed = PagedSequences(model, get_backend("sdpa"), num_sequences=1, max_tokens=20).step({0: range(9)})[0]
+    assert not torch.equal(outs[0], changed)
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    def weight(num_outputs: int, num_inputs: int) -> PanelWeight:
+        return pack_bf16(torch.zeros(num_outputs, num_inputs).bfloat16(), None)
+
+    norm_D = torch.ones(64).bfloat16()
+    good = {"o": weight(64, 32), "gate_up": weight(96, 64), "down": weight(64, 48)}
+    rest = LayerRest.of(**good, norm_D=norm_D, epsilon=1e-6)
+    wrongs = {"o": weight(48, 32), "gate_up": weight(96, 48), "down": weight(64, 32)}
+    for name, wrong in wrongs.items():
+        with pytest.raises(ValueError, match="intermediate" if name == "down" else "model dim"):
+            LayerRest.of(**(good | {name: wrong}), norm_D=norm_D, epsilon=1e-6)
+    for attended_TC, hidden_TD, named in (((3, 32), (2, 64), "attended"), ((2, 64), (2, 64), "attended"),
+                                          ((2, 32), (2, 32), "hidden")):  # fmt: skip
+        with pytest.raises(ValueError, match=named):
+            rest.run(torch.zeros(attended_TC).bfloat16(), torch.zeros(hidden_TD).bfloat16())
+    with pytest.raises(ValueError, match="attended_TC"):
+        rest.run(torch.zeros(2, 32), torch.zeros(2, 64).bfloat16())
