@@ -140,7 +140,7 @@ def ask(hub: Hub, name: str, home: Path, repository: Path) -> subprocess.Complet
         "PYTHONPATH": str(repository),
     }
     return subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 

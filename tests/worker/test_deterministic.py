@@ -47,6 +47,7 @@ def test_without_the_mode_it_does() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # a minute where nobody else works
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
