@@ -1,0 +1,75 @@
+"""Steps and nano bench with and without deterministic mode, over the same weights, on a CUDA device."""
+
+import torch
+
+from bench.gpu.engine import GpuEngine
+from bench.gpu.models import random_model
+from bench.gpu.runner import BLOCK_SIZE
+from bench.gpu.steps import Bench, time_decode, time_prefill
+from bench.gpu.workloads import nano
+from bench.modes import MODES
+from bench.shapes import NUM_IDS, PUBLISHED
+from blockmgr.ids import PrefixCache
+from model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
+from model.gpu.weights import GpuWeights
+from worker.config import Deterministic
+from worker.cuda_programs import CudaRunnerConfig, PathChoice
+from worker.cuda_runner import CudaRunner
+
+DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
+PREFILLS = [(1, 512), (1, 8192), (8, 2048)]
+
+
+def compare_modes(shape: str) -> dict[str, object]:
+    """Milliseconds of steps, tokens per second of nano bench, by mode."""
+    found: dict[str, object] = {"device": torch.cuda.get_device_name(), "shape": shape}
+    steps = gpu_steps(shape)
+    found["ms"] = steps
+    print(f"{'ms, ' + shape:24s}{'fast':>12s}{'determin.':>12s}")
+    for name in steps["fast"]:
+        fast, fixed = (steps[mode][name] for mode in MODES)
+        print(f"{name:24s}{fast:12.3f}{fixed:12.3f}{fixed / fast:8.2f}x", flush=True)
+    if shape == "0.5B":
+        found["nano tokens_per_s"] = rates = {mode: nano_rate(shape, kind) for mode, kind in MODES.items()}
+        print(f"nano bench, tok/s: {rates['fast']:.0f} fast, {rates['deterministic']:.0f} deterministic")
+    return found
+
+
+def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
+    """By mode and name. Both modes read the same weights, pool and rows."""
+    bench = Bench(shape)
+    fast = bench.decode, bench.mixed
+    invariant = InvariantDecodeStep(
+        bench.decode.weights, bench.state, bench.kv, max_batch=len(bench.decode.rows_B),
+        vocab_size=min(NUM_IDS, bench.config.vocab_size),
+    )  # fmt: skip
+    fixed = invariant, InvariantMixedStep(invariant, max_tokens=16384)
+    found: dict[str, dict[str, float]] = {}
+    for mode, (bench.decode, bench.mixed) in zip(MODES, (fast, fixed), strict=True):
+        times = {f"decode {b} x {context}": time_decode(bench, b, context, 0.0) for b, context in DECODES}
+        times |= {f"prefill {count} x {length}": time_prefill(bench, count, length) for count, length in PREFILLS}
+        found[mode] = times
+    return found
+
+
+def nano_rate(shape: str, mode: Deterministic) -> float:
+    """Output tokens per second of nano bench, seed 0, behind one turn that warms up."""
+    config = CudaRunnerConfig(
+        num_blocks=20_000,
+        block_size=BLOCK_SIZE,
+        max_slots=256,
+        max_model_len=2_304,
+        vocab_size=NUM_IDS,
+        max_batch_tokens=2048,
+        path_choice=PathChoice.KEPT,
+        deterministic=mode,
+    )
+    weights = GpuWeights.take(random_model(PUBLISHED[shape].config), max_positions=config.table_width * BLOCK_SIZE)
+    runner = CudaRunner(weights, config)
+    runner.record(lambda done, total: None)
+    engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
+    nano(engine, 99)
+    rate = nano(engine, 0)["tokens_per_s"]
+    runner.close()
+    torch.cuda.empty_cache()
+    return rate
