@@ -99,12 +99,19 @@ def time_decode(bench: Bench, batch: int, context: int, temperature: float) -> f
     """Median milliseconds of a step at about this context."""
     bench.spread(batch, context)
     bench.state.temperature_R.fill_(temperature)
+    return time_recorded(bench, batch, context, num_steps=50)
+
+
+def time_recorded(bench: Bench, batch: int, context: int | torch.Tensor, *, num_steps: int) -> float:
+    """Median milliseconds of a recorded step: five timings of so many, each from these contexts on. The rows are spread
+    already."""
+    bench.state.position_R[:batch] = context
     graph = capture(bench, batch)
     times = []
     for _ in range(5):
         bench.state.position_R[:batch] = context
         graph.replay()
-        times.append(elapsed_ms(graph.replay, 50))
+        times.append(elapsed_ms(graph.replay, num_steps))
     return statistics.median(times)
 
 

@@ -3,13 +3,10 @@
 Must not know: what is varied.
 """
 
-import statistics
-
 import numpy as np
 import torch
 
-from bench.gpu.clock import elapsed_ms
-from bench.gpu.steps import Bench, capture
+from bench.gpu.steps import Bench, time_recorded
 from model.gpu.choice import StepPath
 
 
@@ -23,14 +20,7 @@ def time_step(bench: Bench, batch: int, context: int | tuple[int, ...]) -> float
     """Median milliseconds of a recorded decode step."""
     contexts = torch.tensor(context, dtype=torch.int32, device="cuda").expand(batch)
     bench.spread(batch, int(contexts.max()))
-    bench.state.position_R[:batch] = contexts
-    graph = capture(bench, batch)
-    times = []
-    for _ in range(5):
-        bench.state.position_R[:batch] = contexts
-        graph.replay()
-        times.append(elapsed_ms(graph.replay, 20))
-    return statistics.median(times)
+    return time_recorded(bench, batch, contexts, num_steps=20)
 
 
 def take(bench: Bench, batch: int, path: StepPath) -> None:
