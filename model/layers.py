@@ -1,7 +1,7 @@
 """One decoder layer of Qwen2.5: attention with fused QKV (with bias), SwiGLU with fused gate and up.
 
-Legend: T tokens in this step · N query heads · K kv heads · H head dim · D model dim · I intermediate dim · P blocks ·
-B block size · C columns of QKV · E = 2 I.
+Legend: T tokens in this step · S wanted rows · N query heads · K kv heads · H head dim · D model dim ·
+I intermediate dim · P blocks · B block size · C columns of QKV · E = 2 I.
 Must not know: checkpoints, how many layers there are, who owns a block.
 """
 
@@ -102,22 +102,33 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, make)
         self.post_attention_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
         self.mlp = Mlp(config, make)
-        self._rest: LayerRest | None = None
+        self.rest: LayerRest | None = None
 
     def fuse(self) -> None:
-        """After packing: what follows attention in one call, where the weights are laid out for it."""
+        """After packing: what follows attention in one call, where the weights are laid out for it. `rest` may be taken
+        away again, by who wants to see the stages between."""
         o, gate_up, down = (each.panels for each in (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj))
         norm = self.post_attention_layernorm
         if o is None or gate_up is None or down is None or (o.num_outputs | down.num_inputs) % LANES:
             return
-        self._rest = LayerRest.of(o=o, norm_D=norm.weight, epsilon=norm.epsilon, gate_up=gate_up, down=down)
+        self.rest = LayerRest.of(o=o, norm_D=norm.weight, epsilon=norm.epsilon, gate_up=gate_up, down=down)
 
     def forward(
-        self, hidden_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
+        self,
+        hidden_TD: torch.Tensor,
+        k_pool_PKBH: torch.Tensor,
+        v_pool_PKBH: torch.Tensor,
+        step: StepContext,
+        wanted_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns a new tensor; hidden_TD stays as it was."""
+        """Returns a new tensor; hidden_TD stays as it was. wanted_S: the rows that anybody reads afterwards, where they
+        are not all: [S, D] comes back."""
         attended_TC = self.self_attn(self.input_layernorm(hidden_TD), k_pool_PKBH, v_pool_PKBH, step)
-        if self._rest is not None:
-            return self._rest.run(attended_TC, hidden_TD)
+        if wanted_S is not None:
+            attended_TC, hidden_TD = attended_TC[wanted_S], hidden_TD[wanted_S]
+            if not len(wanted_S):
+                return hidden_TD
+        if self.rest is not None:
+            return self.rest.run(attended_TC, hidden_TD)
         hidden_TD = hidden_TD + self.self_attn.o_proj(attended_TC)
         return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from model.cpu.layer import LayerRest
 from model.qwen2 import Qwen2ForCausalLM
 
 LARGEST_USUAL = 1e6
@@ -63,11 +64,15 @@ class NumericsWatch:
         self._model = model
         self._limit = default_limit(model.dtype) if limit is None else limit
         self._handles: list[RemovableHandle] = []
+        self._rests: list[LayerRest | None] = []
         self.first: NumericFinding | None = None
 
     def attach(self) -> None:
-        """Start watching. Idempotent."""
+        """Start watching. Idempotent. Layers do their stages one by one until `detach`."""
         if not self._handles:
+            self._rests = [layer.rest for layer in self._model.decoder_layers]
+            for layer in self._model.decoder_layers:
+                layer.rest = None
             for name, module in self._model.named_modules():
                 self._handles.append(module.register_forward_hook(self._hook(name or "model")))
 
@@ -75,6 +80,9 @@ class NumericsWatch:
         """Stop watching; the finding stays. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
+        for layer, rest in zip(self._model.decoder_layers, self._rests, strict=False):
+            layer.rest = rest
+        self._rests = []
 
     def reset(self) -> None:
         """Forget the finding."""

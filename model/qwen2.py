@@ -1,6 +1,6 @@
 """Qwen2.5 dense, every size: embedding, decoder layers, final norm, head.
 
-Legend: T tokens in this step · S sampled rows · D model dim · V vocabulary.
+Legend: T tokens in this step · S sampled or wanted rows · D model dim · V vocabulary.
 Must not know: files, requests, who owns a block, how tokens are chosen.
 """
 
@@ -103,11 +103,13 @@ class Qwen2ForCausalLM(nn.Module):
         kv: KvPool,
         inputs: AttentionInputs,
         backend: AttentionBackend,
+        wanted_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step: prefill chunks and decodes in one batch, as `inputs` lays them out.
 
         ids_T, positions_T: any integer dtype. Writes the keys and values of all tokens with a slot into `kv`.
-        Returns hidden_TD after the final norm, in the model's dtype.
+        Returns hidden_TD after the final norm, in the model's dtype; only the rows wanted_S (int64) where these are
+        given, and then the last layer computes nothing but keys and values for the others.
         """
         step = StepContext(
             angles=self.rope.angles(positions_T),
@@ -117,7 +119,8 @@ class Qwen2ForCausalLM(nn.Module):
         )
         hidden_TD = self.embed_tokens(ids_T)
         for layer, k_pool_PKBH, v_pool_PKBH in zip(self.layers, kv.k_pools, kv.v_pools, strict=True):
-            hidden_TD = layer(hidden_TD, k_pool_PKBH, v_pool_PKBH, step)
+            wanted = wanted_S if layer is self.layers[-1] else None
+            hidden_TD = layer(hidden_TD, k_pool_PKBH, v_pool_PKBH, step, wanted)
         return self.norm(hidden_TD)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,11 @@ class PromptScorer:
         self._vocab_size = vocab_size
         self._rows: dict[int, tuple[np.ndarray, int]] = {}  # ids of the prompt, how many of the best are wanted
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are rows that ask for them, and so read more of a step than its sampled rows."""
+        return bool(self._rows)
+
     def join(self, join: Join) -> None:
         """A request enters a slot; what the slot asked for is forgotten."""
         self._rows.pop(join.slot, None)

@@ -30,6 +30,11 @@ class Pooler:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are rows with a pooling, which may read more of a step than its sampled rows."""
+        return bool(self._rows)
+
     def join(self, join: Join) -> None:
         """A request enters a slot; whatever the slot had gathered is forgotten."""
         if join.pooling is not None:

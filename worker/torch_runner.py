@@ -152,13 +152,15 @@ class TorchRunner:
         if not plan.num_tokens:
             return empty_result(plan.step)
         batch = build_batch(plan, self._rows, block_size=self.config.block_size, device=self._model.device)
-        hidden_TD = self._model(batch.ids_T, batch.positions_T, self.kv, batch.inputs, self._backend)
+        are_all_read = self._pooler.is_used or self._scorer.is_used or self._watch is not None
+        wanted_S = None if are_all_read else batch.last_S
+        hidden_TD = self._model(batch.ids_T, batch.positions_T, self.kv, batch.inputs, self._backend, wanted_S)
         first_token = len(plan.decode_slots_S)
         embeddings = self._pooler.take(plan, hidden_TD.__getitem__, first_token=first_token)
         scores = self._scorer.take(plan, hidden_TD.__getitem__, first_token=first_token)
         if not len(batch.slots_S):
             return replace(empty_result(plan.step), prompt_logprobs=scores)
-        hidden_SD = hidden_TD if batch.last_S is None else hidden_TD[batch.last_S]
+        hidden_SD = hidden_TD[batch.last_S] if are_all_read and batch.last_S is not None else hidden_TD
         held = _Held(
             plan=plan, batch=batch, logits_SV=self._model.logits(hidden_SD), embeddings=embeddings, scores=scores
         )

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from model import BACKENDS, Qwen2ForCausalLM, dense_logits, generate, get_backend
+from model import BACKENDS, KvPool, Qwen2Config, Qwen2ForCausalLM, dense_logits, generate, get_backend, make_inputs
 from model.paged import PagedSequences, cut, paged_generate
+from tests.support.checkpoints import tiny_config
 
 
 def test_each_token_is_the_most_likely_one_after_all_before_it(tiny_model: Qwen2ForCausalLM) -> None:
@@ -50,8 +51,6 @@ def test_nothing_is_read_from_blocks_that_hold_poison(tiny_model: Qwen2ForCausal
 
 
 def test_a_token_without_a_slot_is_computed_and_not_kept(tiny_model: Qwen2ForCausalLM) -> None:
-    from model import KvPool, make_inputs
-
     kv = KvPool(tiny_model.config, 2, 16, torch.float32)
     positions_T, inputs = make_inputs([[1]], [0], [3], block_size=16)
     inputs.slot_mapping_T[2] = -1
@@ -61,14 +60,28 @@ def test_a_token_without_a_slot_is_computed_and_not_kept(tiny_model: Qwen2ForCau
     assert bool((kv.k_pool_LPKBH[:, 0] == 0).all())
 
 
+@pytest.mark.parametrize("wanted", [[], [2], [6, 0, 6], list(range(7))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wanted_rows_are_those_of_the_whole_step_and_the_cache_is_the_same(
+    wanted: list[int], dtype: torch.dtype
+) -> None:
+    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=3, dtype=dtype)
+    model.pack_weights()
+    positions_T, inputs = make_inputs([[1], [0]], [0, 0], [3, 4], block_size=16)
+    outs, pools = [], []
+    for wanted_S in (None, torch.tensor(wanted, dtype=torch.int64)):
+        kv = KvPool(model.config, 2, 16, dtype)
+        outs.append(model(torch.arange(7), positions_T, kv, inputs, get_backend("sdpa"), wanted_S))
+        pools.append(kv.k_pool_LPKBH)
+    torch.testing.assert_close(outs[1], outs[0][wanted], rtol=2**-6, atol=1e-5)  # other products for fewer rows
+    assert torch.equal(*pools)
+
+
 def test_chunks_add_up() -> None:
     assert [cut(33, 16), cut(32, 16), cut(5, 16), cut(3, 1)] == [[16, 16, 1], [16, 16], [5], [1, 1, 1]]
 
 
 def test_packing_weights_changes_nothing_that_is_computed() -> None:
-    from model import Qwen2Config
-    from tests.support.checkpoints import tiny_config
-
     model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=3)
     ids_T = torch.arange(10)
     before = dense_logits(model, ids_T)

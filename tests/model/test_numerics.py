@@ -38,6 +38,20 @@ def test_the_module_that_goes_wrong_first_is_named(model: Qwen2ForCausalLM, valu
     assert str(finding).startswith(f"layers.1.mlp.gate_up_proj: output is {fault.value}: 10 values, first in row 0")
 
 
+def test_a_model_with_fused_layers_is_watched_stage_by_stage_and_fused_again_afterwards() -> None:
+    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0, dtype=torch.bfloat16)
+    model.pack_weights()
+    rests = [layer.rest for layer in model.decoder_layers]
+    panels = model.decoder_layers[1].mlp.gate_up_proj.panels
+    if panels is None or None in rests:
+        pytest.skip("nothing is fused here: no C compiler, or no CPU with AVX512-BF16")
+    panels.panels[0, 1, 7] = torch.nan
+    finding = first_finding(model)
+    assert finding is not None
+    assert (finding.module, finding.fault) == ("layers.1.mlp.gate_up_proj", NumericFault.NAN)
+    assert [layer.rest for layer in model.decoder_layers] == rests
+
+
 def test_the_row_of_the_token_is_found(model: Qwen2ForCausalLM) -> None:
     model.embed_tokens.weight.data[6] = torch.nan
     finding = first_finding(model)

@@ -38,7 +38,7 @@ def one_by_one(layer: DecoderLayer, attended_TC: torch.Tensor, hidden_TD: torch.
 @pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8])
 def test_the_bits_are_those_of_the_stages_one_by_one(wanted: WeightFormat, num_tokens: int) -> None:
     layer = fused(wanted, hidden_size=96, intermediate_size=352, num_attention_heads=3, num_key_value_heads=1)
-    rest = layer._rest
+    rest = layer.rest
     assert rest is not None
     attended_TC, hidden_TD = normal(num_tokens, rest.o.num_inputs, seed=2), normal(num_tokens, 96, seed=3)
     before = hidden_TD.clone()
@@ -49,7 +49,7 @@ def test_the_bits_are_those_of_the_stages_one_by_one(wanted: WeightFormat, num_t
 def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layer = fused(WeightFormat.BF16, hidden_size=896, intermediate_size=1024)
-    rest = layer._rest
+    rest = layer.rest
     assert rest is not None
     attended_TC, hidden_TD = normal(70, rest.o.num_inputs, seed=2), normal(70, 896, seed=3)
     assert torch.equal(rest.run(attended_TC, hidden_TD), one_by_one(layer, attended_TC, hidden_TD))
@@ -63,11 +63,11 @@ def test_a_step_of_a_packed_model_goes_through_it() -> None:
     for is_fused in (True, False):
         if not is_fused:
             for layer in model.decoder_layers:
-                layer._rest = None
+                layer.rest = None
         outs.append(PagedSequences(model, get_backend("sdpa"), num_sequences=1, max_tokens=20).step({0: range(9)})[0])
     assert torch.equal(*outs)
     model.decoder_layers[0].fuse()
-    model.decoder_layers[0]._rest.norm_D.zero_()  # type: ignore[union-attr]
+    model.decoder_layers[0].rest.norm_D.zero_()  # type: ignore[union-attr]
     changed = PagedSequences(model, get_backend("sdpa"), num_sequences=1, max_tokens=20).step({0: range(9)})[0]
     assert not torch.equal(outs[0], changed)
 
