@@ -91,9 +91,8 @@ class Twins:
 
     def leave(self, request: Request) -> None:
         self.running.remove(request)
-        request.token_ids_T = self.rows.known_tokens(request.held_slot).copy()
         self.queue.shares.end(request)
-        self.rows.leave(request.held_slot)
+        self.rows.leave(request.held_slot, request)
         request.slot = None
 
     def preempt(self, request: Request) -> None:

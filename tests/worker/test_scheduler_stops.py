@@ -92,8 +92,9 @@ def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[
 def test_a_row_with_many_stop_tokens_makes_room_and_leaves_nothing_behind() -> None:
     rows = Rows(num_slots=2, max_total_tokens=8)
     rows.join(Slot(0), make_request(0, [9]), num_cached_tokens=0, stop_ids=(1,))
-    rows.join(Slot(1), make_request(1, [9]), num_cached_tokens=0, stop_ids=(1, 2, 3, 4, 5))
-    rows.leave(Slot(1))
+    former = make_request(1, [9])
+    rows.join(Slot(1), former, num_cached_tokens=0, stop_ids=(1, 2, 3, 4, 5))
+    rows.leave(Slot(1), former)
     rows.join(Slot(1), make_request(2, [9]), num_cached_tokens=0, stop_ids=(6,))
     assert sorted({*rows.stops_KS[:, 0].tolist()} - {-1}) == [1]
     assert sorted({*rows.stops_KS[:, 1].tolist()} - {-1}) == [6]
@@ -103,9 +104,10 @@ def test_leaving_and_joining_change_the_generation() -> None:
     rows = Rows(num_slots=1, max_total_tokens=8)
     seen = [int(rows.generation_S[0])]
     for order in range(2):
-        rows.join(Slot(0), make_request(order, [9]), num_cached_tokens=0, stop_ids=())
+        request = make_request(order, [9])
+        rows.join(Slot(0), request, num_cached_tokens=0, stop_ids=())
         seen.append(int(rows.generation_S[0]))
-        rows.leave(Slot(0))
+        rows.leave(Slot(0), request)
         seen.append(int(rows.generation_S[0]))
     assert len(set(seen)) == len(seen)
 
