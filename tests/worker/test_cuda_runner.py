@@ -19,6 +19,7 @@ pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # half a minute of one core in the interpreter
 @pytest.mark.parametrize("num_blocks", [8, 64])
 def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     here = world(twins(num_blocks=num_blocks), monkeypatch, num_blocks=num_blocks)

@@ -69,6 +69,7 @@ class Device:
         return self.decode.token_B[: len(rows)].tolist()
 
 
+@pytest.mark.timeout(1500)  # half a minute of one core in the interpreter
 @pytest.mark.parametrize(
     ("path", "changes"),
     [

@@ -142,6 +142,7 @@ def test_a_row_without_wishes_needs_no_kernel() -> None:
         assert (plan.stages, plan.columns["wish"]) == (Stage.NONE, 0)
 
 
+@pytest.mark.timeout(1500)  # half a minute of one core in the interpreter
 @settings(max_examples=25)
 @given(
     wishes=st.lists(
