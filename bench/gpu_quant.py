@@ -18,7 +18,7 @@ import triton
 from bench.gpu.device import copy_rate, free_memory, need_cuda
 from bench.gpu.steps import Bench, time_decode, time_prefill
 from model.gpu.choice import time_graph
-from model.gpu.quant_layers import QuantProducts
+from model.gpu.quant_products import QuantProducts
 from model.kernels.quant_product import QuantizedWeight, QuantScratch, QuantTiles, quant_product
 from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
 

@@ -122,9 +122,9 @@ class DecodeStep:
         pools = self.kv.k_pools[index], self.kv.v_pools[index]
         decode_attention(qkv_BC, x_BD, layer.qkv_bias_C, *pools, out_BNH, args)
 
-    def sample(self, x_TD: torch.Tensor, index_B: torch.Tensor, rows_B: torch.Tensor) -> None:
-        """Final norm and head of x_TD[index_B], then a token for each of rows_B, which move on."""
-        self.compute_logits(x_TD, index_B)
+    def sample(self, x_BD: torch.Tensor, rows_B: torch.Tensor) -> None:
+        """Final norm and head of x_BD, then a token for each of rows_B, which move on."""
+        self.compute_logits(x_BD, self._index_B[: len(rows_B)])
         self._choose_tokens(rows_B)
 
     def _choose_tokens(self, rows_B: torch.Tensor) -> None:

@@ -38,7 +38,6 @@ class InvariantDecodeStep(DecodeStep):
         self.layers = InvariantLayers(
             weights, state, kv, self.buffers, max_tokens=max_batch, max_decodes=max_batch, max_chunks=0
         )
-        self._all_B = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._none_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
         self._no_tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
 
@@ -47,7 +46,7 @@ class InvariantDecodeStep(DecodeStep):
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
         embed(self._none_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, x_BD)
         self.layers.run(x_BD, rows_B, rows_B, self._no_tiles, batch_size)
-        self.sample(x_BD, self._all_B[:batch_size], rows_B)
+        self.sample(x_BD, rows_B)
 
     def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """See DecodeStep.project."""
@@ -81,9 +80,12 @@ class InvariantMixedStep(MixedStep):
             parts=decode.layers.parts,
         )
 
-    def forward(self, inputs: MixedInputs) -> torch.Tensor:
-        """See MixedStep.forward."""
+    def forward(self, inputs: MixedInputs) -> None:
+        """See MixedStep.forward; here through the last layer's end."""
         x_TD = self._buffers.x_TD[: len(inputs.ids_T)]
         embed(inputs.ids_T, inputs.row_T, self._state.last_token_R, self.weights.embed_VD, x_TD)
         self._layers.run(x_TD, inputs.row_T, inputs.position_T, inputs.tiles_W4, inputs.num_decodes)
-        return x_TD
+
+    def finish(self, index_S: torch.Tensor) -> torch.Tensor:
+        """See MixedStep.finish."""
+        return self._buffers.x_TD.index_select(0, index_S)

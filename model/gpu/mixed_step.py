@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from model.gpu.decode_step import DecodeStep
-from model.gpu.layers import LayerBuffers, run_layers
+from model.gpu.layers import LayerBuffers, add_rest, attend_layers
 from model.gpu.weights import GpuWeights, LayerWeights
 from model.kernels.prefill_attention import prefill_attention
 from model.kernels.rope_write import rope_write
@@ -58,25 +58,34 @@ class MixedStep:
 
     def run(self, inputs: MixedInputs) -> None:
         """A whole step; token_B and is_finite_B of the decode step hold the result for rows_S."""
-        x_TD = self.forward(inputs)
+        self.forward(inputs)
         self.end_chunks(inputs)
         if len(inputs.rows_S):
-            self._decode.sample(x_TD, inputs.last_S, inputs.rows_S)
+            self._decode.sample(self.finish(inputs.last_S), inputs.rows_S)
 
     def hidden(self, tokens: slice) -> torch.Tensor:
         """Hidden states after the final norm, [tokens, D], of these tokens of the step that ran last."""
-        x_TD, weights = self._buffers.x_TD, self.weights
-        index_S = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=x_TD.device)
-        hidden_SD = torch.empty_like(x_TD[tokens])
-        rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
+        device, weights = self._buffers.x_TD.device, self.weights
+        index_S = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=device)
+        x_SD = self.finish(index_S)
+        hidden_SD = torch.empty_like(x_SD)
+        rms_norm(x_SD, index_S - tokens.start, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
         return hidden_SD
+
+    def finish(self, index_S: torch.Tensor) -> torch.Tensor:
+        """The residual stream x_SD after the last layer, of some tokens (int32) of the step that ran last. Nobody reads
+        a prompt's other tokens there, so what follows the last attention is computed for these alone."""
+        x_SD = self._buffers.x_TD.index_select(0, index_S)
+        out_SNH = self._buffers.out_TNH.index_select(0, index_S)
+        add_rest(self.weights, len(self.weights.layers) - 1, self._buffers, x_SD, out_SNH)
+        return x_SD
 
     def end_chunks(self, inputs: MixedInputs) -> None:
         """Rows whose prompt is complete stand at its last token."""
         self._decode.state.position_R[inputs.ended_E.long()] = inputs.position_E
 
-    def forward(self, inputs: MixedInputs) -> torch.Tensor:
-        """Every layer over all tokens; returns the residual stream x_TD."""
+    def forward(self, inputs: MixedInputs) -> None:
+        """Every layer over all tokens, up to the last one's attention."""
         T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
         embed(inputs.ids_T, inputs.row_T, state.last_token_R, self.weights.embed_VD, self._buffers.x_TD[:T])
         args = self._decode.plan(inputs.row_T[:B]) if B else None
@@ -89,7 +98,7 @@ class MixedStep:
             if B < T:
                 self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs)
 
-        return run_layers(self.weights, self._buffers, T, attend)
+        attend_layers(self.weights, self._buffers, T, attend)
 
     def _attend_chunks(
         self,

@@ -20,7 +20,7 @@ from model.qwen2 import Qwen2ForCausalLM
 from model.rope import rotary_frequencies, yarn_amplitude
 
 if TYPE_CHECKING:
-    from model.gpu.quant_layers import QuantProducts
+    from model.gpu.quant_products import QuantProducts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class GpuWeights:
         )
         if all(layer.quantized is None for layer in weights.layers):
             return weights
-        from model.gpu.quant_layers import QuantProducts  # which needs the types above
+        from model.gpu.quant_products import QuantProducts  # which needs the types above
 
         return replace(weights, products=QuantProducts.allocate(weights))
 

@@ -1,4 +1,4 @@
-"""The decoder layers of a step whose matrices have fewer bits: the quantised twin of model/gpu/layers.py.
+"""Products of a step with matrices that have fewer bits.
 
 How a product is computed depends on the number of tokens alone. Few: weights are turned into numbers in registers
 (model/kernels/quant_product.py), which saves the time of reading them. Many: integers are unpacked into a matrix that
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.gpu.layers import Attend, LayerBuffers
 from model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
-from model.kernels.activation import silu_mul
 from model.kernels.quant_product import (
     QuantizedWeight,
     QuantScratch,
@@ -107,21 +105,3 @@ def matrices_of(layer: LayerWeights) -> QuantMatrices:
     """The layer's quantised matrices."""
     assert layer.quantized is not None
     return layer.quantized
-
-
-def run_quantized_layers(weights: GpuWeights, buffers: LayerBuffers, num_tokens: int, attend: Attend) -> torch.Tensor:
-    """`run_layers` (model/gpu/layers.py) of quantised weights."""
-    assert weights.products is not None
-    products, eps = weights.products, weights.config.rms_norm_eps
-    x_TD, qkv_TC = buffers.x_TD[:num_tokens], buffers.qkv_TC[:num_tokens]
-    out_TNH, gate_up_T2I = buffers.out_TNH[:num_tokens], buffers.gate_up_T2I[:num_tokens]
-    act_TI = buffers.act_TI[:num_tokens]
-    for index, layer in enumerate(weights.layers):
-        matrices = matrices_of(layer)
-        products.multiply(x_TD, matrices.qkv, qkv_TC)
-        attend(index, layer, qkv_TC, x_TD, out_TNH)
-        products.add_product(out_TNH.flatten(1), matrices.output, x_TD)
-        products.multiply(x_TD, matrices.gate_up, gate_up_T2I)
-        silu_mul(gate_up_T2I, x_TD, act_TI, eps)
-        products.add_product(act_TI, matrices.down, x_TD)
-    return x_TD
