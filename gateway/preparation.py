@@ -108,7 +108,7 @@ class Preparer:
         decode = (
             text.decode_visible if request.WhichOneof("input") == "token_ids" and _skips(request) else text.decode_all
         )
-        return Encoded(text=await self._text.run(lambda: decode(ids_T.tolist(), max_bytes=max_bytes)), ids_T=ids_T)
+        return Encoded(text=await self._text.run(lambda: decode(ids_T, max_bytes=max_bytes)), ids_T=ids_T)
 
     async def _bad_words(self, words: Sequence[str], card: ModelCard, path: str) -> tuple[tuple[int, ...], ...]:
         if not words:

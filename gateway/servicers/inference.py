@@ -147,9 +147,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         def detokenize() -> pb.DetokenizeResponse:
             check(request)
-            ids = check_ids(request.token_ids, card.vocab_size, "token_ids").tolist()
+            ids_T = check_ids(request.token_ids, card.vocab_size, "token_ids")
             decode = text.decode_visible if request.skip_special_tokens else text.decode_all
-            return pb.DetokenizeResponse(text=decode(ids, max_bytes=max_bytes))
+            return pb.DetokenizeResponse(text=decode(ids_T, max_bytes=max_bytes))
 
         return await desk.text.run(detokenize)
 

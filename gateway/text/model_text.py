@@ -18,6 +18,7 @@ from gateway.text.errors import PromptTooLong, TemplateError, UnsupportedTokeniz
 from gateway.text.tool_calls import CLOSE, OPEN
 
 MAX_DECODED_BYTES = 1 << 30
+_PIECE_IDS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,18 +138,25 @@ class ModelText:
                 found[spaced] = None
         return tuple(found)
 
-    def decode_all(self, token_ids: Sequence[int], *, max_bytes: int = MAX_DECODED_BYTES) -> str:
+    def decode_all(self, token_ids: Sequence[int] | np.ndarray, *, max_bytes: int = MAX_DECODED_BYTES) -> str:
         """Every token, special ones too. Raises PromptTooLong."""
         return _decode(token_ids, self.table.all_bytes, max_bytes)
 
-    def decode_visible(self, token_ids: Sequence[int], *, max_bytes: int = MAX_DECODED_BYTES) -> str:
+    def decode_visible(self, token_ids: Sequence[int] | np.ndarray, *, max_bytes: int = MAX_DECODED_BYTES) -> str:
         """Without special tokens. Raises PromptTooLong."""
         return _decode(token_ids, self.table.visible_bytes, max_bytes)
 
 
-def _decode(token_ids: Sequence[int], bytes_by_id: Sequence[bytes], max_bytes: int) -> str:
-    rows = [bytes_by_id[token_id] for token_id in token_ids]
-    num_bytes = sum(map(len, rows))
+def _decode(token_ids: Sequence[int] | np.ndarray, bytes_by_id: Sequence[bytes], max_bytes: int) -> str:
+    """In pieces: one call of the interpreter's own for millions of ids would keep every other thread from going on."""
+    rows, num_bytes = list[bytes](), 0
+    for start in range(0, len(token_ids), _PIECE_IDS):
+        piece = token_ids[start : start + _PIECE_IDS]
+        ids = piece.tolist() if isinstance(piece, np.ndarray) else piece
+        new = [bytes_by_id[token_id] for token_id in ids]
+        num_bytes += sum(map(len, new))
+        if num_bytes <= max_bytes:
+            rows += new
     if num_bytes > max_bytes:
         raise PromptTooLong(num_bytes=num_bytes, max_bytes=max_bytes)
     return b"".join(rows).decode("utf-8", "replace")

@@ -2,8 +2,9 @@
 
 import asyncio
 import gc
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from octavo.v1 import inference_pb2 as pb
 from gateway.config import RequestLimits
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.held_up import held_up_s
-from tests.support.rpc_errors import refused
+from tests.support.rpc_errors import Refusal, refused
 
 MIB = 1024 * 1024
 # Without the time that others had the cores 0.02 s are seen, and 0.15 to 0.5 s of work on the loop.
@@ -40,6 +41,23 @@ async def longest_pause(stop: asyncio.Event) -> float:
     return longest_s
 
 
+async def pause_beside(call: Callable[[], Awaitable[Refusal]]) -> float:
+    """`longest_pause` beside a call that is refused for its size. What the machine does to the loop comes once and what
+    the gateway does to it comes each time, so the least of a few calls counts."""
+    least_s = math.inf
+    for _ in range(5):
+        stop = asyncio.Event()
+        watch = asyncio.create_task(longest_pause(stop))
+        await asyncio.sleep(0.02)
+        refusal = await call()
+        stop.set()
+        assert refusal.reason == "EXCEEDS_CAPACITY"
+        least_s = min(least_s, await watch)
+        if least_s < LIMIT_S:
+            break
+    return least_s
+
+
 def hostile() -> dict[str, Any]:
     user = pb.CHAT_ROLE_USER
     call = pb.ToolCall(name="f", arguments_json='{"x": [' + "1," * 150_000 + "1]}")
@@ -64,21 +82,11 @@ async def test_the_loop_goes_on_turning(serve: Any, name: str) -> None:
     pool = FakePool(views=[worker_view(card=model_card(max_model_len=1000))])
     async with serve(pool, limits=RequestLimits(max_prompt_bytes=2 * MIB)) as served:
         request = hostile()[name]
-        stop = asyncio.Event()
-        watch = asyncio.create_task(longest_pause(stop))
-        await asyncio.sleep(0.02)
-        refusal = await refused(served.inference.Generate(request, timeout=60))
-        stop.set()
-        assert refusal.reason == "EXCEEDS_CAPACITY"
-        assert await watch < LIMIT_S
+        assert await pause_beside(lambda: refused(served.inference.Generate(request, timeout=60))) < LIMIT_S
         assert pool.runs == []
 
 
 async def test_detokenizing_millions_of_ids_is_refused_by_size_without_a_pause(serve: Any) -> None:
+    request = pb.DetokenizeRequest(token_ids=[1] * 3 * MIB)
     async with serve() as served:
-        stop = asyncio.Event()
-        watch = asyncio.create_task(longest_pause(stop))
-        refusal = await refused(served.inference.Detokenize(pb.DetokenizeRequest(token_ids=[1] * 3 * MIB)))
-        stop.set()
-        assert refusal.reason == "EXCEEDS_CAPACITY"
-        assert await watch < LIMIT_S
+        assert await pause_beside(lambda: refused(served.inference.Detokenize(request))) < LIMIT_S

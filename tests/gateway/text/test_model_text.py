@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -137,6 +138,16 @@ def test_private_use_characters_of_the_caller_are_kept(qwen_text: ModelText) -> 
     encoded = qwen_text.encode_chat(ChatInput(messages=[{"role": "user", "content": text}]), max_bytes=LIMIT)
     assert text in encoded.text
     assert qwen_text.decode_all(encoded.ids_T.tolist()) == encoded.text
+
+
+def test_many_ids_are_decoded_as_few_are_and_all_their_bytes_are_counted(tiny_text: ModelText) -> None:
+    piece_T = tiny_text.encode("Hé, you. ", max_bytes=100).ids_T
+    many_T = np.tile(piece_T, 10_000)
+    assert len(many_T) > 1 << 16
+    assert tiny_text.decode_all(many_T) == tiny_text.decode_all(many_T.tolist()) == "Hé, you. " * 10_000
+    assert tiny_text.decode_visible(many_T, max_bytes=100_000) == "Hé, you. " * 10_000
+    with pytest.raises(PromptTooLong, match="100000 bytes, the limit is 99999"):
+        tiny_text.decode_all(many_T, max_bytes=99_999)
 
 
 def test_limits_count_bytes_of_what_is_tokenized(tiny_text: ModelText) -> None:
