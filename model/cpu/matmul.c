@@ -14,7 +14,7 @@
 #include "team.h"
 
 #define PANEL 32
-#define TILE 12
+#define TILE 14 /* two sums a row, a pair of weights and one of inputs are 31 of the 32 registers */
 #define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted, where the processor by itself is late */
 
 /* How a panel is read. PAIRS_FETCHED: for 8 rows and more, when it comes from memory; slower for fewer, and from caches. */
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void tile(const int rows, const enu
 static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, int64_t m, const target *to) {
     switch (rows) {
 #define CASE(n) case n: tile(n, PAIRS, x, K, panel, m, to); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
     }
 }
 
@@ -100,7 +100,7 @@ static void rows_times_panel(int64_t rows, const bf16 *x, int64_t K, const void 
 static void rows_times_far_panel(int64_t rows, const bf16 *x, int64_t K, const void *panel, const target *to) {
     switch (rows) {
 #define FAR_CASE(n) case n: tile(n, PAIRS_FETCHED, x, K, panel, 0, to); break;
-        FAR_CASE(8) FAR_CASE(9) FAR_CASE(10) FAR_CASE(11) FAR_CASE(12)
+        FAR_CASE(8) FAR_CASE(9) FAR_CASE(10) FAR_CASE(11) FAR_CASE(12) FAR_CASE(13) FAR_CASE(14)
     }
 }
 
@@ -112,7 +112,7 @@ static void few_rows_times_int8(int64_t rows, const bf16 *x, int64_t K, const vo
     switch (rows) {
 #define FEW_CASE(n) case n: tile(n, INTEGERS, x, K, panel, m, to); break;
         FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) FEW_CASE(5) FEW_CASE(6)
-        FEW_CASE(7) FEW_CASE(8) FEW_CASE(9) FEW_CASE(10) FEW_CASE(11) FEW_CASE(12)
+        FEW_CASE(7) FEW_CASE(8) FEW_CASE(9) FEW_CASE(10) FEW_CASE(11) FEW_CASE(12) FEW_CASE(13) FEW_CASE(14)
     }
 }
 

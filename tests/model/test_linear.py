@@ -16,7 +16,7 @@ needs_packing = pytest.mark.skipif(
 
 
 @needs_packing
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 16, 33, 130])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 13, 14, 16, 33, 130])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 48), (896, 1152), (100, 37)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_is_as_close_to_the_exact_product_as_plain(
