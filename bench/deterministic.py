@@ -22,7 +22,7 @@ from bench.local_engine import LocalEngine
 from bench.machine import this_machine
 from bench.modes import MODES
 from bench.random_checkpoint import write_checkpoint
-from bench.shapes import SHAPES
+from bench.shapes import PUBLISHED
 from bench.workloads import decode_ms, mixed, output_rate, prefill_ms
 from model.invariant import make_invariant
 from model.loading import load_model
@@ -35,7 +35,7 @@ def cpu(threads: int, shape: str) -> dict[str, object]:
     clock = time.process_time if threads == 1 else time.perf_counter
     folder = Path("out") / f"checkpoint-{shape}"
     if not (folder / "config.json").exists():
-        write_checkpoint(folder, SHAPES[shape])
+        write_checkpoint(folder, PUBLISHED[shape])
     found: dict[str, object] = {"machine": this_machine().as_dict()}
     print(this_machine().line(), flush=True)
     for mode in MODES:
@@ -62,7 +62,7 @@ def main() -> None:
     """Print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gpu", "tiles", "cpu"])
-    parser.add_argument("--shape", default="0.5B")
+    parser.add_argument("--shape", choices=PUBLISHED, default="0.5B")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
