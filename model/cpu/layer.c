@@ -12,17 +12,21 @@
 typedef struct {
     const void *panels;
     const float *scale, *bias;
-    int64_t N, K, num_bytes;
+    int64_t N, K;
     int is_int8;
 } weight;
 
-/* Must match layer.py. enough_bytes: with less to read, a stage is done by the caller alone. */
+/* Must match layer.py. */
 typedef struct {
     weight o, gate_up, down;
     const bf16 *norm;
     float epsilon;
-    int64_t enough_bytes;
 } layer_rest;
+
+/* How many threads each stage gets. stream: additions and norm. Must match layer.py. */
+typedef struct {
+    int o, gate_up, down, stream, silu;
+} stage_threads;
 
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads);
@@ -43,33 +47,27 @@ static void add_some(void *context, int64_t first, int64_t end, int seat) {
         narrow(all->out + i, widen(all->x + i) + widen(all->y + i));
 }
 
-static int threads_for(const layer_rest *rest, int64_t num_bytes, int num_threads) {
-    return num_bytes >= rest->enough_bytes ? num_threads : 1;
+static int multiply(const weight *by, const bf16 *x, bf16 *out, int64_t T, int num_threads) {
+    return octavo_matmul(x, by->panels, by->is_int8, by->scale, by->bias, out, 0, T, by->N, by->K, num_threads);
 }
 
-static int multiply(const layer_rest *rest, const weight *by, const bf16 *x, bf16 *out, int64_t T, int num_threads) {
-    int threads = threads_for(rest, by->num_bytes * (1 + T / 8), num_threads);
-    return octavo_matmul(x, by->panels, by->is_int8, by->scale, by->bias, out, 0, T, by->N, by->K, threads);
-}
-
-static void add(const layer_rest *rest, const bf16 *x, const bf16 *y, bf16 *out, int64_t T, int num_threads) {
-    int64_t D = rest->o.N;
+static void add(const bf16 *x, const bf16 *y, bf16 *out, int64_t T, int64_t D, int num_threads) {
     sums all = {x, y, out, D};
-    team_run(add_some, &all, T, threads_for(rest, 4 * T * D, num_threads));
+    team_run(add_some, &all, T, num_threads);
 }
 
 /* out = h + down(silu(gate) * up), both of the normed h = hidden + o(attended). hidden, out: [T, D], not the same.
  * scratch: T * (D + 3 I). Returns 0, or 1 without memory. */
 int octavo_layer_rest(const layer_rest *rest, const bf16 *attended, const bf16 *hidden, bf16 *out, bf16 *scratch,
-                      int64_t T, int num_threads) {
+                      int64_t T, const stage_threads *threads) {
     int64_t D = rest->o.N, I = rest->down.K;
     bf16 *x = scratch, *gate_up = x + T * D, *act = gate_up + T * 2 * I;
-    if (multiply(rest, &rest->o, attended, x, T, num_threads)) return 1;
-    add(rest, hidden, x, out, T, num_threads);
-    octavo_rms_norm(out, rest->norm, x, T, D, rest->epsilon, threads_for(rest, 2 * T * D, num_threads));
-    if (multiply(rest, &rest->gate_up, x, gate_up, T, num_threads)) return 1;
-    octavo_silu_mul(gate_up, act, T, I, threads_for(rest, 4 * T * I, num_threads));
-    if (multiply(rest, &rest->down, act, x, T, num_threads)) return 1;
-    add(rest, out, x, out, T, num_threads);
+    if (multiply(&rest->o, attended, x, T, threads->o)) return 1;
+    add(hidden, x, out, T, D, threads->stream);
+    octavo_rms_norm(out, rest->norm, x, T, D, rest->epsilon, threads->stream);
+    if (multiply(&rest->gate_up, x, gate_up, T, threads->gate_up)) return 1;
+    octavo_silu_mul(gate_up, act, T, I, threads->silu);
+    if (multiply(&rest->down, act, x, T, threads->down)) return 1;
+    add(out, x, out, T, D, threads->stream);
     return 0;
 }

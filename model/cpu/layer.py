@@ -12,7 +12,7 @@ import torch
 
 from model.cpu.checks import LANES, require
 from model.cpu.native import loaded_library
-from model.cpu.ops import ENOUGH_BYTES
+from model.cpu.ops import threads_for, threads_for_product
 from model.cpu.panels import PanelWeight
 
 
@@ -25,7 +25,6 @@ class _Weight(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("num_outputs", ctypes.c_int64),
         ("num_inputs", ctypes.c_int64),
-        ("num_bytes", ctypes.c_int64),
         ("is_int8", ctypes.c_int),
     )
 
@@ -39,8 +38,13 @@ class _LayerRest(ctypes.Structure):
         ("down", _Weight),
         ("norm", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
-        ("enough_bytes", ctypes.c_int64),
     )
+
+
+class _StageThreads(ctypes.Structure):
+    """`stage_threads` in layer.c."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("o", "gate_up", "down", "stream", "silu"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,9 +67,7 @@ class LayerRest:
         require(gate_up.num_inputs == down.num_outputs == dim and norm_D.shape == (dim,), "model dim")
         require(gate_up.num_outputs == 2 * inner, "intermediate")
         require(dim % LANES == inner % LANES == 0 and norm_D.dtype == torch.bfloat16, "norm_D")
-        packed = _LayerRest(
-            _weight(o), _weight(gate_up), _weight(down), norm_D.data_ptr(), epsilon, ENOUGH_BYTES
-        )  # fmt: skip
+        packed = _LayerRest(_weight(o), _weight(gate_up), _weight(down), norm_D.data_ptr(), epsilon)
         return cls(o, norm_D, epsilon, gate_up, down, packed)
 
     def run(self, attended_TC: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -85,11 +87,20 @@ class LayerRest:
             out_TD.data_ptr(),
             scratch.data_ptr(),
             num_tokens,
-            torch.get_num_threads(),
+            ctypes.byref(self._threads(num_tokens)),
         )
         if failed:
             raise MemoryError("no memory for a panel of weights")
         return out_TD
+
+    def _threads(self, num_tokens: int) -> _StageThreads:
+        return _StageThreads(
+            threads_for_product(num_tokens, self.o.num_bytes),
+            threads_for_product(num_tokens, self.gate_up.num_bytes),
+            threads_for_product(num_tokens, self.down.num_bytes),
+            threads_for(2 * num_tokens * self.o.num_outputs),
+            threads_for(4 * num_tokens * self.down.num_inputs),
+        )
 
 
 def _weight(of: PanelWeight) -> _Weight:
@@ -99,6 +110,5 @@ def _weight(of: PanelWeight) -> _Weight:
         of.bias_N.data_ptr(),
         of.num_outputs,
         of.num_inputs,
-        of.num_bytes,
         of.panels.dtype == torch.int8,
     )

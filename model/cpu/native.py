@@ -43,7 +43,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, _INT, *[_LONG] * 3, _INT], _INT),
     "octavo_largest": ([_TENSOR, _LONG, _TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_chunk_attention": ([*[_TENSOR] * 5, *[_LONG] * 6, _FLOAT, _INT], _INT),
-    "octavo_layer_rest": ([*[_TENSOR] * 5, _LONG, _INT], _INT),
+    "octavo_layer_rest": ([*[_TENSOR] * 5, _LONG, _TENSOR], _INT),
     "octavo_invariant_product": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 2, *[_LONG] * 3, _INT], None),
     "octavo_rms_norm_f32": ([*[_TENSOR] * 3, _LONG, _LONG, _FLOAT, _INT], None),
     "octavo_silu_mul_f32": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),

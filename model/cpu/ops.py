@@ -12,7 +12,7 @@ import torch
 from model.cpu.checks import LANES, require, require_attention
 from model.cpu.native import loaded_library, native_library
 
-ENOUGH_BYTES = 128 * 1024
+_ENOUGH_BYTES = 128 * 1024
 """One thread reads them in some five microseconds. Below it, sharing costs as much as it saves even with threads that
 spin, and to wake one that sleeps takes ten times as long."""
 
@@ -130,7 +130,7 @@ def decode_attention(
 
 def threads_for(num_bytes: int) -> int:
     """How many threads are worth their while in a pass over so many bytes."""
-    return torch.get_num_threads() if num_bytes >= ENOUGH_BYTES else 1
+    return torch.get_num_threads() if num_bytes >= _ENOUGH_BYTES else 1
 
 
 def threads_for_product(num_rows: int, num_bytes: int) -> int:
