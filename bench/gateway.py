@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.figures import percentile
-from bench.serving import free_port
+from cli.ports import free_port
 
 MAX_TOKENS = 1_000_000
 
@@ -134,7 +134,7 @@ async def read_streams(address: str, load: Load) -> dict[str, Any]:
 
 def measure(load: Load, loop_kind: str) -> dict[str, Any]:
     """One run: both processes, one report."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port('127.0.0.1', set())}"
     ours, theirs = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(target=serve, args=(address, load, loop_kind, theirs))
     process.start()

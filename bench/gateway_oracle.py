@@ -22,7 +22,8 @@ import psutil
 
 from bench.figures import percentile
 from bench.paced_worker import Pace, worker_process
-from bench.serving import free_port, wait_until_serving
+from bench.serving import wait_until_serving
+from cli.ports import free_port
 
 PROMPT = 16
 SERVICE = "octavo.v1.InferenceService"
@@ -91,7 +92,8 @@ def measure(num_gateways: int, num_streams: int, pace: Pace, seconds: float) -> 
         run_dir, times = Path(made) / "run", Path(made) / "times.json"
         run_dir.mkdir(mode=0o700)
         endpoints = tuple(f"ipc://{run_dir}/gateway-{index}.sock" for index in range(num_gateways))
-        ports = [free_port() for _ in endpoints]
+        taken: set[int] = set()
+        ports = [free_port("127.0.0.1", taken) for _ in endpoints]
         gateways = [context.Process(target=gateway_process, args=pair) for pair in zip(ports, endpoints, strict=True)]
         worker = context.Process(target=worker_process, args=(endpoints, pace, num_streams, times))
         for process in (*gateways, worker):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.loop_lag import Lag
-from bench.serving import free_port
+from cli.ports import free_port
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "model" / "embedded" / "folio-chat"
 WORDS = ["the", "fox", "ran", "über", "42", "wonder", "Straße", "你好", "and", "story", "(end)", "🦙", "of", "light\n"]
@@ -169,7 +169,7 @@ def main() -> int:
         concurrency=given.concurrency,
         step_tokens=given.step_tokens,
     )
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port('127.0.0.1', set())}"
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=gateway_process, args=(address, work, theirs))

@@ -1,21 +1,13 @@
-"""Services that a bench starts on this machine: a port for them, and when they are ready.
+"""Services that a bench starts on this machine: when they are ready.
 
 Must not know: what they serve, what is measured.
 """
 
-import socket
 import time
 from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until_serving(
