@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gateway.access.caller import ANYBODY, Caller, id_in
 from gateway.access.prefix_salt import PrefixSalt
 from gateway.admission import Admission
+from gateway.coalescing import Coalescer
 from gateway.config import RequestLimits
 from gateway.errors import Draining, RequestAborted, RequestError, TenantLimit
 from gateway.live import LiveRequest, LiveRequests
@@ -73,6 +74,7 @@ class Desk:
         self.is_draining = False
         self.preparer = Preparer(models, text, limits)
         self.receipt_timeout_s = receipt_timeout_s
+        self.coalescer = Coalescer()
         self._prefix_salt = prefix_salt or PrefixSalt()
         self._preparing: dict[str, Place] = {}
 

@@ -104,6 +104,11 @@ class GatewayCollector(Collector):
         requests.add_metric(["running"], meters.num_running)
         yield requests
         yield GaugeMetricFamily("octavo_gateway_tokenizing", "Texts with the tokenizer", value=meters.num_tokenizing)
+        yield GaugeMetricFamily(
+            "octavo_gateway_token_interval_seconds",
+            "Between rounds of messages while the process is busy; 0: tokens go out as they come",
+            value=meters.token_interval_s,
+        )
         yield GaugeMetricFamily("octavo_gateway_draining", "1 while shutting down", value=int(meters.is_draining))
         yield CounterMetricFamily(
             "octavo_gateway_tenant_refusals", "Requests refused: a tenant's limit", value=meters.tenant_refusals

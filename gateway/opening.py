@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from octavo.v1 import inference_pb2 as pb
 
+from gateway.bell import Bell
 from gateway.deadline import BACKSTOP_S, AtDeadline, Deadline, deadline_of, unsent, until
 from gateway.desk import Desk, current_task, now_ns
 from gateway.live import LiveRequest
@@ -18,7 +19,7 @@ from gateway.output import OutputAssembler
 from gateway.preparation import Prepared
 from gateway.rpc.scope import RpcScope
 from gateway.sampling import complete_sampling
-from gateway.stream import Bell, OutputStream
+from gateway.stream import OutputStream
 from gateway.validation.generate import check_capacity, check_outputs
 from gateway.workers.errors import WorkerGone
 from gateway.workers.router import MAX_CHOICES
@@ -121,6 +122,7 @@ class Opener:
             on_flow=self._flowed(scope.key),
             at_deadline=prepared.deadline.at_end,
             bell=bell,
+            coalescer=self._desk.coalescer,
         )
 
     def _started(self, scope: RpcScope, index: int) -> Callable[[], None] | None:

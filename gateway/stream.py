@@ -1,7 +1,8 @@
 """One output between the pool and the RPC that waits for it.
 
 The pool calls in (tokens, end), the RPC's own task takes pieces out as fast as its caller reads: one token a piece when
-idle, several when writing is slow or tokens come in bursts. Knows no gRPC; must not block.
+idle, several when writing is slow, tokens come in bursts, or the gateway is busy (`gateway.coalescing`). Knows no
+gRPC; must not block.
 
     RUNNING --stop string, deadline--> MATCHED --worker's end, or no news for a while--> ENDED
     RUNNING --worker's end--> ENDED
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+from gateway.bell import Bell
+from gateway.coalescing import Coalescer
 from gateway.deadline import AtDeadline
 from gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
 from gateway.output import OutputAssembler, Piece
@@ -35,39 +38,11 @@ class StreamState(Enum):
 _RESUME_SHARE = 4  # of the mark at which an output is paused, the part at which it goes on
 
 
-class Bell:
-    """Wakes the one task that waits for news of any of its streams."""
-
-    __slots__ = ("_loop", "_waiter")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def wait(self) -> None:
-        """Until it rings; what rang before does not count."""
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    @property
-    def is_awaited(self) -> bool:
-        """Somebody waits for it, or was woken and has not had its turn."""
-        return self._waiter is not None
-
-    def ring(self) -> None:
-        """There is news."""
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-
 class OutputStream:
     """An OutputSink and PromptSink (see gateway.workers.views). Times are monotonic seconds, 0.0 for "not yet"."""
 
     __slots__ = (
+        "_coalescer",
         "_loop",
         "_max_pending",
         "_on_flow",
@@ -102,11 +77,13 @@ class OutputStream:
         on_flow: Callable[["OutputStream"], None] | None = None,
         at_deadline: AtDeadline = AtDeadline.STATUS,
         bell: Bell | None = None,
+        coalescer: Coalescer | None = None,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
         begun; called at once. on_moved: another worker, by its id, goes on with the output. on_flow: `is_paused` has
         changed. bell: shared by the streams of one request; None: a bell of its own. pause_pending_tokens: unread
-        tokens that make it pause, at most half of max_pending_tokens, which end it."""
+        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens
+        behind the first are read; None: as they come."""
         self.assembler = assembler
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
@@ -127,6 +104,7 @@ class OutputStream:
         self._on_started = on_started
         self._on_moved_to = on_moved
         self._loop = asyncio.get_running_loop()
+        self._coalescer = coalescer
         self.bell = bell or Bell()
 
     # ------------------------------------------------------------ the pool's side
@@ -141,7 +119,8 @@ class OutputStream:
         """New tokens."""
         if self.state is not StreamState.RUNNING:
             return
-        if not self.first_token_s:
+        is_first = not self.first_token_s
+        if is_first:
             self.first_token_s = time.monotonic()
         assembler = self.assembler
         assembler.feed(token_ids, logprobs)
@@ -150,7 +129,10 @@ class OutputStream:
             self._loop.call_soon(self._on_match, self)  # soon: the pool is in the middle of a message
         elif assembler.num_pending > self._pause_mark:
             self._fall_behind()
-        self._wake()
+        if is_first or self._coalescer is None or self.state is not StreamState.RUNNING:
+            self._wake()
+        else:
+            self._coalescer.ring(self.bell)
 
     def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """What follows of the prompt's log-probabilities."""

@@ -42,6 +42,7 @@ def take_gauges(desk: Desk, collector: GatewayCollector) -> None:
     meters.num_preparing = counts.num_entered - len(desk.live)
     meters.num_tokenizing = desk.text.num_waiting
     meters.is_draining = desk.is_draining
+    meters.token_interval_s = desk.coalescer.interval_s
     collector.see(desk.pool.workers())
 
 

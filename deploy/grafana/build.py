@@ -175,7 +175,11 @@ ROWS = (
             Panel(
                 title="Gateway event loop lag",
                 unit="s",
-                queries=quantiles("octavo_gateway_event_loop_lag_seconds", G),
+                queries=(
+                    *quantiles("octavo_gateway_event_loop_lag_seconds", G),
+                    ("tokens go out every", f"max (octavo_gateway_token_interval_seconds{G})"),
+                ),
+                about="A busy gateway sends more tokens a message, in rounds of up to 10 ms; 0: as they come.",
             ),
             Panel(
                 title="ZeroMQ at the workers",
