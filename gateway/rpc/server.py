@@ -37,11 +37,19 @@ def _ms(seconds: float) -> int:
 
 def new_server(config: GatewayConfig, *interceptors: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
     """Not started, bound to nothing. Call on the event loop that it will run on. interceptors: the outermost first."""
-    return grpc.aio.server(
+    server = grpc.aio.server(
         interceptors=interceptors,
         options=server_options(config),
         maximum_concurrent_rpcs=config.limits.max_requests + _SPARE_RPCS,
     )
+    # The library waits for every registered method anew at each request. By generic handlers, which servicers have too,
+    # it finds the same methods and waits for one thing.
+    server.add_registered_method_handlers = _leave_generic  # type: ignore[method-assign]
+    return server
+
+
+def _leave_generic(service_name: str, method_handlers: object) -> None:
+    """In place of `grpc.aio.Server.add_registered_method_handlers`."""
 
 
 def bind(server: grpc.aio.Server, config: GatewayConfig, address: str, tls: TlsListener | None, *, setting: str) -> str:
