@@ -48,7 +48,7 @@ class SoakBench(FaultBench):
         self.gateways = [
             replace(
                 each,
-                num_threads=each.num_threads + POOL_THREADS,
+                thread_room=POOL_THREADS,
                 num_fds=each.num_fds + LISTENERS_LEFT,
                 rss_bytes=each.rss_bytes + ROOM_MIB * MIB,
             )
@@ -167,7 +167,7 @@ class SoakBench(FaultBench):
                 age_s=time.time() - process.create_time(),
                 rss_bytes=each.rss_bytes,
                 num_fds=each.num_fds,
-                num_threads=each.num_threads,
+                threads.total()=each.num_threads,
             )
             for role in ("gateway", "worker")
             for process in self.service.children(role)

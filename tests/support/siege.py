@@ -85,7 +85,7 @@ async def besiege(
 
 def let_pool_threads_be(faults: FaultBench) -> None:
     """A few more threads than before are nobody's leak."""
-    faults.gateways = [replace(each, num_threads=each.num_threads + POOL_THREADS) for each in faults.gateways]
+    faults.gateways = [replace(each, thread_room=POOL_THREADS) for each in faults.gateways]
 
 
 async def settle(faults: FaultBench) -> None:
