@@ -167,7 +167,7 @@ class SoakBench(FaultBench):
                 age_s=time.time() - process.create_time(),
                 rss_bytes=each.rss_bytes,
                 num_fds=each.num_fds,
-                threads.total()=each.num_threads,
+                num_threads=each.threads.total(),
             )
             for role in ("gateway", "worker")
             for process in self.service.children(role)
