@@ -2,7 +2,6 @@
 
 import asyncio
 
-from gateway import coalescing
 from gateway.bell import Bell
 from gateway.coalescing import CALM_SHARE, LEAST_INTERVAL_S, MOST_INTERVAL_S, STALE_S, WINDOW_S, Coalescer
 from gateway.output import OutputAssembler, OutputFormat
@@ -159,7 +158,7 @@ async def test_first_tokens_and_ends_do_not_wait_for_the_round() -> None:
     stream.on_tokens([1], None)
     await turns()
     assert read == ["a"]
-    clock.now_s += coalescing.LEAST_INTERVAL_S / 2
+    clock.now_s += LEAST_INTERVAL_S / 2
     stream.on_tokens([2], None)
     stream.on_tokens([2], None)
     await turns()

@@ -9,14 +9,13 @@ from typing import Generic, TypeVar
 import psutil
 from octavo import AsyncClient
 
-from tests.support.fault_bench import NO_RETRIES, FaultBench
+from tests.support.fault_bench import NO_RETRIES, POOL_THREADS, FaultBench
 from tests.support.fault_callers import Call, run
 from tests.support.figures import percentile
 
 MIB = 1 << 20
 SAMPLE_S = 0.02
 CANARY_TOKENS = 8
-POOL_THREADS = 4  # of gRPC's own pool, which grows under load and shrinks half a minute later
 ResultT = TypeVar("ResultT")
 
 
