@@ -51,9 +51,18 @@ def audit_blocks(pool: BlockPool, tables: SlotTables, copies: CopyQueue, chains:
         num_cached=len(cached),
         num_active=int(np.count_nonzero(refs_P)) + len(held),
         num_deferred=len(held),
-        num_leaked=int(np.count_nonzero((places_P == 0) | (pool.ref_P > refs_P))),
+        num_leaked=_num_leaked(pool, refs_P),
         violations=tuple(violations),
     )
+
+
+def count_leaked(pool: BlockPool, tables: SlotTables, copies: CopyQueue) -> int:
+    """`BlockAudit.num_leaked` alone: O(blocks + rows in use), tens of microseconds."""
+    return _num_leaked(pool, _count_references(pool, tables, copies))
+
+
+def _num_leaked(pool: BlockPool, refs_P: np.ndarray) -> int:
+    return int(np.count_nonzero((_count_places(pool, refs_P) == 0) | (pool.ref_P > refs_P)))
 
 
 def _named(ids: np.ndarray) -> str:
@@ -66,7 +75,9 @@ def _in_pool(pool: BlockPool, blocks: np.ndarray) -> np.ndarray:
 
 
 def _count_references(pool: BlockPool, tables: SlotTables, copies: CopyQueue) -> np.ndarray:
-    holders = np.concatenate([tables.table_SM[tables.is_live_S].ravel(), np.array(copies.sources, np.int32)])
+    width = int(tables.num_blocks_S.max(initial=0))  # what is set beyond a row's length is a violation of its own
+    rows_SM = tables.table_SM[tables.is_live_S, :width]
+    holders = np.concatenate([rows_SM.ravel(), np.array(copies.sources, np.int32)])
     return np.bincount(_in_pool(pool, holders), minlength=pool.num_blocks)
 
 

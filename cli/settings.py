@@ -66,7 +66,10 @@ class WorkerWatchSettings(MetricsHostSettings):
         40.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
     )
     audit_every_steps: int = setting(
-        1000, "Engine steps between two recounts of all KV blocks; 0: never", panel="Watching", ge=0
+        1000,
+        "Engine steps between two audits of all KV blocks, beside those without work; 0: no audits",
+        panel="Watching",
+        ge=0,
     )
 
 

@@ -23,7 +23,15 @@ from worker.oracle_tokenizer import oracle_tokenizer_files
 READY_S = 30.0
 LIVENESS_S = 900.0
 SETTLE_S = 120.0
-DEFECTS = {"defect", "message_failed", "tick_failed", "sink_failed", "on_change_failed", "on_model_failed"}
+DEFECTS = {
+    "defect",
+    "message_failed",
+    "tick_failed",
+    "sink_failed",
+    "on_change_failed",
+    "on_model_failed",
+    "audit_failed",
+}
 
 
 class World:

@@ -6,6 +6,8 @@ It decides nothing (the scheduler does) and knows no sockets (`worker.ports`), t
 
 from dataclasses import dataclass
 
+import structlog
+
 from blockmgr.manager import BlockManager
 from wire.fault_points import fault_point
 from wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
@@ -32,10 +34,16 @@ from worker.stats import EngineStats
 from worker.steps import EndedStep, Steps
 from worker.translate import asked_by, refused_run, step_output
 
+log = structlog.get_logger(__name__)
+
+RECOUNT_S = 1.0  # between two recounts of the blocks while steps are made
+IDLE_S = 0.25  # without work, after which an audit is in nobody's way
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """epoch: of this life of the process. audit_every_steps: 0 never, 1 always. idle_wait_s: bound of one wait."""
+    """epoch: of this life of the process. audit_every_steps: 1 always, 0 never, also not where there is no work.
+    idle_wait_s: bound of one wait."""
 
     epoch: str
     audit_every_steps: int = 1000
@@ -80,9 +88,12 @@ class Engine:
         self._drain_until_s: float | None = None
         self._wanted_grace_s: float | None = None
         self._is_stopping = False
-        self._num_violations = 0
+        self._num_leaked_blocks = 0
+        self._violations: tuple[str, ...] = ()  # of the last audit
+        self._recounted_s = self._worked_s = clock()
+        self._is_audit_due = False  # something has been done since the last one
         self.num_steps = 0
-        self.stats = EngineStats(num_blocks=blocks.config.num_blocks)
+        self.stats = self._snapshot()
 
     # ------------------------------------------------------------ the loop
 
@@ -115,6 +126,7 @@ class Engine:
         self._send(self._steps.collect() if len(self._steps) else self._scheduler.flush())
         self._telling.tell_changes()
         self._telling.tell_a_part()
+        self._look_after_blocks(self._clock())
         self._take_stats()
 
     @property
@@ -140,6 +152,7 @@ class Engine:
 
     def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
         now_s = self._clock()
+        self._is_audit_due = True
         match message:
             case Run():
                 self._add(gateway, message, now_s)
@@ -180,6 +193,7 @@ class Engine:
 
     def _answer(self, query: AdminQuery) -> AdminReply:
         num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
+        violations = self._audit() if query.audit else ()
         return AdminReply(
             epoch=self._config.epoch,
             query_id=query.query_id,
@@ -188,7 +202,7 @@ class Engine:
             num_cached_blocks=self._blocks.num_cached,
             num_active_blocks=self._blocks.num_active,
             num_flushed_blocks=num_flushed,
-            violations=self._audit() if query.audit else (),
+            violations=violations,
         )
 
     def _heed_drain(self) -> None:
@@ -203,6 +217,7 @@ class Engine:
 
     def _step_ended(self, step: EndedStep) -> None:
         self.num_steps += 1
+        self._is_audit_due = True
         plan = step.plan
         every = self._config.audit_every_steps
         if every and self.num_steps % every == 0:
@@ -227,12 +242,42 @@ class Engine:
             for finished in output.finished:
                 self._observer.on_finished(finished)
 
+    # ------------------------------------------------------------ blocks
+
+    def _look_after_blocks(self, now_s: float) -> None:
+        """A recount now and then while there is work, an audit when there is none."""
+        if self._scheduler.has_work:
+            self._worked_s = now_s
+            if now_s - self._recounted_s >= RECOUNT_S:
+                self._recount(now_s)
+        elif self._is_audit_due and now_s - self._worked_s >= IDLE_S:
+            self._is_audit_due = False
+            if self._config.audit_every_steps:
+                self._audit()
+            else:
+                self._recount(now_s)
+
+    def _recount(self, now_s: float) -> None:
+        self._recounted_s = now_s
+        former, self._num_leaked_blocks = self._num_leaked_blocks, self._blocks.count_leaked()
+        if self._num_leaked_blocks > former:
+            self._audit()  # which names them
+
     def _audit(self) -> tuple[str, ...]:
-        violations = self._blocks.audit().violations
-        self._num_violations = len(violations)
-        return violations
+        audit, former = self._blocks.audit(), self._violations
+        self._num_leaked_blocks, self._violations = audit.num_leaked, audit.violations
+        if audit.violations and audit.violations != former:
+            log.error("audit_failed", num_leaked_blocks=audit.num_leaked, violations=audit.violations)
+        return audit.violations
 
     def _take_stats(self) -> None:
-        self.stats = snapshot(
-            self._scheduler, self._blocks, num_steps=self.num_steps, num_violations=self._num_violations
+        self.stats = self._snapshot()
+
+    def _snapshot(self) -> EngineStats:
+        return snapshot(
+            self._scheduler,
+            self._blocks,
+            num_steps=self.num_steps,
+            num_leaked_blocks=self._num_leaked_blocks,
+            num_violations=len(self._violations),
         )

@@ -165,8 +165,8 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     for state, count in states.items():
         blocks.add_metric([state], count)
     yield blocks
-    leaked = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks - stats.num_active_blocks
-    yield _gauge("octavo_kv_blocks_leaked", "Blocks that no state accounts for: 0, or an alarm", leaked)
+    text = "Blocks that nobody holds and nobody can have, by recount: 0, or an alarm"
+    yield _gauge("octavo_kv_blocks_leaked", text, stats.num_leaked_blocks)
     yield _gauge("octavo_kv_audit_violations", "Violations that the last audit found", stats.num_violations)
     yield _gauge("octavo_worker_draining", "1 while no new requests are taken", stats.is_draining)
 

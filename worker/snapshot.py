@@ -5,8 +5,11 @@ from worker.scheduler import Scheduler
 from worker.stats import EngineStats
 
 
-def snapshot(scheduler: Scheduler, blocks: BlockManager, *, num_steps: int, num_violations: int) -> EngineStats:
-    """Gauges and counters as they are now; to be called by the thread that owns the scheduler."""
+def snapshot(
+    scheduler: Scheduler, blocks: BlockManager, *, num_steps: int, num_leaked_blocks: int, num_violations: int
+) -> EngineStats:
+    """Gauges and counters as they are now; to be called by the thread that owns the scheduler. num_leaked_blocks,
+    num_violations: as they were found last."""
     counters = scheduler.counters
     return EngineStats(
         num_steps=num_steps,
@@ -18,7 +21,8 @@ def snapshot(scheduler: Scheduler, blocks: BlockManager, *, num_steps: int, num_
         num_blocks=blocks.config.num_blocks,
         num_free_blocks=blocks.num_free,
         num_cached_blocks=blocks.num_cached,
-        num_active_blocks=blocks.num_active,
+        num_active_blocks=max(0, blocks.num_active - num_leaked_blocks),
+        num_leaked_blocks=num_leaked_blocks,
         num_violations=num_violations,
         num_queried_tokens=blocks.num_queried_tokens,
         num_hit_tokens=blocks.num_hit_tokens,

@@ -45,7 +45,8 @@ class EngineStats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
-    num_active_blocks: int = 0
+    num_active_blocks: int = 0  # less those that leaked
+    num_leaked_blocks: int = 0  # at the last recount
     num_violations: int = 0  # of the last audit
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
