@@ -53,6 +53,8 @@ def translate(request: oip.ModelInferRequest) -> Asked:
     """Raises InvalidRequest naming the caller's tensors and parameters, ModelNotFound for another version."""
     check_version(request.model_version)
     _check_unknown(request, "")
+    if not (request.id.isascii() and request.id.isprintable()):
+        raise violation("id", "must be printable ASCII")
     inputs = scalar_inputs(request, INPUTS)
     parameters = {name: _value_of(name, each) for name, each in request.parameters.items()}
     wants_empty_final = bool(parameters.pop(EMPTY_FINAL, False))

@@ -18,7 +18,7 @@ from gateway.dialects.throughput import Throughput
 from gateway.dialects.tokenizer_zip import archive_of
 from gateway.dialects.vllm_kv_events import KvBatches
 from gateway.dialects.vllm_messages import PromptScores, aborted_early, chunk_of, complete_of, fill_logprobs
-from gateway.dialects.vllm_translate import in_callers_names, translate, translate_embed
+from gateway.dialects.vllm_translate import check_abort, in_callers_names, translate, translate_embed
 from gateway.embedding import Embedder
 from gateway.embedding_events import normalized
 from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
@@ -50,7 +50,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         """Chunks of new ids, where asked for, and one Complete."""
         scope = current_rpc.get()
-        scope.request_id = request.request_id
+        scope.name_by(request.request_id)
         num_bytes = request.ByteSize()
         translated = await self._desk.text.run_by_size(lambda: translate(request), num_bytes=num_bytes)
         try:
@@ -127,6 +127,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests of this gateway; ids that are not in flight are no error."""
+        check_abort(request)
         caller = current_rpc.get().caller
         for request_id in request.request_ids:
             self._desk.abort(request_id, caller)
@@ -135,7 +136,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         """One prompt's vector."""
         scope = current_rpc.get()
-        scope.request_id = request.request_id
+        scope.name_by(request.request_id)
         num_bytes = request.ByteSize()
         translated = await self._desk.text.run_by_size(lambda: translate_embed(request), num_bytes=num_bytes)
         try:

@@ -8,7 +8,9 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untype
 
 from gateway.dialects.vllm_fields import check_embed_served, check_served
 from gateway.errors import InvalidRequest, Violation
+from gateway.validation.fields import first_violations, raise_if_any
 from gateway.validation.generate import check_embed, check_generate
+from gateway.validation.table import REQUEST_ID
 
 _UINT64 = (1 << 64) - 1
 _NO_SEED = -1  # vLLM's word for "draw one"
@@ -63,6 +65,16 @@ def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
     except InvalidRequest as error:
         raise in_callers_names(error) from None
     return translated
+
+
+def check_abort(request: vllm.AbortRequest) -> None:
+    """Raises InvalidRequest naming what can be no request's id."""
+    found = (
+        Violation(field=f"request_ids[{index}]", description=wrong)
+        for index, request_id in enumerate(request.request_ids)
+        if (wrong := REQUEST_ID(request_id)) is not None
+    )
+    raise_if_any(first_violations(found))
 
 
 def in_callers_names(error: InvalidRequest) -> InvalidRequest:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from gateway.access.caller import ANYBODY, Caller
+from gateway.validation.table import REQUEST_ID
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,6 +26,12 @@ class RpcScope:
     request_id: str = ""
     tokens_delivered: int = 0
     log_fields: dict[str, object] = field(default_factory=dict)
+
+    def name_by(self, request_id: str) -> None:
+        """Know the RPC by its caller's id, before that was checked. One that is no request id stays out of trailers,
+        which gRPC would refuse to send, and out of the log; the check of the request's fields refuses it by name."""
+        if REQUEST_ID(request_id) is None:
+            self.request_id = request_id
 
     @property
     def key(self) -> str:

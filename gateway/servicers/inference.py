@@ -36,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs: Started, Deltas, a Finished for each."""
         scope = current_rpc.get()
-        scope.request_id = request.request_id
+        scope.name_by(request.request_id)
         await self._check(lambda: check_generate(request), request)
         live = await self._opener.open(request, scope, prefix="", timeout_s=context.time_remaining())
         try:
@@ -67,7 +67,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """The same in one message."""
         scope = current_rpc.get()
-        scope.request_id = request.generate.request_id
+        scope.name_by(request.generate.request_id)
         await self._check(lambda: check_complete(request), request)
         live = await self._opener.open(request.generate, scope, prefix="generate.", timeout_s=context.time_remaining())
         try:
@@ -109,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """A vector for each input."""
         scope = current_rpc.get()
-        scope.request_id = request.request_id
+        scope.name_by(request.request_id)
         await self._check(lambda: check_embed(request), request)
         card, embedded = await self._embedder.embed(request, scope, timeout_s=context.time_remaining())
         scope.log_fields |= {"model": card.name, "inputs": len(embedded)}

@@ -50,14 +50,14 @@ class MessageRules:
     required_oneofs: tuple[str, ...] = ()
 
 
-_REQUEST_ID = Visible(MAX_REQUEST_ID)
+REQUEST_ID = Visible(MAX_REQUEST_ID)
 _MODEL = Utf8Bytes(0, 256)
 _NAME = Utf8Bytes(1, 256)
 
 TABLE: dict[str, MessageRules] = {
     "octavo.v1.GenerateRequest": MessageRules(
         fields={
-            "request_id": _REQUEST_ID,
+            "request_id": REQUEST_ID,
             "model": _MODEL,
             "text": Utf8Bytes(1, ANY_NUMBER),
             "token_ids": anything,
@@ -163,7 +163,7 @@ TABLE: dict[str, MessageRules] = {
     ),
     "octavo.v1.EmbedRequest": MessageRules(
         fields={
-            "request_id": _REQUEST_ID,
+            "request_id": REQUEST_ID,
             "model": _MODEL,
             "inputs": anything,
             "pooling": OneOf(inference_pb2.Pooling.DESCRIPTOR),
@@ -186,7 +186,7 @@ TABLE: dict[str, MessageRules] = {
     ),
     "octavo.v1.ListModelsRequest": MessageRules(),
     "octavo.v1.GetModelRequest": MessageRules(fields={"model": _MODEL}),
-    "octavo.v1.AbortRequest": MessageRules(fields={"request_id": _REQUEST_ID}, required=("request_id",)),
+    "octavo.v1.AbortRequest": MessageRules(fields={"request_id": REQUEST_ID}, required=("request_id",)),
     "octavo.v1.GetLoadRequest": MessageRules(),
     "octavo.v1.AuditBlocksRequest": MessageRules(),
     "octavo.v1.FlushPrefixCacheRequest": MessageRules(),
