@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from cli.children import Child
 from cli.launch import ProcessPlan, Role
-from cli.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy
+from cli.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
 
 STOP_TIMEOUT_S = 5.0
 WORKER_EXIT_TIMEOUT_S = 10.0
@@ -67,7 +67,7 @@ class Service:
         return 1 if self.failure else 0
 
     async def _next_ended(self, keepers: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Keepers that gave up or saw their process leave; empty where the stage changed."""
+        """Keepers that gave up; empty where the stage changed."""
         woken = asyncio.create_task(self._woken.wait(), name="woken")
         done, _ = await asyncio.wait([*keepers, woken], return_when=asyncio.FIRST_COMPLETED)
         woken.cancel()
@@ -95,15 +95,12 @@ class Service:
             if self.stage is not Stage.RUNNING:
                 return
             match kept.lifetimes.on_exit(code, time.monotonic()):
-                case Left():
-                    self._notice(f"{kept.plan.label} has left")
-                    return
                 case GiveUp(why=why):
                     self.failure = why
                     self._notice(f"giving up: {why}")
                     return
                 case Restart(delay_s=delay_s):
-                    self._notice(f"{kept.plan.label} died ({_signed(code)}); starting it again in {delay_s:g} s")
+                    self._notice(f"{kept.plan.label} {_ended(code)}; starting it again in {delay_s:g} s")
                     await self._sleep(delay_s)
 
     async def _end(self) -> None:
@@ -138,5 +135,7 @@ def keep(plan: ProcessPlan, child: Child, policy: RestartPolicy) -> Kept:
     return Kept(plan=plan, child=child, lifetimes=Lifetimes(name=plan.label, policy=policy))
 
 
-def _signed(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _ended(code: int) -> str:
+    if code == 0:
+        return "ended, though nobody asked the service to"
+    return f"died (signal {-code})" if code < 0 else f"died (exit code {code})"

@@ -3,6 +3,7 @@
 Must not know processes, signals or clocks; `cli.children` does what is decided here.
 """
 
+import signal
 from dataclasses import dataclass, field
 
 
@@ -35,12 +36,8 @@ class GiveUp:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """It ended as asked (exit code 0): nothing to do."""
-
-
-Decision = Restart | GiveUp | Left
+Decision = Restart | GiveUp
+_ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT})  # the latter where it had no handler yet
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,10 +62,9 @@ class Lifetimes:
         self.was_ready = True
 
     def on_exit(self, code: int, now_s: float) -> Decision:
-        """It ended. code as subprocess has it: negative is a signal."""
-        if code == 0:
-            return Left()
-        if not self.was_ready:
+        """It ended. code as subprocess has it: negative is a signal. The supervisor's own drain is not told here: so
+        one that was asked to end was asked by somebody else (a SIGTERM, AdminService.Drain), and is started again."""
+        if not self.was_ready and code not in _ASKED_TO_END:
             return GiveUp(why=f"{self.name} {ending(code)} before it was ready")
         is_fast = now_s - self._started_s < self.policy.fast_death_s
         self.num_fast_deaths = self.num_fast_deaths + 1 if is_fast else 0

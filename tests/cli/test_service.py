@@ -81,15 +81,23 @@ async def test_a_process_that_keeps_dying_after_it_served_is_started_as_often_as
     assert await running == 0
 
 
-async def test_a_service_goes_on_while_there_is_another_worker_and_ends_with_the_last() -> None:
-    stage = Stage(gateway_0=OBEDIENT, worker_0=LEAVING, worker_1=OBEDIENT)
-    stage.service.on_ready()
+async def test_a_process_that_somebody_else_asked_to_end_is_started_again() -> None:
+    """Whoever may send a signal to one process, or drain one gateway, does not end the service with it."""
+    stage = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT, worker_1=LEAVING)
     running = asyncio.create_task(stage.service.run())
-    await until(lambda: "worker_0 (m) has left" in stage.notices)
+    await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)
+    stage.service.on_ready()
+    stage.children["worker_0"].terminate()
+    stage.children["gateway_0"].terminate()
+    await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 2)
+    await until(lambda: stage.num_starts("worker_1") >= 4)
     assert not running.done()
-    assert stage.children["worker_1"].is_running
-    stage.children["worker_1"].terminate()
+    again = "ended, though nobody asked the service to; starting it again in 0.05 s"
+    assert {f"gateway_0 {again}", f"worker_0 (m) {again}"} <= set(stage.notices)
+    stage.service.on_signal()
     assert await running == 0
+    await asyncio.sleep(0.3)
+    assert not any(child.is_running for child in stage.children.values())
 
 
 async def test_a_process_that_dies_before_the_service_was_ready_ends_it() -> None:

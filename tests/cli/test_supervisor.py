@@ -1,6 +1,6 @@
 import pytest
 
-from cli.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
+from cli.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy, ending
 
 POLICY = RestartPolicy(first_delay_s=1.0, max_delay_s=5.0, fast_death_s=30.0)
 
@@ -13,8 +13,13 @@ def alive(*, ready: bool = True) -> Lifetimes:
     return lifetimes
 
 
-def test_a_process_that_ended_as_asked_is_left_alone() -> None:
-    assert alive().on_exit(0, 101.0) == Left()
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("code", [0, -15, -2])
+def test_a_process_that_somebody_else_asked_to_end_is_started_again(code: int, ready: bool) -> None:
+    lifetimes = alive(ready=ready)
+    assert lifetimes.on_exit(code, 101.0) == Restart(delay_s=1.0)
+    lifetimes.on_start(102.0)
+    assert lifetimes.on_exit(code, 103.0) == Restart(delay_s=2.0)
 
 
 def test_a_process_that_dies_before_it_was_ready_is_given_up_at_once() -> None:

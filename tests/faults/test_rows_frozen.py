@@ -139,6 +139,7 @@ async def test_row_8_a_worker_that_is_asked_to_leave_hands_over_what_its_grace_d
         faults.service.children("worker")[0].send_signal(signal.SIGTERM)
         await running
         assert [call for call in everybody if call.error] == []
+        await faults.until_workers(2, num_new=1)  # its supervisor did not ask it to leave, and starts it again
         await faults.check(everybody, limit_s=60)
         moved = (await faults.metrics()).total("octavo_requests_migrated_total")
         pause_s = max(call.longest_pause_s for call in everybody)
