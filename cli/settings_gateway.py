@@ -82,7 +82,7 @@ class WorkerDoorSettings(Settings):
         panel="Workers",
     )
     gateway_key_file: Path | None = setting(
-        None, "Secret CURVE key of the gateway (octavo keys new); needed for tcp beyond loopback", panel="Workers"
+        None, "Secret CURVE key of the gateway (octavo keys new); tcp endpoints need it", panel="Workers"
     )
     allowed_worker_keys: Names = setting((), "Public CURVE key files of workers that may connect", panel="Workers")
     port_sharing: Literal["exclusive", "shared"] = setting(

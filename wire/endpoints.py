@@ -43,10 +43,21 @@ def parse_endpoint(address: str) -> Endpoint:
     raise EndpointError(f"{address!r} is neither ipc:///path nor tcp://host:port")
 
 
-def require_curve_beyond_loopback(endpoint: Endpoint, *, has_key: bool) -> None:
-    """Raises EndpointError for a tcp address that other hosts could reach without CURVE."""
-    if not endpoint.is_local and not has_key:
+def require_proof(endpoint: Endpoint, *, has_key: bool, has_token: bool) -> None:
+    """Raises EndpointError for a tcp address where anybody could pass for a worker or a gateway.
+
+    ipc needs no proof: the file's permissions keep other users out. On loopback every process of the host can connect,
+    so that a registration token or CURVE is asked for; beyond it, where others can listen too, only CURVE will do.
+    """
+    if endpoint.transport is Transport.IPC or has_key:
+        return
+    if not endpoint.is_local:
         raise EndpointError(f"{endpoint.address} is reachable from other hosts: it needs CURVE keys (octavo keys new)")
+    if not has_token:
+        raise EndpointError(
+            f"{endpoint.address} is open to every process of this host: give gateway and worker CURVE keys "
+            "(octavo keys new) or the same --registration-token, or use an ipc:// address"
+        )
 
 
 def _parse_ipc(address: str) -> Endpoint:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
-from wire.endpoints import parse_endpoint, require_curve_beyond_loopback
+from wire.endpoints import parse_endpoint, require_proof
 from wire.host import pid_namespace
 from wire.keys import load_keys, load_public_key
 from wire.messages import Register
@@ -177,7 +177,9 @@ def _curve(config: WorkerConfig) -> CurveKeys | None:
 
 def _check_endpoints(config: WorkerConfig) -> None:
     for address in config.gateway_endpoints:
-        require_curve_beyond_loopback(parse_endpoint(address), has_key=config.curve is not None)
+        require_proof(
+            parse_endpoint(address), has_key=config.curve is not None, has_token=bool(config.registration_token)
+        )
 
 
 def _version() -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 class WorkerPoolConfig:
     """endpoints: ``ipc:///run/dir/gateway-0.sock`` and/or ``tcp://host:port``, one ROUTER socket each.
 
-    An ipc socket's folder must be (or is made) 0700 and ours. tcp beyond loopback needs ``server_key_file``
-    and at least one allow-listed client key (CURVE); with a key file, tcp sockets use CURVE on loopback too.
+    An ipc socket's folder must be (or is made) 0700 and ours. tcp needs ``server_key_file`` and
+    at least one allow-listed client key (CURVE), or, on loopback only, a ``registration_token``.
     """
 
     endpoints: tuple[str, ...]

@@ -18,7 +18,7 @@ from gateway.workers.decisions import Peer
 from gateway.workers.stats import PoolStats
 from wire.codec import encode
 from wire.curve import CurveGuard, secure_server
-from wire.endpoints import Endpoint, Transport, parse_endpoint, require_curve_beyond_loopback
+from wire.endpoints import Endpoint, Transport, parse_endpoint, require_proof
 from wire.keys import KeyPair, load_keys, load_public_key
 from wire.messages import Message
 from wire.options import new_router
@@ -56,7 +56,7 @@ class RouterLink:
         endpoints = [parse_endpoint(address) for address in self._config.endpoints]
         keys = load_keys(self._config.server_key_file) if self._config.server_key_file else None
         for endpoint in endpoints:
-            require_curve_beyond_loopback(endpoint, has_key=keys is not None)
+            require_proof(endpoint, has_key=keys is not None, has_token=bool(self._config.registration_token))
         self._context = zmq.Context()
         try:
             if keys is not None:

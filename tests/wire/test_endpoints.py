@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint, require_curve_beyond_loopback
+from wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint, require_proof
 
 
 def test_an_ipc_address_has_a_path() -> None:
@@ -59,10 +59,21 @@ def test_anything_else_is_refused(address: str) -> None:
         parse_endpoint(address)
 
 
+LOOPBACK = ("tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:0")
+
+
+def test_every_tcp_address_asks_for_a_proof_and_ipc_for_none() -> None:
+    require_proof(parse_endpoint("ipc:///a/b"), has_key=False, has_token=False)
+    for address in LOOPBACK:
+        require_proof(parse_endpoint(address), has_key=True, has_token=False)
+        require_proof(parse_endpoint(address), has_key=False, has_token=True)
+        with pytest.raises(EndpointError, match=r"octavo keys new.*--registration-token.*ipc://"):
+            require_proof(parse_endpoint(address), has_key=False, has_token=False)
+
+
 def test_beyond_loopback_keys_are_a_must() -> None:
-    for address in ("ipc:///a/b", "tcp://127.0.0.1:1", "tcp://[::1]:1"):
-        require_curve_beyond_loopback(parse_endpoint(address), has_key=False)
     far = parse_endpoint("tcp://0.0.0.0:1")
-    require_curve_beyond_loopback(far, has_key=True)
-    with pytest.raises(EndpointError, match="octavo keys new"):
-        require_curve_beyond_loopback(far, has_key=False)
+    require_proof(far, has_key=True, has_token=False)
+    for has_token in (True, False):
+        with pytest.raises(EndpointError, match="octavo keys new"):
+            require_proof(far, has_key=False, has_token=has_token)

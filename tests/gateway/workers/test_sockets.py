@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from gateway.workers import WorkerPool
-from tests.support.workers import Dial, finished, open_one, pool_config, until
+from tests.support.workers import Dial, FakeWorker, finished, open_one, open_pool, pool_config, until
 from wire.endpoints import EndpointError
+from wire.messages import Refused
 from wire.run_dir import RunDirError
 
 
@@ -26,7 +27,29 @@ async def test_a_second_gateway_on_the_same_socket_is_refused(pool: WorkerPool, 
 
 async def test_tcp_beyond_loopback_needs_keys(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="CURVE"):
-        await WorkerPool(pool_config(tmp_path, endpoints=("tcp://0.0.0.0:0",))).start()
+        await WorkerPool(pool_config(tmp_path, endpoints=("tcp://0.0.0.0:0",), registration_token="word")).start()
+
+
+async def test_tcp_on_loopback_needs_keys_or_a_token(tmp_path: Path) -> None:
+    """Any process of the host could register, and would be given prompts."""
+    with pytest.raises(EndpointError, match=r"open to every process of this host.*--registration-token"):
+        await WorkerPool(pool_config(tmp_path, endpoints=("tcp://127.0.0.1:0",))).start()
+
+
+async def test_over_tcp_with_a_token_only_who_shows_it_gets_in(tmp_path: Path) -> None:
+    changes: dict[str, object] = {"endpoints": ("tcp://127.0.0.1:0",), "registration_token": "word"}
+    async with open_pool(tmp_path, **changes) as (pool, _):
+        stranger, worker = (
+            FakeWorker(pool.bound_endpoints[0], name, token=token) for name, token in (("s", "guess"), ("w", "word"))
+        )
+        try:
+            await stranger.send(stranger.register)
+            assert "token" in (await stranger.expect(Refused)).reason
+            await worker.join(pool)
+            assert [view.worker_id for view in pool.workers()] == ["w"]
+        finally:
+            stranger.close()
+            worker.close()
 
 
 async def test_a_socket_that_vanished_is_bound_again_and_running_streams_do_not_notice(
