@@ -43,6 +43,7 @@ class Shape:
             num_key_value_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             max_position_embeddings=MAX_POSITIONS,
+            rope_theta=1e6,
             tie_word_embeddings=self.tied,
         )
 

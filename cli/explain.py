@@ -20,6 +20,15 @@ _KNOWN = {
     "EndpointError": ("bad endpoint", "see --worker-endpoint and --gateway-endpoint in --help"),
     "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),
     "ValueError": ("bad value", "see --help"),
+    "CardError": ("the checkpoint cannot be served", "check --model, and the file that is named here"),
+    "OverflowError": (
+        "a number is too large",
+        "look at the numbers among the settings (`octavo config show`) and in the checkpoint's config.json",
+    ),
+    "RecursionError": (
+        "something is nested too deeply to be read",
+        "look at the JSON files of the checkpoint, and at the configuration file",
+    ),
 }
 """Name of an exception -> what happened, what to change."""
 
@@ -29,6 +38,9 @@ def explain(error: BaseException) -> CliError:
     if isinstance(error, CliError):
         return error
     name = type(error).__name__
+    if (full := _disk_full(error)) is not None:
+        where = full.filename or "a file or folder of this process"
+        return CliError("the disk is full", str(where), "free some space there, or name another disk's folder")
     if hasattr(error, "format_message"):  # typer's own complaints about a command line
         return _of_command_line(error)
     if hasattr(error, "reason") and hasattr(error, "code"):
@@ -47,6 +59,15 @@ def explain(error: BaseException) -> CliError:
     if isinstance(error, ModuleNotFoundError):
         return CliError("a package is missing", str(error), "`octavo doctor` lists what is installed")
     return CliError(name, str(error) or "no details", REPORT)
+
+
+def _disk_full(error: BaseException | None) -> OSError | None:
+    """The error, or a cause of it, that says so: what came of it (a half download, say) is no news then."""
+    for _ in range(8):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__ if error is not None else None
+    return None
 
 
 def show_error(error: CliError) -> None:

@@ -127,4 +127,5 @@ def _model_summary(info: model_pb2.ModelInfo, loaded: Sequence[dict[str, Any]]) 
         num_blocks=info.kv_capacity_tokens // block_size,
         block_size=block_size,
         max_model_len=info.max_model_len,
+        notes=tuple(str(note) for note in first.get("notes") or ()),
     )

@@ -12,7 +12,7 @@ EXAMPLE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """One served model; counts are of all its workers together."""
+    """One served model; counts are of all its workers together. notes: what its workers warned of."""
 
     name: str
     device: str
@@ -21,6 +21,7 @@ class ModelSummary:
     num_blocks: int
     block_size: int
     max_model_len: int
+    notes: Sequence[str] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +72,7 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
             ("model", f"{model.name}  ({model.device}, {model.dtype}{workers})"),
             ("KV pool", f"{model.num_blocks:,} blocks × {model.block_size} = {model.num_tokens:,} tokens"),
             ("room for", f"{model.num_requests:,} requests of {model.example_tokens:,} tokens at once"),
+            *(("note", note) for note in model.notes),
         ]
     return [*rows, ("try", summary.client_line)]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import CheckpointError
+from wire.checkpoint_files import FileRefused, check_files, find_file
 
 EMBEDDED = Path(__file__).parent / "embedded"
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja")
@@ -57,9 +58,15 @@ def embedded_names() -> list[str]:
 
 
 def checked_folder(folder: Path) -> Path:
-    """The folder itself. Raises CheckpointError where it is no checkpoint."""
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: there is no config.json in it, so it is not a checkpoint folder")
+    """The folder itself. Raises CheckpointError where it is no checkpoint, or a file of it leads elsewhere."""
+    try:
+        if find_file(folder, "config.json") is None:
+            raise CheckpointError(f"{folder}: there is no config.json in it, so it is not a checkpoint folder")
+        check_files(folder, suffixes=tuple(pattern.removeprefix("*") for pattern in ALLOWED_FILES))
+    except FileRefused as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
     return folder
 
 

@@ -15,7 +15,15 @@ from model.config_fields import ConfigFields
 from model.dtypes import DTYPES
 from model.errors import CheckpointError, ConfigError
 from model.quantization.settings import GroupSettings, parse_quantization
-from model.rope_scaling import YarnScaling, parse_rope
+from model.rope_scaling import DEFAULT_THETA, YarnScaling, parse_rope
+from wire.checkpoint_files import FileRefused, find_file, read_small_file
+
+MOST_JSON_BYTES = 64 << 20
+"""Of config.json, and of the index of the shards: a published one has a megabyte for the largest models there are."""
+
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 1_000, 4_096, 1 << 20
+MOST_POSITIONS = 1 << 24
+"""Beyond it float32, in which angles are computed, cannot tell positions apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +45,7 @@ class Qwen2Config:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
+    rope_theta: float = DEFAULT_THETA
     yarn: YarnScaling | None = None
     tie_word_embeddings: bool = False
     dtype: torch.dtype | None = None
@@ -72,18 +80,18 @@ class Qwen2Config:
         """
         fields = ConfigFields(raw)
         refuse_what_is_not_supported(fields)
-        heads = fields.positive_int("num_attention_heads")
-        hidden_size = fields.positive_int("hidden_size")
-        max_positions = fields.positive_int("max_position_embeddings", 32768)
+        heads = fields.positive_int("num_attention_heads", most=MOST_HEADS)
+        hidden_size = fields.positive_int("hidden_size", most=MOST_WIDTH)
+        max_positions = fields.positive_int("max_position_embeddings", 32768, most=MOST_POSITIONS)
         rope = parse_rope(fields, max_positions)
         return cls(
-            vocab_size=fields.positive_int("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size", most=MOST_WIDTH << 4),
             hidden_size=hidden_size,
-            intermediate_size=fields.positive_int("intermediate_size"),
-            num_hidden_layers=fields.positive_int("num_hidden_layers"),
+            intermediate_size=fields.positive_int("intermediate_size", most=MOST_WIDTH),
+            num_hidden_layers=fields.positive_int("num_hidden_layers", most=MOST_LAYERS),
             num_attention_heads=heads,
-            num_key_value_heads=fields.positive_int("num_key_value_heads", heads),
-            head_dim=fields.positive_int("head_dim", default_head_dim(fields, hidden_size, heads)),
+            num_key_value_heads=fields.positive_int("num_key_value_heads", heads, most=MOST_HEADS),
+            head_dim=fields.positive_int("head_dim", default_head_dim(fields, hidden_size, heads), most=MOST_HEADS),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
             rope_theta=rope.theta,
@@ -97,19 +105,24 @@ class Qwen2Config:
 
 def load_config(folder: Path) -> Qwen2Config:
     """Read config.json of a checkpoint folder. Raises CheckpointError, ConfigError."""
-    return Qwen2Config.from_dict(read_json_object(folder / "config.json"))
+    return Qwen2Config.from_dict(read_json_object(folder, "config.json"))
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises CheckpointError naming the file."""
+def read_json_object(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the folder that holds an object. Raises CheckpointError naming the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name}: not in {path.parent}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name}: cannot be read as JSON: {error}") from error
+        path = find_file(folder, name)
+        if path is None:
+            raise CheckpointError(f"{name}: not in {folder}")
+        content = json.loads(read_small_file(path, most_bytes=MOST_JSON_BYTES))
+    except FileRefused as error:
+        raise CheckpointError(str(error)) from None
+    except RecursionError:
+        raise CheckpointError(f"{name}: cannot be read as JSON: objects and lists are nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name}: holds {type(content).__name__}, not an object")
+        raise CheckpointError(f"{name}: holds {type(content).__name__}, not an object")
     return content
 
 

@@ -3,7 +3,7 @@
 Must not know: which fields there are.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,13 +38,15 @@ class ConfigFields:
             raise ConfigError(self.path(name), "is missing")
         return self._raw[name]
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+    def positive_int(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """An integer from 1 to `most`: what no model has is refused before memory is asked for it."""
         if default is not None and not self.has(name):
             return default
         value = self.value(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(self.path(name), f"must be a positive integer, is {value!r}")
+            raise ConfigError(self.path(name), f"must be a positive integer, is {shown(value)}")
+        if value > most:
+            raise ConfigError(self.path(name), f"must be at most {most}, is {shown(value)}")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:
@@ -52,8 +54,8 @@ class ConfigFields:
         if default is not None and not self.has(name):
             return default
         value = self.value(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ConfigError(self.path(name), f"must be a finite number above 0, is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise ConfigError(self.path(name), f"must be a finite number above 0, is {shown(value)}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -62,32 +64,43 @@ class ConfigFields:
             return default
         value = self.value(name)
         if not isinstance(value, bool):
-            raise ConfigError(self.path(name), f"must be true or false, is {value!r}")
+            raise ConfigError(self.path(name), f"must be true or false, is {shown(value)}")
         return value
 
     def text(self, name: str) -> str:
         """A string."""
         value = self.value(name)
         if not isinstance(value, str):
-            raise ConfigError(self.path(name), f"must be a string, is {value!r}")
+            raise ConfigError(self.path(name), f"must be a string, is {shown(value)}")
         return value
 
     def nested(self, name: str) -> "ConfigFields":
         """An object inside this one."""
         value = self.value(name)
         if not isinstance(value, dict):
-            raise ConfigError(self.path(name), f"must be an object, is {value!r}")
+            raise ConfigError(self.path(name), f"must be an object, is {shown(value)}")
         return ConfigFields(value, f"{self.path(name)}.")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; empty where absent."""
         value = self.value(name) if self.has(name) else []
         ids = value if isinstance(value, list) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-            raise ConfigError(self.path(name), f"must be a token id or a list of them, is {value!r}")
+        if any(isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31 for item in ids):
+            raise ConfigError(self.path(name), f"must be a token id or a list of them, is {shown(value)}")
         return tuple(ids)
 
     def must_be(self, name: str, expected: str) -> None:
         """The field has this one supported value."""
         if self.text(name) != expected:
-            raise ConfigError(self.path(name), f"{self.value(name)!r} is not supported, only {expected!r}")
+            raise ConfigError(self.path(name), f"{shown(self.value(name))} is not supported, only {expected!r}")
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: at most a line of it."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, objects in objects in objects
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}…"

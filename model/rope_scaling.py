@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from model.config_fields import ConfigFields
 from model.errors import ConfigError
 
+DEFAULT_THETA = 10_000.0
+"""What transformers takes for qwen2 where a config has no rope_theta."""
+
 KNOWN_YARN_FIELDS = {
     "type",
     "rope_type",
@@ -54,10 +57,10 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeFields
         raise ConfigError("rope_scaling", "is there besides rope_parameters: keep one of them")
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     if not fields.has(name):
-        return RopeFields(theta=fields.positive_float("rope_theta", 1_000_000.0), yarn=None)
+        return RopeFields(theta=fields.positive_float("rope_theta", DEFAULT_THETA), yarn=None)
     rope = fields.nested(name)
     owner = rope if rope.has("rope_theta") else fields
-    theta = owner.positive_float("rope_theta", 1_000_000.0)
+    theta = owner.positive_float("rope_theta", DEFAULT_THETA)
     return RopeFields(theta=theta, yarn=parse_scaling(rope, max_position_embeddings))
 
 

@@ -10,6 +10,7 @@ Must not know: what the tensors mean.
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,13 @@ from typing import Any
 
 import torch
 
+from model.config_fields import shown
 from model.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
+MAX_ENTRIES = 100_000
+"""Of one file; the largest of Qwen2.5's packed checkpoints have some two thousand in all."""
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
@@ -96,14 +100,22 @@ class SafetensorsFile:
         self._data_start = 8 + length
         if self._data_start > size:
             raise self._error(f"truncated in the header: it needs {self._data_start} bytes, the file has {size}")
-        header = self._parse_json(self._file.read(length))
+        header = self._parse_json(self._read_text(length))
         self.entries = {name: self._parse_entry(name, raw) for name, raw in header.items() if name != "__metadata__"}
         self._check_layout(size - self._data_start)
+
+    def _read_text(self, length: int) -> bytes:
+        text = self._file.read(length)
+        if (num_entries := text.count(b'"data_offsets"')) > MAX_ENTRIES:  # counted first: to parse them takes a minute
+            raise self._error(f"the header names {num_entries} tensors, {MAX_ENTRIES} are allowed")
+        return text
 
     def _parse_json(self, text: bytes) -> dict[str, Any]:
         try:
             header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_names)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise self._error("the header is not JSON: objects and lists are nested too deeply") from None
+        except ValueError as error:
             raise self._error(f"the header is not JSON: {error}") from error
         if not isinstance(header, dict):
             raise self._error(f"the header holds {type(header).__name__}, not an object")
@@ -114,11 +126,11 @@ class SafetensorsFile:
             raise self._error("the header does not give exactly dtype, shape and data_offsets", tensor=name)
         dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            raise self._error(f"dtype {dtype!r} is not known", tensor=name)
+            raise self._error(f"dtype {shown(dtype)} is not known", tensor=name)
         if not is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-            raise self._error(f"shape {shape!r} is not a list of at most {MAX_DIMENSIONS} sizes", tensor=name)
+            raise self._error(f"shape {shown(shape)} is not a list of at most {MAX_DIMENSIONS} sizes", tensor=name)
         if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise self._error(f"data_offsets {offsets!r} are not a start and an end", tensor=name)
+            raise self._error(f"data_offsets {shown(offsets)} are not a start and an end", tensor=name)
         wanted = math.prod(shape) * ITEM_BYTES[dtype]
         if wanted != offsets[1] - offsets[0]:
             raise self._error(f"{dtype} {shape} takes {wanted} bytes, data_offsets are {offsets}", tensor=name)
@@ -138,7 +150,7 @@ class SafetensorsFile:
             raise self._error(f"{data_bytes - expected_start} bytes behind the last tensor belong to no tensor")
 
     def _error(self, reason: str, tensor: str | None = None) -> CheckpointError:
-        where = self.path.name if tensor is None else f"{self.path.name}: {tensor}"
+        where = self.path.name if tensor is None else f"{self.path.name}: {tensor[:200]}"
         return CheckpointError(f"{where}: {reason}")
 
 
@@ -146,13 +158,13 @@ def is_sizes(value: object) -> bool:
     """Whether a JSON value is a list of integers of at least 0."""
     if not isinstance(value, list):
         return False
-    return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+    return all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value)
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: an object whose names are all different. Raises ValueError."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(twice)} is there twice")
     return result

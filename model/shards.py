@@ -11,10 +11,12 @@ from pathlib import Path
 
 from model.config import read_json_object
 from model.errors import CheckpointError
-from model.safetensors_file import SafetensorsFile
+from model.safetensors_file import MAX_ENTRIES, SafetensorsFile
+from wire.checkpoint_files import FileRefused, find_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_SHARDS = 1_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +41,10 @@ def open_shards(folder: Path, stack: ExitStack) -> Shards:
 
     Raises CheckpointError; where several things disagree, it names all of them.
     """
-    if (folder / SINGLE).is_file():
-        file = stack.enter_context(SafetensorsFile(folder / SINGLE))
+    if (single := find(folder, SINGLE)) is not None:
+        file = stack.enter_context(SafetensorsFile(single))
         return Shards(dict.fromkeys(file.entries, file))
-    if not (folder / INDEX).is_file():
+    if find(folder, INDEX) is None:
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there{pickle_hint(folder)}")
     weight_map = read_weight_map(folder)
     problems = list(unmentioned_shards(folder, set(weight_map.values())))
@@ -53,13 +55,21 @@ def open_shards(folder: Path, stack: ExitStack) -> Shards:
     return Shards({name: files[shard] for name, shard in weight_map.items()})
 
 
+def find(folder: Path, name: str) -> Path | None:
+    """`find_file`, whose refusals are a checkpoint's here."""
+    try:
+        return find_file(folder, name)
+    except FileRefused as error:
+        raise CheckpointError(str(error)) from None
+
+
 def open_all(folder: Path, names: list[str], stack: ExitStack) -> tuple[dict[str, SafetensorsFile], list[str]]:
     """The files that could be opened, by name, and what is wrong with the others."""
     files: dict[str, SafetensorsFile] = {}
     problems: list[str] = []
     for name in names:
         try:
-            files[name] = stack.enter_context(SafetensorsFile(folder / name))
+            files[name] = stack.enter_context(SafetensorsFile(find(folder, name) or folder / name))
         except CheckpointError as error:
             problems.append(str(error))
     return files, problems
@@ -67,7 +77,7 @@ def open_all(folder: Path, names: list[str], stack: ExitStack) -> tuple[dict[str
 
 def read_weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index. Raises CheckpointError, also for a file name that leads elsewhere."""
-    weight_map = read_json_object(folder / INDEX).get("weight_map")
+    weight_map = read_json_object(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX}: weight_map is not an object with tensors")
     wrong = tuple(
@@ -77,6 +87,8 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     )
     if wrong:
         raise CheckpointError(f"{INDEX}: shard names are refused:", wrong)
+    if len(weight_map) > MAX_ENTRIES or len(set(weight_map.values())) > MAX_SHARDS:
+        raise CheckpointError(f"{INDEX}: names more than {MAX_ENTRIES} tensors or {MAX_SHARDS} files")
     return weight_map
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from model.config import Qwen2Config
+from wire.checkpoint_files import find_file
 
 TEXTS = (
     "The bakery on the corner opens at six, and by seven the first trays are",
@@ -33,11 +34,12 @@ def make_prompts(folder: Path, config: Qwen2Config, num_prompts: int) -> list[li
 
 def text_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
     """The texts above, from the second round on with a number in front; empty without a tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
+    file = find_file(folder, "tokenizer.json")
+    if file is None:
         return []
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(file))
     numbered = enumerate(islice(cycle(TEXTS), num_prompts))
     texts = [text if index < len(TEXTS) else f"{index}. {text}" for index, text in numbered]
     return [tokenizer.encode(text).ids or [0] for text in texts]

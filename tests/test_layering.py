@@ -16,7 +16,7 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "wire": ({"wire"}, {"torch", "grpc", "transformers"}),
     "blockmgr": ({"blockmgr"}, {"torch", "zmq", "grpc", "transformers", "msgspec"}),
     "grammar": ({"grammar", "wire"}, {"torch", "zmq", "grpc", "transformers"}),
-    "model": ({"model"}, {"zmq", "grpc", "msgspec"}),
+    "model": ({"model", "wire"}, {"zmq", "grpc", "msgspec"}),  # of wire only checkpoint_files: the test below
     "worker": ({"worker", "blockmgr", "wire", "grammar"}, {"grpc"}),
     "gateway": ({"gateway", "wire", "octavo", "grammar"}, {"torch"}),
     "sim": ({"sim", "wire", "blockmgr", "worker", "gateway", "octavo"}, {"torch", "transformers"}),
@@ -51,6 +51,13 @@ def test_a_folder_imports_only_what_its_arrow_allows(folder: str, repository: Pa
     }
     assert files
     assert wrong == {}
+
+
+def test_of_the_wire_the_model_knows_only_which_files_a_checkpoint_may_have(repository: Path) -> None:
+    nodes = [node for path in (repository / "model").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert {name for name in modules if name and name.split(".")[0] == "wire"} == {"wire.checkpoint_files"}
 
 
 @pytest.mark.parametrize(

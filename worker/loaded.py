@@ -20,7 +20,8 @@ ORACLE_NUM_BLOCKS = 4_096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes."""
+    """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes. notes: what an
+    operator should know of the model, for the log and the summary of the start."""
 
     runner: Runner
     card: ModelCard
@@ -30,6 +31,7 @@ class Loaded:
     block_size: int
     scheduler: SchedulerConfig
     device: str
+    notes: tuple[str, ...] = ()
 
     @property
     def capacity(self) -> Capacity:
@@ -52,7 +54,8 @@ def model_len(config: WorkerConfig, described: Described) -> int:
     """The context to serve. Raises CardError where more is asked for than the model has."""
     wanted = config.max_model_len
     if wanted is not None and wanted > described.max_model_len:
-        raise CardError(f"max_model_len {wanted} is more than the model's {described.max_model_len} positions")
+        why = "".join(f" ({note})" for note in described.notes)
+        raise CardError(f"max_model_len {wanted} is more than the model's {described.max_model_len} positions{why}")
     return wanted or described.max_model_len
 
 
@@ -106,6 +109,7 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         block_size=config.block_size,
         scheduler=scheduler,
         device="none",
+        notes=described.notes,
     )
 
 
@@ -116,7 +120,7 @@ def served_name(model: str) -> str:
 
 def _describe_for_oracle(config: WorkerConfig) -> Described:
     for folder in (Path(config.model).expanduser(), _embedded_folder(config.model)):
-        if folder is not None and (folder / "config.json").is_file():
+        if folder is not None and (folder / "config.json").exists():
             return describe(folder)
     max_model_len = config.max_model_len or ORACLE_MODEL_LEN
     return describe_oracle(vocab_size=config.oracle_vocab_size, max_model_len=max_model_len)

@@ -111,6 +111,8 @@ def _assemble(
     gc.collect()
     gc.freeze()  # what the start left is not looked through again while steps run
     heartbeat.start()
+    for note in loaded.notes:
+        log.warning("model_note", note=note)
     log.info(
         "loaded",
         worker_id=register.worker_id,
@@ -121,6 +123,7 @@ def _assemble(
         block_size=loaded.block_size,
         max_model_len=loaded.card.max_model_len,
         metrics_port=metrics_port,
+        notes=list(loaded.notes),
     )
     return engine
 

@@ -31,6 +31,7 @@ from worker.runner_weights import (
     cache_dtype,
     check_cache_dtype,
     check_format,
+    check_head_dim,
     rounding_of,
     rounding_of_cache,
     spoken,
@@ -73,6 +74,7 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         block_size=config.block_size,
         scheduler=scheduler,
         device=_device(config, model),
+        notes=described.notes,
     )
 
 
@@ -106,7 +108,9 @@ def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
 def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> Qwen2ForCausalLM:
     dtype = parse_dtype(config.dtype)
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
-    is_packed = load_config(folder).quantization is not None
+    model_config = load_config(folder)
+    is_packed = model_config.quantization is not None
+    check_head_dim(model_config.head_dim, has_cuda_runner=has_cuda_runner)
     device, is_deterministic = torch.device(config.device), config.deterministic is Deterministic.ON
     check_format(wanted, device, is_packed=is_packed, has_cuda_runner=has_cuda_runner)
     check_cache_dtype(config.kv_cache_dtype, device, is_deterministic=is_deterministic)

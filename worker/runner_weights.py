@@ -7,9 +7,13 @@ import hashlib
 
 import torch
 
+from model.errors import ConfigError
 from model.linear import FormatUnavailable, WeightFormat
 from model.quantization.rounding import FP8
 from model.quantization.settings import GroupSettings
+
+CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Powers of two: a tile of keys is as wide as a head."""
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
@@ -40,6 +44,17 @@ def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool,
         raise FormatUnavailable("fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes")
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
+
+
+def check_head_dim(head_dim: int, *, has_cuda_runner: bool) -> None:
+    """Raises ConfigError for heads that the CUDA kernels have no tiles for."""
+    if has_cuda_runner and head_dim not in CUDA_HEAD_DIMS:
+        sizes = ", ".join(map(str, CUDA_HEAD_DIMS))
+        raise ConfigError(
+            "head_dim",
+            f"{head_dim} is none of the sizes that the CUDA kernels take ({sizes}); "
+            "--attention-backend sdpa serves it on a GPU without them, slower",
+        )
 
 
 def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:

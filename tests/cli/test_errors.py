@@ -17,8 +17,10 @@ from cli.ports import busy_port, free_port, held_port, require_free
 from cli.run_folder import READY_FILE, run_folder
 from cli.settings import ServeSettings
 from cli.suggest import did_you_mean, nearest
+from model.errors import CheckpointError
 from wire.run_dir import RunDirError
 from worker.memory import DoesNotFit
+from worker.model_card import CardError
 
 
 def lines(error: BaseException) -> tuple[str, str, str]:
@@ -52,10 +54,20 @@ def test_a_failed_call_names_fields_reason_and_what_to_change() -> None:
         (PermissionError(errno.EACCES, "Permission denied", "/f"), "permission denied"),
         (ModuleNotFoundError("No module named 'x'"), "a package is missing"),
         (ZeroDivisionError("division by zero"), "ZeroDivisionError"),
+        (OSError(errno.ENOSPC, "No space left on device", "/cache/file"), "the disk is full"),
+        (RecursionError("maximum recursion depth exceeded"), "something is nested too deeply to be read"),
+        (OverflowError("cannot convert float infinity to integer"), "a number is too large"),
+        (CardError("config.json: max_position_embeddings is 'many'"), "the checkpoint cannot be served"),
     ],
 )
 def test_every_other_error_has_a_first_line(error: Exception, what: str) -> None:
     assert lines(error)[0] == what
+
+
+def test_a_full_disk_is_told_whatever_came_of_it() -> None:
+    error = CheckpointError("cannot be downloaded")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/cache/blob")
+    assert lines(error)[:2] == ("the disk is full", "/cache/blob")
 
 
 def test_a_busy_port_is_seen_before_anything_starts() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from rich.console import Console
 
 from cli.summary import ModelSummary, ServiceSummary, boxed, plain
@@ -48,3 +50,8 @@ def test_a_request_that_ends_inside_a_block_takes_it_whole() -> None:
 def test_the_line_to_copy_names_what_differs_from_the_defaults() -> None:
     other = ServiceSummary(address="10.0.0.1:6", admin_address=None, metrics=[], models=[MODEL, MODEL], ready_after_s=0)
     assert other.client_line == "octavo chat --host 10.0.0.1 --port 6 --model-name m"
+
+
+def test_what_a_worker_warned_of_is_in_the_summary() -> None:
+    noted = replace(SUMMARY, models=[replace(MODEL, notes=("max_model_len is 262144, not the 1010000",))])
+    assert "  note:     max_model_len is 262144, not the 1010000" in plain(noted)

@@ -151,3 +151,33 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
     TransformersConfig(**fields, rope_parameters=yarn).save_pretrained(tmp_path)  # type: ignore[arg-type]
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     assert load_config(tmp_path).yarn == YARN
+
+
+def test_without_rope_theta_it_is_that_of_transformers() -> None:
+    from transformers import Qwen2Config as TransformersConfig
+
+    for changes in ({}, {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}):
+        raw = {name: value for name, value in tiny_config(**changes).items() if name != "rope_theta"}
+        theirs = TransformersConfig.from_dict(dict(raw)).rope_parameters["rope_theta"]
+        assert Qwen2Config.from_dict(raw).rope_theta == theirs == 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**7),
+        ("num_attention_heads", 10**6),
+        ("num_key_value_heads", 10**6),
+        ("head_dim", 10**5),
+        ("hidden_size", 10**9),
+        ("intermediate_size", 10**9),
+        ("vocab_size", 10**9),
+        ("max_position_embeddings", 10**30),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", 10**400),
+        ("eos_token_id", 10**30),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_made(field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^config\.json: {field}: must be .{{1,200}}$"):
+        Qwen2Config.from_dict(tiny_config(**{field: value}))

@@ -156,3 +156,31 @@ def test_any_changed_byte_of_the_header_is_refused_or_read_as_safetensors_reads_
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_header_of_more_tensors_than_any_model_has_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    text = ("{" + ",".join(f'"t{i}":{entry}' for i in range(100_001)) + "}").encode()
+    monkeypatch.setattr("model.safetensors_file.json.loads", lambda *_a, **_k: pytest.fail("it was parsed"))
+    path = write(tmp_path / "many.safetensors", len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match=r"^many\.safetensors: the header names 100001 tensors, 100000 are"):
+        read_all(path)
+
+
+def test_a_name_that_is_there_twice_among_very_many_is_found_by_counting_once(tmp_path: Path) -> None:
+    text = ("{" + ",".join(f'"t{i}":0' for i in range(200_000)) + ',"same":0,"same":0}').encode()
+    path = write(tmp_path / "twice.safetensors", len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="'same' is there twice"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("number", ["9" * 4000, "9" * 5000, "1e999"])
+def test_numbers_that_no_file_has_are_one_short_sentence(number: str, tmp_path: Path) -> None:
+    text = ('{"a":{"dtype":"F32","shape":[' + number + '],"data_offsets":[0,4]}}').encode()
+    path = write(tmp_path / "huge.safetensors", len(text).to_bytes(8, "little") + text + b"\0\0\0\0")
+    with pytest.raises(CheckpointError) as caught:
+        read_all(path)
+    assert str(caught.value).startswith("huge.safetensors: ")
+    assert len(str(caught.value)) < 300

@@ -134,3 +134,59 @@ def test_a_context_beyond_the_model_is_refused(folder: Path) -> None:
 
 def test_a_folder_is_served_by_its_name(folder: Path) -> None:
     assert [served_name(str(folder)), served_name("Qwen/Qwen2.5-0.5B")] == [folder.name, "Qwen/Qwen2.5-0.5B"]
+
+
+LONG = {"chunk_size": 262_144, "local_size": 8_192, "original_max_position_embeddings": 262_144}
+
+
+def test_a_model_that_needs_dual_chunk_attention_is_served_up_to_where_it_does_not(folder: Path) -> None:
+    rewrite(folder / "config.json", max_position_embeddings=1_010_000, dual_chunk_attention_config=LONG)
+    described = describe(folder)
+    assert described.max_model_len == 262_144
+    (note,) = described.notes
+    assert note.startswith("max_model_len is 262144, not the 1010000 of config.json: dual chunk attention")
+    loaded = load_oracle(oracle(str(folder)), ignore)
+    assert (loaded.card.max_model_len, loaded.notes) == (262_144, described.notes)
+    with pytest.raises(CardError, match=r"300000 is more than the model's 262144 positions \(max_model_len is "):
+        load_oracle(oracle(str(folder), max_model_len=300_000), ignore)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"chunk_size": 1}, [], 5, {"original_max_position_embeddings": "many"}])
+def test_dual_chunk_attention_without_a_length_is_refused_by_name(folder: Path, wrong: object) -> None:
+    rewrite(folder / "config.json", dual_chunk_attention_config=wrong)
+    with pytest.raises(CardError, match="dual_chunk_attention_config is not supported, and its original_max_position"):
+        describe(folder)
+
+
+def test_no_dual_chunk_attention_is_no_note(folder: Path) -> None:
+    rewrite(folder / "config.json", dual_chunk_attention_config=None)
+    assert describe(folder).notes == ()
+    rewrite(folder / "config.json", dual_chunk_attention_config=LONG)
+    assert (describe(folder).notes, describe(folder).max_model_len) == ((), 512)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("config.json", f'{{"a": {DEEP}', "nested too deeply"),
+        ("generation_config.json", f'{{"a": {DEEP}', "nested too deeply"),
+        ("tokenizer.json", f'{{"a": {DEEP}', "nested too deeply"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1e300}}}', "largest id"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 99999999999999999999}}}', "largest id|not a tokenizer"),
+        ("generation_config.json", '{"temperature": "warm"}', "temperature is not a number"),
+        ("generation_config.json", '{"top_k": 1e999}', "top_k is not a number|out of range"),
+        ("generation_config.json", '{"eos_token_id": 3.5}', "eos_token_id"),
+        ("config.json", json.dumps(tiny_config(max_position_embeddings=10**30)), "max_position_embeddings"),
+        ("config.json", json.dumps(tiny_config(rope_scaling={"type": "yarn", "factor": 1e300})), "rope_scaling"),
+        ("config.json", json.dumps(tiny_config(rope_scaling={"type": "yarn", "factor": "4"})), "rope_scaling"),
+        ("config.json", json.dumps(tiny_config(rope_scaling="yarn")), "rope_scaling is not an object"),
+        ("config.json", json.dumps(tiny_config(vocab_size=10**30)), "vocab_size"),
+    ],
+)
+def test_numbers_and_depths_that_no_file_has_are_sentences(folder: Path, name: str, content: str, error: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(CardError, match=error):
+        describe(folder)

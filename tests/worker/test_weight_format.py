@@ -7,13 +7,15 @@ import torch
 
 from model import load_model, resolve_checkpoint
 from model.cpu.panels import can_panel
+from model.errors import ConfigError
 from model.linear import FormatUnavailable, WeightFormat
+from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
 from worker.config import Deterministic, WorkerConfig
 from worker.loaded import Loaded
 from worker.runner_loading import load_torch
 from worker.runner_memory import weights_bytes
-from worker.runner_weights import check_format, rounding_of, with_rounding
+from worker.runner_weights import check_format, check_head_dim, rounding_of, with_rounding
 
 needs_panels = pytest.mark.skipif(
     not can_panel(torch.empty(1, 2, dtype=torch.bfloat16)), reason="no C compiler, or no AVX512-BF16"
@@ -113,3 +115,16 @@ def test_a_worker_serves_packed_checkpoints_on_a_cpu(quantization: dict[str, obj
     assert loaded.card.dtype == "bfloat16"
     assert loaded.device == f"cpu, int4 weights ({quantization['quant_method']})"
     assert loaded.fingerprint == load_model(tmp_path).fingerprint
+
+
+@pytest.mark.parametrize("deterministic", Deterministic)
+def test_heads_that_the_cuda_kernels_have_no_tiles_for_are_refused_with_what_serves_them(
+    deterministic: Deterministic, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    folder = write_tiny_checkpoint(tmp_path, head_dim=48)
+    config = WorkerConfig(model=str(folder), gateway_endpoints=(), device="cuda", deterministic=deterministic)
+    with pytest.raises(ConfigError, match=r"head_dim: 48 is none of .*16, 32, 64, 128, 256.*--attention-backend sdpa"):
+        load_torch(config, lambda stage, done, total: None)
+    check_head_dim(48, has_cuda_runner=False)
+    check_head_dim(64, has_cuda_runner=True)
