@@ -4,7 +4,7 @@ from blockmgr.audit import BlockAudit
 from blockmgr.config import BlockManagerConfig
 from blockmgr.errors import OutOfBlocks, OutOfSlots
 from blockmgr.events import BlockEvent, EventKind
-from blockmgr.ids import BlockId, PrefixCache, SlotId, Tier
+from blockmgr.ids import BlockId, PrefixCache, SlotId
 from blockmgr.manager import Admission, BlockManager
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "OutOfSlots",
     "PrefixCache",
     "SlotId",
-    "Tier",
 ]

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from blockmgr.ids import Tier
-
 
 class EventKind(Enum):
     """What became of a block."""
@@ -31,7 +29,6 @@ class BlockEvent:
     parent_hash: bytes = b""
     token_ids: bytes = b""
     salt: str = ""
-    tier: Tier = Tier.DEVICE
 
 
 def stored_event(*, digest: bytes, parent: bytes, token_bytes: bytes, salt: str) -> BlockEvent:

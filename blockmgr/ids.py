@@ -1,6 +1,6 @@
 """Names of the things that the block manager counts."""
 
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
@@ -8,13 +8,6 @@ BlockId = NewType("BlockId", int)
 
 SlotId = NewType("SlotId", int)
 """A row of the block table, 0 to max_slots - 1: one per request that holds blocks."""
-
-
-class Tier(IntEnum):
-    """The memory that a block lives in. A pool is of one tier; a host tier is a second pool beside the first."""
-
-    DEVICE = 0
-    HOST = 1
 
 
 class PrefixLookup(Enum):

@@ -13,7 +13,6 @@ import numpy as np
 
 from blockmgr.errors import OutOfBlocks
 from blockmgr.fence import StepFence
-from blockmgr.ids import Tier
 from blockmgr.lru import LruQueue
 from blockmgr.prefix_index import PrefixIndex
 
@@ -21,14 +20,13 @@ _NO_BLOCKS = np.empty(0, np.int32)
 
 
 class BlockPool:
-    """The blocks of one tier.
+    """The blocks of one device.
 
     Order in which free blocks are handed out: blank ones first, last released first (at the start: rising ids); then
     cached ones, least recently released first, within one release the tail of the row before its head.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, tier: Tier = Tier.DEVICE) -> None:
-        self.tier = tier
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
         self.num_blocks = num_blocks
         self.index = index
         self.ref_P = np.zeros(num_blocks, np.int32)

@@ -90,6 +90,9 @@ def count_finished(meters: ModelMeters, live: LiveRequest, reason: str, index: i
     meters.end_to_end.observe(time.monotonic() - live.arrived_s)
     meters.request_prompt_tokens.observe(live.num_prompt_tokens)
     meters.request_generation_tokens.observe(live.streams[index].assembler.num_tokens)
+    live.num_complete += 1
+    if live.num_complete == len(live.streams):
+        meters.request_max_generation_tokens.observe(max(stream.assembler.num_tokens for stream in live.streams))
 
 
 def close(desk: Desk, live: LiveRequest, scope: RpcScope) -> None:

@@ -32,6 +32,7 @@ class LiveRequest:
     sent_s: float
     task: "asyncio.Task[object]"
     last_message_s: float = field(default=0.0)
+    num_complete: int = 0  # outputs that are complete and were sent
     further: tuple[tuple[int, OutputStream], ...] = ()
     prompt_text: str = ""
     prompt_ids: Sequence[int] = ()

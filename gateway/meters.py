@@ -22,6 +22,7 @@ TOKEN_GAP_BUCKETS_S = _bounds(
     "0.0005 0.001 0.0015 0.002 0.003 0.005 0.0075 0.01 0.015 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.5 0.75 1.0 2.5"
 )
 TOKEN_COUNT_BUCKETS = _bounds("1 2 5 10 20 50 100 200 500 1_000 2_000 5_000 10_000 20_000 50_000 100_000")
+OUTPUT_COUNT_BUCKETS = _bounds("1 2 5 10 20")
 LAG_BUCKETS_S = _bounds("0.0005 0.001 0.0025 0.005 0.01 0.02 0.05 0.1 0.25 0.5 1.0 5.0")
 
 
@@ -67,13 +68,17 @@ class ModelMeters:
     end_to_end: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
+    request_max_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
+    request_params_n: Histogram = field(default_factory=lambda: Histogram(OUTPUT_COUNT_BUCKETS))
+    request_params_max_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
 
 
 @dataclass(slots=True, eq=False)
 class GatewayMeters:
-    """Of one gateway process. rpcs: by (method, status code, reason)."""
+    """Of one gateway process. rpcs: by (method, status code, reason), of methods that were called."""
 
     rpcs: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    called: set[str] = field(default_factory=set)  # methods; a call that has not ended counts already
     models: dict[str, ModelMeters] = field(default_factory=dict)
     loop_lag: Histogram = field(default_factory=lambda: Histogram(LAG_BUCKETS_S))
     num_preparing: int = 0  # validated, not with a worker yet

@@ -5,15 +5,19 @@ loop leaves here every second. Names: docs of the metrics; `octavo_` with vLLM's
 Label sets are closed: models and workers that registered, methods, status codes, reasons.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
+from octavo.v1 import inference_pb2 as pb
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from gateway.errors import ERROR_TABLE
 from gateway.meters import GatewayMeters, Histogram, ModelMeters
 from gateway.version import VERSION
-from gateway.workers.stats import PoolStats
+from gateway.workers.router import RouteReason
+from gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
 from gateway.workers.views import WorkerState, WorkerView
 
 _MODEL_COUNTERS: tuple[tuple[str, str, Callable[[ModelMeters], int]], ...] = (
@@ -27,7 +31,14 @@ _MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMeters], Histogram]], ..
     ("octavo_inter_token_latency_seconds", "Time per token between Deltas", lambda m: m.inter_token),
     ("octavo_e2e_request_latency_seconds", "Arrival to end", lambda m: m.end_to_end),
     ("octavo_request_prompt_tokens", "Prompt tokens of a request", lambda m: m.request_prompt_tokens),
-    ("octavo_request_generation_tokens", "Generated tokens of a request", lambda m: m.request_generation_tokens),
+    ("octavo_request_generation_tokens", "Generated tokens of an output", lambda m: m.request_generation_tokens),
+    (
+        "octavo_request_max_num_generation_tokens",
+        "Generated tokens of the longest output of a request",
+        lambda m: m.request_max_generation_tokens,
+    ),
+    ("octavo_request_params_n", "Outputs that a request asked for", lambda m: m.request_params_n),
+    ("octavo_request_params_max_tokens", "max_tokens of a request", lambda m: m.request_params_max_tokens),
 )
 _STATS_COUNTERS: tuple[tuple[str, str, Callable[[PoolStats], int]], ...] = (
     ("octavo_gateway_zmq_received_messages", "Messages from workers", lambda s: s.received_messages),
@@ -52,6 +63,17 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
 
 
 _MAX_KNOWN_WORKERS = 64
+_FINISH_REASONS = tuple(
+    name.removeprefix("FINISH_REASON_").lower() for name, number in pb.FinishReason.items() if number
+)
+_SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+_METHODS = tuple(f"/{_SERVICE.full_name}/{method.name}" for method in _SERVICE.methods)
+_ENDINGS = (
+    ("OK", ""),
+    ("CANCELLED", "CLIENT"),
+    *dict.fromkeys((row.code.name, row.reason) for row in ERROR_TABLE.values()),
+)
+_Key = TypeVar("_Key")
 
 
 class GatewayCollector(Collector):
@@ -76,6 +98,8 @@ class GatewayCollector(Collector):
         up = {(worker.worker_id, worker.card.name): float(worker.state is WorkerState.READY) for worker in workers}
         gone = {key: 0.0 for key in self._is_up if key not in up}
         self._is_up = dict([*gone.items(), *up.items()][-_MAX_KNOWN_WORKERS:])
+        for worker in workers:
+            self._meters.of_model(worker.card.name)  # its series are there before its first request
         self.workers = workers
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +119,7 @@ class GatewayCollector(Collector):
         rpcs = CounterMetricFamily(
             "octavo_requests", "RPCs by method, status and reason", labels=["method", "code", "reason"]
         )
-        for labels, count in list(meters.rpcs.items()):
+        for labels, count in _with_zeros(meters.rpcs, _known_endings(meters.called)):
             rpcs.add_metric(list(labels), count)
         yield rpcs
         requests = GaugeMetricFamily("octavo_gateway_requests", "Requests in flight", labels=["state"])
@@ -132,7 +156,7 @@ class GatewayCollector(Collector):
             "octavo_request_success", "Complete outputs", labels=["model_name", "finished_reason"]
         )
         for model, meters in models:
-            for reason, count in list(meters.finished.items()):
+            for reason, count in _with_zeros(meters.finished, _FINISH_REASONS):
                 success.add_metric([model, reason], count)
         yield success
         for name, text, histogram in _MODEL_HISTOGRAMS:
@@ -166,16 +190,35 @@ class GatewayCollector(Collector):
 def _of_stats(stats: PoolStats) -> Iterator[Metric]:
     for name, text, value in _STATS_COUNTERS:
         yield CounterMetricFamily(name, text, value=value(stats))
-    for name, text, label, counts in (
-        ("octavo_gateway_workers_lost", "Workers lost", "reason", stats.workers_lost),
-        ("octavo_gateway_protocol_errors", "What a correct worker never sends", "kind", stats.protocol_errors),
-        ("octavo_gateway_refused_registrations", "Registrations refused", "kind", stats.refusals),
-        ("octavo_gateway_routed_requests", "Why a worker was chosen", "reason", stats.routed),
+    for name, text, label, counts, known in (
+        ("octavo_gateway_workers_lost", "Workers lost", "reason", stats.workers_lost, LOSSES),
+        (
+            "octavo_gateway_protocol_errors",
+            "What a correct worker never sends",
+            "kind",
+            stats.protocol_errors,
+            PROTOCOL_ERRORS,
+        ),
+        ("octavo_gateway_refused_registrations", "Registrations refused", "kind", stats.refusals, REFUSALS),
+        ("octavo_gateway_routed_requests", "Why a worker was chosen", "reason", stats.routed, tuple(RouteReason)),
     ):
         family = CounterMetricFamily(name, text, labels=[label])
-        for key, count in list(counts.items()):
-            family.add_metric([str(getattr(key, "value", key))], count)
+        for key, count in _with_zeros(counts, known):
+            family.add_metric([str(key)], count)
         yield family
+
+
+def _with_zeros(counts: Mapping[_Key, int], known: Iterable[_Key]) -> list[tuple[_Key, int]]:
+    """The counts, and 0 for what is known and was not counted: a series that is born at 1 has no increase that a rate
+    could see."""
+    return list({**dict.fromkeys(known, 0), **counts}.items())
+
+
+def _known_endings(called: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """(method, status code, reason): of our own methods from the start, of others from their first call."""
+    for method in sorted({*_METHODS, *called}):
+        for code, reason in _ENDINGS:
+            yield method, code, reason
 
 
 def _histogram(

@@ -90,6 +90,8 @@ class Opener:
         meters = desk.meters.of_model(worker.card.name)
         meters.started += 1
         meters.prompt_tokens += live.num_prompt_tokens
+        meters.request_params_n.observe(len(streams))
+        meters.request_params_max_tokens.observe(run.sampling.max_tokens)
         return live
 
     def _run_request(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> RunRequest:

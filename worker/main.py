@@ -23,7 +23,7 @@ from wire.host import pid_namespace
 from wire.keys import load_keys, load_public_key
 from wire.messages import Register
 from worker.busy_log import BusyLog
-from worker.config import RunnerKind, WorkerConfig
+from worker.config import PrefixCacheMode, RunnerKind, WorkerConfig
 from worker.engine import Engine, EngineConfig
 from worker.gateway_socket import CurveKeys
 from worker.grammar_loading import make_grammars
@@ -31,7 +31,7 @@ from worker.heartbeat import HeartbeatThread
 from worker.link import WorkerLink
 from worker.loaded import Loaded, load_oracle
 from worker.logs import configure_logs
-from worker.metrics import InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
+from worker.metrics import CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
 from worker.progress import LoggedProgress, OnProgress
 from worker.scheduler import Scheduler
 from worker.shutdown import EXIT_FAILED, Shutdown
@@ -96,7 +96,8 @@ def _assemble(
     shutdown.attach(engine, link.wake)
     link.on_refused = shutdown.refuse
     registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: link.welcomed))
-    registry.register(InfoCollector(loaded.card, version=_version()))
+    cache = CacheInfo(dtype=config.kv_cache_dtype or "auto", has_prefix_cache=config.prefix_cache is PrefixCacheMode.ON)
+    registry.register(InfoCollector(loaded.card, loaded.capacity, version=_version(), cache=cache))
     metrics_port = _serve_metrics(config, registry, stack)
     heartbeat = HeartbeatThread(
         config.gateway_endpoints,

@@ -5,13 +5,14 @@ a finished request three, whatever the batch. Labels come from closed sets.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from wire.messages import Finished, ModelCard, WireFinishReason
+from wire.messages import Capacity, Finished, ModelCard, WireFinishReason
 from wire.scrape_server import ScrapeServer, pages_of
 from worker.link import LinkStats
 from worker.ports import StepReport
@@ -43,6 +44,14 @@ ERROR_REASONS = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """What else is told of the KV cache. dtype: as it was asked for, "auto" for the model's own."""
+
+    dtype: str = "auto"
+    has_prefix_cache: bool = True
+
+
 class StepMetrics:
     """Implements `worker.ports.Observer` with histograms."""
 
@@ -59,6 +68,14 @@ class StepMetrics:
             "octavo_request_prefill_time_seconds", "First scheduled step to first token", REQUEST_BUCKETS_S
         )
         self._decode_s = histogram("octavo_request_decode_time_seconds", "First to last token", REQUEST_BUCKETS_S)
+        self._inference_s = histogram(
+            "octavo_request_inference_time_seconds", "First scheduled step to last token", REQUEST_BUCKETS_S
+        )
+        self._token_s = histogram(
+            "octavo_request_time_per_output_token_seconds",
+            "Mean time of the tokens behind the first, per output that has several",
+            STEP_BUCKETS_S,
+        )
         self._failed = Counter("octavo_step_failures", "Engine steps that ended with an error", registry=registry)
         self._finished = Counter(
             "octavo_request_finished", "Outputs ended, by reason", ["finished_reason"], registry=registry
@@ -90,6 +107,9 @@ class StepMetrics:
         self._queue_s.observe(finished.queue_s)
         self._prefill_s.observe(finished.prefill_s)
         self._decode_s.observe(finished.decode_s)
+        self._inference_s.observe(finished.prefill_s + finished.decode_s)
+        if finished.completion_tokens > 1:
+            self._token_s.observe(finished.decode_s / (finished.completion_tokens - 1))
 
 
 class SnapshotCollector(Collector):
@@ -114,18 +134,22 @@ class SnapshotCollector(Collector):
         yield from _link_metrics(self._link, sum(self._welcomed()))
 
 
-def info_metric(card: ModelCard, *, version: str) -> Iterator[Metric]:
-    """Build and model, as labels of a constant 1."""
+def info_metrics(card: ModelCard, capacity: Capacity, *, version: str, cache: CacheInfo) -> Iterator[Metric]:
+    """Build, model and cache, as labels of a constant 1. Those of the cache have vLLM's names, which the pickers of
+    Kubernetes' inference gateways look for; its blocks are called a GPU's on every device."""
     yield InfoMetricFamily("octavo_build", "This build", value={"version": version, "role": "worker"})
     labels = {"model_name": card.name, "fingerprint": card.fingerprint, "dtype": card.dtype}
     yield InfoMetricFamily("octavo_model", "The model that is served", value=labels)
+    blocks = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.num_blocks)}
+    settings = {"cache_dtype": cache.dtype, "enable_prefix_caching": str(cache.has_prefix_cache)}
+    yield InfoMetricFamily("octavo_cache_config", "The KV cache", value={**blocks, **settings})
 
 
 class InfoCollector(Collector):
     """Constants."""
 
-    def __init__(self, card: ModelCard, *, version: str) -> None:
-        self._families = tuple(info_metric(card, version=version))
+    def __init__(self, card: ModelCard, capacity: Capacity, *, version: str, cache: CacheInfo) -> None:
+        self._families = tuple(info_metrics(card, capacity, version=version, cache=cache))
 
     def collect(self) -> Iterator[Metric]:
         """The same at each scrape."""
@@ -159,8 +183,6 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
         "free": stats.num_free_blocks,
         "cached": stats.num_cached_blocks,
         "active": stats.num_active_blocks,
-        "pinned": 0,
-        "host": 0,
     }
     for state, count in states.items():
         blocks.add_metric([state], count)
@@ -180,7 +202,6 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("octavo_request_pauses", "Times that a request was paused for its reader", stats.num_pauses)
     preemptions = CounterMetricFamily("octavo_num_preemptions", "Requests that lost their blocks", labels=["kind"])
     preemptions.add_metric(["recompute"], stats.num_preemptions)
-    preemptions.add_metric(["swap"], 0)
     yield preemptions
 
 

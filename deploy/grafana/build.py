@@ -35,10 +35,12 @@ class Row:
 
 def quantiles(name: str, selector: str) -> tuple[tuple[str, str], ...]:
     """p50, p90 and p99 of a histogram."""
-    return tuple(
-        (f"p{int(q * 100)}", f"histogram_quantile({q}, sum by (le) (rate({name}_bucket{selector}[$__rate_interval])))")
-        for q in (0.5, 0.9, 0.99)
-    )
+    return tuple((f"p{int(q * 100)}", quantile(q, name, selector)) for q in (0.5, 0.9, 0.99))
+
+
+def quantile(q: float, name: str, selector: str) -> str:
+    """One of them."""
+    return f"histogram_quantile({q}, sum by (le) (rate({name}_bucket{selector}[$__rate_interval])))"
 
 
 def rate(name: str, selector: str, *, by: str = "") -> str:
@@ -56,7 +58,7 @@ ROWS = (
             Panel(
                 title="Requests by status",
                 unit="reqps",
-                queries=(("{{code}} {{reason}}", rate("octavo_requests_total", G, by="code, reason")),),
+                queries=(("{{code}} {{reason}}", rate("octavo_requests_total", G, by="code, reason") + " > 0"),),
                 about="reason is Octavo's own; empty where the status comes from the gRPC library.",
             ),
             Panel(
@@ -103,8 +105,39 @@ ROWS = (
                         f"{rate(f'octavo_request_{part}_time_seconds_sum', W)} / "
                         f"{rate(f'octavo_request_{part}_time_seconds_count', W)}",
                     )
-                    for part in ("queue", "prefill", "decode")
+                    for part in ("queue", "prefill", "decode", "inference")
                 ),
+            ),
+        ),
+    ),
+    Row(
+        title="What requests are like",
+        panels=(
+            Panel(
+                title="Tokens of a request (p90)",
+                unit="short",
+                queries=(
+                    ("prompt", quantile(0.9, "octavo_request_prompt_tokens", G)),
+                    ("generated, of an output", quantile(0.9, "octavo_request_generation_tokens", G)),
+                    ("generated, of its longest output", quantile(0.9, "octavo_request_max_num_generation_tokens", G)),
+                    ("max_tokens asked for", quantile(0.9, "octavo_request_params_max_tokens", G)),
+                ),
+            ),
+            Panel(
+                title="Outputs of a request (mean)",
+                unit="short",
+                queries=(
+                    (
+                        "n",
+                        f"{rate('octavo_request_params_n_sum', G)} / {rate('octavo_request_params_n_count', G)}",
+                    ),
+                ),
+            ),
+            Panel(
+                title="Time per output token, means of outputs",
+                unit="s",
+                queries=quantiles("octavo_request_time_per_output_token_seconds", W),
+                about="At the worker. What callers see, with pauses and rounds of messages, is the time per token.",
             ),
         ),
     ),

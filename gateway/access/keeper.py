@@ -45,11 +45,16 @@ class Keeper:
         """At the start. Raises AccessFileError."""
         config = self._config
         if config.tls is not None:
-            self._stamps["tls"] = _stamp(self._tls_files())
+            self._watch("tls", self._tls_files())
             self._material = load_tls(config.tls)
         if config.api_keys_file is not None:
-            self._stamps["keys"] = _stamp((config.api_keys_file,))
+            self._watch("keys", (config.api_keys_file,))
             self.door.access = load_access_list(config.api_keys_file)
+
+    def _watch(self, name: str, paths: tuple[Path, ...]) -> None:
+        self._stamps[name] = _stamp(paths)
+        for outcome in ("taken", "failed"):  # series exist before the first of their kind
+            self.reloads[name, outcome] = 0
 
     def listener(self) -> TlsListener | None:
         """For one more address; None where there is no TLS."""

@@ -61,7 +61,12 @@ class Guard(grpc.aio.ServerInterceptor):
         num_bytes = _metadata_bytes(handler_call_details.invocation_metadata)
         if num_bytes > self._max_metadata_bytes:
             return self._refusal(str(handler_call_details.method), num_bytes)
-        return handler and self._guarded(handler, str(handler_call_details.method))
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        if not method.startswith(_QUIET_PREFIXES):
+            self._meters.called.add(method)
+        return self._guarded(handler, method)
 
     def _refusal(self, method: str, num_bytes: int) -> grpc.RpcMethodHandler:
         """The library holds a client to the limit only once that has acknowledged it. As a handler of a stream, so that

@@ -3,6 +3,27 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from gateway.workers.views import LostReason
+
+# What the counters below have as keys, so that each has its series, at 0, before the first of its kind.
+LOSSES = (LostReason.WORKER_LOST, LostReason.WORKER_STALLED, LostReason.DRAINING)
+REFUSALS = ("token", "given_up", "invalid", "duplicate_id", "too_many", "card")
+PROTOCOL_ERRORS = (
+    "after_end",
+    "bad_embedding",
+    "bad_prompt_logprobs",
+    "bundle",
+    "foreign_handle",
+    "internal",
+    "missing_embedding",
+    "missing_logprobs",
+    "missing_prompt_logprobs",
+    "token_out_of_range",
+    "too_many_tokens",
+    "unknown_handle",
+    "wrong_count",
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class PoolStats:

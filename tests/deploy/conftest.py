@@ -9,11 +9,11 @@ from prometheus_client.metrics_core import Metric
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.workers.stats import PoolStats
-from wire.messages import ModelCard
+from wire.messages import Capacity, ModelCard
 from worker.grammar_cache import GrammarCache
 from worker.grammar_metrics import GrammarMetrics
 from worker.link import LinkStats
-from worker.metrics import InfoCollector, SnapshotCollector, StepMetrics
+from worker.metrics import CacheInfo, InfoCollector, SnapshotCollector, StepMetrics
 from worker.stats import EngineStats
 
 SUFFIXES = {
@@ -26,6 +26,7 @@ CARD = ModelCard(
     name="m", fingerprint="f", architecture="Qwen2ForCausalLM", dtype="float32", max_model_len=8, vocab_size=4,
     eos_token_ids=(0,), default_sampling={}, tokenizer_digest="d",
 )  # fmt: skip
+CAPACITY = Capacity(num_blocks=8, block_size=16, max_num_seqs=1, max_waiting=1, max_batch_tokens=8)
 
 
 def series_names(families: Iterable[Metric]) -> set[str]:
@@ -46,5 +47,5 @@ def worker_series() -> set[str]:
     StepMetrics(registry)
     GrammarMetrics(registry, GrammarCache(max_entries=1, max_bytes=1))
     registry.register(SnapshotCollector(EngineStats, LinkStats(), tuple))
-    registry.register(InfoCollector(CARD, version="0"))
+    registry.register(InfoCollector(CARD, CAPACITY, version="0", cache=CacheInfo()))
     return series_names(registry.collect())

@@ -231,11 +231,15 @@ async def test_metrics_reconcile_with_what_callers_saw(serve: Any) -> None:
         return {tuple(v for _, v in sorted(s.labels.items())): s.value for s in family.samples if s.name == name}
 
     generate = "/octavo.v1.InferenceService/Generate"
-    assert values("octavo_requests_total") == {
+    assert {labels: value for labels, value in values("octavo_requests_total").items() if value} == {
         ("OK", generate, ""): 3,
         ("INVALID_ARGUMENT", generate, "INVALID_FIELD"): 1,
     }
-    assert values("octavo_request_success_total") == {("length", "tiny"): 3}
+    reasons = ("stop", "length", "tool_calls", "deadline")
+    assert values("octavo_request_success_total") == {(each, "tiny"): 3 * (each == "length") for each in reasons}
+    assert values("octavo_request_params_n_count") == values("octavo_request_params_n_sum") == {("tiny",): 3}
+    assert values("octavo_request_params_max_tokens_sum") == {("tiny",): 3 * 255}  # the rest of the context
+    assert values("octavo_request_max_num_generation_tokens_sum") == {("tiny",): 6}
     assert values("octavo_gateway_requests_started_total") == {("tiny",): 3}
     assert values("octavo_gateway_prompt_tokens_total") == {("tiny",): 3}
     assert values("octavo_gateway_generation_tokens_total") == {("tiny",): 6}

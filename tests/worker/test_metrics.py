@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from tests.support.workers import card, finished
-from wire.messages import WireFinishReason
+from wire.messages import Capacity, WireFinishReason
 from worker.busy_log import INTERVAL_S, BusyLog
 from worker.link import LinkStats
-from worker.metrics import InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
+from worker.metrics import CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
 from worker.ports import NullObserver, StepReport
 from worker.stats import EngineStats
 
@@ -63,12 +63,28 @@ def test_gauges_and_counters_are_the_snapshots() -> None:
         assert line in page
 
 
+def test_an_output_of_one_token_has_no_time_per_token() -> None:
+    registry = CollectorRegistry()
+    StepMetrics(registry).on_finished(finished(1, completion_tokens=1, prefill_s=0.25))
+    page = page_of(registry)
+    assert "octavo_request_inference_time_seconds_count 1.0" in page
+    assert "octavo_request_time_per_output_token_seconds_count 0.0" in page
+
+
+def test_no_series_stands_for_what_is_not_built() -> None:
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(EngineStats, LinkStats(), tuple))
+    page = page_of(registry)
+    assert set(re.findall(r'octavo_kv_blocks\{state="(\w+)"\}', page)) == {"free", "cached", "active"}
+    assert re.findall(r'octavo_num_preemptions_total\{kind="(\w+)"\}', page) == ["recompute"]
+
+
 def test_steps_and_ends_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = StepMetrics(registry)
     metrics.on_step(report())
     metrics.on_step(report(failed="RunnerError"))
-    metrics.on_finished(finished(1, prompt_tokens=12, queue_s=0.5))
+    metrics.on_finished(finished(1, prompt_tokens=12, completion_tokens=5, queue_s=0.5, prefill_s=0.25, decode_s=2.0))
     metrics.on_finished(finished(2, reason=WireFinishReason.ERROR, error="NUMERICAL"))
     metrics.on_finished(finished(3, reason=WireFinishReason.ERROR, error="x" * 100))
     page = page_of(registry)
@@ -81,6 +97,9 @@ def test_steps_and_ends_are_counted() -> None:
         'octavo_request_errors_total{reason="internal"} 1.0',
         "octavo_prompt_tokens_total 12.0",
         "octavo_request_queue_time_seconds_sum 0.5",
+        "octavo_request_inference_time_seconds_sum 2.25",
+        "octavo_request_time_per_output_token_seconds_sum 0.5",
+        "octavo_request_time_per_output_token_seconds_count 1.0",
     ):
         assert line in page
 
@@ -96,12 +115,15 @@ def test_the_set_of_series_is_closed() -> None:
 
 def test_the_page_is_served_on_loopback_and_closes() -> None:
     registry = CollectorRegistry()
-    registry.register(InfoCollector(card(), version="1.2"))
+    capacity = Capacity(num_blocks=64, block_size=16, max_num_seqs=4, max_waiting=8, max_batch_tokens=64)
+    registry.register(InfoCollector(card(), capacity, version="1.2", cache=CacheInfo(dtype="fp8")))
     server = MetricsServer(registry, host="127.0.0.1", port=0)
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
         page = response.read().decode()
     assert 'octavo_build_info{role="worker",version="1.2"} 1.0' in page
     assert re.search(r'octavo_model_info\{.*model_name="tiny".*\} 1\.0', page)
+    labels = 'block_size="16",cache_dtype="fp8",enable_prefix_caching="True",num_gpu_blocks="64"'
+    assert f"octavo_cache_config_info{{{labels}}} 1.0" in page
     with pytest.raises(OSError, match=f"127.0.0.1:{server.port}"):
         MetricsServer(registry, host="127.0.0.1", port=server.port)
     server.close()

@@ -176,7 +176,7 @@ async def test_a_changed_file_is_in_force_soon_and_streams_that_run_go_on(
         pool.runs[0].tokens([5])
         pool.runs[0].finish()
         assert [event.WhichOneof("event") async for event in stream][-1] == "finished"
-        assert served.gateway.keeper.reloads == {("keys", "taken"): 1}
+        assert served.gateway.keeper.reloads == {("keys", "taken"): 1, ("keys", "failed"): 0}
 
 
 async def test_a_broken_or_open_file_changes_nothing_until_it_is_mended(
