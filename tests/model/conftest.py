@@ -7,7 +7,7 @@ import torch
 
 from model import Qwen2Config, Qwen2ForCausalLM
 from tests.support.checkpoints import tiny_config, write_tiny_checkpoint
-from tests.support.interpreter import WARNINGS
+from tests.support.interpreter import WARNINGS, let_comparisons_be_booleans
 
 OF_KERNELS = ("gpu", "kernels")
 
@@ -18,6 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in OF_KERNELS):
             for mark in WARNINGS:
                 item.add_marker(mark)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def booleans() -> None:
+    """Kernels' masks are booleans in every version of the interpreter."""
+    let_comparisons_be_booleans()
 
 
 @pytest.fixture(scope="module", autouse=True)

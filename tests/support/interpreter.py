@@ -1,6 +1,7 @@
 """Triton's interpreter, where it needs help."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -40,3 +41,20 @@ def convert_to_e4m3_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
         return rounded.view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def let_comparisons_be_booleans() -> None:
+    """Comparisons in triton's interpreter call their result a number of their operands' type: spread over a block it
+    becomes one, and triton 3.9 takes no such masks."""
+    if find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+
+    def boolean(compare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, lhs, rhs: interpreter.TensorHandle(compare(self, lhs, rhs).data.astype(bool), tl.int1)
+
+    for name in [name for name in vars(builder) if name.startswith(("create_icmp", "create_fcmp"))]:
+        setattr(builder, name, boolean(getattr(builder, name)))

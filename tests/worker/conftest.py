@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.support.interpreter import cut_decodes_coarsely
+from tests.support.interpreter import cut_decodes_coarsely, let_comparisons_be_booleans
+
+
+@pytest.fixture(scope="session", autouse=True)
+def booleans() -> None:
+    """Kernels' masks are booleans in every version of the interpreter."""
+    let_comparisons_be_booleans()
 
 
 @pytest.fixture
