@@ -13,12 +13,11 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto install dev clean
+.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto lock sbom audit install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -85,6 +84,33 @@ proto: dev ## generate the stubs from the .proto files
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 		--python_out=proto --grpc_python_out=proto --mypy_out=proto $(PROTOS)
 
+# The tools have an environment of their own. UPGRADE=--upgrade takes the newest versions that pyproject.toml allows.
+SUPPLY := .venv-supply-chain
+UPGRADE ?=
+LOCK = $(SUPPLY)/bin/uv pip compile --quiet --no-config --default-index https://pypi.org/simple --universal \
+	--python-version 3.12 --generate-hashes --no-annotate --custom-compile-command "make lock" $(UPGRADE)
+lock: $(SUPPLY)/.installed ## deploy/locks anew, from pyproject.toml and PyPI; UPGRADE=--upgrade for newer versions
+	@for role in gateway worker-cpu worker-cuda; do \
+		$(BIN)/python deploy/requirements.py $$role | $(LOCK) -o deploy/locks/$$role.txt - >/dev/null; done
+	@$(LOCK) -o deploy/locks/smg.txt deploy/locks/smg.in >/dev/null
+
+sbom: $(SUPPLY)/.installed ## what each image has inside, as CycloneDX documents in out/
+	@mkdir -p out
+	@for lock in deploy/locks/*.txt; do \
+		$(SUPPLY)/bin/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
+			-o "out/sbom-$$(basename "$$lock" .txt).cdx.json" "$$lock"; done
+	@ls out/sbom-*.cdx.json
+
+audit: $(SUPPLY)/.installed ## known vulnerabilities of what the images install
+	@for lock in deploy/locks/*.txt; do \
+		$(SUPPLY)/bin/pip-audit --disable-pip --require-hashes -r "$$lock"; done
+
+$(SUPPLY)/.installed: deploy/supply-chain.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(SUPPLY)/bin/python || $(PYTHON) -m venv $(SUPPLY)
+	@$(SUPPLY)/bin/python -m pip --disable-pip-version-check install -q -r deploy/supply-chain.txt
+	@touch $@
+
 install: $(VENV)/.installed ## the environment to run Octavo
 
 dev: $(VENV)/.installed-dev ## the environment to work on Octavo
@@ -97,10 +123,9 @@ $(VENV)/.created:
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@touch $@
 
-# Without a GPU, torch comes first and by its exact version: a plain range would bring gigabytes of CUDA libraries.
+# torch comes first: a plain range would bring gigabytes of CUDA's libraries where there is no GPU.
 $(VENV)/.torch: $(VENV)/.created
-	@if ! command -v nvidia-smi >/dev/null 2>&1; then \
-		$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) (no GPU here)"; $(PIP) install --progress-bar on "$(TORCH)"; }; fi
+	@$(BIN)/python deploy/install_torch.py --python $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch

@@ -84,7 +84,7 @@ def check_torch() -> list[Finding]:
     try:
         import torch
     except ImportError as error:
-        advice = "pip install 'torch==2.13.0' first, then octavo"
+        advice = "python deploy/install_torch.py in the checkout, which takes the build for this machine"
         return [Finding(name="torch", verdict=Verdict.BAD, detail=str(error), advice=advice)]
     found = [
         Finding(name="torch", verdict=Verdict.GOOD, detail=f"{torch.__version__}, {torch.get_num_threads()} threads")

@@ -1,12 +1,13 @@
 # The gateway: gRPC in front, ZeroMQ behind, no torch. Build from the root of the repository:
 #   docker build -f deploy/gateway.Dockerfile -t octavo-gateway .
+# What is installed is locked with hashes (docs/supply-chain.md).
 FROM python:3.12-slim AS build
 WORKDIR /src
 RUN python -m venv /opt/octavo
+COPY deploy/locks deploy/locks
+RUN /opt/octavo/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
+    -r deploy/locks/gateway.txt
 COPY pyproject.toml README.md LICENSE ./
-COPY deploy/requirements.py deploy/requirements.py
-RUN python deploy/requirements.py > /tmp/requirements.txt \
- && /opt/octavo/bin/pip install --no-cache-dir -r /tmp/requirements.txt
 COPY blockmgr blockmgr
 COPY cli cli
 COPY gateway gateway
@@ -15,7 +16,7 @@ COPY model model
 COPY proto proto
 COPY wire wire
 COPY worker worker
-RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps .
+RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM python:3.12-slim
 RUN groupadd --gid 10001 octavo \
