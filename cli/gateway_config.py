@@ -35,7 +35,11 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             constraint_timeout_s=settings.constraint_timeout_s,
         ),
         connection=ConnectionConfig(
-            keepalive_time_s=settings.keepalive_time_s, keepalive_timeout_s=settings.keepalive_timeout_s
+            keepalive_time_s=settings.keepalive_time_s,
+            keepalive_timeout_s=settings.keepalive_timeout_s,
+            max_idle_s=settings.max_connection_idle_s,
+            max_connections=settings.max_connections,
+            max_connections_per_peer=settings.max_connections_per_peer,
         ),
         drain_grace_s=settings.drain_grace_s,
         log_format=LogFormat(settings.log_format),

@@ -58,6 +58,18 @@ class LimitSettings(Settings):
     tokenizer_threads: int = setting(2, "Threads that tokenize, per gateway", panel="Limits", ge=1)
     keepalive_time_s: float = setting(20.0, "Seconds of silence before a client is pinged", panel="Limits", gt=0)
     keepalive_timeout_s: float = setting(10.0, "Seconds to wait for the answer to a ping", panel="Limits", gt=0)
+    max_connections: int | None = setting(
+        None,
+        "Callers' connections, per gateway; unset: what ulimit -n has room for, 8192 at most",
+        panel="Limits",
+        ge=1,
+    )
+    max_connections_per_peer: int | None = setting(
+        None, "Connections of one address, per gateway; unset: half of all", panel="Limits", ge=1
+    )
+    max_connection_idle_s: float = setting(
+        300.0, "Seconds without a call after which a connection is closed", panel="Limits", gt=0
+    )
 
 
 class SupervisionSettings(Settings):

@@ -63,7 +63,8 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionConfig:
-    """HTTP/2 keepalive: a client that vanished without a word is noticed after time + timeout."""
+    """HTTP/2 keepalive, and how many connections there may be: a client that vanished without a word is noticed after
+    time + timeout."""
 
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 10.0
@@ -73,6 +74,9 @@ class ConnectionConfig:
     handshake_timeout_s: float = 10.0
     message_timeout_s: float = 20.0  # from a call's beginning until its request is here
     settings_timeout_s: float = 5.0  # limits on metadata bind a client only once it has acknowledged them
+    max_idle_s: float = 300.0  # without a call, whatever pings it answers
+    max_connections: int | None = None  # of callers; None: what the descriptors have room for, 8192 at most
+    max_connections_per_peer: int | None = None  # of one address; None: half of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
 from gateway.preparation import Preparer
 from gateway.quotas import TenantQuotas
+from gateway.rpc.connections import PeerUse
 from gateway.rpc.scope import RpcScope
 from gateway.text.service import TextService
 from gateway.workers.pool import WorkerPool
@@ -77,6 +78,8 @@ class Desk:
         self.coalescer = Coalescer()
         self._prefix_salt = prefix_salt or PrefixSalt()
         self._preparing: dict[str, Place] = {}
+        self.peers = PeerUse()
+        self._peer_of: dict[str, str] = {}
 
     def check_open(self) -> None:
         """Raises Draining once shutting down has begun."""
@@ -91,6 +94,8 @@ class Desk:
         block runs `fail` cancels its task, and the block raises the error then."""
         key, place = scope.key, Place(current_task())
         self.admission.enter(key, num_outputs=num_outputs)
+        self._peer_of[key] = scope.peer
+        self.peers.begin(scope.peer)
         self._preparing[key] = place
         try:
             self.quotas.enter(key, scope.caller, now_ns(), num_outputs=num_outputs)
@@ -166,4 +171,6 @@ class Desk:
 
     def _leave(self, key: str, *, num_used: int) -> None:
         self.admission.leave(key)
+        if (peer := self._peer_of.pop(key, None)) is not None:
+            self.peers.end(peer)
         self.quotas.leave(key, num_used=num_used, now_ns=now_ns())

@@ -25,7 +25,8 @@ from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.metrics_http import MetricsEndpoint
 from gateway.models import ServedModels
-from gateway.rpc.addresses import check_admin, check_exposure
+from gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
+from gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit, num_reserved
 from gateway.rpc.guard import Guard
 from gateway.rpc.readiness import Readiness
 from gateway.rpc.server import bind, new_server
@@ -36,6 +37,7 @@ from gateway.servicers.model import ModelServicer
 from gateway.text.service import TextService
 from gateway.ticker import measure_loop_lag, refresh, report
 from gateway.workers.pool import WorkerPool
+from wire.scrape_server import MAX_CONNECTIONS
 
 log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
@@ -64,8 +66,13 @@ class Gateway:
             prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
         )
         self.keeper = Keeper(config.access)
+        self._num_descriptors = descriptor_limit()
+        self._limiter = ConnectionLimiter(connection_limits(config.connection, self._num_descriptors), self.desk.peers)
         self.collector = GatewayCollector(
-            self.meters, lambda: getattr(self.pool, "stats", None), reloads=self.keeper.reloads
+            self.meters,
+            lambda: getattr(self.pool, "stats", None),
+            reloads=self.keeper.reloads,
+            connections=self._limiter,
         )
         self.readiness = Readiness(self.is_ready)
         self.listen_address = ""
@@ -110,7 +117,11 @@ class Gateway:
             task.add_done_callback(_log_defect)
         await self._listen()
         log.info(
-            "listening", address=self.listen_address, admin=self.admin_address or None, metrics_port=self.metrics_port
+            "listening",
+            address=self.listen_address,
+            admin=self.admin_address or None,
+            metrics_port=self.metrics_port,
+            max_connections=self._limiter.limits.total,
         )
 
     def _watch_process(self) -> list["asyncio.Task[None]"]:
@@ -118,15 +129,20 @@ class Gateway:
             asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
             asyncio.create_task(GarbageWatch().run(), name="garbage"),
             asyncio.create_task(self._endings.run(), name="unread endings"),
+            asyncio.create_task(self._limiter.run(), name="connections"),
         ]
 
     async def _listen(self) -> None:
         config = self.config
         if config.metrics_address is not None:
             check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
-            self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
+            # An eighth of what is kept for all but callers; twice as many may be open for a moment.
+            max_scrapers = min(MAX_CONNECTIONS, num_reserved(self._num_descriptors) // 8)
+            self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector), max_scrapers)
             self.metrics_port = self._metrics.port
-        server = new_server(config, self._endings, self._guard)
+        num_addresses = num_addresses_of(config.listen_address)
+        max_connections = max(1, self._limiter.limits.total // num_addresses)
+        server = new_server(config, self._endings, self._guard, max_connections=max_connections)
         self._servers.append(server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
@@ -134,6 +150,8 @@ class Gateway:
         dialects = self._attach_dialects(server)
         reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
         self.listen_address = bind(server, config, config.listen_address, self.keeper.listener(), setting="--port")
+        if not self.listen_address.startswith("unix:"):
+            self._limiter.watch(split_host_port(self.listen_address)[1])
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         if config.status_address is not None:

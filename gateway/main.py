@@ -12,6 +12,7 @@ from gateway.access.file_errors import AccessFileError
 from gateway.config import AccessConfig, GatewayConfig
 from gateway.gateway import Gateway
 from gateway.logs import configure_logs
+from wire.host import raise_descriptor_limit
 from wire.keys import KeyFileError
 from wire.run_dir import RunDirError
 
@@ -42,10 +43,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(config: GatewayConfig) -> int:
-    gateway = Gateway(config)
+    raise_descriptor_limit()
     stop_now = asyncio.Event()
-    _install_signals(gateway, stop_now)
     try:
+        gateway = Gateway(config)
+        _install_signals(gateway, stop_now)
         await gateway.start()
     except (
         OSError,

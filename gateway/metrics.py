@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from gateway.errors import ERROR_TABLE
 from gateway.meters import GatewayMeters, Histogram, ModelMeters
+from gateway.rpc.connections import ConnectionLimiter
 from gateway.version import VERSION
 from gateway.workers.router import RouteReason
 from gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
@@ -85,7 +86,9 @@ class GatewayCollector(Collector):
         stats: Callable[[], PoolStats | None],
         *,
         reloads: Mapping[tuple[str, str], int] | None = None,
+        connections: ConnectionLimiter | None = None,
     ) -> None:
+        self._connections = connections
         self._reloads = {} if reloads is None else reloads
         self._meters = meters
         self._stats = stats
@@ -141,6 +144,8 @@ class GatewayCollector(Collector):
         for pair, count in list(self._reloads.items()):
             reloads.add_metric(list(pair), count)
         yield reloads
+        if self._connections is not None:
+            yield from _of_connections(self._connections)
         yield _histogram(
             "octavo_gateway_event_loop_lag_seconds", "How late timers fire", [([], meters.loop_lag)], labels=[]
         )
@@ -185,6 +190,18 @@ class GatewayCollector(Collector):
             info.add_metric([card.name, card.fingerprint, card.architecture, card.dtype, str(card.max_model_len)], 1)
         yield steps
         yield info
+
+
+def _of_connections(connections: ConnectionLimiter) -> Iterator[Metric]:
+    yield GaugeMetricFamily("octavo_gateway_connections", "Connections of callers", value=connections.num_open())
+    limit = connections.limits.total
+    yield GaugeMetricFamily("octavo_gateway_max_connections", "Above it connections are closed at once", value=limit)
+    closed = CounterMetricFamily(
+        "octavo_gateway_connections_closed", "Connections hung up: there were too many", labels=["reason"]
+    )
+    for reason, count in list(connections.closed.items()):
+        closed.add_metric([reason], count)
+    yield closed
 
 
 def _of_stats(stats: PoolStats) -> Iterator[Metric]:

@@ -92,6 +92,10 @@ class SimCall:
     def peer_identities(self) -> None:
         """No certificates."""
 
+    def peer(self) -> str:
+        """No connection that could be hung up."""
+        return "sim:"
+
     async def send_initial_metadata(self, metadata: Any) -> None:
         """Nobody looks at it."""
         self._check_open()

@@ -1,6 +1,7 @@
-"""What tells two processes that they share a host and can compare process ids."""
+"""What a process has of its host: an identity that tells whether two share it, and as many descriptors as it may."""
 
 import os
+import resource
 from pathlib import Path
 
 
@@ -12,3 +13,16 @@ def pid_namespace() -> str:
     except OSError:
         return ""
     return f"{namespace}@{boot_id}"
+
+
+MAX_DESCRIPTORS = 65_536  # more than a process of ours can use; a table for millions takes memory
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as its hard limit allows; how many those are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft if soft != resource.RLIM_INFINITY else MAX_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

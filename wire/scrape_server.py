@@ -2,7 +2,8 @@
 
 A page is made after the scrape that it answers came, and answers all that came meanwhile. The thread rests nine times
 as long as it worked since the last page, a tenth of a second at most: so a flood of scrapes waits for its own pages,
-and takes neither the interpreter nor the core from those who serve. Connections above a bound are told 503.
+and takes neither the interpreter nor the core from those who serve. Above a bound of connections the one that has
+waited longest for its scraper, to ask or to read, gives way to the next; where all have asked, the next is told 503.
 Must not know what a page says, nor how it is made.
 """
 
@@ -13,7 +14,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,16 +78,21 @@ class _Left(Exception):
 
 
 class ScrapeServer:
-    """Owns the listening socket and its thread. render: called in that thread, one at a time."""
+    """Owns the listening socket and its thread. render: called in that thread, one at a time. max_connections: for a
+    moment there may be twice as many."""
 
-    def __init__(self, host: str, port: int, render: Callable[[PageFormat], bytes]) -> None:
+    def __init__(
+        self, host: str, port: int, render: Callable[[PageFormat], bytes], *, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         """Listens at once; port 0 draws one. Raises OSError where the address is taken."""
         self._render = render
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self.port = int(self._socket.getsockname()[1])
         self.num_pages = 0
+        self._max_connections = max_connections
         self._num_open = 0
+        self._idle: dict[asyncio.Timeout, None] = {}  # connections that wait for their scrapers, the longest first
         self._pending: dict[_Wish, asyncio.Future[bytes]] = {}
         self._next_page_s = 0.0
         self._worked_s = 0.0  # CPU time of the thread, at the last page
@@ -110,8 +116,9 @@ class ScrapeServer:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._on_connection, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
-        )
+            self._on_connection, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=self._max_connections
+        )  # its backlog is how many are accepted before the others have their turn …
+        self._socket.listen(MAX_CONNECTIONS)  # … the kernel's how many may wait to be
         await self._over.wait()
         server.close()
 
@@ -119,27 +126,51 @@ class ScrapeServer:
         self._num_open += 1
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
-            async with asyncio.timeout(CONNECTION_TIMEOUT_S):
-                writer.write(_packed(connection, await self._answer(connection, reader)))
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
+            async with asyncio.timeout(CONNECTION_TIMEOUT_S) as limit:
+                answer = await self._answer(connection, reader, limit)
+                with self._idling(limit):
+                    writer.write(_packed(connection, answer))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
         except (OSError, TimeoutError, _Left):
             pass  # its scraper's loss
         finally:
             self._num_open -= 1
             writer.transport.abort()
 
-    async def _answer(self, connection: h11.Connection, reader: asyncio.StreamReader) -> _Answer:
+    async def _answer(
+        self, connection: h11.Connection, reader: asyncio.StreamReader, limit: asyncio.Timeout
+    ) -> _Answer:
         try:
-            if self._num_open > MAX_CONNECTIONS:
+            if self._num_open > self._max_connections and not self._make_room():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REFUSED_READ_S):
                         await _request(connection, reader)
                 return _Answer(503, b"too many scrapes\n", (("Retry-After", "1"),))
-            return await self._answer_to(await _request(connection, reader))
+            with self._idling(limit):
+                request = await _request(connection, reader)
+            return await self._answer_to(request)
         except h11.RemoteProtocolError as error:
             return _Answer(error.error_status_hint, b"this is no HTTP\n")
+
+    @contextlib.contextmanager
+    def _idling(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """While the connection waits for its scraper."""
+        self._idle[limit] = None
+        try:
+            yield
+        finally:
+            self._idle.pop(limit, None)
+
+    def _make_room(self) -> bool:
+        """End the connection that has waited longest for its scraper; whether there is one."""
+        longest = next((limit for limit in self._idle if not limit.expired()), None)
+        if longest is None:
+            return False
+        del self._idle[longest]
+        longest.reschedule(self._loop.time())
+        return True
 
     async def _answer_to(self, request: h11.Request) -> _Answer:
         if request.method not in (b"GET", b"HEAD"):

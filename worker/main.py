@@ -19,7 +19,7 @@ from blockmgr.config import BlockManagerConfig
 from blockmgr.ids import PrefixCache
 from blockmgr.manager import BlockManager
 from wire.endpoints import parse_endpoint, require_proof
-from wire.host import pid_namespace
+from wire.host import pid_namespace, raise_descriptor_limit
 from wire.keys import load_keys, load_public_key
 from wire.messages import Register
 from worker.busy_log import BusyLog
@@ -52,6 +52,7 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     configure_logs(config.log_format, config.log_level)
     shutdown = Shutdown(grace_s=config.drain_grace_s)
     shutdown.install()
+    raise_descriptor_limit()
     curve = _curve(config)
     _check_endpoints(config)
     log.info("starting", model=config.model, runner=config.runner.value, device=config.device, pid=os.getpid())

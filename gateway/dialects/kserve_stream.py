@@ -64,7 +64,7 @@ class StreamOfRequests:
             raise group.exceptions[0] from None
 
     async def _answer_one(self, request: oip.ModelInferRequest, answer: Answer) -> None:
-        scope = RpcScope(method=self._scope.method, caller=self._scope.caller)
+        scope = RpcScope(method=self._scope.method, caller=self._scope.caller, peer=self._scope.peer)
         current_rpc.set(scope)
         try:
             await answer(request, scope, self._writer)

@@ -1,6 +1,7 @@
 """Addresses to listen at, and who can reach them."""
 
 import ipaddress
+import socket
 
 from gateway.config import AccessConfig, Exposure
 
@@ -22,6 +23,17 @@ def split_host_port(address: str) -> tuple[str, int]:
     if not separator or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise AddressError(f"{address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def num_addresses_of(address: str) -> int:
+    """How many listeners gRPC makes of it: one for each address that the host's name has."""
+    if address.startswith("unix:"):
+        return 1
+    host, port = split_host_port(address)
+    try:
+        return len({each[4] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}) or 1
+    except OSError:
+        return 1  # binding it will say what is wrong
 
 
 def is_local(address: str) -> bool:

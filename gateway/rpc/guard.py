@@ -104,7 +104,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(self._message_timeout_s) as wait:
                     self._waits[wait] = None
                     if len(self._waits) > MAX_WAITS:
-                        next(iter(self._waits)).reschedule(0.0)
+                        self._end_longest_wait()
                     data = await context.read()
             except TimeoutError:
                 raise DeadlinePassed("the request did not come in time") from None
@@ -116,6 +116,11 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return take
 
+    def _end_longest_wait(self) -> None:
+        longest = next(wait for wait in self._waits if not wait.expired())  # our own is not
+        del self._waits[longest]
+        longest.reschedule(0.0)
+
     def _streaming(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(behaviour):
             return self._generator(behaviour, method, take)
@@ -123,7 +128,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _coroutine(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
-            scope = RpcScope(method=method)
+            scope = RpcScope(method=method, peer=context.peer())
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
                 scope.caller = self._door.admit(method, context)
@@ -138,7 +143,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            scope = RpcScope(method=method)
+            scope = RpcScope(method=method, peer=context.peer())
             current_rpc.set(scope)
             try:
                 scope.caller = self._door.admit(method, context)

@@ -16,11 +16,13 @@ from gateway.validation.table import REQUEST_ID
 class RpcScope:
     """Filled in on the way; read by the guard for trailers, metrics and the log line at the end.
 
-    started_s: monotonic. tokens_delivered: generated tokens in messages that were sent.
+    started_s: monotonic. tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the other
+    end of the connection.
     """
 
     method: str
     caller: Caller = ANYBODY
+    peer: str = ""
     # Looked up when it is called, not when the class is made: a simulation has a clock of its own.
     started_s: float = field(default_factory=lambda: time.monotonic())
     request_id: str = ""

@@ -8,9 +8,12 @@ from gateway.rpc.tls import TlsListener
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
 
+FEW_CONNECTIONS = 16  # of listeners that callers do not use: administration, status
 
-def server_options(config: GatewayConfig) -> list[tuple[str, int]]:
-    """Channel arguments of gRPC's C core (grpc/impl/channel_arg_names.h)."""
+
+def server_options(config: GatewayConfig, *, max_connections: int) -> list[tuple[str, int]]:
+    """Channel arguments of gRPC's C core (grpc/impl/channel_arg_names.h). max_connections: of each address that is
+    listened at; those beyond are accepted and closed."""
     limits, connection = config.limits, config.connection
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
@@ -27,6 +30,9 @@ def server_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.http2.max_ping_strikes", connection.max_ping_strikes),
         ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),
         ("grpc.http2.settings_timeout", _ms(connection.settings_timeout_s)),
+        # Without a call; a ping, or its acknowledgement, is none.
+        ("grpc.max_connection_idle_ms", _ms(connection.max_idle_s)),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.so_reuseport", int(config.port_sharing is PortSharing.SHARED)),
     ]
 
@@ -35,11 +41,13 @@ def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def new_server(config: GatewayConfig, *interceptors: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
+def new_server(
+    config: GatewayConfig, *interceptors: grpc.aio.ServerInterceptor, max_connections: int = FEW_CONNECTIONS
+) -> grpc.aio.Server:
     """Not started, bound to nothing. Call on the event loop that it will run on. interceptors: the outermost first."""
     server = grpc.aio.server(
         interceptors=interceptors,
-        options=server_options(config),
+        options=server_options(config, max_connections=max_connections),
         maximum_concurrent_rpcs=config.limits.max_requests + _SPARE_RPCS,
     )
     # The library waits for every registered method anew at each request. By generic handlers, which servicers have too,

@@ -10,18 +10,15 @@ Knows no requests. A connection on a unix socket has no name by which it could b
 """
 
 import asyncio
-import ipaddress
-import os
-import socket
-import stat
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Any
 
 import grpc
 import structlog
+
+from gateway.rpc.connections import Address, address_of, hang_up
 
 log = structlog.get_logger(__name__)
 MAX_UNREAD = 512  # below what the server lets in besides requests in flight
@@ -29,13 +26,6 @@ PATIENCE_S = 2.0  # how long a status may be on its way before it counts
 INTERVAL_S = 0.5
 
 Context = grpc.aio.ServicerContext
-
-
-class Address(NamedTuple):
-    """Of the other end of a TCP connection."""
-
-    host: str
-    port: int
 
 
 class UnreadEndings(grpc.aio.ServerInterceptor):
@@ -120,55 +110,3 @@ class UnreadEndings(grpc.aio.ServerInterceptor):
     def _forget(self, context: Any) -> None:
         self._open.pop(context, None)
         self._unread_since_s.pop(context, None)
-
-
-def address_of(peer: str) -> Address | None:
-    """What gRPC calls a peer (``ipv4:127.0.0.1:80``, ``ipv6:%5B::1%5D:80``), as sockets name it. None for others."""
-    scheme, _, rest = unquote(peer).partition(":")
-    host, _, port = rest.rpartition(":")
-    if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
-        return None
-    return Address(_plain(host.strip("[]")), int(port))
-
-
-def hang_up(addresses: set[Address]) -> int:
-    """Shut down this process's connections to these; how many. Owns a duplicate of each descriptor while it looks, so
-    that it cannot become another connection's meanwhile."""
-    num_hung_up = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            duplicate = os.dup(int(name))
-        except OSError:
-            continue  # closed meanwhile
-        num_hung_up += _shut_down(duplicate, addresses)
-    return num_hung_up
-
-
-def _shut_down(descriptor: int, addresses: set[Address]) -> int:
-    try:
-        connection = socket.socket(fileno=descriptor)
-    except OSError:
-        os.close(descriptor)
-        return 0
-    with connection:
-        try:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return 0
-            host, port, *_ = connection.getpeername()
-            if Address(_plain(host), port) not in addresses:
-                return 0
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return 0  # not connected, or not any more
-    return 1
-
-
-def _plain(host: str) -> str:
-    """One spelling of an address: that of IPv4 where it is one."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -28,13 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[FaultBench]]:
-    """`async with bench("--workers=2", nan_token_id=77) as faults:` serves, warmed up, with those faults inside."""
+    """`async with bench("--workers=2", nan_token_id=77) as faults:` serves, warmed up, with those faults inside;
+    descriptors: `ulimit -n` of its processes."""
 
     @asynccontextmanager
-    async def started(*arguments: str, **injected: object) -> AsyncIterator[FaultBench]:
+    async def started(*arguments: str, descriptors: int | None = None, **injected: object) -> AsyncIterator[FaultBench]:
         metrics_port = free_port()
         settings = (*ORACLE, f"--metrics-port={metrics_port}", *arguments)
-        with serve(tmp_path, *settings, injected=injected, injector=INJECTED) as service:
+        with serve(tmp_path, *settings, injected=injected, injector=INJECTED, descriptors=descriptors) as service:
             faults = FaultBench(service=service, model=OracleModel(), metrics_port=metrics_port)
             await faults.begin()
             yield faults

@@ -10,9 +10,12 @@ from typing import Any
 import psutil
 import pytest
 from hyperframe.frame import DataFrame, PingFrame, SettingsFrame, WindowUpdateFrame
+from octavo import AsyncClient
 
 from tests.support import hostile_http2 as hostile
-from tests.support.fault_callers import calls
+from tests.support.crowd import Crowd, Manner
+from tests.support.fault_bench import NO_RETRIES, FaultBench
+from tests.support.fault_callers import Call, calls, golden, run
 from tests.support.figures import record
 from tests.support.raw_http2 import RawHttp2, generate, grpc_headers, grpc_message
 from tests.support.siege import besiege, let_pool_threads_be, settle
@@ -191,6 +194,62 @@ async def test_row_41_connections_beyond_the_descriptors_are_not_let_in_and_the_
         await settle(faults)
         await faults.check(others, limit_s=60)
         assert share < 0.5, "a busy loop on EMFILE"
+
+
+async def served(faults: FaultBench) -> int:
+    """A new caller's first answer; how often it had to come."""
+    for num_tries in range(1, 100):
+        call = Call(prompt=[3, 1, 4, num_tries], max_tokens=3)
+        async with AsyncClient(faults.service.target, options=NO_RETRIES) as client:
+            await run(client, call)
+        if call.error is None:
+            assert call.token_ids == golden(call, faults.model)
+            faults.num_rpcs += 1
+            return num_tries
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"L: nobody new is let in: {call.error}")
+
+
+@pytest.mark.parametrize(
+    ("manner", "returns_per_s"),
+    [(Manner.PINGS, 0), (Manner.SILENT, 0), (Manner.HALF_CALL, 0), (Manner.WATCH, 0), (Manner.PINGS, 200)],
+)
+async def test_row_41_connections_that_only_cost_descriptors_keep_neither_callers_nor_scrapers_out(
+    bench: Any, manner: Manner, returns_per_s: int
+) -> None:
+    """Half of 256 descriptors are callers', an eighth of these is always free for the next. The crowd comes from the
+    same address as everybody here."""
+    async with bench(ONE, "--keepalive-time-s=1", descriptors=256) as faults:
+        (gateway,) = faults.service.children("gateway")
+        others = calls(8, max_tokens=600)
+        running = asyncio.create_task(faults.run(others))
+        while not all(call.token_ids for call in others):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        tries, most = list[int](), 0
+        with Crowd(faults.service.port, 400, manner, returns_per_s=returns_per_s) as crowd:
+            await asyncio.to_thread(crowd.until, lambda crowd: crowd.num_opened >= 400 and crowd.num_open < 128)
+            busy_s, start_s = sum(gateway.cpu_times()[:2]), time.monotonic()
+            for _ in range(10):
+                tries.append(await served(faults))
+                page = await faults.metrics()
+                most = max(most, gateway.num_fds())
+            await running
+            share = (sum(gateway.cpu_times()[:2]) - busy_s) / (time.monotonic() - start_s)
+        record(
+            "41 returning" if returns_per_s else f"41 {manner.value}",
+            connections=crowd.num_opened, return_per_s=returns_per_s,
+            held_at_most=most, descriptors=256, tries_of_callers_most=max(tries),
+            scrapes_answered=len(tries), cpu_share=round(share, 2),
+        )  # fmt: skip
+        assert page.total("octavo_gateway_connections_closed_total") > 0
+        assert page.total("octavo_gateway_max_connections") == 128
+        assert most <= 200, "descriptors that are not callers' were taken"
+        assert "too_many_connections" in faults.service.log.read_text()
+        if not returns_per_s:
+            assert tries == [1] * 10
+        let_pool_threads_be(faults)
+        await settle(faults)
+        await faults.check(others, limit_s=60)
 
 
 async def test_row_33_calls_whose_message_never_comes_take_nobodys_place(bench: Any) -> None:

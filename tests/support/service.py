@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,10 +111,14 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def launch(
-    folder: Path, *arguments: str, injector: Path | None = None, injected: Mapping[str, object] | None = None
+    folder: Path,
+    *arguments: str,
+    injector: Path | None = None,
+    injected: Mapping[str, object] | None = None,
+    descriptors: int | None = None,
 ) -> Iterator[Service]:
     """`octavo serve ARGUMENTS`, just started; killed at the end where it is still there. injector: a folder with a
-    sitecustomize, which reads the faults that are to be injected."""
+    sitecustomize, which reads the faults that are to be injected. descriptors: `ulimit -n` of its processes."""
     variables = environment()
     if injector is not None:
         variables["PYTHONPATH"] = f"{injector}:{variables['PYTHONPATH']}"
@@ -123,19 +127,31 @@ def launch(
     command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
     command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *arguments]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            _within(descriptors, command), cwd=folder, env=variables, stdout=output, stderr=output
+        )
     try:
         yield Service(process=process, port=port, admin_port=admin_port, log=log)
     finally:
         stop_by_force(process)
 
 
+def _within(descriptors: int | None, command: Sequence[str]) -> Sequence[str]:
+    if descriptors is None:
+        return command
+    return ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
+
+
 @contextmanager
 def serve(
-    folder: Path, *arguments: str, injector: Path | None = None, injected: Mapping[str, object] | None = None
+    folder: Path,
+    *arguments: str,
+    injector: Path | None = None,
+    injected: Mapping[str, object] | None = None,
+    descriptors: int | None = None,
 ) -> Iterator[Service]:
     """The same, ready; stopped by SIGTERM at the end, which must leave no process behind."""
-    with launch(folder, *arguments, injector=injector, injected=injected) as service:
+    with launch(folder, *arguments, injector=injector, injected=injected, descriptors=descriptors) as service:
         service.wait_until_ready()
         process = service.process
         family = psutil.Process(process.pid)

@@ -84,30 +84,82 @@ def test_a_flood_shares_pages_and_takes_a_share_of_one_core(serve: Serve) -> Non
     assert 20 <= server.num_pages <= most
 
 
-def test_scrapers_that_say_nothing_hold_up_nobody_and_above_the_bound_are_told_so(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those who say nothing stay, and those who are refused are read, however long the machine pauses."""
-    monkeypatch.setattr(scrape_server, "CONNECTION_TIMEOUT_S", 120.0)
-    monkeypatch.setattr(scrape_server, "REFUSED_READ_S", 30.0)
-    server = serve(lambda _: b"page")
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS - 1)]
+HALF = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def is_hung_up(peer: socket.socket) -> bool:
     try:
-        assert get(server)[2] == b"page"
-        for _ in range(20):  # the one above may not have left yet
+        return peer.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("said", [b"", HALF])
+def test_half_requests_keep_no_scraper_out_and_the_oldest_give_way(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """Two hundred of them stay for longer than the test takes, however long the machine pauses."""
+    monkeypatch.setattr(scrape_server, "CONNECTION_TIMEOUT_S", 120.0)
+    server, silent = serve(lambda _: b"page"), list[socket.socket]()
+    try:
+        for n in range(200):
             silent.append(socket.create_connection(("127.0.0.1", server.port)))
-            status, headers, _ = get(server)
-            if status == 503:
-                break
-        assert (status, headers.get("retry-after")) == (503, "1")
+            silent[-1].sendall(said)
+            silent[-1].setblocking(False)
+            if n % 20 == 19:
+                assert get(server)[0::2] == (200, b"page")
+        deadline_s = time.monotonic() + 60
+        while sum(map(is_hung_up, silent)) < 200 - MAX_CONNECTIONS and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        ended = [is_hung_up(each) for each in silent]
+        assert ended == sorted(ended, reverse=True), "somebody newer was hung up before somebody older"
+        assert 200 - MAX_CONNECTIONS <= sum(ended) <= 200 - MAX_CONNECTIONS + 10
     finally:
         for each in silent:
             each.close()
-    for _ in range(200):  # until it has seen that they left
-        if get(server)[0] == 200:
-            return
-        time.sleep(0.05)
-    pytest.fail("places of scrapers that left are not free")
+
+
+def test_whoever_takes_no_byte_of_a_page_gives_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape_server, "CONNECTION_TIMEOUT_S", 120.0)
+    page = bytes(16 << 20)  # more than the system's buffers take
+    server, idle = ScrapeServer("127.0.0.1", 0, lambda _: page, max_connections=4), list[socket.socket]()
+    try:
+        for _ in range(4):
+            idle.append(socket.create_connection(("127.0.0.1", server.port)))
+            idle[-1].sendall(HALF + b"\r\n")
+            assert idle[-1].recv(1) == b"H"  # it is being written
+        assert get(server)[2] == page
+    finally:
+        server.close()
+        for each in idle:
+            each.close()
+
+
+def test_where_all_have_asked_the_next_is_told_to_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for a page that is half a minute away."""
+    monkeypatch.setattr(scrape_server, "MAX_REST_S", 30.0)
+    monkeypatch.setattr(scrape_server, "REST_PER_WORK", 1e9)
+    monkeypatch.setattr(scrape_server, "REFUSED_READ_S", 30.0)
+    monkeypatch.setattr(scrape_server, "CONNECTION_TIMEOUT_S", 120.0)
+    server, asking = ScrapeServer("127.0.0.1", 0, lambda _: b"page", max_connections=4), list[socket.socket]()
+    try:
+        assert get(server)[2] == b"page"
+        deadline_s = time.monotonic() + 60
+        while server._num_open and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        for _ in range(4):
+            asking.append(socket.create_connection(("127.0.0.1", server.port)))
+            asking[-1].sendall(HALF + b"\r\n")
+        while (server._num_open < 4 or server._idle) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        status, headers, _ = get(server)
+        assert (status, headers.get("retry-after")) == (503, "1")
+    finally:
+        server.close()
+        for each in asking:
+            each.close()
 
 
 def test_a_head_without_end_and_garbage_cost_their_connection(serve: Serve) -> None:

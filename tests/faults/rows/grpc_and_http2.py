@@ -76,9 +76,14 @@ ROWS: dict[int, Row] = {
         "tests/gateway/rpc/test_guard.py::test_a_stream_without_messages_ends_well",
     ),
     41: row(
-        "connections beyond the descriptors",
+        "connections that only cost descriptors, and more than there are descriptors",
+        HTTP2 + "41_connections_that_only_cost_descriptors_keep_neither_callers_nor_scrapers_out",
+        "tests/gateway/rpc/test_connections.py::"
+        "test_what_is_left_is_within_the_limits_and_no_request_is_lost_to_the_total",
+        "tests/gateway/rpc/test_connections.py::test_a_connection_without_a_call_is_closed_though_it_answers_pings",
+        "tests/wire/test_scrape_server.py::test_half_requests_keep_no_scraper_out_and_the_oldest_give_way",
         HTTP2 + "41_connections_beyond_the_descriptors_are_not_let_in_and_the_others_go_on",
-        figures=("41", "41 5000"),
+        figures=("41 answers pings", "41 returning", "41", "41 5000"),
     ),
     42: row(
         "parameters of all kinds",

@@ -10,8 +10,9 @@ import grpc
 import pytest
 
 from gateway.meters import GatewayMeters
+from gateway.rpc.connections import Address, address_of
 from gateway.rpc.guard import Guard
-from gateway.rpc.unread import Address, UnreadEndings, address_of
+from gateway.rpc.unread import UnreadEndings
 from tests.support.h2_caller import GENERATE, UnreadingCaller
 
 PLACES = 8

@@ -1,0 +1,352 @@
+"""Callers' connections: how many there may be, and which are hung up where there are too many.
+
+A connection costs a descriptor, whatever its caller does with it. gRPC's core closes those that had no call for
+`--max-connection-idle-s`, pings or none, and accepts and closes at once what comes beyond a listener's bound
+(`grpc.max_allowed_incoming_connections`). By that bound alone whoever came first would keep all others out; so below it
+the connections that are worth least are hung up here, by shutting their sockets down as if their callers had gone:
+those that never had a request first, then those whose last one is longest ago, and requests in flight protect theirs.
+
+Must not know what requests are. A connection on a unix socket has no name by which it could be told from others, and
+its file has permissions: it is left alone.
+"""
+
+import asyncio
+import ipaddress
+import os
+import resource
+import socket
+import stat
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import structlog
+
+from gateway.config import ConnectionConfig
+
+log = structlog.get_logger(__name__)
+
+MIN_DESCRIPTORS = 128
+MAX_RESERVED = 512  # descriptors for files, workers, scrapers, administration
+MAX_BY_DEFAULT = 8192  # idle ones take some 20 KiB each
+MAX_KNOWN_PEERS = 16_384
+INTERVAL_S = 0.25
+PRESSED_INTERVAL_S = 0.05
+REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
+EASED_AFTER_S = 5.0  # without a connection hung up
+COUNT_MAX_AGE_S = 5.0
+
+
+class TooFewDescriptors(ValueError):
+    """The process may not open as many files as it needs; says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Of one listener. total: more are closed at once. kept: above it room is made, so that who comes next finds some.
+    per_peer: of one address, requests in flight or not."""
+
+    total: int
+    per_peer: int
+
+    @property
+    def kept(self) -> int:
+        """Connections without requests beyond it are hung up."""
+        return self.total - max(1, self.total // 8)
+
+
+def num_reserved(num_descriptors: int) -> int:
+    """Descriptors that callers' connections must leave."""
+    return min(MAX_RESERVED, num_descriptors // 2)
+
+
+def connection_limits(config: ConnectionConfig, num_descriptors: int) -> ConnectionLimits:
+    """What the settings say, within what the process may open. Raises TooFewDescriptors."""
+    if num_descriptors < MIN_DESCRIPTORS:
+        raise TooFewDescriptors(
+            f"ulimit -n is {num_descriptors}: a gateway needs at least {MIN_DESCRIPTORS} file descriptors"
+        )
+    room = num_descriptors - num_reserved(num_descriptors)
+    if config.max_connections is not None and config.max_connections > room:
+        raise TooFewDescriptors(
+            f"--max-connections {config.max_connections} is more than the {room} that ulimit -n {num_descriptors} has "
+            "room for: raise the one or lower the other"
+        )
+    total = config.max_connections or min(room, MAX_BY_DEFAULT)
+    return ConnectionLimits(total=total, per_peer=config.max_connections_per_peer or max(1, total // 2))
+
+
+def descriptor_limit() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 30
+
+
+# ---------------------------------------------------------------- peers and sockets
+
+
+class Address(NamedTuple):
+    """Of the other end of a TCP connection."""
+
+    host: str
+    port: int
+
+
+class Connection(NamedTuple):
+    """One that was accepted. inode: of its socket, a later one's is mostly greater."""
+
+    address: Address
+    inode: int
+
+
+def address_of(peer: str) -> Address | None:
+    """What gRPC calls a peer (``ipv4:127.0.0.1:80``, ``ipv6:%5B::1%5D:80``), as sockets name it. None for others."""
+    scheme, _, rest = unquote(peer).partition(":")
+    host, _, port = rest.rpartition(":")
+    if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
+        return None
+    return Address(_plain(host.strip("[]")), int(port))
+
+
+def connections_at(port: int) -> list[Connection]:
+    """This process's accepted connections of a local port."""
+    found = []
+    for connection in _own_connections():
+        address, local_port = _ends(connection)
+        if address is not None and local_port == port:
+            found.append(Connection(address, os.fstat(connection.fileno()).st_ino))
+    return found
+
+
+def hang_up(addresses: Collection[Address]) -> int:
+    """Shut down this process's connections to these; how many."""
+    num_hung_up = 0
+    for connection in _own_connections():
+        if _ends(connection)[0] in addresses:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # not connected any more
+            num_hung_up += 1
+    return num_hung_up
+
+
+def _own_connections() -> Iterator[socket.socket]:
+    """Duplicates, each open for its turn only, so that none can become another connection's meanwhile."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            duplicate = os.dup(int(name))
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            continue
+        with connection:
+            yield connection
+
+
+def _ends(connection: socket.socket) -> tuple[Address | None, int]:
+    """Who is at the other end, and the port at this one. None where it is no TCP connection, or not any more."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None, 0
+    try:
+        host, port, *_ = connection.getpeername()
+        return Address(_plain(host), port), int(connection.getsockname()[1])
+    except OSError:
+        return None, 0
+
+
+def _plain(host: str) -> str:
+    """One spelling of an address: that of IPv4 where it is one."""
+    if host.count(".") == 3 and ":" not in host:
+        return host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+# ---------------------------------------------------------------- who uses theirs
+
+
+class PeerUse:
+    """Which peers have requests in flight, and in which order the others last had one. Peers as gRPC calls them."""
+
+    def __init__(self) -> None:
+        self._in_flight: Counter[str] = Counter()
+        self._last_used: dict[str, None] = {}
+
+    def begin(self, peer: str) -> None:
+        """A request of its."""
+        self._in_flight[peer] += 1
+        self._touch(peer)
+
+    def end(self, peer: str) -> None:
+        """It is over."""
+        self._in_flight[peer] -= 1
+        if self._in_flight[peer] <= 0:
+            del self._in_flight[peer]
+        self._touch(peer)
+
+    def busy(self) -> list[str]:
+        """Those with requests in flight."""
+        return list(self._in_flight)
+
+    def used(self) -> list[str]:
+        """Those that had one, the latest last."""
+        return list(self._last_used)
+
+    def _touch(self, peer: str) -> None:
+        self._last_used.pop(peer, None)
+        self._last_used[peer] = None
+        if len(self._last_used) > MAX_KNOWN_PEERS:
+            del self._last_used[next(iter(self._last_used))]
+
+
+# ---------------------------------------------------------------- too many
+
+
+class Reason(Enum):
+    """Why a connection was hung up."""
+
+    PER_PEER = "per_peer"  # its address has too many
+    TOTAL = "total"  # there are too many, and it had nothing in flight
+
+
+def choose(
+    connections: Iterable[Connection],
+    limits: ConnectionLimits,
+    *,
+    busy: Set[Address],
+    used: Mapping[Address, int],
+    seen: Mapping[Address, int],
+) -> dict[Address, Reason]:
+    """Connections to hang up. used: rank of those that had a request, the latest the greatest. seen: when each was met
+    first. Of one address too many go in any case, those with requests in flight last, and of these the latest first;
+    of all together only those without go, for what is served is bounded elsewhere."""
+
+    def worth(connection: Connection) -> tuple[int, int, int]:
+        address, inode = connection
+        if address in busy:
+            return 2, -seen.get(address, 0), -inode
+        if address in used:
+            return 1, used[address], inode
+        return 0, seen.get(address, 0), inode
+
+    by_worth = sorted(connections, key=worth)
+    of_host = defaultdict[str, list[Address]](list)
+    for address, _ in by_worth:
+        of_host[address.host].append(address)
+    chosen: dict[Address, Reason] = {}
+    for addresses in of_host.values():
+        chosen |= dict.fromkeys(addresses[: max(0, len(addresses) - limits.per_peer)], Reason.PER_PEER)
+    rest = [address for address, _ in by_worth if address not in chosen]
+    num_over = max(0, len(rest) - limits.kept)
+    idle = [address for address in rest if address not in busy]
+    return chosen | dict.fromkeys(idle[:num_over], Reason.TOTAL)
+
+
+class ConnectionLimiter:
+    """Keeps one listener within its limits. closed: connections hung up, by reason; all reasons are there from the
+    start. Run it as a task."""
+
+    def __init__(self, limits: ConnectionLimits, use: PeerUse) -> None:
+        self.limits = limits
+        self.closed: Counter[str] = Counter({reason.value: 0 for reason in Reason})
+        self._use = use
+        self._port: int | None = None
+        self._seen: dict[Address, int] = {}
+        self._num_looks = 0
+        self._pressed_since: tuple[float, int] | None = None  # when, and how many had been hung up before
+        self._last_closed_s = 0.0
+        self._counted: tuple[float, int] = (-COUNT_MAX_AGE_S, 0)
+
+    def watch(self, port: int) -> None:
+        """Connections that were accepted at this port."""
+        self._port = port
+
+    def num_open(self) -> int:
+        """Connections now, or a few seconds ago. Any thread."""
+        counted_s, num_open = self._counted
+        if self._port is not None and time.monotonic() - counted_s >= COUNT_MAX_AGE_S:
+            num_open = len(connections_at(self._port))
+            self._counted = time.monotonic(), num_open
+        return num_open
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            start_s = time.monotonic()
+            num_closed = await self.look() if self._is_suspicious() else 0
+            pause_s = PRESSED_INTERVAL_S if num_closed else INTERVAL_S
+            await asyncio.sleep(max(pause_s, REST_PER_WORK * (time.monotonic() - start_s)))
+
+    async def look(self) -> int:
+        """Hang up what is too much; how many."""
+        if self._port is None:
+            return 0
+        chosen = await asyncio.to_thread(self._hang_up, self._port, self._use.busy(), self._use.used())
+        self.closed.update(reason.value for reason in chosen.values())
+        self._tell(chosen)
+        return len(chosen)
+
+    def _is_suspicious(self) -> bool:
+        """Whether there may be too many: a connection is a descriptor, and counting those costs next to nothing."""
+        if num_descriptors() > min(self.limits.per_peer, self.limits.kept):
+            return True
+        self._seen.clear()
+        self._tell({})
+        return False
+
+    def _hang_up(self, port: int, busy: list[str], used: list[str]) -> dict[Address, Reason]:
+        """In a thread."""
+        connections = connections_at(port)
+        self._num_looks += 1
+        self._seen = {address: self._seen.get(address, self._num_looks) for address, _ in connections}
+        chosen = choose(
+            connections,
+            self.limits,
+            busy=frozenset(filter(None, map(address_of, busy))),
+            used={address: rank for rank, address in enumerate(map(address_of, used)) if address is not None},
+            seen=self._seen,
+        )
+        if chosen:
+            hang_up(chosen)
+        return chosen
+
+    def _tell(self, chosen: Mapping[Address, Reason]) -> None:
+        """A line when it begins and one when it is over, not one for each connection."""
+        now_s, num_closed = time.monotonic(), self.closed.total()
+        if chosen:
+            self._last_closed_s = now_s
+            if self._pressed_since is None:
+                self._pressed_since = now_s, num_closed - len(chosen)
+                hosts = Counter(address.host for address in chosen)
+                log.warning(
+                    "too_many_connections",
+                    hung_up=len(chosen),
+                    addresses=len(hosts),
+                    most_from=hosts.most_common(1)[0][0],
+                    limit=self.limits.total,
+                    limit_per_peer=self.limits.per_peer,
+                )
+        elif self._pressed_since is not None and now_s - self._last_closed_s >= EASED_AFTER_S:
+            since_s, num_before = self._pressed_since
+            self._pressed_since = None
+            seconds = round(self._last_closed_s - since_s, 1)
+            log.info("connections_eased", hung_up=num_closed - num_before, seconds=seconds)
+
+
+def num_descriptors() -> int:
+    """How many files this process has open."""
+    # Linux 6.2 and later tell it as the folder's size; before that it is 0.
+    return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
