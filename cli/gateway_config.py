@@ -6,6 +6,7 @@ from cli.access_config import access_config
 from cli.addresses import default_endpoint, join_address
 from cli.settings import GatewaySettings
 from gateway.config import ConnectionConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, RequestLimits
+from gateway.text.render_pool import RenderLimits
 from gateway.workers.config import WorkerPoolConfig
 
 
@@ -33,6 +34,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             pushback_ms=settings.pushback_ms,
             grammar=settings.grammar_limits,
             constraint_timeout_s=settings.constraint_timeout_s,
+            render=RenderLimits(cpu_s=settings.template_cpu_s),
         ),
         connection=ConnectionConfig(
             keepalive_time_s=settings.keepalive_time_s,

@@ -56,6 +56,9 @@ class LimitSettings(Settings):
     write_stall_s: float = setting(30.0, "Seconds that one message may wait for its reader", panel="Limits", gt=0)
     pushback_ms: int = setting(500, "Milliseconds after which refused callers are told to retry", panel="Limits", ge=0)
     tokenizer_threads: int = setting(2, "Threads that tokenize, per gateway", panel="Limits", ge=1)
+    template_cpu_s: float = setting(
+        2.0, "Seconds of CPU time that a checkpoint's template may take for one chat", panel="Limits", gt=0
+    )
     keepalive_time_s: float = setting(20.0, "Seconds of silence before a client is pinged", panel="Limits", gt=0)
     keepalive_timeout_s: float = setting(10.0, "Seconds to wait for the answer to a ping", panel="Limits", gt=0)
     max_connections: int | None = setting(

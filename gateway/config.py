@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from gateway.text.render_pool import RenderLimits
 from gateway.workers.config import WorkerPoolConfig
 from grammar.limits import GrammarLimits
 
@@ -52,7 +53,9 @@ class RequestLimits:
     max_requests: int = 4096  # in flight, all workers together
     max_prompt_bytes: int = 2 * MIB  # UTF-8 bytes of text, or of a rendered chat, before it is tokenized
     tokenizer_threads: int = 2
-    max_tokenizing: int = 512  # texts waiting for these threads
+    max_tokenizing: int = 512  # texts waiting for these threads …
+    max_tokenizing_bytes: int = 64 * MIB  # … and their bytes; who has the most there is refused beyond that
+    render: RenderLimits = field(default_factory=RenderLimits)  # of one chat by the checkpoint's template
     pause_pending_tokens: int = 512  # tokens that a slow reader may leave unread before its output is paused …
     max_pending_tokens: int = 16_384  # … and before its stream ends, should the worker not heed the pause
     write_stall_s: float = 30.0  # how long one message may wait for the reader

@@ -12,6 +12,7 @@ from typing import Any
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.errors import InvalidRequest, Violation
+from gateway.text.fair_queue import Share
 from gateway.text.service import TextService
 from grammar.check import check_grammar
 from grammar.errors import GrammarRefused, Refusal
@@ -30,13 +31,15 @@ class ConstraintChecker:
         self._timeout_s = timeout_s
         self._known: OrderedDict[tuple[int, str], None] = OrderedDict()
 
-    async def check(self, request: pb.GenerateRequest, *, prefix: str) -> Grammar | None:
+    async def check(self, request: pb.GenerateRequest, *, prefix: str, share: Share) -> Grammar | None:
         """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
         grammar = grammar_of(request)
         if grammar is None or self._is_known(grammar):
             return grammar
         try:
-            await asyncio.wait_for(self._text.run(lambda: check_grammar(grammar, self._limits)), self._timeout_s)
+            num_bytes = len(grammar.source)
+            work = self._text.run(lambda: check_grammar(grammar, self._limits), num_bytes=num_bytes, share=share)
+            await asyncio.wait_for(work, self._timeout_s)
         except GrammarRefused as refused:
             raise InvalidRequest((_violation(request, refused, prefix),)) from None
         except TimeoutError:

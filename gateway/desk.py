@@ -20,9 +20,12 @@ from gateway.live import LiveRequest, LiveRequests
 from gateway.meters import GatewayMeters
 from gateway.models import ServedModels
 from gateway.preparation import Preparer
+from gateway.prompts import Prompts
 from gateway.quotas import TenantQuotas
 from gateway.rpc.connections import PeerUse
 from gateway.rpc.scope import RpcScope
+from gateway.text.fair_queue import Share
+from gateway.text.render_pool import Renderer
 from gateway.text.service import TextService
 from gateway.workers.pool import WorkerPool
 
@@ -63,6 +66,7 @@ class Desk:
         meters: GatewayMeters,
         receipt_timeout_s: float,
         prefix_salt: PrefixSalt | None = None,
+        renderer: Renderer,
     ) -> None:
         self.pool = pool
         self.models = models
@@ -73,7 +77,8 @@ class Desk:
         self.quotas = TenantQuotas()
         self.live = LiveRequests()
         self.is_draining = False
-        self.preparer = Preparer(models, text, limits)
+        self.prompts = Prompts(text, renderer)
+        self.preparer = Preparer(models, text, self.prompts, limits)
         self.receipt_timeout_s = receipt_timeout_s
         self.coalescer = Coalescer()
         self._prefix_salt = prefix_salt or PrefixSalt()
@@ -121,6 +126,10 @@ class Desk:
     def salt_of(self, scope: RpcScope, cache_salt: str) -> str:
         """The salt that a caller's cached prefixes are kept under."""
         return self._prefix_salt.of(scope.caller, cache_salt)
+
+    def share_of(self, scope: RpcScope) -> Share:
+        """What a caller's texts wait by."""
+        return Share(tenant=scope.caller.tenant or "", weight=scope.caller.weight)
 
     def label_of(self, scope: RpcScope) -> str:
         """What workers know a caller's tenant by."""

@@ -16,7 +16,9 @@ from gateway.desk import Desk, Place, now_ns
 from gateway.embedding_sink import Embedded, SentInput, VectorSink
 from gateway.errors import ExceedsCapacity, InvalidRequest, Violation
 from gateway.rpc.scope import RpcScope
-from gateway.validation.chat import chat_input
+from gateway.text.errors import TooManyTokens
+from gateway.text.fair_queue import Share
+from gateway.text.model_text import Bounds
 from gateway.validation.generate import check_capacity, check_context, check_ids
 from gateway.workers.errors import WorkerBusy, WorkerGone
 from gateway.workers.router import MAX_CHOICES
@@ -50,37 +52,33 @@ class Embedder:
         end_s = _end_s(request, scope, timeout_s)
         with desk.hold(scope) as place:
             async with until(end_s):
-                prompts = await self._prompts(request, card)
+                prompts = await self._prompts(request, card, desk.share_of(scope))
             desk.quotas.reserve(scope.key, sum(map(len, prompts)), now_ns())
             async with until(None if end_s is None else end_s + BACKSTOP_S):
                 return card, await self._run(request, card, prompts, scope, end_s, place)
 
-    async def _prompts(self, request: pb.EmbedRequest, card: ModelCard) -> list[np.ndarray]:
+    async def _prompts(self, request: pb.EmbedRequest, card: ModelCard, share: Share) -> list[np.ndarray]:
         prompts = []
         for index, each in enumerate(request.inputs):
             path = f"inputs[{index}]."
-            ids_T = await self._prompt_ids(each, card, path, keep=request.truncate_prompt_tokens)
+            try:
+                ids_T = await self._prompt_ids(each, card, path, request.truncate_prompt_tokens, share)
+                check_context(len(ids_T), 1, card)
+            except (ExceedsCapacity, TooManyTokens) as error:
+                raise ExceedsCapacity(f"inputs[{index}]: {error}") from None
             if not len(ids_T):
                 raise InvalidRequest((Violation(field=f"{path}input", description="gives no tokens"),))
-            try:
-                check_context(len(ids_T), 1, card)
-            except ExceedsCapacity as error:
-                raise ExceedsCapacity(f"inputs[{index}]: {error}") from None
             prompts.append(ids_T)
         return prompts
 
-    async def _prompt_ids(self, each: pb.EmbedInput, card: ModelCard, path: str, *, keep: int) -> np.ndarray:
+    async def _prompt_ids(self, each: pb.EmbedInput, card: ModelCard, path: str, keep: int, share: Share) -> np.ndarray:
         """int32 [T]. keep: so many last tokens; 0: all."""
-        kind = each.WhichOneof("input")
-        if kind == "token_ids":
+        if each.WhichOneof("input") == "token_ids":
             ids = each.token_ids.ids
             return check_ids(ids[-keep:] if keep else ids, card.vocab_size, f"{path}token_ids.ids")
-        text, max_bytes = self._desk.models.text_of(card), self._desk.limits.max_prompt_bytes
-        if kind == "text":
-            encoded = await self._desk.text.run(lambda: text.encode(each.text, max_bytes=max_bytes))
-        else:
-            chat = chat_input(each.chat)
-            encoded = await self._desk.text.run(lambda: text.encode_chat(chat, max_bytes=max_bytes))
+        max_bytes = self._desk.limits.max_prompt_bytes
+        bounds = Bounds(max_bytes=max_bytes, max_tokens=card.max_model_len - 1, keep=keep)
+        encoded = await self._desk.prompts.encode(each, self._desk.models.text_of(card), bounds, share)
         return encoded.ids_T[-keep:] if keep else encoded.ids_T
 
     async def _run(

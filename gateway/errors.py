@@ -9,7 +9,7 @@ from enum import Enum
 
 import grpc
 
-from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, UnsupportedTokenizer
+from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, TooManyTokens, UnsupportedTokenizer
 from gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
 from wire.codec import MessageTooLarge
 
@@ -143,6 +143,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     # gRPC's own code for unparseable requests (its C core and other languages' servers answer so themselves).
     MalformedMessage: ErrorRow(code=_C.INTERNAL, reason="INVALID_FIELD"),
     PromptTooLong: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
+    TooManyTokens: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
     ExceedsCapacity: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),
     MessageTooLarge: ErrorRow(code=_C.INVALID_ARGUMENT, reason="EXCEEDS_CAPACITY"),  # of the wire
     TemplateError: ErrorRow(code=_C.INVALID_ARGUMENT, reason="TEMPLATE"),

@@ -34,6 +34,7 @@ from gateway.rpc.unread import UnreadEndings
 from gateway.servicers.admin import AdminServicer
 from gateway.servicers.inference import InferenceServicer
 from gateway.servicers.model import ModelServicer
+from gateway.text.render_pool import Renderer, RenderPool
 from gateway.text.service import TextService
 from gateway.ticker import measure_loop_lag, refresh, report
 from gateway.workers.pool import WorkerPool
@@ -49,13 +50,20 @@ _POLL_S = 0.02
 class Gateway:
     """Create, start and stop it on one event loop. listen_address, admin_address, metrics_port: what was bound."""
 
-    def __init__(self, config: GatewayConfig, *, pool: WorkerPool | None = None) -> None:
-        """pool: for tests; made from the configuration otherwise."""
+    def __init__(
+        self, config: GatewayConfig, *, pool: WorkerPool | None = None, renderer: Renderer | None = None
+    ) -> None:
+        """pool, renderer: for tests; made from the configuration otherwise."""
         self.config = config
         self.meters = GatewayMeters()
         self.models = ServedModels()
         self.pool = pool or WorkerPool(config.workers, on_model=self.models.on_model)
-        self.text = TextService(num_threads=config.limits.tokenizer_threads, max_waiting=config.limits.max_tokenizing)
+        self.text = TextService(
+            num_threads=config.limits.tokenizer_threads,
+            max_waiting=config.limits.max_tokenizing,
+            max_bytes=config.limits.max_tokenizing_bytes,
+        )
+        self.renderer: Renderer = renderer or RenderPool(config.limits.render)
         self.desk = Desk(
             pool=self.pool,
             models=self.models,
@@ -64,6 +72,7 @@ class Gateway:
             meters=self.meters,
             receipt_timeout_s=config.stop_receipt_timeout_s,
             prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
+            renderer=self.renderer,
         )
         self.keeper = Keeper(config.access)
         self._num_descriptors = descriptor_limit()
@@ -116,6 +125,7 @@ class Gateway:
         for task in self._tasks:
             task.add_done_callback(_log_defect)
         await self._listen()
+        await self.renderer.start()
         log.info(
             "listening",
             address=self.listen_address,
@@ -236,6 +246,7 @@ class Gateway:
         await self.pool.close()
         await self.models.close()
         self.text.close()
+        await self.renderer.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
             self._metrics = None

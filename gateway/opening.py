@@ -47,7 +47,9 @@ class Opener:
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         with desk.enter(scope, num_outputs=request.num_outputs or 1):
             async with until(deadline.end_s):
-                prepared = await desk.preparer.prepare(request, card, prefix=prefix, deadline=deadline)
+                prepared = await desk.preparer.prepare(
+                    request, card, prefix=prefix, deadline=deadline, share=desk.share_of(scope)
+                )
             return self._send_to_somebody(prepared, scope)
 
     # No await from here to `Desk.close`: nothing can be lost between the send and the caller's hands.

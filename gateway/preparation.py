@@ -16,10 +16,12 @@ from gateway.deadline import Deadline
 from gateway.errors import InvalidRequest, Violation
 from gateway.models import ServedModels
 from gateway.output import Echo, OutputFormat, StopText
-from gateway.text.model_text import Encoded, ModelText
+from gateway.prompts import Prompts
+from gateway.text.fair_queue import Share
+from gateway.text.model_text import Bounds, Encoded, ModelText
 from gateway.text.service import TextService
 from gateway.text.stop_matcher import StopStrings
-from gateway.validation.chat import chat_input, may_call_tools
+from gateway.validation.chat import may_call_tools
 from gateway.validation.generate import check_choice, check_context, check_ids
 from wire.messages import Grammar, ModelCard
 
@@ -49,24 +51,26 @@ class Prepared:
 class Preparer:
     """One per gateway; every method on its event loop."""
 
-    def __init__(self, models: ServedModels, text: TextService, limits: RequestLimits) -> None:
+    def __init__(self, models: ServedModels, text: TextService, prompts: Prompts, limits: RequestLimits) -> None:
         self._models = models
         self._text = text
+        self._prompts = prompts
         self._limits = limits
         self._constraints = ConstraintChecker(text, limits.grammar, timeout_s=limits.constraint_timeout_s)
 
     async def prepare(
-        self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline
+        self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share
     ) -> Prepared:
-        """prefix: the request's path in the message that carries it. Raises RequestError, TextError."""
-        grammar = await self._constraints.check(request, prefix=prefix)
-        prompt = await self._prompt(request, card, prefix)
+        """prefix: the request's path in the message that carries it. share: whose it is. Raises RequestError,
+        TextError."""
+        grammar = await self._constraints.check(request, prefix=prefix, share=share)
+        prompt = await self._prompt(request, card, prefix, share)
         prompt_ids_T = prompt.ids_T
         if len(prompt_ids_T) == 0:
             raise InvalidRequest((Violation(field=f"{prefix}input", description="gives no tokens"),))
         stop_ids = check_ids(request.stop.token_ids, card.vocab_size, f"{prefix}stop.token_ids")
         ends = frozenset(stop_ids.tolist()) | frozenset(() if request.stop.ignore_eos else card.eos_token_ids)
-        bad_words = await self._bad_words(request.sampling.bad_words, card, f"{prefix}sampling.")
+        bad_words = await self._bad_words(request.sampling.bad_words, card, f"{prefix}sampling.", share)
         check_choice(
             request.sampling,
             card,
@@ -75,7 +79,8 @@ class Preparer:
             bad_words=bad_words,
             min_tokens=request.stop.min_tokens,
         )
-        first = self._output_format(request, card, prompt, ends, await self._stop_strings(list(request.stop.strings)))
+        stops = await self._stop_strings(list(request.stop.strings), share)
+        first = self._output_format(request, card, prompt, ends, stops)
         others = (request.num_outputs or 1) - 1
         return Prepared(
             request=request,
@@ -88,7 +93,7 @@ class Preparer:
             bad_words=bad_words,
         )
 
-    async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, prefix: str) -> Encoded:
+    async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, prefix: str, share: Share) -> Encoded:
         """As many last tokens as the caller keeps, and their text where an output repeats it or something was cut."""
         keep = request.truncate_prompt_tokens
         if request.WhichOneof("input") == "token_ids":
@@ -97,41 +102,39 @@ class Preparer:
             ids_T = check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids")
             if not request.output.echo or request.output.format == pb.OUTPUT_FORMAT_TOKEN_IDS:
                 return Encoded(text="", ids_T=ids_T)
-            return await self._spelled(request, card, ids_T)
-        encoded = await self._encoded(request, card)
+            return await self._spelled(request, card, ids_T, share)
+        bounds = Bounds(max_bytes=self._limits.max_prompt_bytes, max_tokens=card.max_model_len - 1, keep=keep)
+        encoded = await self._prompts.encode(request, self._models.text_of(card), bounds, share)
         if not keep or len(encoded.ids_T) <= keep:
             return encoded
-        return await self._spelled(request, card, encoded.ids_T[-keep:])
+        return await self._spelled(request, card, encoded.ids_T[-keep:], share)
 
-    async def _spelled(self, request: pb.GenerateRequest, card: ModelCard, ids_T: np.ndarray) -> Encoded:
+    async def _spelled(self, request: pb.GenerateRequest, card: ModelCard, ids_T: np.ndarray, share: Share) -> Encoded:
         text, max_bytes = self._models.text_of(card), self._limits.max_prompt_bytes
         decode = (
             text.decode_visible if request.WhichOneof("input") == "token_ids" and _skips(request) else text.decode_all
         )
-        return Encoded(text=await self._text.run(lambda: decode(ids_T, max_bytes=max_bytes)), ids_T=ids_T)
+        work = self._text.run(lambda: decode(ids_T, max_bytes=max_bytes), num_bytes=len(ids_T), share=share)
+        return Encoded(text=await work, ids_T=ids_T)
 
-    async def _bad_words(self, words: Sequence[str], card: ModelCard, path: str) -> tuple[tuple[int, ...], ...]:
+    async def _bad_words(
+        self, words: Sequence[str], card: ModelCard, path: str, share: Share
+    ) -> tuple[tuple[int, ...], ...]:
         if not words:
             return ()
         text = self._models.text_of(card)
         try:
-            return await self._text.run(lambda: text.encode_bad_words(words))
+            num_bytes = sum(map(len, words))
+            return await self._text.run(lambda: text.encode_bad_words(words), num_bytes=num_bytes, share=share)
         except ValueError as error:
             problem = Violation(field=f"{path}bad_words[{error.args[0]}]", description="gives no tokens")
             raise InvalidRequest((problem,)) from None
 
-    async def _encoded(self, request: pb.GenerateRequest, card: ModelCard) -> Encoded:
-        kind = request.WhichOneof("input")
-        text, max_bytes = self._models.text_of(card), self._limits.max_prompt_bytes
-        if kind == "text":
-            return await self._text.run(lambda: text.encode(request.text, max_bytes=max_bytes))
-        return await self._text.run(lambda: text.encode_chat(chat_input(request.chat), max_bytes=max_bytes))
-
-    async def _stop_strings(self, strings: list[str]) -> StopStrings | None:
+    async def _stop_strings(self, strings: list[str], share: Share) -> StopStrings | None:
         if not strings:
             return None
-        if sum(map(len, strings)) > _QUICK_STOP_CHARACTERS:
-            return await self._text.run(lambda: StopStrings(strings))
+        if (num_bytes := sum(map(len, strings))) > _QUICK_STOP_CHARACTERS:
+            return await self._text.run(lambda: StopStrings(strings), num_bytes=num_bytes, share=share)
         return StopStrings(strings)
 
     def _output_format(

@@ -14,6 +14,7 @@ from octavo.v1 import inference_pb2 as pb
 from gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
 from gateway.gateway import Gateway
 from gateway.servicers.inference import InferenceServicer
+from gateway.text.render_pool import InProcessRenderer
 from gateway.workers.config import WorkerPoolConfig
 from gateway.workers.decisions import Peer
 from gateway.workers.link import OnFrame, PeerFull, PeerGone
@@ -192,7 +193,7 @@ class SimGateway(Gateway):
             make_link=lambda _, on_frame, stats: SimRouterLink(hub, config.high_water, on_frame, stats),  # type: ignore[arg-type,return-value]
             make_watch=lambda on_exit: SimWatch(processes, on_exit),  # type: ignore[arg-type,return-value]
         )
-        super().__init__(gateway_config, pool=pool)
+        super().__init__(gateway_config, pool=pool, renderer=InProcessRenderer())
         self.text._executor = SimExecutor(loop, hub.rng)  # type: ignore[assignment]
         self.keeper.door.access = access_list_of(config)
         self.quotas = self.desk.quotas = WatchedQuotas(self.desk, journal)

@@ -69,7 +69,8 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             close(self._desk, live, scope)
 
     async def _translate(self, request: oip.ModelInferRequest) -> Asked:
-        return await self._desk.text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize())
+        share = self._desk.share_of(current_rpc.get())
+        return await self._desk.text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
 
     async def _open(self, asked: Asked, scope: RpcScope, context: Context) -> LiveRequest:
         """The caller's id is no id of ours: Triton's callers use one for several requests at a time."""

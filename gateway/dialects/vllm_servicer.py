@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import grpc
 from octavo.v1 import inference_pb2 as pb
@@ -29,6 +30,7 @@ from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.stream import OutputStreams
 from wire.messages import ModelCard
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext
 QUERY_TIMEOUT_S = 2.0
 
@@ -51,8 +53,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         """Chunks of new ids, where asked for, and one Complete."""
         scope = current_rpc.get()
         scope.name_by(request.request_id)
-        num_bytes = request.ByteSize()
-        translated = await self._desk.text.run_by_size(lambda: translate(request), num_bytes=num_bytes)
+        translated = await self._translated(lambda: translate(request), request.ByteSize())
         try:
             live = await self._open(translated, scope, context)
         except RequestAborted:
@@ -67,6 +68,10 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             raise error_behind(live) from None
         finally:
             close(self._desk, live, scope)
+
+    async def _translated(self, work: Callable[[], T], num_bytes: int) -> T:
+        share = self._desk.share_of(current_rpc.get())
+        return await self._desk.text.run_by_size(work, num_bytes=num_bytes, share=share)
 
     async def _open(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> LiveRequest:
         try:
@@ -137,8 +142,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         """One prompt's vector."""
         scope = current_rpc.get()
         scope.name_by(request.request_id)
-        num_bytes = request.ByteSize()
-        translated = await self._desk.text.run_by_size(lambda: translate_embed(request), num_bytes=num_bytes)
+        translated = await self._translated(lambda: translate_embed(request), request.ByteSize())
         try:
             card, embedded = await self._embedder.embed(translated, scope, timeout_s=context.time_remaining())
         except InvalidRequest as error:
@@ -178,7 +182,8 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files as a zip in chunks, its digest with the last."""
         files = self._desk.models.files_of(self._card())
-        archive = await self._desk.text.run(lambda: archive_of(files))
+        num_bytes, share = sum(map(len, files.values())), self._desk.share_of(current_rpc.get())
+        archive = await self._desk.text.run(lambda: archive_of(files), num_bytes=num_bytes, share=share)
         await context.send_initial_metadata(())
         for data, sha256 in archive.chunks():
             await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))

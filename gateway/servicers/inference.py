@@ -18,7 +18,7 @@ from gateway.live import LiveRequest
 from gateway.opening import Opener
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import REQUEST_ID_TRAILER
-from gateway.validation.chat import chat_input
+from gateway.text.model_text import Bounds
 from gateway.validation.fields import check
 from gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
 
@@ -127,16 +127,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._desk.check_open()
         desk = self._desk
         text = desk.models.text_of(desk.models.resolve(request.model, desk.pool.cards()))
-        max_bytes = desk.limits.max_prompt_bytes
-
-        def tokenize() -> pb.TokenizeResponse:
-            if request.WhichOneof("input") == "text":
-                encoded = text.encode(request.text, max_bytes=max_bytes)
-            else:
-                encoded = text.encode_chat(chat_input(request.chat), max_bytes=max_bytes)
-            return pb.TokenizeResponse(token_ids=encoded.ids_T.tolist(), text=encoded.text)
-
-        return await desk.text.run(tokenize)
+        share, bounds = desk.share_of(current_rpc.get()), Bounds(max_bytes=desk.limits.max_prompt_bytes)
+        encoded = await desk.prompts.encode(request, text, bounds, share)
+        return await desk.text.run_by_size(
+            lambda: pb.TokenizeResponse(token_ids=encoded.ids_T.tolist(), text=encoded.text),
+            num_bytes=encoded.ids_T.nbytes,
+            share=share,
+        )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Ids to text."""
@@ -151,8 +148,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             decode = text.decode_visible if request.skip_special_tokens else text.decode_all
             return pb.DetokenizeResponse(text=decode(ids_T, max_bytes=max_bytes))
 
-        return await desk.text.run(detokenize)
+        return await desk.text.run(detokenize, num_bytes=len(request.token_ids), share=desk.share_of(current_rpc.get()))
 
     async def _check(self, check_it: Callable[[], None], request: Message) -> None:
         """Large requests are checked off the event loop."""
-        await self._desk.text.run_by_size(check_it, num_bytes=request.ByteSize())
+        share = self._desk.share_of(current_rpc.get())
+        await self._desk.text.run_by_size(check_it, num_bytes=request.ByteSize(), share=share)

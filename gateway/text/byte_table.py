@@ -50,8 +50,8 @@ class ByteTable:
         return cls(tuple(rows), visible)
 
 
-def check_byte_level(tokenizer_json: bytes) -> None:
-    """Raises UnsupportedTokenizer where a table of bytes would not decode exactly."""
+def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
+    """What it says. Raises UnsupportedTokenizer where a table of bytes would not decode exactly."""
     try:
         config: dict[str, Any] = json.loads(tokenizer_json)
         model, decoder = config["model"], config["decoder"] or {}
@@ -63,3 +63,4 @@ def check_byte_level(tokenizer_json: bytes) -> None:
     kinds = [part.get("type") for part in parts]
     if kinds != ["ByteLevel"]:
         raise UnsupportedTokenizer(f"only the ByteLevel decoder is supported, this tokenizer has {kinds}")
+    return config

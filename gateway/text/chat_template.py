@@ -1,14 +1,19 @@
-"""The checkpoint's own chat template, rendered by transformers' sandboxed Jinja code (which needs no torch)."""
+"""The checkpoint's own chat template, rendered in Jinja's sandbox as transformers does it. Imports little."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
+import jinja2.ext
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.text.errors import TemplateError
+from gateway.text.errors import PromptTooLong, TemplateError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -26,11 +31,20 @@ class ChatInput:
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name."""
+    """One template with the special tokens that it may name. Whoever does not know where it comes from renders it in a
+    process that can be killed (`gateway.text.render_pool`)."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
-        self._special_tokens = dict(special_tokens)
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat template") -> None:
+        """name: the file that it comes from."""
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self.name = name
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex, of everything that it is."""
+        everything = json.dumps([self.source, self.special_tokens, self.name])
+        return hashlib.sha256(everything.encode()).hexdigest()
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "ChatTemplate | None":
@@ -40,23 +54,124 @@ class ChatTemplate:
         if source is None:
             return None
         tokens = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
-        return cls(source, tokens)
+        name = "chat_template.jinja" if "chat_template.jinja" in files else "tokenizer_config.json"
+        return cls(source, tokens, name=name)
 
-    def render(self, chat: ChatInput) -> str:
-        """The prompt. Raises TemplateError with the template's own words where it refuses."""
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return _environment().from_string(self.source)
+
+    def render(self, chat: ChatInput, *, max_bytes: int) -> str:
+        """The prompt. Raises TemplateError with the template's own words where it refuses, PromptTooLong once it is
+        above max_bytes, MemoryError."""
+        rendered, num_bytes = list[str](), 0
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[chat.messages],
+            for part in self._compiled.generate(
+                messages=chat.messages,
                 tools=chat.tools,
-                chat_template=self._source,
+                documents=None,
                 add_generation_prompt=chat.add_generation_prompt,
-                **self._special_tokens,
-            )
+                **self.special_tokens,
+            ):
+                rendered.append(part)
+                num_bytes += len(part.encode("utf-8", "surrogatepass"))
+                if num_bytes > max_bytes:
+                    raise PromptTooLong(num_bytes=num_bytes, max_bytes=max_bytes)
+        except (PromptTooLong, MemoryError):
+            raise
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or "the chat template refused the messages") from error
         except Exception as error:  # a template is foreign code: it can raise anything, on some messages only
             raise TemplateError(f"the chat template failed on these messages ({type(error).__name__})") from error
-        return rendered[0]
+        return "".join(rendered)
+
+
+# ---------------------------------------------------------------- what templates are written for
+#
+# As `transformers.utils.chat_template_utils` has it, whose environment cannot be had apart from megabytes of imports
+# that a process would have to make before its first chat.
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks what the model says, for those who train; here it is the text inside."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """What is between the tags, with a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes what HTML needs escaped."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Dict:
+    """`dict` without its attributes, which lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """As that of `dict`."""
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that begin with an underscore, which lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a chat template cannot store {name!r} on a namespace")
+
+
+# ---------------------------------------------------------------- files
 
 
 def _tokenizer_config(files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -24,3 +24,14 @@ class PromptTooLong(TextError):
 
 class TextQueueFull(TextError):
     """Too many texts wait to be tokenized."""
+
+
+class TooManyTokens(TextError):
+    """The text has more tokens than were asked for; how many more nobody has counted."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        super().__init__(
+            f"more than {max_tokens} prompt tokens and at least 1 of output do not fit into the context of "
+            f"{max_tokens + 1} tokens"
+        )
+        self.max_tokens = max_tokens

@@ -4,20 +4,25 @@ Thread-safe; its methods take long for long texts, so callers on an event loop g
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from gateway.text.byte_table import ByteTable, check_byte_level
+from gateway.text.byte_table import ByteTable, byte_level_config
 from gateway.text.chat_template import ChatInput, ChatTemplate
 from gateway.text.control_tokens import ControlTokens
-from gateway.text.errors import PromptTooLong, TemplateError, UnsupportedTokenizer
+from gateway.text.errors import PromptTooLong, TemplateError, TooManyTokens, UnsupportedTokenizer
+from gateway.text.pieces import TextPieces
+from gateway.text.service import STEP_BYTES, Steps
 from gateway.text.tool_calls import CLOSE, OPEN
 
+T = TypeVar("T")
 MAX_DECODED_BYTES = 1 << 30
+PIECE_CHARACTERS = STEP_BYTES // 2
 _PIECE_IDS = 1 << 15
 
 
@@ -29,19 +34,61 @@ class Encoded:
     ids_T: np.ndarray
 
 
-def _check_size(text: str, max_bytes: int) -> None:
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError as error:  # a lone surrogate out of a JSON escape
-        raise TemplateError("the rendered chat is no valid Unicode") from error
-    if num_bytes > max_bytes:
-        raise PromptTooLong(num_bytes=num_bytes, max_bytes=max_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Of a prompt. max_bytes: of its text. max_tokens: more are refused; None: any number. keep: only so many last
+    tokens are wanted, 0: all."""
+
+    max_bytes: int
+    max_tokens: int | None = None
+    keep: int = 0
+
+    def has_enough(self, num_tokens: int) -> bool:
+        """Whether tokens are here that will be cut off."""
+        return 0 < self.keep < num_tokens
+
+    def check(self, num_tokens: int) -> None:
+        """Raises TooManyTokens where more would be left than may be."""
+        left = min(num_tokens, self.keep) if self.keep else num_tokens
+        if self.max_tokens is not None and left > self.max_tokens:
+            raise TooManyTokens(max_tokens=self.max_tokens)
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedChat:
+    """mark: what stands in control tokens of the caller; "" where there are none."""
+
+    chat: ChatInput
+    mark: str
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, adds_special: bool = False) -> list[int]:
     # The batch call is the one that releases the interpreter lock; "fast" leaves the offsets out.
-    encoding: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    encoding: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids
     return encoding
+
+
+def _ids_T(tokenizer: Tokenizer, piece: str | int, *, adds_special: bool) -> np.ndarray:
+    ids = [piece] if isinstance(piece, int) else _ids(tokenizer, piece, adds_special=adds_special)
+    return np.array(ids, np.int32)
+
+
+def _in_order(text: str, cuts: TextPieces | None, bounds: Bounds) -> Iterable[str]:
+    """Its pieces, from the end where only last tokens are kept."""
+    if cuts is None or len(text) <= PIECE_CHARACTERS:
+        return [text]
+    pieces = cuts.split(text, size=PIECE_CHARACTERS)
+    return reversed(list(pieces)) if bounds.keep else pieces
+
+
+def finish(steps: Steps[T]) -> T:
+    """The result of steps, here and now."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class ModelText:
@@ -53,8 +100,9 @@ class ModelText:
             self._source = files["tokenizer.json"]
         except KeyError:
             raise UnsupportedTokenizer("the checkpoint has no tokenizer.json") from None
-        check_byte_level(self._source)
+        config = byte_level_config(self._source)
         self._tokenizer = self._load()
+        self._pieces, self._plain_pieces = TextPieces.of(config), TextPieces.of_plain(config)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         special_ids = frozenset(self._special_ids.values())
@@ -92,37 +140,99 @@ class ModelText:
             return self._plain
 
     def encode(self, text: str, *, max_bytes: int) -> Encoded:
+        """`encoding` at once."""
+        return finish(self.encoding(text, Bounds(max_bytes=max_bytes)))
+
+    def encoding(self, text: str, bounds: Bounds) -> Steps[Encoded]:
         """Plain text as it is: special tokens in it are recognised, and those that the tokenizer's post-processor
-        adds are added. Raises PromptTooLong."""
-        _check_size(text, max_bytes)
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
-        return Encoded(text=text, ids_T=np.array(ids, np.int32))
+        adds are added. Raises PromptTooLong, TooManyTokens; what bytes alone tell is told before the first step."""
+        self._check_size(text, bounds)
+        return self._encoding([text], text, self._tokenizer, self._pieces, bounds)
 
     def encode_chat(self, chat: ChatInput, *, max_bytes: int) -> Encoded:
-        """A rendered chat; control tokens in callers' strings stay text. Raises TemplateError, PromptTooLong."""
+        """A chat at once, its template rendered in this process. Raises as `marked`, `render`, `rendered_encoding`."""
+        marked = self.marked(chat)
+        rendered = self.template.render(marked.chat, max_bytes=max_bytes)
+        return finish(self.rendered_encoding(rendered, marked.mark, Bounds(max_bytes=max_bytes)))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises TemplateError where there is none."""
         if self._template is None:
             raise TemplateError("this model has no chat template: send text or token ids")
+        return self._template
+
+    def marked(self, chat: ChatInput) -> MarkedChat:
+        """The chat as the template gets it: control tokens in callers' strings are marked, where there are any."""
         values = [chat.messages, chat.tools or []]
         if not self._control.occur_in(values):
-            text = self._template.render(chat)
-            _check_size(text, max_bytes)
-            return Encoded(text=text, ids_T=np.array(_ids(self._tokenizer, text), np.int32))
+            return MarkedChat(chat=chat, mark="")
         mark = self._control.mark_for(values)
         messages, tools = self._control.marked(values, mark)
-        rendered = self._template.render(replace(chat, messages=messages, tools=tools or None))
-        return self._encode_marked(rendered, mark, max_bytes)
+        return MarkedChat(chat=replace(chat, messages=messages, tools=tools or None), mark=mark)
 
-    def _encode_marked(self, rendered: str, mark: str, max_bytes: int) -> Encoded:
+    def rendered_encoding(self, rendered: str, mark: str, bounds: Bounds) -> Steps[Encoded]:
+        """What the template made of a marked chat; callers' control tokens stay text. Raises as `encoding`."""
+        if not mark:
+            self._check_size(rendered, bounds)
+            return self._encoding([rendered], rendered, self._tokenizer, self._pieces, bounds, adds_special=False)
+        return self._encoding_marked(rendered, mark, bounds)
+
+    def _encoding_marked(self, rendered: str, mark: str, bounds: Bounds) -> Steps[Encoded]:
+        if len(rendered) > STEP_BYTES:
+            yield len(rendered)  # to be cut
         pieces = list(self._control.pieces(rendered, mark))
         text = "".join(part for piece in pieces for part in piece)
-        _check_size(text, max_bytes)
-        plain, ids = self._plain_tokenizer(), list[int]()
+        self._check_size(text, bounds)
+        parts: list[str | int] = []
         for piece, control in pieces:
             if piece:
-                ids += _ids(plain, piece)
+                parts.append(piece)
             if control:
-                ids.append(self._special_ids[control])
-        return Encoded(text=text, ids_T=np.array(ids, np.int32))
+                parts.append(self._special_ids[control])
+        plain, cuts = self._plain_tokenizer(), self._plain_pieces
+        return (yield from self._encoding(parts, text, plain, cuts, bounds, adds_special=False))
+
+    def _encoding(
+        self,
+        parts: list[str | int],
+        text: str,
+        tokenizer: Tokenizer,
+        cuts: TextPieces | None,
+        bounds: Bounds,
+        *,
+        adds_special: bool = True,
+    ) -> Steps[Encoded]:
+        """parts: strings to tokenize, ids as they are. From the end where only last tokens are kept; no further than
+        tells whether there are too many."""
+        adds_special = adds_special and tokenizer.num_special_tokens_to_add(is_pair=False) > 0
+        rows, num_tokens, num_pending = list[np.ndarray](), 0, 0
+        for part in reversed(parts) if bounds.keep else parts:
+            for piece in [part] if isinstance(part, int) else _in_order(part, None if adds_special else cuts, bounds):
+                if bounds.has_enough(num_tokens):
+                    break
+                size = 8 if isinstance(piece, int) else len(piece)
+                num_pending += size
+                if num_pending > STEP_BYTES:
+                    yield size
+                    num_pending = size
+                rows.append(_ids_T(tokenizer, piece, adds_special=adds_special))
+                num_tokens += len(rows[-1])
+                bounds.check(num_tokens)
+        ids_T = np.concatenate(rows[::-1] if bounds.keep else rows) if rows else np.zeros(0, np.int32)
+        return Encoded(text=text, ids_T=ids_T)
+
+    def _check_size(self, text: str, bounds: Bounds) -> None:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:  # a lone surrogate out of a JSON escape
+            raise TemplateError("the rendered chat is no valid Unicode") from error
+        if num_bytes > bounds.max_bytes:
+            raise PromptTooLong(num_bytes=num_bytes, max_bytes=bounds.max_bytes)
+        if bounds.max_tokens is None or bounds.keep or self._pieces is None:
+            return
+        if num_bytes > bounds.max_tokens * self._pieces.max_token_bytes:
+            raise TooManyTokens(max_tokens=bounds.max_tokens)
 
     def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell the words, at the begin of a text and behind a space, as vLLM has them; without

@@ -10,6 +10,7 @@ from cli.settings import GatewaySettings, WorkerSettings
 from cli.worker_config import default_batch_tokens, split_model, worker_config
 from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
 from gateway.workers.config import WorkerPoolConfig
+from gateway.text.render_pool import RenderLimits
 from grammar.limits import GrammarLimits
 from worker.config import (
     CheckNumerics,
@@ -54,6 +55,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
         status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
+        template_cpu_s=24.5,
     )  # fmt: skip
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
@@ -77,7 +79,8 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         stall_timeout_s=2.5,
     )
     assert config.limits.grammar == GrammarLimits(max_source_bytes=21, max_depth=22)
-    assert unchanged(config.limits) == {"max_metadata_bytes", "max_tokenizing"}
+    assert config.limits.render == RenderLimits(cpu_s=24.5)
+    assert unchanged(config.limits) == {"max_metadata_bytes", "max_tokenizing", "max_tokenizing_bytes"}
     assert unchanged(config.connection) == {
         "min_ping_interval_s", "max_ping_strikes", "handshake_timeout_s", "message_timeout_s", "settings_timeout_s",
     }  # fmt: skip

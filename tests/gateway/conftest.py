@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from gateway.config import GatewayConfig, RequestLimits
 from gateway.gateway import Gateway
 from gateway.text.model_text import ModelText
+from gateway.text.render_pool import InProcessRenderer, Renderer
 from gateway.workers.config import WorkerPoolConfig
 from tests.support.fake_pool import FakePool
 from tests.support.tokenizers_tiny import tiny_files
@@ -85,7 +86,11 @@ def serve(tmp_path: Path) -> Serve:
 
     @asynccontextmanager
     async def serving(
-        pool: FakePool | None = None, *, files: dict[str, bytes] | None = None, **changes: Any
+        pool: FakePool | None = None,
+        *,
+        files: dict[str, bytes] | None = None,
+        renderer: Renderer | None = None,
+        **changes: Any,
     ) -> AsyncIterator[Served]:
         pool = pool or FakePool()
         config = GatewayConfig(
@@ -94,7 +99,7 @@ def serve(tmp_path: Path) -> Serve:
             metrics_address=None,
             limits=RequestLimits(constraint_timeout_s=30.0),  # the machine may pause
         )
-        gateway = Gateway(replace(config, **changes), pool=pool)  # type: ignore[arg-type]
+        gateway = Gateway(replace(config, **changes), pool=pool, renderer=renderer or InProcessRenderer())  # type: ignore[arg-type]
         for card in pool.cards().values():
             gateway.models.on_model(card, files or tiny_files())
         await gateway.models.close()

@@ -138,10 +138,10 @@ async def test_the_requests_own_deadline_ends_it_with_a_status(serve: Any, tiny_
 async def test_time_that_is_over_while_tokenizing_costs_no_worker_anything(serve: Any) -> None:
     async with serve(pool := FakePool()) as served:
 
-        async def never(work: Any) -> Any:
+        async def never(steps: Any, **_: Any) -> Any:
             await asyncio.sleep(60)
 
-        served.gateway.desk.text.run = never
+        served.gateway.desk.text.run_steps = never
         refusal = await refused(served.inference.Generate(pb.GenerateRequest(text="x", timeout_s=0.05)))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
         assert served.gateway.desk.admission.counts().num_entered == 0

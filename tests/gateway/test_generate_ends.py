@@ -7,7 +7,7 @@ import grpc
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
-from gateway.text.model_text import ModelText
+from gateway.text.model_text import ModelText, finish
 from tests.support.fake_pool import FakePool
 from tests.support.generating import REQUEST, ids_of, speaking
 from tests.support.rpc_errors import refusal_of, refused
@@ -35,11 +35,11 @@ async def test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind(serv
     async with serve() as served:
         began, release = asyncio.Event(), asyncio.Event()
 
-        async def slow(work: Any) -> Any:
+        async def slow(steps: Any, **_: Any) -> Any:
             began.set()
             await release.wait()
 
-        served.gateway.text.run = slow
+        served.gateway.text.run_steps = slow
         call = served.inference.Generate(REQUEST)
         await began.wait()
         assert served.gateway.desk.admission.holds("r1")
@@ -51,11 +51,11 @@ async def test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind(serv
 async def test_a_deadline_that_passes_while_the_prompt_is_tokenized_costs_the_worker_nothing(serve: Any) -> None:
     async with serve() as served:
 
-        async def slow(work: Any) -> Any:
+        async def slow(steps: Any, **_: Any) -> Any:
             await asyncio.sleep(0.3)
-            return work()
+            return finish(steps)
 
-        served.gateway.text.run = slow
+        served.gateway.text.run_steps = slow
         refusal = await refused(served.inference.Generate(REQUEST, timeout=0.1))
         assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await served.until(lambda: not served.gateway.desk.admission.holds("r1"))

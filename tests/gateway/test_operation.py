@@ -49,10 +49,10 @@ async def test_abort_reaches_a_request_that_is_still_being_tokenized(serve: Any,
     async with serve(admin_address=f"unix:{tmp_path}/admin.sock") as served:
         release = asyncio.Event()
 
-        async def slow(work: Any) -> Any:
+        async def slow(steps: Any, **_: Any) -> Any:
             await release.wait()
 
-        served.gateway.text.run = slow
+        served.gateway.text.run_steps = slow
         call = asyncio.ensure_future(refused(served.inference.Generate(pb.GenerateRequest(request_id="r2", text="x"))))
         await served.until(lambda: served.gateway.desk.admission.holds("r2"))
         assert (await served.admin.Abort(admin_pb2.AbortRequest(request_id="r2"))).found

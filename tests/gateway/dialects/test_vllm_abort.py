@@ -66,10 +66,10 @@ async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: A
     async with serve() as served:
         stub, gate = vllm_stub(served.channel), asyncio.Event()
 
-        async def hang(*_: Any) -> None:
+        async def hang(*_: Any, **__: Any) -> None:
             await gate.wait()
 
-        served.gateway.desk.text.run = hang
+        served.gateway.desk.text.run_steps = hang
         call = stub.Generate(vllm.GenerateRequest(request_id="r1", text="Hello"))
         await served.until(lambda: served.gateway.desk.admission.holds("r1"))
         await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.text.byte_table import byte_alphabet, check_byte_level, token_bytes
+from gateway.text.byte_table import byte_alphabet, byte_level_config, token_bytes
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.errors import UnsupportedTokenizer
 from gateway.text.model_text import ModelText
@@ -131,7 +131,7 @@ def test_added_tokens_outside_the_alphabet_keep_their_own_bytes() -> None:
 )
 def test_tokenizers_that_are_not_byte_level_are_refused(source: bytes) -> None:
     with pytest.raises(UnsupportedTokenizer):
-        check_byte_level(source)
+        byte_level_config(source)
 
 
 def test_a_bundle_without_or_with_a_broken_tokenizer_is_refused() -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatInput, ChatTemplate
 from gateway.text.errors import PromptTooLong, TemplateError
-from gateway.text.model_text import ModelText
+from gateway.text.model_text import Bounds, ModelText, finish
 from tests.support.tokenizers_tiny import TEMPLATE, tiny_files
 
 LIMIT = 1 << 20
@@ -97,7 +97,7 @@ def test_the_careful_way_gives_the_same_ids_where_there_is_nothing_to_be_careful
     rng = random.Random(1)
     for _ in range(300):
         rendered = transformers_prompt(random_chat(rng, WORDS), qwen_files)
-        careful = qwen_text._encode_marked(rendered, "\U000f0000", LIMIT)
+        careful = finish(qwen_text.rendered_encoding(rendered, "\U000f0000", Bounds(max_bytes=LIMIT)))
         assert careful.ids_T.tolist() == qwen_tokenizer.encode(rendered, add_special_tokens=False).ids
         assert careful.text == rendered
 
@@ -165,7 +165,7 @@ def test_templates_that_fail_name_what_they_refuse(tiny_text: ModelText) -> None
         tiny_text.encode_chat(ChatInput(messages=[{"role": "user", "content": "\ud800"}]), max_bytes=LIMIT)
     for source in ("{{ messages[0].content.missing.attribute }}", "{{ 1 / 0 }}", "{{ messages.append(1) }}", "{% bad"):
         with pytest.raises(TemplateError):
-            ChatTemplate(source, {}).render(ChatInput(messages=[{"role": "user", "content": "x"}]))
+            ChatTemplate(source, {}).render(ChatInput(messages=[{"role": "user", "content": "x"}]), max_bytes=LIMIT)
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
@@ -176,7 +176,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     ):
         template = ChatTemplate(source, {})
         with pytest.raises(TemplateError):
-            template.render(ChatInput(messages=[{"role": "user", "content": "x"}]))
+            template.render(ChatInput(messages=[{"role": "user", "content": "x"}]), max_bytes=LIMIT)
 
 
 def test_templates_are_found_where_checkpoints_keep_them() -> None:

@@ -1,0 +1,148 @@
+"""Where a text can be cut so that its pieces have the tokens that the whole has, and how few tokens a text can have.
+
+Both are proven for the tokenizers that we know and left alone for every other one. These are byte-level BPE with all
+256 bytes, which spells every byte, over words that one of two regular expressions finds (those of Qwen2 and GPT-2),
+behind NFC or nothing. A cut is safe where
+
+* no added token lies across it: these are found first, in the text as it is;
+* what follows is a starter that never composes with what came before (Unicode Standard Annex 15, "stable" code
+  points): NFC of the whole is NFC of the left and of the right;
+* both regular expressions end a word there whatever else is in the text: behind what is no white space and before a
+  space or tab; between a letter or a digit and what is of neither its class nor white space, or begins a line; between
+  digits in Qwen2's, which takes them one by one. No alternative of either has such a pair inside, and what looks ahead
+  looks at white space only, which is on neither side's end;
+
+and where an added token begins: what is before and behind it is tokenized apart in any case.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.text.byte_table import byte_alphabet, token_bytes
+
+# Stable letters of scripts that have been in Unicode since its early days, so that all tables agree on them.
+LETTERS = (
+    "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01bf\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0410-\u044f\u05d0-\u05ea"
+    "\u0621-\u063a\u0641-\u064a\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+DIGITS = "0-9"
+SIGNS = r"!-/:-@\[-`{-~\u3001\u3002\uff01-\uff0f\uff1a-\uff20"
+_CUTS = (
+    rf"(?<=[{LETTERS}{DIGITS}{SIGNS}])(?=[ \t])"
+    rf"|(?<=[{LETTERS}])(?=[{DIGITS}{SIGNS}\r\n])"
+    rf"|(?<=[{DIGITS}])(?=[{LETTERS}{SIGNS}\r\n])"
+)
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NFC_SHRINKS = 4
+"""NFC leaves at least a fourth of a text's bytes: 2 of 7 of U+1FBE U+0308 U+0301, which is U+0390."""
+_WINDOW = 1 << 14  # characters that are searched at a time: other threads go on between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextPieces:
+    """Of one tokenizer. max_token_bytes: of a text, that one token can stand for."""
+
+    max_token_bytes: int
+    _cut: "re.Pattern[str]"
+    _added: "re.Pattern[str]"  # overlapping occurrences, the longest at each place
+    _reach: int  # characters of the longest added token
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "TextPieces | None":
+        """config: tokenizer.json. None where nothing is proven of such a tokenizer."""
+        return cls._of(config, [token["content"] for token in config.get("added_tokens") or ()])
+
+    @classmethod
+    def of_plain(cls, config: Mapping[str, Any]) -> "TextPieces | None":
+        """The same where special tokens are taken for text."""
+        return cls._of(config, [t["content"] for t in config.get("added_tokens") or () if not t.get("special")])
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], tokens: list[str]) -> "TextPieces | None":
+        words = _words(config)
+        if words is None or not _spells_all_bytes(config["model"]) or not _is_plain(config):
+            return None
+        tokens = sorted(filter(None, tokens), key=len, reverse=True)
+        either = "|".join(map(re.escape, tokens)) or "(?!)"
+        num_bytes = max([*map(_num_bytes, config["model"]["vocab"]), *(len(token.encode()) for token in tokens)])
+        cuts = _CUTS + (rf"|(?<=[{DIGITS}])(?=[{DIGITS}])" if words == QWEN2_WORDS else "")
+        return cls(
+            max_token_bytes=num_bytes * (NFC_SHRINKS if _is_nfc(config) else 1),
+            _cut=re.compile(f"{cuts}|(?={either})"),
+            _added=re.compile(f"(?=({either}))"),
+            _reach=max(map(len, tokens), default=0),
+        )
+
+    def split(self, text: str, *, size: int) -> Iterator[str]:
+        """The text in pieces: each ends at the first cut behind `size` characters; longer where there is none."""
+        start = 0
+        while len(text) - start > size:
+            end = self._next_cut(text, start + size)
+            yield text[start:end]
+            start = end
+        if start < len(text) or not text:
+            yield text[start:]
+
+    def _next_cut(self, text: str, position: int) -> int:
+        while position < len(text):
+            # A pattern sees what lies around its window: lookbehind and lookahead, within the window's end.
+            end = min(len(text), position + _WINDOW)
+            for found in self._cut.finditer(text, position, min(len(text), end + self._reach + 1)):
+                if found.start() >= end:
+                    break
+                if not self._lies_within_token(text, found.start()):
+                    return found.start()
+            position = end
+        return len(text)
+
+    def _lies_within_token(self, text: str, cut: int) -> bool:
+        first, last = max(0, cut - self._reach + 1), min(len(text), cut + self._reach)
+        around = self._added.finditer(text, first, last)
+        return any(each.start() < cut < each.end(1) for each in around)
+
+
+def _words(config: Mapping[str, Any]) -> str | None:
+    """The regular expression that finds words, "" for GPT-2's; None for one that we do not know."""
+    parts = config.get("pre_tokenizer") or {}
+    steps = parts.get("pretokenizers", []) if parts.get("type") == "Sequence" else [parts]
+    last = steps[-1] if steps else {}
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
+        return None
+    if len(steps) == 1 and last.get("use_regex", True):
+        return ""
+    if len(steps) != 2 or last.get("use_regex", True):
+        return None
+    split = steps[0]
+    is_known = split.get("type") == "Split" and split.get("pattern") == {"Regex": QWEN2_WORDS}
+    is_known = is_known and split.get("behavior") == "Isolated" and not split.get("invert")
+    return QWEN2_WORDS if is_known else None
+
+
+def _spells_all_bytes(model: Mapping[str, Any]) -> bool:
+    has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    return not has_affixes and not model.get("dropout") and byte_alphabet().keys() <= model["vocab"].keys()
+
+
+def _is_plain(config: Mapping[str, Any]) -> bool:
+    """NFC or nothing in front, and added tokens that stand for their own text only."""
+    if config.get("normalizer") is not None and not _is_nfc(config):
+        return False
+    return not any(
+        token.get("lstrip")
+        or token.get("rstrip")
+        or token.get("single_word")
+        or (token.get("normalized", True) and config.get("normalizer") is not None)
+        for token in config.get("added_tokens") or ()
+    )
+
+
+def _is_nfc(config: Mapping[str, Any]) -> bool:
+    return config.get("normalizer") == {"type": "NFC"}
+
+
+def _num_bytes(token: str) -> int:
+    return len(token_bytes(token))

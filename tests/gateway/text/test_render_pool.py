@@ -1,0 +1,233 @@
+"""Chat templates are foreign code: what they do, they do to their own model only."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from gateway.text.chat_template import ChatInput, ChatTemplate
+from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
+from gateway.text.fair_queue import Share
+from gateway.text.model_text import ModelText
+from gateway.text.render_pool import InProcessRenderer, RenderLimits, RenderPool, chat_json
+from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
+from tests.support.tokenizers_tiny import TEMPLATE
+
+LIMIT = 1 << 20
+CHAT = ChatInput(messages=[{"role": "user", "content": "hi"}])
+GOOD = ChatTemplate(TEMPLATE, {})
+GOOD_TEXT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+LOOPS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+HOSTILE = {
+    "nested loops": (LOOPS, "CPU time"),
+    "a power": ("{{ (9 ** (9 ** 9)) ~ '' }}", "CPU time"),
+    "a string bomb": (
+        "{% set s = namespace(x='x' * 1000) %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "memory",
+    ),
+    "one large string": ("{{ 'x' * 99999999999 }}", "memory"),
+    "endless output": ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "limit is "),
+    "endless macros": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+}
+FEATURES = [
+    "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true, ensure_ascii=true) }}{{ '<é>' | tojson }}",
+    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% continue %}no{% endfor %}",
+    "a{% generation %}  {{ messages[0].content }}\n{% endgeneration %}\nb",
+    "{% set ns = namespace(x=1, **{'self': 2}) %}{% set ns.x = ns.x + 1 %}{{ ns.x }}{{ dict(a=1) }}",
+    "{{ dict.fromkeys('ab') }}",
+    "{{ strftime_now('%Y') }}{{ tools is none }}{{ documents is none }}{{ x is defined }}{{ eos_token }}",
+    "  {% if true %}\n  x\n  {% endif %}\n  {#- c #}\n{{- add_generation_prompt }}",
+    "{{ messages[0]['content'].upper().split() | first }}{{ messages | length }}{{ range(3) | list }}",
+]
+
+
+@asynccontextmanager
+async def pool(**limits: Any) -> AsyncIterator[RenderPool]:
+    pool = RenderPool(RenderLimits(**({"cpu_s": 0.3} | limits)))
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def render(renders: Any, template: ChatTemplate, chat: ChatInput = CHAT, *, tenant: str = "") -> Any:
+    return renders.render(template, chat_json(chat), max_bytes=LIMIT, share=Share(tenant=tenant))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_it_renders_as_transformers_does(qwen_text: ModelText, shared: Path) -> None:
+    rng = random.Random(3)
+    source = (shared / "data" / "tokenizer" / "qwen2.5-instruct.chat_template.jinja").read_text()
+    for template in (qwen_text.template, ChatTemplate(source, {"eos_token": "<|im_end|>"})):
+        async with pool() as renders:
+            for _ in range(150):
+                chat = random_chat(rng, WORDS + SPECIAL)
+                (expected,), _ = render_jinja_template(
+                    conversations=[chat.messages],
+                    tools=chat.tools,
+                    chat_template=template.source,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    **template.special_tokens,
+                )
+                assert (
+                    await render(renders, template, chat)
+                    == expected
+                    == await render(InProcessRenderer(), template, chat)
+                )
+
+
+@pytest.mark.parametrize("source", FEATURES)
+async def test_what_templates_may_use_is_what_transformers_gives_them(source: str) -> None:
+    template = ChatTemplate(source, {"eos_token": "</s>"})
+    (expected,), _ = render_jinja_template(
+        conversations=[CHAT.messages], chat_template=source, add_generation_prompt=True, eos_token="</s>"
+    )
+    async with pool() as renders:
+        assert await render(renders, template) == expected
+
+
+async def test_strange_values_arrive_as_they_are() -> None:
+    values = ["\ud800", "\U0001f999\x00", 2**70, -0.0, 1e300, None, True, {"": []}]
+    chat = ChatInput(messages=[{"role": "user", "content": values}])
+    async with pool() as renders:
+        assert await render(renders, ChatTemplate("{{ messages[0].content }}", {}), chat) == str(values)
+    deep: Any = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TemplateError, match="nested too deeply"):
+        chat_json(ChatInput(messages=[{"content": deep}]))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_template_is_stopped_and_others_go_on(name: str) -> None:
+    source, why = HOSTILE[name]
+    hostile = ChatTemplate(source, {}, name="chat_template.jinja")
+    async with pool() as renders:
+        attacks = [asyncio.create_task(render(renders, hostile, tenant="h")) for _ in range(3)]
+        await asyncio.sleep(0)
+        for _ in range(20):  # beside it
+            assert await render(renders, GOOD) == GOOD_TEXT
+        for result in await asyncio.gather(*attacks, return_exceptions=True):
+            assert isinstance(result, TemplateError | PromptTooLong)
+            assert why in str(result)
+            if why in ("CPU time", "memory"):
+                assert "the chat template (chat_template.jinja) took more than" in str(result)
+        assert await render(renders, GOOD) == GOOD_TEXT  # and behind it
+        assert len(renders.pids) <= 2
+
+
+async def test_an_attack_that_runs_does_not_keep_another_model_waiting() -> None:
+    """It would run for a minute of CPU time; another template's renderings end while it does."""
+    async with pool(cpu_s=60.0) as renders:
+        attacks = [asyncio.create_task(render(renders, ChatTemplate(LOOPS, {}))) for _ in range(16)]
+        await asyncio.sleep(0)
+        assert [await render(renders, GOOD) for _ in range(50)] == [GOOD_TEXT] * 50
+        assert not any(each.done() for each in attacks)
+        for each in attacks:
+            each.cancel()
+
+
+async def test_a_process_that_stands_still_is_given_up_and_replaced() -> None:
+    async with pool(wall_s=0.2) as renders:
+        await renders.start()
+        await until(lambda: renders.pids)
+        (pid,) = renders.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TemplateError, match=r"took more than 0\.2 s on these messages"):
+            await render(renders, GOOD)
+    async with pool() as renders:
+        assert await render(renders, GOOD) == GOOD_TEXT
+        (pid,) = renders.pids
+        os.kill(pid, signal.SIGKILL)
+        results = [await asyncio.gather(render(renders, GOOD), return_exceptions=True) for _ in range(3)]
+        assert results[-1] == [GOOD_TEXT]
+
+
+async def test_what_waits_is_bounded_and_who_has_the_most_is_refused() -> None:
+    async with pool(cpu_s=60.0, max_waiting=5) as renders:
+        attacks = [asyncio.create_task(render(renders, ChatTemplate(LOOPS, {}), tenant="h")) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        assert [type(each.exception()) for each in attacks if each.done()] == [TextQueueFull] * 2
+        assert await render(renders, GOOD, tenant="g") == GOOD_TEXT
+        for each in attacks:
+            each.cancel()
+
+
+async def test_closing_leaves_no_process_and_nobody_waiting() -> None:
+    renders = RenderPool(RenderLimits(cpu_s=60.0))
+    attack = asyncio.create_task(render(renders, ChatTemplate(LOOPS, {})))
+    assert await render(renders, GOOD) == GOOD_TEXT
+    children = [child for child in psutil.Process().children() if "render_child" in " ".join(child.cmdline())]
+    assert len(children) == 2
+    await renders.close()
+    await renders.close()
+    with pytest.raises(asyncio.CancelledError):
+        await attack
+    assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children] == [False, False]
+
+
+def test_nothing_is_left_when_its_parent_is_killed(repository: Path) -> None:
+    program = f"""
+import asyncio
+from gateway.text.chat_template import ChatInput, ChatTemplate
+from gateway.text.render_pool import RenderLimits, RenderPool, chat_json
+async def main():
+    pool, chat = RenderPool(RenderLimits(cpu_s=600.0, wall_s=600.0)), chat_json(ChatInput(messages=[]))
+    attack = asyncio.create_task(pool.render(ChatTemplate({LOOPS!r}, {{}}), chat, max_bytes=9))
+    await pool.render(ChatTemplate("x", {{}}), chat, max_bytes=9)
+    print("ready", flush=True)
+    await attack
+asyncio.run(main())
+"""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{repository}:{repository / 'proto'}"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    process.kill()
+    process.wait(30)
+    process.stdout.close()
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert (len(gone), alive) == (2, [])
+
+
+async def test_no_secret_of_the_gateway_is_with_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_REGISTRATION_TOKEN", "secret")
+    async with pool() as renders:
+        await render(renders, GOOD)
+        environment = psutil.Process(renders.pids[0]).environ()
+    assert not [name for name in environment if name.startswith("OCTAVO_")]
+
+
+async def test_the_way_there_and_back_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """For the record: no limit is set on a shared machine."""
+    async with pool() as renders:
+        await render(renders, GOOD)
+        begin_s = time.perf_counter()
+        for _ in range(200):
+            await render(renders, GOOD)
+        there_s = (time.perf_counter() - begin_s) / 200
+        begin_s = time.perf_counter()
+        for _ in range(200):
+            await render(InProcessRenderer(), GOOD)
+        here_s = (time.perf_counter() - begin_s) / 200
+    with capsys.disabled():
+        print(json.dumps({"render_ms": round(1000 * there_s, 3), "in_process_ms": round(1000 * here_s, 3)}))  # noqa: T201
