@@ -9,8 +9,8 @@ from cli.gateway_config import gateway_config
 from cli.settings import GatewaySettings, WorkerSettings
 from cli.worker_config import default_batch_tokens, split_model, worker_config
 from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
-from gateway.workers.config import WorkerPoolConfig
 from gateway.text.render_pool import RenderLimits
+from gateway.workers.config import WorkerPoolConfig
 from grammar.limits import GrammarLimits
 from worker.config import (
     CheckNumerics,
