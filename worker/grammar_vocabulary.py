@@ -3,8 +3,9 @@
 Made of the tokenizer files that the worker gives to its gateways, so text means the same on both sides. Control tokens
 are never part of a text, whatever a grammar says.
 
-A control token's name may well be part of a text that a grammar forces, and llguidance tokenizes what is forced: to it,
-control tokens have other names.
+llguidance tokenizes what a grammar forces, and gives the grammar up where those tokens are not the forced bytes. So its
+tokenizer spells every text exactly: without normalizer (NFC would compose what was forced decomposed), truncation and
+padding, and with control tokens by other names, since a forced text may well contain a name of theirs.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def load_vocabulary(files: dict[str, bytes], *, vocab_size: int, eos_token_ids: 
     try:
         content = msgspec.json.decode(files[TOKENIZER_FILE])
         call_tags = _call_tags(content)
+        _keep_bytes(content)
         _rename_control_tokens(content)
         text = msgspec.json.encode(content).decode()
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
@@ -65,6 +67,18 @@ def _call_tags(tokenizer: dict[str, Any]) -> CallTags | None:
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
     opening, closing = (ids.get(tag) for tag in CALL_TAGS)
     return None if opening is None or closing is None else (opening, closing)
+
+
+def _keep_bytes(tokenizer: dict[str, Any]) -> None:
+    """The tokens of any text spell that text and nothing else."""
+    normalizers = tokenizer.get("normalizer") or {}
+    parts = normalizers.get("normalizers", [normalizers])
+    # Vocabularies of SentencePiece write a space with a sign of their own: that replacement is part of their spelling.
+    kept = [part for part in parts if part.get("type") == "Replace" and part.get("pattern") == {"String": " "}]
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    tokenizer["truncation"] = tokenizer["padding"] = None
+    for token in tokenizer.get("added_tokens") or ():
+        token["lstrip"] = token["rstrip"] = False
 
 
 def _rename_control_tokens(tokenizer: dict[str, Any]) -> None:
