@@ -1,96 +1,149 @@
 """Checks a JSON schema and brings it into the form that llguidance enforces completely.
 
 Whatever validates something and is not enforced is refused by its name and its path in the schema; annotations and
-unknown keywords mean nothing, as the specification has it. Properties come in the order of the schema.
+unknown keywords mean nothing, as the specification has it. Conditions, dependencies and the like become `anyOf` and
+`allOf` of schemas that the library has. Properties come in the order of the schema.
 """
 
 import json
+import re
+from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from grammar.errors import GrammarRefused, Refusal
 from grammar.formats import LIBRARY_FORMATS, OWN_FORMATS
+from grammar.json_literals import (
+    BOUNDS,
+    COUNTS,
+    Divisors,
+    Json,
+    bounds,
+    check_encoding,
+    check_literal,
+    check_pattern,
+    count,
+    encode,
+    has_fractions,
+)
+from grammar.json_logic import Logic, Schema, pattern_of
 from grammar.limits import GrammarLimits
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
-_ENFORCED_WORDS = (
-    "type enum const $ref required minItems maxItems minLength maxLength pattern format minimum maximum multipleOf "
-    "exclusiveMinimum exclusiveMaximum minProperties maxProperties $schema $id id $anchor"
-)
-_ENFORCED = frozenset((*_MAPS, *_LISTS, *_SINGLE, *_ENFORCED_WORDS.split()))
+_ENFORCED_WORDS = "type enum const $ref required pattern format multipleOf $schema $id id $anchor"
+_ENFORCED = frozenset((*_MAPS, *_LISTS, *_SINGLE, *BOUNDS, *COUNTS, *_ENFORCED_WORDS.split()))
 _REFUSED_WORDS = (
-    "not if then else contains minContains maxContains uniqueItems dependentRequired dependentSchemas dependencies "
-    "propertyNames unevaluatedProperties unevaluatedItems x-guidance $dynamicRef $dynamicAnchor $recursiveRef "
+    "contains minContains maxContains unevaluatedItems x-guidance $dynamicRef $dynamicAnchor $recursiveRef "
     "$recursiveAnchor $vocabulary extends disallow"
 )
 _REFUSED = frozenset(_REFUSED_WORDS.split())
+# Whatever else a reference points to is moved to the definitions: it may stand where nothing is kept.
+_PLAIN_REFERENCE = re.compile(r"#|#/(?:\$defs|definitions)/[\w-]+")
+_MOVED = "moved:"
 # A space, or a new line with its indentation: as people and models write JSON, and never white space without end. No
 # key is written with \u, which could hide its name.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,32})?", "json_allowed_escapes": 'nrtbf\\"'}
 
-Json = dict[str, Any]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a schema stands. root: in the schema for the library, where its references are led to. path: in what the
+    caller sent."""
+
+    root: str = "#"
+    path: str = ""
 
 
-def parse_schema(text: str, limits: GrammarLimits) -> Json:
-    """The schema as a checked object, for the whole output. Raises GrammarRefused."""
-    schema = _read(text, limits)
-    rewritten = rewrite(schema, limits)
-    if not isinstance(rewritten, dict):
-        rewritten = {} if rewritten else {"enum": []}
-    return rewritten | {"x-guidance": WHITE_SPACE}
-
-
-def rewrite(schema: Any, limits: GrammarLimits, *, root: str = "#", path: str = "") -> Any:
-    """A checked copy. root: where the schema's own root will stand: its references are led there. Raises
-    GrammarRefused."""
-    return _Walk(limits, root).schema(schema, path, 1)
-
-
-def _read(text: str, limits: GrammarLimits) -> Any:
+def schema_text(text: str, limits: GrammarLimits, *, format_as_annotation: bool = False) -> str:
+    """A schema for the whole output, checked, as the library reads it. Raises GrammarRefused."""
     num_bytes = len(text.encode())
     if num_bytes > limits.max_source_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has {num_bytes} bytes, at most {limits.max_source_bytes} are allowed")
+    schema = rewrite(read_json(text, limits), limits, Place(), format_as_annotation=format_as_annotation)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return encode(schema | {"x-guidance": WHITE_SPACE})
+
+
+def read_json(text: str, limits: GrammarLimits) -> Any:
+    """Numbers that are not whole as Decimal. Raises GrammarRefused."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarRefused(Refusal.LIMIT, f"is nested deeper than {limits.max_depth}") from None
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise GrammarRefused(Refusal.SYNTAX, f"is not valid JSON: {error}") from None
+    if "\\u" in text:
+        check_encoding(value, "")
+    return value
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
+def rewrite(schema: Any, limits: GrammarLimits, place: Place, *, format_as_annotation: bool = False) -> Schema:
+    """A checked copy. format_as_annotation: formats that are not known mean nothing. Raises GrammarRefused."""
+    return _Walk(schema, limits, place, format_as_annotation=format_as_annotation).rewritten()
+
+
 class _Walk:
     """One pass over a schema."""
 
-    def __init__(self, limits: GrammarLimits, root: str) -> None:
-        self._max_depth = limits.max_depth
-        self._root = root
+    def __init__(self, whole: Any, limits: GrammarLimits, place: Place, *, format_as_annotation: bool) -> None:
+        self._whole = whole
+        self._limits = limits
+        self._place = place
+        self._are_formats_annotations = format_as_annotation
+        self._has_fractions = has_fractions(whole)
+        self._divisors = Divisors(whole)
+        self._logic = Logic(self._target)
+        self._pointers: dict[str, str] = {}  # of the caller, by references as they are rewritten
+        self._targets: dict[str, Schema | None] = {}  # by rewritten references
 
-    def schema(self, schema: Any, path: str, depth: int) -> Any:
+    def rewritten(self) -> Schema:
+        """A checked copy of the whole, with the schemas that references point to among its definitions."""
+        schema = self.schema(self._whole, self._place.path, 1)
+        moved: Json = {}
+        start = f"{self._place.root}/$defs/{_MOVED}"
+        while isinstance(schema, dict):
+            waiting = [each for each in self._pointers if each.startswith(start) and each not in moved]
+            if not waiting:
+                break
+            for reference in waiting:
+                moved[reference] = self._target(reference)
+        if not isinstance(schema, dict) or not moved:
+            return schema
+        definitions = {reference.removeprefix(start[: -len(_MOVED)]): each for reference, each in moved.items()}
+        return schema | {"$defs": schema.get("$defs", {}) | definitions}
+
+    def schema(self, schema: Any, path: str, depth: int) -> Schema:
+        """A checked copy."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
             raise GrammarRefused(Refusal.SYNTAX, "must be a schema: an object, true or false", path=path)
-        if depth > self._max_depth:
-            raise GrammarRefused(Refusal.LIMIT, f"is nested deeper than {self._max_depth}", path=path)
-        self._check_keywords(schema, path)
-        copy = {key: self._value(key, schema[key], _join(path, key), depth) for key in schema if key in _ENFORCED}
-        return _with_format(self._without_base(copy), path)
-
-    def _check_keywords(self, schema: Json, path: str) -> None:
+        if depth > self._limits.max_depth:
+            raise GrammarRefused(Refusal.LIMIT, f"is nested deeper than {self._limits.max_depth}", path=path)
         for key in schema:
-            if key in _REFUSED and not (key == "uniqueItems" and schema[key] is False):
+            if key in _REFUSED:
                 raise GrammarRefused(Refusal.UNSUPPORTED, "is not supported", path=_join(path, key))
         _check_min_properties(schema, path)
+        copy = {key: self._value(key, schema[key], _join(path, key), depth) for key in schema if key in _ENFORCED}
+        copy = self._with_bounds(copy, path)
+        copy = self._with_format(self._without_base(copy), path)
+        return self._with_conditions(self._with_exclusive_options(copy, path), schema, path, depth)
 
     def _value(self, key: str, value: Any, path: str, depth: int) -> Any:
         if key in _MAPS:
             if not isinstance(value, dict):
                 raise GrammarRefused(Refusal.SYNTAX, "must be an object of schemas", path=path)
+            if key == "patternProperties":
+                for pattern in value:
+                    check_pattern(pattern, _join(path, pattern))
             return {name: self.schema(each, _join(path, name), depth + 1) for name, each in value.items()}
         if key in _LISTS or (key == "items" and isinstance(value, list)):
             if not isinstance(value, list):
@@ -98,19 +151,189 @@ class _Walk:
             return [self.schema(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
         if key in _SINGLE:
             return self.schema(value, path, depth + 1)
-        return self._reference(value, path) if key == "$ref" else value
+        return self._word(key, value, path)
+
+    def _word(self, key: str, value: Any, path: str) -> Any:
+        """A keyword that holds no schemas."""
+        match key:
+            case "$ref":
+                return self._reference(value, path)
+            case "const":
+                check_literal(value, path)
+            case "enum" if isinstance(value, list):
+                check_literal(value, path)
+            case "required" if isinstance(value, list) and all(isinstance(name, str) for name in value):
+                pass
+            case "enum" | "required":
+                raise GrammarRefused(Refusal.SYNTAX, f"must be a list{' of names' * (key == 'required')}", path=path)
+            case "pattern":
+                check_pattern(value, path)
+            case "multipleOf":
+                return self._divisors.add(value, path)
+            case _ if key in COUNTS:
+                return count(value, path)
+        return value
 
     def _reference(self, value: Any, path: str) -> str:
         if not isinstance(value, str) or not value.startswith("#"):
             raise GrammarRefused(Refusal.UNSUPPORTED, "must point into the schema itself (#…)", path=path)
-        if self._root == "#" or not (value == "#" or value.startswith("#/")):
-            return value
-        return self._root + value[1:]
+        if value != "#" and not value.startswith("#/"):
+            return value  # an anchor
+        reference = self._place.root + value[1:]
+        if not _PLAIN_REFERENCE.fullmatch(value) and _at(self._whole, _names(value)) is not None:
+            known = [each for each, pointer in self._pointers.items() if pointer == value]
+            reference = known[0] if known else f"{self._place.root}/$defs/{_MOVED}{len(self._pointers)}"
+        self._pointers[reference] = value
+        return reference
+
+    def _target(self, reference: str) -> Schema | None:
+        """What a rewritten reference points to, rewritten; None where that is not known, or being found out."""
+        if reference not in self._targets:
+            self._targets[reference] = None
+            names = _names(self._pointers.get(reference, ""))
+            schema = _at(self._whole, names) if reference in self._pointers else None
+            if isinstance(schema, dict | bool):
+                path = ".".join([*([self._place.path] if self._place.path else []), *names])
+                self._targets[reference] = self.schema(schema, path, 1)
+        return self._targets[reference]
 
     def _without_base(self, schema: Json) -> Json:
         """Names that would make references mean something else once the schema stands inside another."""
-        inner = () if self._root == "#" else ("$schema",)
+        inner = () if self._place.root == "#" else ("$schema",)
         return {key: value for key, value in schema.items() if key not in ("$id", "id", *inner)}
+
+    def _with_bounds(self, schema: Json, path: str) -> Json:
+        if not any(key in schema for key in BOUNDS):
+            return schema
+        told = bounds(schema, f"{path}." if path else "", nearest=self._has_fractions)
+        return {key: value for key, value in schema.items() if key not in BOUNDS} | told
+
+    def _with_format(self, schema: Json, path: str) -> Json:
+        """The format as a pattern, where its expression is ours."""
+        name = schema.get("format")
+        if name is None or name in LIBRARY_FORMATS:
+            return schema
+        others = {key: value for key, value in schema.items() if key != "format"}
+        if name not in OWN_FORMATS:
+            if self._are_formats_annotations and isinstance(name, str):
+                return others
+            raise GrammarRefused(
+                Refusal.UNSUPPORTED, f"{str(name)[:64]!r} is not supported", path=_join(path, "format")
+            )
+        if "pattern" not in others:
+            return others | {"pattern": OWN_FORMATS[name]}
+        return others | {"allOf": [*others.get("allOf", ()), {"pattern": OWN_FORMATS[name]}]}
+
+    # ------------------------------------------------------------ keywords that the library does not have
+
+    def _with_exclusive_options(self, schema: Json, path: str) -> Json:
+        """`oneOf` as `anyOf` of options that exclude each other, by themselves or made so."""
+        options = schema.get("oneOf")
+        if options is None:
+            return schema
+        beside = {key: value for key, value in schema.items() if key != "oneOf"}
+        alone: list[Schema] = []
+        for index, option in enumerate(options):
+            conditions: list[Schema] = [option]
+            for other_index, other in enumerate(options):
+                if other_index == index or not self._logic.can_meet(beside, option, other):
+                    continue
+                without = self._logic.negation(other)
+                if without is None:
+                    pair = f"[{min(index, other_index)}] and [{max(index, other_index)}]"
+                    raise GrammarRefused(
+                        Refusal.UNSUPPORTED, f"is supported where options exclude each other; {pair} may not",
+                        path=_join(path, "oneOf"),
+                    )  # fmt: skip
+                conditions.append(without)
+            alone.append(option if len(conditions) == 1 else {"allOf": conditions})
+        name = "anyOf" if "anyOf" not in beside else "allOf"
+        added = alone if name == "anyOf" else [*beside.get("allOf", ()), {"anyOf": alone}]
+        return {("anyOf" if key == "oneOf" and name == "anyOf" else key): value for key, value in schema.items()
+                if key != "oneOf" or name == "anyOf"} | {name: added}  # fmt: skip
+
+    def _with_conditions(self, copy: Json, schema: Json, path: str, depth: int) -> Json:
+        """copy: the rewritten schema so far."""
+        added: list[Schema] = []
+        if "if" in schema:
+            added.append(self._condition(schema, path, depth))
+        if "not" in schema:
+            added.append(self._negated(schema["not"], _join(path, "not"), depth))
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            if key in schema:
+                added += self._dependencies(schema[key], _join(path, key), depth)
+        if "propertyNames" in schema:
+            added.append(self._names(schema, _join(path, "propertyNames"), depth))
+        if schema.get("uniqueItems", False) is not False:
+            added.append(self._distinct(copy, schema["uniqueItems"], _join(path, "uniqueItems")))
+        added = [each for each in added if each is not True]
+        if added:
+            copy = copy | {"allOf": [*copy.get("allOf", ()), *added]}
+        if schema.get("unevaluatedProperties", True) is True:
+            return copy
+        return self._with_closed_names(copy, schema["unevaluatedProperties"], path, depth)
+
+    def _condition(self, schema: Json, path: str, depth: int) -> Schema:
+        condition = self.schema(schema["if"], _join(path, "if"), depth + 1)
+        then, otherwise = (
+            self.schema(schema[key], _join(path, key), depth + 1) if key in schema else True for key in ("then", "else")
+        )
+        if then is True:
+            return True if otherwise is True else {"anyOf": [condition, otherwise]}
+        fails = self._logic.negation(condition)
+        if fails is None:
+            description = "is supported where the opposite can be written; not with this condition"
+            raise GrammarRefused(Refusal.UNSUPPORTED, description, path=_join(path, "if"))
+        holds = {"allOf": [condition, then]}
+        return {"anyOf": [holds, fails if otherwise is True else {"allOf": [fails, otherwise]}]}
+
+    def _negated(self, value: Any, path: str, depth: int) -> Schema:
+        other = self._logic.negation(self.schema(value, path, depth + 1))
+        if other is None:
+            raise GrammarRefused(Refusal.UNSUPPORTED, "is not supported with this schema", path=path)
+        return other
+
+    def _dependencies(self, value: Any, path: str, depth: int) -> list[Schema]:
+        if not isinstance(value, dict):
+            raise GrammarRefused(Refusal.SYNTAX, "must be an object", path=path)
+        return [self._dependency(name, each, _join(path, name), depth) for name, each in value.items()]
+
+    def _dependency(self, name: str, value: Any, path: str, depth: int) -> Schema:
+        """Of one property: without it, or with what it needs."""
+        without = {"properties": {name: False}}
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return {"anyOf": [without, {"required": [name, *value]}]} if value else True
+        needed = self.schema(value, path, depth + 1)
+        return True if needed is True else {"anyOf": [without, {"required": [name], "allOf": [needed]}]}
+
+    def _names(self, schema: Json, path: str, depth: int) -> Schema:
+        names = self.schema(schema["propertyNames"], path, depth + 1)
+        pattern = pattern_of(names, self._target)
+        if pattern is None or (schema.get("patternProperties") and names is not False):
+            description = "is supported as one pattern, a length or a list of names, without patternProperties"
+            raise GrammarRefused(Refusal.UNSUPPORTED, description, path=path)
+        if names is True:
+            return True
+        return {"additionalProperties": False} | ({"patternProperties": {pattern: True}} if names is not False else {})
+
+    def _distinct(self, copy: Json, value: Any, path: str) -> Schema:
+        if value is not True:
+            raise GrammarRefused(Refusal.SYNTAX, "must be true or false", path=path)
+        distinct = self._logic.distinct_items(copy)
+        if distinct is None:
+            description = "is supported for at most one item, for up to five given values, and for places that differ"
+            raise GrammarRefused(Refusal.UNSUPPORTED, description, path=path)
+        return distinct
+
+    def _with_closed_names(self, copy: Json, value: Any, path: str, depth: int) -> Json:
+        place = _join(path, "unevaluatedProperties")
+        others = self.schema(value, place, depth + 1)
+        evaluated = self._logic.evaluated(copy)
+        if evaluated is None:
+            raise GrammarRefused(
+                Refusal.UNSUPPORTED, "is not supported beside anyOf, oneOf, conditions and dependencies", path=place
+            )
+        return copy | {"allOf": [*copy.get("allOf", ()), evaluated | {"additionalProperties": others}]}
 
 
 def _check_min_properties(schema: Json, path: str) -> None:
@@ -126,17 +349,21 @@ def _check_min_properties(schema: Json, path: str) -> None:
         )
 
 
-def _with_format(schema: Json, path: str) -> Json:
-    """The format as a pattern, where its expression is ours."""
-    name = schema.get("format")
-    if name is None or name in LIBRARY_FORMATS:
-        return schema
-    if name not in OWN_FORMATS:
-        raise GrammarRefused(Refusal.UNSUPPORTED, f"{str(name)[:64]!r} is not supported", path=_join(path, "format"))
-    others = {key: value for key, value in schema.items() if key != "format"}
-    if "pattern" not in others:
-        return others | {"pattern": OWN_FORMATS[name]}
-    return others | {"allOf": [*others.get("allOf", ()), {"pattern": OWN_FORMATS[name]}]}
+def _at(value: Any, names: list[str]) -> Any:
+    """What a JSON pointer points to; None where there is nothing."""
+    for name in names:
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
+
+
+def _names(reference: str) -> list[str]:
+    """The parts of a reference into the schema: percent signs as in URLs, then JSON pointer's own."""
+    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in reference.split("/")[1:]]
 
 
 def _join(path: str, key: str) -> str:

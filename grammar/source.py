@@ -7,7 +7,7 @@ from llguidance import LLMatcher, regex_to_lark
 from grammar.choice import choice_to_lark
 from grammar.errors import GrammarRefused, Refusal
 from grammar.gbnf import gbnf_to_lark
-from grammar.json_schema import WHITE_SPACE, parse_schema
+from grammar.json_schema import WHITE_SPACE, schema_text
 from grammar.limits import GrammarLimits
 from grammar.tool_calls import CallTags, tool_calls_to_lark
 from wire.messages import Grammar, GrammarKind
@@ -17,7 +17,8 @@ def to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags |
     """A grammar for `llguidance.LLMatcher`. call_tags: the model's own. Raises GrammarRefused."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(json.dumps(parse_schema(grammar.source, limits)))
+            text = schema_text(grammar.source, limits, format_as_annotation=grammar.format_as_annotation)
+            return LLMatcher.grammar_from_json_schema(text)
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(json.dumps({"type": "object", "x-guidance": WHITE_SPACE}))
         case GrammarKind.REGEX:
@@ -27,7 +28,7 @@ def to_llguidance(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags |
         case GrammarKind.CHOICE:
             return LLMatcher.grammar_from_lark(choice_to_lark(grammar.source, limits))
         case GrammarKind.TOOL_CALLS:
-            return LLMatcher.grammar_from_lark(tool_calls_to_lark(grammar.source, limits, call_tags))
+            return LLMatcher.grammar_from_lark(tool_calls_to_lark(grammar, limits, call_tags))
 
 
 def _regex_to_lark(source: str, limits: GrammarLimits) -> str:

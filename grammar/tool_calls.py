@@ -8,13 +8,14 @@ The source is JSON: ``{"tools": [{"name": …, "parameters": schema or null}, �
 call, and at most max_calls.
 """
 
-import json
 from typing import Any
 
 from grammar.errors import GrammarRefused, Refusal
-from grammar.json_schema import WHITE_SPACE, Json, rewrite
+from grammar.json_literals import Json, check_text, encode
+from grammar.json_schema import WHITE_SPACE, Place, read_json, rewrite
 from grammar.lark import quoted
 from grammar.limits import GrammarLimits
+from wire.messages import Grammar
 
 CALL_TAGS = ("<tool_call>", "</tool_call>")
 OPENING, CLOSING = f"{CALL_TAGS[0]}\n", f"\n{CALL_TAGS[1]}"
@@ -23,11 +24,12 @@ CallTags = tuple[int, int]
 _ARGUMENTS = "#/properties/arguments"
 
 
-def tool_calls_to_lark(source: str, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
+def tool_calls_to_lark(grammar: Grammar, limits: GrammarLimits, call_tags: CallTags | None = None) -> str:
     """call_tags: None writes the tags as text. Raises GrammarRefused; paths begin with the tool:
     ``tools[2].parameters.properties…``."""
-    tools, max_calls = _read(source, limits)
-    calls = [f"call_{index}: %json {json.dumps(_call_schema(tool, index, limits))}" for index, tool in enumerate(tools)]
+    tools, max_calls = _read(grammar.source, limits)
+    schemas = [_call_schema(tool, index, grammar, limits) for index, tool in enumerate(tools)]
+    calls = [f"call_{index}: %json {encode(schema)}" for index, schema in enumerate(schemas)]
     names = " | ".join(f"call_{index}" for index in range(len(tools)))
     more = "" if max_calls == 1 else ' ("\\n" call)*' if max_calls is None else f' ("\\n" call){{0,{max_calls - 1}}}'
     opening, closing = quoted(OPENING), quoted(CLOSING)
@@ -42,21 +44,23 @@ def _read(source: str, limits: GrammarLimits) -> tuple[list[Json], int | None]:
     if len(source.encode()) > limits.max_source_bytes:
         raise GrammarRefused(Refusal.LIMIT, f"has more than {limits.max_source_bytes} bytes")
     try:
-        content = json.loads(source)
+        content = read_json(source, limits)
         tools, max_calls = content["tools"], content.get("max_calls")
         names = [str(tool["name"]) for tool in tools]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError, AttributeError):
         raise GrammarRefused(Refusal.SYNTAX, "is not a list of tools") from None
     if not names or (max_calls is not None and (not isinstance(max_calls, int) or max_calls < 1)):
         raise GrammarRefused(Refusal.SYNTAX, "needs at least one tool and one call")
     return tools, max_calls
 
 
-def _call_schema(tool: Json, index: int, limits: GrammarLimits) -> Json:
+def _call_schema(tool: Json, index: int, grammar: Grammar, limits: GrammarLimits) -> Json:
+    check_text(tool["name"], f"tools[{index}].name")
     parameters: Any = tool.get("parameters")
     if parameters is None:
         parameters = {"type": "object"}
-    arguments = rewrite(parameters, limits, root=_ARGUMENTS, path=f"tools[{index}].parameters")
+    place = Place(root=_ARGUMENTS, path=f"tools[{index}].parameters")
+    arguments = rewrite(parameters, limits, place, format_as_annotation=grammar.format_as_annotation)
     if isinstance(arguments, dict) and "type" not in arguments:
         arguments = arguments | {"type": "object"}
     return {

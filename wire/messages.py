@@ -54,6 +54,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     kind: GrammarKind
     source: str = ""
+    format_as_annotation: bool = False  # of JSON schemas and tools: formats that are not known mean nothing
 
 
 class Pooling(IntEnum):

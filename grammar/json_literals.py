@@ -1,0 +1,293 @@
+"""Numbers and texts of JSON schemas that llguidance writes exactly, and the refusal of all others by their path.
+
+llguidance holds every number of a schema as a double, reads decimals to the last place but one, writes the shortest
+decimal that names the double, and forms ranges of integers with 64 bits; of texts that it matches it drops control
+characters that have no short escape. Whatever would come out as something else is refused here.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+import msgspec
+
+from grammar.errors import GrammarRefused, Refusal
+
+Json = dict[str, Any]
+Number = int | Decimal
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+MAX_WHOLE = 2**53  # up to here every whole number is a double
+MAX_BOUND = 10**18
+# What outer bounds beyond the library's integers are narrowed to. It reads its highest one from the double above that.
+_INTEGERS = (-(2**63) + 1024, 2**63 - 1)
+_NUMBERS = (-92 * 10**17, 92 * 10**17)
+_LEAST = Decimal("1e-60")  # the library nests its expressions once a digit
+_MAX_DIVISOR = 2**32 // 10 - 1  # the library adds a digit to a remainder of it, in 32 bits
+_ENCODER = msgspec.json.Encoder(decimal_format="number")
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Characters of a regular expression that mean one of _UNWRITTEN, as such or escaped.
+_CODE = "(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+_CONTROL = rf"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x0?{_CODE}|u000?{_CODE}|[xu]\{{0*{_CODE}\}}|[av])"
+_REGEX_PART = re.compile(rf"(?P<control>{_CONTROL})|\\.|\[\^?\]?(?P<class>(?:\\.|\[:\^?\w+:\]|[^\]\\])*)\]", re.DOTALL)
+
+
+def encode(schema: Any) -> str:
+    """JSON text that the library reads as the numbers that are meant."""
+    return _ENCODER.encode(_spelled(schema)).decode()
+
+
+def check_text(text: str, path: str) -> None:
+    """A const, or one of an enum. Raises GrammarRefused."""
+    if found := _UNWRITTEN.search(text):
+        raise _refused(path, f"has the control character U+{ord(found[0]):04X}, which is not supported")
+
+
+def check_encoding(value: Any, path: str) -> None:
+    """Half a surrogate pair is no character, anywhere in a schema. Raises GrammarRefused."""
+    for place, text in _texts(value, path):
+        if _SURROGATE.search(text):
+            raise _refused(place, "has half a surrogate pair, which no text can have")
+
+
+def check_pattern(pattern: Any, path: str) -> None:
+    """The library would match control characters by nothing where they stand alone. Raises GrammarRefused."""
+    for part in _REGEX_PART.finditer(pattern) if isinstance(pattern, str) else ():
+        if part["control"] or (part["class"] and re.fullmatch(_CONTROL, part["class"])):
+            raise _refused(path, "matches a control character by itself, which is not supported")
+
+
+def check_literal(value: Any, path: str) -> None:
+    """A const, or one of an enum, whatever it is. Raises GrammarRefused."""
+    if isinstance(value, str):
+        check_text(value, path)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_literal(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_literal(item, f"{path}.{key}")
+    elif is_number(value) and not _is_written_exactly(value):
+        raise _refused(path, "is a number that cannot be written exactly")
+
+
+def is_number(value: Any) -> TypeGuard[Number]:
+    """true and false are none."""
+    return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def count(value: Any, path: str) -> int:
+    """A length or a number of items. Raises GrammarRefused."""
+    if is_number(value) and 0 <= value < 2**32 and value == int(value):
+        return int(value)
+    raise GrammarRefused(Refusal.SYNTAX, "must be a whole number from 0 to 4294967295", path=path)
+
+
+class Divisors:
+    """Every `multipleOf` of a schema: any of them may meet on one value, and the library multiplies them in 32 bits.
+    schema: the whole; where it includes schemas in others, each may meet itself."""
+
+    def __init__(self, schema: Any) -> None:
+        self._most = 2**16 - 1 if _mentions(schema, ("allOf", "$ref")) else _MAX_DIVISOR
+        self._paths: set[str] = set()
+        self._multiple = 1
+        self._exponent = 0
+
+    def add(self, value: Any, path: str) -> Number:
+        """One more; a path that was seen before changes nothing. Raises GrammarRefused."""
+        if not is_number(value) or value <= 0:
+            raise GrammarRefused(Refusal.SYNTAX, "must be a number greater than 0", path=path)
+        divisor, exponent = _divisor(value)
+        if divisor is None:
+            raise _refused(path, "is a number that cannot be held exactly")
+        if path in self._paths:
+            return value
+        self._paths.add(path)
+        shared = max(exponent, self._exponent)
+        held, added = self._multiple * 10 ** (shared - self._exponent), divisor * 10 ** (shared - exponent)
+        if divisor > self._most or held * added >= 2**32 or math.lcm(held, added) > _MAX_DIVISOR:
+            raise _refused(path, "is too large, alone or together with another multipleOf")
+        self._multiple, self._exponent = math.lcm(held, added), shared
+        return value
+
+
+def bounds(schema: Json, path: str, *, nearest: bool) -> Json:
+    """The schema's bounds as the library has to be told them, numeric ones only. nearest: an exclusive whole bound
+    becomes the next double, since the library takes the bound itself for a number within where the other one is a
+    fraction. Raises GrammarRefused."""
+    told = {key: schema[key] for key in BOUNDS if key in schema and not isinstance(schema[key], bool)}
+    for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if schema.get(exclusive) is True and inclusive in told:  # as in draft 4
+            told[exclusive] = told.pop(inclusive)
+    is_integer = schema.get("type") == "integer"
+    lowest, highest = _INTEGERS if is_integer else _NUMBERS
+    result: Json = {}
+    for key, value in told.items():
+        if not is_number(value):
+            raise GrammarRefused(Refusal.SYNTAX, "must be a number", path=f"{path}{key}")
+        is_lower = key.endswith("inimum")
+        if value < lowest if is_lower else value > highest:
+            name, limit = ("minimum", lowest) if is_lower else ("maximum", highest)
+            result.setdefault(name, limit)
+            continue
+        name, held = _bound(key, value, is_integer=is_integer, nearest=nearest)
+        if held is None:
+            raise _refused(f"{path}{key}", "is a number that cannot be held exactly")
+        result[name] = _stricter(result.get(name), held, is_lower=is_lower)
+    return result
+
+
+def has_fractions(schema: Any) -> bool:
+    """Whether any bound in a schema is no whole number."""
+    return any(isinstance(value, Decimal) and not _is_whole(value) for key, value in _members(schema) if key in BOUNDS)
+
+
+def _mentions(schema: Any, keywords: tuple[str, ...]) -> bool:
+    return any(key in keywords for key, _ in _members(schema))
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of every object in a value."""
+    if isinstance(value, dict):
+        yield from value.items()
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _members(item)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _bound(key: str, value: Number, *, is_integer: bool, nearest: bool) -> tuple[str, Number | None]:
+    """The keyword and the number to tell; None where there is none."""
+    is_exclusive, is_lower = key.startswith("exclusive"), key.endswith("inimum")
+    if not _is_whole(value):
+        return key, value if abs(Decimal(value)) >= _LEAST and _names_a_double(value) else None
+    whole = int(value)
+    if is_exclusive and is_integer:  # the library would add one to a double
+        key, whole = ("minimum", whole + 1) if is_lower else ("maximum", whole - 1)
+        is_exclusive = False
+    if abs(whole) >= MAX_WHOLE and (is_exclusive or not _is_held(whole, is_integer=is_integer)):
+        return key, None
+    if not is_exclusive or not nearest:
+        return key, whole
+    name, towards = ("minimum", math.inf) if is_lower else ("maximum", -math.inf)
+    if whole == 0:
+        return name, _LEAST if is_lower else -_LEAST
+    beyond = math.nextafter(whole, towards)
+    while not _names_a_double(Decimal(repr(beyond))):
+        beyond = math.nextafter(beyond, towards)
+    return name, Decimal(repr(beyond))
+
+
+def _is_held(whole: int, *, is_integer: bool) -> bool:
+    if whole == _INTEGERS[1] or whole == _INTEGERS[0]:
+        return is_integer
+    return abs(whole) <= MAX_BOUND and float(whole) == whole and (is_integer or _names_a_double(whole))
+
+
+def _stricter(held: Number | None, value: Number, *, is_lower: bool) -> Number:
+    if held is None:
+        return value
+    return max(held, value) if is_lower else min(held, value)
+
+
+def _is_written_exactly(value: Number) -> bool:
+    if _is_whole(value):  # a range of one integer, of 64 bits
+        return -(2**63) < value < 2**63 and float(value) == value
+    return _names_a_double(value)
+
+
+def _names_a_double(value: Number) -> bool:
+    """Whether the library, once it has read the number, writes these very digits."""
+    try:
+        nearest = float(value)
+    except OverflowError:
+        return False
+    shortest = Decimal(repr(nearest)) if math.isfinite(nearest) else None
+    if shortest is None or shortest != value or _spelling(nearest) is None:
+        return False
+    last_place = Decimal(1).scaleb(int(shortest.as_tuple().exponent))
+    return abs(Decimal(nearest) - shortest) * 2 != last_place  # there the library may round to the other side
+
+
+def _is_whole(value: Number) -> bool:
+    return isinstance(value, int) or value == value.to_integral_value()
+
+
+def _divisor(value: Number) -> tuple[int | None, int]:
+    """Digits, and how many of them stand behind the point, as the library finds them: by multiplication."""
+    if not _names_a_double(value):
+        return None, 0
+    scaled, exponent = float(value), 0
+    while not scaled.is_integer() and scaled < 2**32:
+        scaled, exponent = scaled * 10, exponent + 1
+    if scaled > _MAX_DIVISOR or Decimal(int(scaled)).scaleb(-exponent) != value:
+        return None, 0
+    return int(scaled), exponent
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    if isinstance(value, Decimal):
+        return int(value) if _is_whole(value) else _spelling(float(value))
+    return value
+
+
+def _spelling(number: float) -> Decimal | None:
+    """A decimal that the library reads as this double, which it does not of all of them: it rounds the digits, then
+    divides by a power of ten."""
+    shortest = Decimal(repr(number))
+    for candidate in (abs(shortest), *_near(abs(number))):
+        _, digits, exponent = candidate.as_tuple()
+        if _as_read(int("".join(map(str, digits))), int(exponent)) == abs(number):
+            return candidate.copy_sign(shortest)
+    return None
+
+
+def _near(number: float) -> Iterator[Decimal]:
+    exact = Decimal(number)
+    for num_digits in (17, 18, 19):
+        exponent = exact.adjusted() - num_digits + 1
+        middle = int(exact.scaleb(-exponent))
+        step = int(math.ulp(float(middle)))
+        for off in range(8):
+            yield Decimal(middle + off * step).scaleb(exponent)
+            yield Decimal(middle - off * step).scaleb(exponent)
+
+
+def _as_read(significand: int, exponent: int) -> float:
+    """serde_json's reading without its feature `float_roundtrip`."""
+    number = float(significand)
+    if exponent > 308:
+        return math.inf
+    while exponent < -308:
+        number, exponent = number / 1e308, exponent + 308
+    return number * float(f"1e{exponent}") if exponent >= 0 else number / float(f"1e{-exponent}")
+
+
+# ---------------------------------------------------------------- texts
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            place = f"{path}.{key}" if path else key
+            yield path, key
+            yield from _texts(item, place)
+
+
+def _refused(path: str, description: str) -> GrammarRefused:
+    return GrammarRefused(Refusal.UNSUPPORTED, description, path=path)
