@@ -6,10 +6,10 @@ answers are only given where they are certain.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from typing import Any
 
-from grammar.errors import GrammarRefused
+from grammar.errors import GrammarRefused, Refusal
 from grammar.json_literals import BOUNDS, Json, bounds, is_number
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -17,9 +17,12 @@ Schema = Json | bool
 Resolve = Callable[[str], Schema | None]
 
 _MAX_DEPTH = 6
+_MAX_WORK = 200_000  # about half a second
+_MAX_WAYS = 64
 _MAX_ARRANGEMENTS = 400  # of distinct items: all of five values
 _ANNOTATIONS = ("$schema", "$id", "id", "$anchor", "$defs", "definitions")
 _INCLUDING = ("allOf", "anyOf", "oneOf", "$ref")
+_EXCLUDED = "x-excluded"  # what a pattern of ours leaves out; the library knows no such keyword
 _INFINITE = float("inf")
 
 
@@ -41,18 +44,39 @@ class Logic:
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
+        self._work = 0
 
     def can_meet(self, *schemas: Schema) -> bool:
         """False where no value can be valid under all of them."""
         return not self._is_never(schemas, _MAX_DEPTH)
 
-    def types(self, schema: Schema) -> set[str]:
-        """Types that its values can have; all of them where that is not clear."""
-        return self._types(self._facts([schema]))
+    def meeting(self, options: list[Schema], beside: Schema) -> set[tuple[int, int]]:
+        """Pairs of options that one value may be valid under, valid under ``beside`` too; the lower index first."""
+        values = [self._values(self._facts([option])) for option in options]
+        having: dict[Any, list[int]] = {}
+        for index, each in enumerate(values):
+            for value in each or ():
+                having.setdefault(_key(value), []).append(index)
+        unclear = [index for index, each in enumerate(values) if each is None]
+        self._pay(len(unclear) * len(options) + sum(len(indices) ** 2 for indices in having.values()))
+        pairs = {pair for indices in having.values() for pair in combinations(indices, 2)}
+        pairs |= {(min(pair), max(pair)) for pair in product(unclear, range(len(options))) if pair[0] != pair[1]}
+        return {pair for pair in pairs if self.can_meet(beside, *(options[index] for index in pair))}
 
     def negation(self, schema: Schema) -> Schema | None:
         """A schema for all other values; None where none can be written."""
         return self._negation(schema, _MAX_DEPTH)
+
+    def ways(self, groups: list[list[Schema]], beside: Schema) -> list[list[Schema]] | None:
+        """One option of each group, in every way that some value can be valid under, valid under ``beside`` too; None
+        where there are too many."""
+        ways: list[list[Schema]] = [[]]
+        for options in groups:
+            longer = [[*way, option] for way in ways for option in options]
+            ways = [way for way in longer if self.can_meet(beside, *way)]
+            if len(ways) > _MAX_WAYS:
+                return None
+        return ways
 
     def evaluated(self, schema: Json) -> Json | None:
         """`properties` and `patternProperties` that a schema and those that it includes evaluate; None where that
@@ -96,6 +120,7 @@ class Logic:
         waiting = [*schemas]
         while waiting:
             schema = waiting.pop(0)
+            self._spend(schema)
             if isinstance(schema, bool):
                 facts.is_never |= not schema
                 continue
@@ -109,6 +134,17 @@ class Logic:
                 facts.is_complete &= target is not None
                 waiting += [] if target is None else [target]
         return facts
+
+    def _spend(self, schema: Schema) -> None:
+        self._pay(1 if isinstance(schema, bool) else 1 + len(schema) + len(schema.get("enum", ())) // 4)
+
+    def _pay(self, work: int) -> None:
+        """All work on the schemas of a caller has one limit."""
+        self._work += work
+        if self._work > _MAX_WORK:
+            raise GrammarRefused(
+                Refusal.LIMIT, "is too complex: its oneOf, conditions or the like take too long to check"
+            )
 
     def _types(self, facts: _Facts) -> set[str]:
         types = {*TYPES}
@@ -178,9 +214,10 @@ class Logic:
             return not schema
         if depth == 0:
             return None
+        self._spend(schema)
         parts: list[Schema] = []
         for keyword, value in schema.items():
-            if keyword in _ANNOTATIONS:
+            if keyword in _ANNOTATIONS or keyword == _EXCLUDED:
                 continue
             others = self._negations(keyword, value, depth - 1)
             if others is None:
@@ -256,7 +293,7 @@ def _others(values: list[Any]) -> list[Schema] | None:
         found.append({"enum": [value for value in (False, True) if not any(value is each for each in values)]})
     if "string" in types:
         pattern = f"^(?:{_other_texts([value for value in values if isinstance(value, str)])})$"
-        found.append({"type": "string", "pattern": pattern})
+        found.append({"type": "string", "pattern": pattern, _EXCLUDED: values})
     numbers = sorted({value for value in values if is_number(value)})
     for low, high in zip([None, *numbers], [*numbers, None], strict=True) if numbers else ():
         ends = {"exclusiveMinimum": low, "exclusiveMaximum": high}
@@ -313,6 +350,8 @@ def _may_be(value: Any, base: Json) -> bool:
     if is_number(value):
         return not _is_empty_range(_Facts(bases=[base, {"minimum": value, "maximum": value}]))
     if isinstance(value, str):
+        if value in base.get(_EXCLUDED, ()):
+            return False
         return int(base.get("minLength", 0)) <= len(value) <= base.get("maxLength", _INFINITE)
     return True
 

@@ -43,6 +43,7 @@ _REFUSED = frozenset(_REFUSED_WORDS.split())
 # Whatever else a reference points to is moved to the definitions: it may stand where nothing is kept.
 _PLAIN_REFERENCE = re.compile(r"#|#/(?:\$defs|definitions)/[\w-]+")
 _MOVED = "moved:"
+_MAX_NESTING = 120  # of the library's reader, less what is put around a schema
 # A space, or a new line with its indentation: as people and models write JSON, and never white space without end. No
 # key is written with \u, which could hide its name.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,32})?", "json_allowed_escapes": 'nrtbf\\"'}
@@ -76,9 +77,19 @@ def read_json(text: str, limits: GrammarLimits) -> Any:
         raise GrammarRefused(Refusal.LIMIT, f"is nested deeper than {limits.max_depth}") from None
     except (ValueError, ArithmeticError) as error:
         raise GrammarRefused(Refusal.SYNTAX, f"is not valid JSON: {error}") from None
+    if _has_depth(value, _MAX_NESTING):
+        raise GrammarRefused(Refusal.LIMIT, f"has values nested deeper than {_MAX_NESTING}")
     if "\\u" in text:
         check_encoding(value, "")
     return value
+
+
+def _has_depth(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        _has_depth(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _refuse_constant(name: str) -> float:
@@ -232,21 +243,15 @@ class _Walk:
         if options is None:
             return schema
         beside = {key: value for key, value in schema.items() if key != "oneOf"}
-        alone: list[Schema] = []
-        for index, option in enumerate(options):
-            conditions: list[Schema] = [option]
-            for other_index, other in enumerate(options):
-                if other_index == index or not self._logic.can_meet(beside, option, other):
-                    continue
-                without = self._logic.negation(other)
+        conditions: list[list[Schema]] = [[option] for option in options]
+        for pair in sorted(self._logic.meeting(options, beside)):
+            for index, other in (pair, pair[::-1]):
+                without = self._logic.negation(options[other])
                 if without is None:
-                    pair = f"[{min(index, other_index)}] and [{max(index, other_index)}]"
-                    raise GrammarRefused(
-                        Refusal.UNSUPPORTED, f"is supported where options exclude each other; {pair} may not",
-                        path=_join(path, "oneOf"),
-                    )  # fmt: skip
-                conditions.append(without)
-            alone.append(option if len(conditions) == 1 else {"allOf": conditions})
+                    description = f"is supported where options exclude each other; [{pair[0]}] and [{pair[1]}] may not"
+                    raise GrammarRefused(Refusal.UNSUPPORTED, description, path=_join(path, "oneOf"))
+                conditions[index].append(without)
+        alone = [each[0] if len(each) == 1 else {"allOf": each} for each in conditions]
         name = "anyOf" if "anyOf" not in beside else "allOf"
         added = alone if name == "anyOf" else [*beside.get("allOf", ()), {"anyOf": alone}]
         return {("anyOf" if key == "oneOf" and name == "anyOf" else key): value for key, value in schema.items()
@@ -269,9 +274,21 @@ class _Walk:
         added = [each for each in added if each is not True]
         if added:
             copy = copy | {"allOf": [*copy.get("allOf", ()), *added]}
+        copy = self._with_fewer_ways(copy)
         if schema.get("unevaluatedProperties", True) is True:
             return copy
         return self._with_closed_names(copy, schema["unevaluatedProperties"], path, depth)
+
+    def _with_fewer_ways(self, schema: Json) -> Json:
+        """Conditions one after another as the few ways through them all: the library would follow every combination."""
+        included = schema.get("allOf", [])
+        groups = [options for each in included if (options := _alternatives(each)) is not None]
+        beside = {key: value for key, value in schema.items() if key != "allOf"}
+        ways = self._logic.ways(groups, beside) if len(groups) > 1 else None
+        if ways is None:
+            return schema
+        others = [each for each in included if _alternatives(each) is None]
+        return schema | {"allOf": [*others, {"anyOf": [{"allOf": way} for way in ways]} if ways else False]}
 
     def _condition(self, schema: Json, path: str, depth: int) -> Schema:
         condition = self.schema(schema["if"], _join(path, "if"), depth + 1)
@@ -334,6 +351,15 @@ class _Walk:
                 Refusal.UNSUPPORTED, "is not supported beside anyOf, oneOf, conditions and dependencies", path=place
             )
         return copy | {"allOf": [*copy.get("allOf", ()), evaluated | {"additionalProperties": others}]}
+
+
+def _alternatives(schema: Schema) -> list[Schema] | None:
+    """Of a schema that is nothing but alternatives, also of alternatives."""
+    while isinstance(schema, dict) and schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
+        schema = schema["allOf"][0]
+    if not isinstance(schema, dict) or schema.keys() != {"anyOf"}:
+        return None
+    return [each for option in schema["anyOf"] for each in (_alternatives(option) or [option])]
 
 
 def _check_min_properties(schema: Json, path: str) -> None:
