@@ -16,6 +16,10 @@ _KNOWN = {
         "the checkpoint is not supported",
         "Qwen2.5 dense checkpoints are; see docs/architecture.md",
     ),
+    "CacheUnusable": (
+        "a cache cannot be used",
+        "name a folder that can be written and executed from; in a container, mount a volume there",
+    ),
     "RunDirError": ("the run directory cannot be used", "mend the folder, or give another with --run-dir"),
     "EndpointError": ("bad endpoint", "see --worker-endpoint and --gateway-endpoint in --help"),
     "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from model.config import Qwen2Config
 from model.cpu import invariant
-from model.cpu.native import kernels_fingerprint, native_library
+from model.cpu.native import kernels_fingerprint, native_library, why_missing
 from model.cpu.ops import silu_mul
 from model.cpu.panels import can_panel, pack_bf16
 from model.layers import Mlp
@@ -97,7 +97,9 @@ def check_available(model: Qwen2ForCausalLM) -> None:
     if model.dtype not in invariant.DTYPES:
         raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {model.dtype}")
     if native_library() is None:
-        raise InvarianceUnavailable("deterministic mode on a CPU needs a C compiler (cc), and OCTAVO_NATIVE not off")
+        raise InvarianceUnavailable(
+            f"deterministic mode on a CPU needs kernels, and {why_missing() or 'OCTAVO_NATIVE is off'}"
+        )
     if any(isinstance(module, Linear) and module.quantized is not None for module in model.modules()):
         raise InvarianceUnavailable("deterministic mode has no products for the checkpoint's quantised weights")
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)

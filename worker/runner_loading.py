@@ -11,9 +11,18 @@ import structlog
 import torch
 
 from model.attention_invariant import InvariantAttention
+from model.cache_folder import (
+    VARIABLE,
+    CacheUnusable,
+    cache_folder,
+    require_executable,
+    require_writable,
+    triton_folder,
+)
 from model.cache_scales import fold_cache_scales
 from model.checkpoint import resolve_checkpoint
 from model.config import load_config
+from model.cpu.native import why_missing
 from model.dtypes import parse_dtype
 from model.invariant import InvarianceUnavailable, arithmetic, make_invariant
 from model.loading import load_model
@@ -47,8 +56,10 @@ DEFAULT_BACKEND = "sdpa"
 
 def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     """Resolve (download), load, size the pool, warm up. Raises model.CheckpointError, worker.memory.DoesNotFit,
-    worker.model_card.CardError, ValueError."""
+    worker.model_card.CardError, model.cache_folder.CacheUnusable, ValueError."""
     check_deterministic(config)
+    if wants_cuda_runner(config):
+        require_executable(triton_folder(), "TRITON_CACHE_DIR")
     prefer_huge_pages()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -74,7 +85,7 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         block_size=config.block_size,
         scheduler=scheduler,
         device=_device(config, model),
-        notes=described.notes,
+        notes=described.notes + _cache_notes(config),
     )
 
 
@@ -82,6 +93,18 @@ def _device(config: WorkerConfig, model: Qwen2ForCausalLM) -> str:
     """The device, and what is out of the ordinary on it."""
     said = spoken(config.quantization, config.kv_cache_dtype, model.config.quantization)
     return str(model.device) + said + (", deterministic" if config.deterministic is Deterministic.ON else "")
+
+
+def _cache_notes(config: WorkerConfig) -> tuple[str, ...]:
+    """What this worker goes without, since it cannot be kept."""
+    if not wants_cuda_runner(config):
+        why = why_missing() if torch.device(config.device).type == "cpu" else None
+        return () if why is None else (f"steps run on torch alone, which is slower: {why}",)
+    try:
+        require_writable(cache_folder("paths"), VARIABLE)
+    except CacheUnusable as error:
+        return (f"kernels are chosen by new measurements at each start: {error}",)
+    return ()
 
 
 def check_deterministic(config: WorkerConfig) -> None:

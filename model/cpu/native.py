@@ -15,6 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from model.cache_folder import VARIABLE, cache_folder, require_executable
+
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.c")
     for name in ("team", "kernels", "matmul", "prefill", "invariant", "largest", "layer")
@@ -59,13 +61,27 @@ def native_library() -> ctypes.CDLL | None:
         return None
     if not all(source.exists() for source in (*SOURCES, *HEADERS)):
         return None
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    compiler = _compiler()
     if compiler is None:
         return None
     try:
         return _load(_compiled(compiler))
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
+
+
+def why_missing() -> str | None:
+    """Why there are no kernels, as a part of a sentence; None where they are there, or were switched off."""
+    if native_library() is not None or os.environ.get("OCTAVO_NATIVE") == "off":
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        return "there is no C compiler (cc)"
+    try:
+        require_executable(_folder(), VARIABLE)
+    except OSError as error:
+        return str(error)
+    return f"{compiler} could not compile them, or this system cannot load them"
 
 
 def loaded_library() -> ctypes.CDLL:
@@ -82,6 +98,10 @@ def kernels_fingerprint() -> str:
     return "" if library is None else Path(library._name).stem
 
 
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+
+
 def _load(file: Path) -> ctypes.CDLL:
     """Raises OSError for a file that is no library, AttributeError where a function is missing."""
     library = ctypes.CDLL(str(file))
@@ -96,6 +116,7 @@ def _compiled(compiler: str) -> Path:
     folder = _folder()
     file = folder / f"kernels-{_fingerprint(compiler)}.so"
     if not file.exists():
+        require_executable(folder, VARIABLE)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / file.name
             command = [compiler, *_FLAGS, "-o", str(fresh), *map(str, SOURCES), "-lm"]
@@ -106,11 +127,11 @@ def _compiled(compiler: str) -> Path:
 
 def _folder() -> Path:
     """Only we may write there: what lies in it is executed. Raises PermissionError where somebody else could."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "native"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to others, or others may write there")
+    folder = cache_folder("native")
+    if folder.exists():
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{folder} belongs to others, or others may write there")
     return folder
 
 

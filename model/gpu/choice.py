@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import triton
 
+from model.cache_folder import cache_folder
 from model.config import Qwen2Config
 from model.gpu.narrow_layers import NarrowCuts, cuts_of
 from model.gpu.split_layers import SPLIT_SIZES, SplitCuts, split_cuts_of
@@ -176,8 +177,7 @@ def cache_file(config: Qwen2Config, weight: torch.Tensor) -> Path:
     cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Wide)}
     device = torch.cuda.get_device_name(weight.device)
     key = json.dumps([shape, str(weight.dtype), device, torch.__version__, triton.__version__, cuts], sort_keys=True)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "paths"
-    return folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
+    return cache_folder("paths") / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
 
 def read_names(file: Path) -> dict[int, str]:
