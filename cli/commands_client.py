@@ -8,7 +8,7 @@ import typer
 from cli.generate_options import ConstraintOptions, OutputOptions
 from cli.options import with_settings
 from cli.resolve import Resolved
-from cli.settings import ALL_KEYS, ClientSettings, ServeSettings
+from cli.settings import ALL_KEYS, ClientSettings, HealthSettings, ServeSettings
 
 PANEL = "Call a service"
 
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     app.command("generate", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
     app.command("embed", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(embed))
     app.command("models", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
-    app.command("health", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(health))
+    app.command("health", rich_help_panel=PANEL)(with_settings(HealthSettings, ALL_KEYS)(health))
     app.command("tour", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
 
 
@@ -103,15 +103,20 @@ def models(resolved: Resolved[ClientSettings]) -> int:
 
 
 def health(
-    resolved: Resolved[ClientSettings],
+    resolved: Resolved[HealthSettings],
     live: Annotated[
         bool, typer.Option("--live", help="Only whether the gateway runs, with or without a worker.")
     ] = False,
+    worker: Annotated[
+        bool, typer.Option("--worker", help="Whether the worker at --worker-metrics-port is loaded and registered.")
+    ] = False,
 ) -> int:
     """Exit with 0 where a service takes requests, else 1; for probes of containers."""
-    from cli.health import health as run
+    from cli.health import gateway_health, worker_health
 
-    return run(resolved.settings, service="" if live else "octavo.v1.InferenceService")
+    if worker:
+        return worker_health(resolved.settings)
+    return gateway_health(resolved.settings, service="" if live else "octavo.v1.InferenceService")
 
 
 def tour(resolved: Resolved[ServeSettings]) -> int:

@@ -51,8 +51,8 @@ class MetricsHostSettings(Settings):
     metrics_host: str = setting("127.0.0.1", "Address of /metrics, of gateways and workers", panel="Watching")
 
 
-class WorkerWatchSettings(MetricsHostSettings):
-    """What a worker tells about itself."""
+class WorkerMetricsSettings(MetricsHostSettings):
+    """Where a worker's /metrics and /ready are."""
 
     worker_metrics_port: int = setting(
         9091,
@@ -61,6 +61,11 @@ class WorkerWatchSettings(MetricsHostSettings):
         ge=0,
         le=65535,
     )
+
+
+class WorkerWatchSettings(WorkerMetricsSettings):
+    """What a worker tells about itself."""
+
     heartbeat_interval_s: float = setting(0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0)
     stall_exit_s: float = setting(
         40.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
@@ -137,6 +142,10 @@ class ClientSettings(CredentialSettings, AddressSettings):
     seed: int | None = setting(None, "The same seed gives the same tokens", panel="Request", ge=0)
     repetition_penalty: float | None = setting(None, "Divides logits of tokens seen; 1 is off", panel="Request", gt=0)
     stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")
+
+
+class HealthSettings(WorkerMetricsSettings, ClientSettings):
+    """`octavo health`."""
 
 
 class AllSettings(ClientSettings, WorkerSettings, GatewaySettings, ServeSettings):

@@ -78,14 +78,22 @@ class _Left(Exception):
 
 
 class ScrapeServer:
-    """Owns the listening socket and its thread. render: called in that thread, one at a time. max_connections: for a
-    moment there may be twice as many."""
+    """Owns the listening socket and its thread. render: called in that thread, one at a time. why_not_ready: called
+    there for GET /ready; None where the process is ready, else what it waits for. max_connections: for a moment there
+    may be twice as many."""
 
     def __init__(
-        self, host: str, port: int, render: Callable[[PageFormat], bytes], *, max_connections: int = MAX_CONNECTIONS
+        self,
+        host: str,
+        port: int,
+        render: Callable[[PageFormat], bytes],
+        *,
+        why_not_ready: Callable[[], str | None] | None = None,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         """Listens at once; port 0 draws one. Raises OSError where the address is taken."""
         self._render = render
+        self._why_not_ready = why_not_ready
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self.port = int(self._socket.getsockname()[1])
@@ -177,6 +185,9 @@ class ScrapeServer:
             return _Answer(405, b"use GET\n", (("Allow", "GET, HEAD"),))
         if request.target == b"/favicon.ico":
             return _Answer(200, b"")
+        if request.target == b"/ready" and self._why_not_ready is not None:
+            why_not = self._why_not_ready()
+            return _Answer(200, b"ready\n") if why_not is None else _Answer(503, f"{why_not}\n".encode())
         wish = _wish_of(request)
         packing = (("Content-Encoding", "gzip"),) if wish.is_gzipped else ()
         headers = (("Content-Type", wish.format.value), *packing)

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import metadata
 
@@ -99,7 +100,7 @@ def _assemble(
     registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: link.welcomed))
     cache = CacheInfo(dtype=config.kv_cache_dtype or "auto", has_prefix_cache=config.prefix_cache is PrefixCacheMode.ON)
     registry.register(InfoCollector(loaded.card, loaded.capacity, version=_version(), cache=cache))
-    metrics_port = _serve_metrics(config, registry, stack)
+    metrics_port = _serve_metrics(config, registry, stack, lambda: _why_not_ready(engine, link))
     heartbeat = HeartbeatThread(
         config.gateway_endpoints,
         register.epoch,
@@ -163,12 +164,21 @@ def _blocks_config(config: WorkerConfig, loaded: Loaded) -> BlockManagerConfig:
     )
 
 
-def _serve_metrics(config: WorkerConfig, registry: CollectorRegistry, stack: ExitStack) -> int | None:
+def _serve_metrics(
+    config: WorkerConfig, registry: CollectorRegistry, stack: ExitStack, why_not_ready: Callable[[], str | None]
+) -> int | None:
     if config.metrics_port is None:
         return None
-    server = MetricsServer(registry, host=config.metrics_host, port=config.metrics_port)
+    server = MetricsServer(registry, host=config.metrics_host, port=config.metrics_port, why_not_ready=why_not_ready)
     stack.callback(server.close)
     return server.port
+
+
+def _why_not_ready(engine: Engine, link: WorkerLink) -> str | None:
+    """For probes, which ask once the model is loaded: before, nobody listens."""
+    if engine.stats.is_draining:
+        return "this worker drains"
+    return None if any(link.welcomed) else "no gateway has taken this worker yet"
 
 
 def _curve(config: WorkerConfig) -> CurveKeys | None:

@@ -157,12 +157,19 @@ class InfoCollector(Collector):
 
 
 class MetricsServer:
-    """HTTP in a thread of its own."""
+    """HTTP in a thread of its own: /metrics, and /ready, which says with 503 what the worker waits for."""
 
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        host: str,
+        port: int,
+        why_not_ready: Callable[[], str | None] | None = None,
+    ) -> None:
         """Raises OSError naming the address, where it is taken."""
         try:
-            self._server = ScrapeServer(host, port, pages_of(registry))
+            self._server = ScrapeServer(host, port, pages_of(registry), why_not_ready=why_not_ready)
         except OSError as error:
             raise OSError(error.errno, f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
         self.port = self._server.port

@@ -41,7 +41,7 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
             "--truncate-prompt-tokens",
         },
         "embed": {"--pooling", "--raw", "texts"},
-        "health": {"--live"},
+        "health": {"--live", "--worker", "--worker-metrics-port", "--metrics-host"},
     }
     assert flags - {"--help", "-h"} == {flag_of(name) for name in settings} | {"--config"} | own.get(command, set())
 

@@ -70,6 +70,56 @@ def test_no_port_is_published_beyond_loopback_and_nobody_keeps_privileges(compos
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
+def variables_of_image(repository: Path, role: str) -> dict[str, str]:
+    text = (repository / f"deploy/{role}.Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith("ENV ")]
+    return dict(pair.split("=", 1) for line in lines for pair in line.split()[1:])
+
+
+def test_workers_keep_what_they_compile_in_a_volume_of_their_user(compose: dict[str, Any], repository: Path) -> None:
+    """Their root is read-only, and what Docker mounts as tmpfs nobody can execute from."""
+    variables = variables_of_image(repository, "worker")
+    text = (repository / "deploy/worker.Dockerfile").read_text()
+    (made,) = re.findall(r"install -d -m 0700 -o octavo -g octavo ([^\n]*)", text)
+    for role in ("worker-gpu", "worker-cpu"):
+        service = compose["services"][role]
+        mounted = dict(reversed(volume.split(":", 1)) for volume in service["volumes"])
+        for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_HOME"):
+            (folder,) = [each for each in mounted if Path(variables[name]).is_relative_to(each)]
+            assert not compose["volumes"][mounted[folder]]  # a plain volume: kept, and not mounted noexec
+            assert folder in made.split()  # an empty volume takes owner and mode of the image's folder
+            assert name not in service["environment"]
+        assert not any(folder.startswith("/var/cache") for folder in service["tmpfs"])
+
+
+def test_gateway_and_workers_tell_docker_how_they_are(compose: dict[str, Any], repository: Path) -> None:
+    """By commands that exist (tests/cli/test_main.py has their flags)."""
+    expected = {"gateway": ["octavo", "health", "--live"], "worker": ["octavo", "health", "--worker"]}
+    for role, command in expected.items():
+        text = (repository / f"deploy/{role}.Dockerfile").read_text()
+        (check,) = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", text, re.MULTILINE)
+        assert json.loads(check) == command
+        assert all("healthcheck" not in each for name, each in compose["services"].items() if name.startswith(role))
+
+
+def test_every_dependency_says_what_it_waits_for_and_can_be_fulfilled(
+    compose: dict[str, Any], repository: Path
+) -> None:
+    services = compose["services"]
+    for name, service in services.items():
+        for other, how in service.get("depends_on", {}).items():
+            assert how["condition"] in ("service_started", "service_healthy"), name
+            if how["condition"] == "service_healthy":
+                image = services[other].get("build", {}).get("dockerfile")
+                has_check = "healthcheck" in services[other] or "HEALTHCHECK" in (repository / image).read_text()
+                assert has_check, f"{name} waits for {other} to be healthy, which has no health check"
+            outside = set(services[other].get("profiles", ())) - set(service.get("profiles", ()))
+            assert not outside or how.get("required") is False, f"{other} may not be started with {name}"
+    for worker in ("worker-gpu", "worker-cpu"):
+        assert services["openai"]["depends_on"][worker]["condition"] == "service_healthy"
+        assert "gateway" in services[worker]["depends_on"]
+
+
 def test_the_grace_of_docker_is_longer_than_a_drain(compose: dict[str, Any]) -> None:
     drain_s = COMMANDS["gateway"].model_fields["drain_grace_s"].default
     assert int(compose["services"]["gateway"]["stop_grace_period"].removesuffix("s")) > drain_s

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from gateway.workers import RunRequest, WorkerPool
+from tests.support.service import free_port
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.support.workers import RecordingSink, pool_config, until
 from wire.keys import generate_keys, save_keys
@@ -304,3 +306,24 @@ def test_impossible_settings_stop_the_start(start: Start) -> None:
     assert worker.wait(START_S) == 1
     assert "needs CURVE keys" in worker.log.read_text()
     assert os.listdir(worker.log.parent) == ["worker.log"]
+
+
+def ready_says(port: int) -> tuple[int, str]:
+    """Status and text of the worker's /ready; (0, "") while nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+async def test_probes_hear_when_a_worker_is_ready_and_when_no_more(start: Start, open_pool: OpenPool) -> None:
+    port = free_port()
+    start(metrics_port=port)
+    await until(lambda: ready_says(port) == (503, "no gateway has taken this worker yet\n"), START_S)
+    pool = await open_pool()
+    await until(lambda: ready_says(port) == (200, "ready\n"), START_S)
+    await pool.close()
+    await until(lambda: ready_says(port)[0] == 503, START_S)
