@@ -164,5 +164,6 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg
     of_others |= {"--prometheus-host", "--tool-call-parser"}  # smg
     of_others |= {"--text"}  # python -m bench.quant_error
+    of_others |= {"--total-queued-requests-metric"}  # pickers of Kubernetes inference gateways
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
     assert shown - known <= of_others | {"--flag"}
