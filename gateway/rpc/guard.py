@@ -25,6 +25,10 @@ Context = grpc.aio.ServicerContext
 # Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
 # lets in besides requests in flight: so callers that only begin calls keep nobody out.
 MAX_WAITS = 512
+_EXPIRED, _LEFT = ("DEADLINE_EXCEEDED", "DEADLINE"), ("CANCELLED", "CLIENT")
+# A client whose time is over resets the call, and may do so before our own clock says the same: its timer began a
+# network's way earlier, and gRPC rounds `grpc-timeout` up by as much as 1 %.
+_EARLY_S, _EARLY_SHARE = 0.05, 0.02
 
 
 Parse = Callable[[Any], Any]
@@ -128,7 +132,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _coroutine(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
-            scope = RpcScope(method=method, peer=context.peer())
+            scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
                 scope.caller = self._door.admit(method, context)
@@ -143,7 +147,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            scope = RpcScope(method=method, peer=context.peer())
+            scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
             current_rpc.set(scope)
             try:
                 scope.caller = self._door.admit(method, context)
@@ -164,7 +168,7 @@ class Guard(grpc.aio.ServerInterceptor):
             # Nearly always the caller went away. Where somebody else cancelled the task, the RPC is alive, and without
             # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
             if await _is_gone(context):
-                self._record(scope, "CANCELLED", "CLIENT")
+                self._record(scope, *_how_it_went(scope, context))
             else:
                 await self._abort(InternalDefect("the handler was cancelled"), scope, context)
         elif isinstance(error, Exception):
@@ -180,7 +184,8 @@ class Guard(grpc.aio.ServerInterceptor):
             self._record(scope, status.code.name, status.reason)
             raise
         except Exception:  # the library's way to say that the RPC is over
-            self._record(scope, "CANCELLED", "CLIENT")
+            is_late = isinstance(error, DeadlinePassed)
+            self._record(scope, *(_EXPIRED if is_late else _how_it_went(scope, context)))
             raise asyncio.CancelledError from None
 
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
@@ -200,6 +205,14 @@ class Guard(grpc.aio.ServerInterceptor):
             seconds=round(time.monotonic() - scope.started_s, 4),
             **scope.log_fields,
         )
+
+
+def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
+    """Code and reason of a call that ended without our doing: its time was over, or its caller left."""
+    left_s = context.time_remaining()
+    if left_s is None or scope.wire_timeout_s is None:
+        return _LEFT
+    return _EXPIRED if left_s <= _EARLY_S + _EARLY_SHARE * scope.wire_timeout_s else _LEFT
 
 
 async def _is_gone(context: Context) -> bool:

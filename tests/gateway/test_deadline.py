@@ -7,12 +7,15 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
+import structlog
+from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
 import gateway.deadline
 from gateway.deadline import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
 from gateway.stream import OutputStream
 from gateway.text.model_text import ModelText
+from tests.support import kserve_calls
 from tests.support.fake_pool import FakePool, FakeRun
 from tests.support.rpc_errors import refused
 from wire.messages import WireFinishReason
@@ -161,3 +164,86 @@ async def test_a_partial_answer_never_ends_in_half_a_character(serve: Any, tiny_
     async with serve(FakePool(on_run=run)) as served:
         response = await served.inference.Complete(pb.CompleteRequest(generate=request))
     assert response.text == "Hello"
+
+
+# ---------------------------------------------------------------- how an expired call is counted
+
+
+def stuck_text(served: Any) -> None:
+    """Nothing is ever tokenized."""
+
+    async def never(work: Any, **_: Any) -> Any:
+        await asyncio.sleep(60)
+
+    served.gateway.desk.text.run = never
+
+
+def silent(run: FakeRun) -> None:
+    """A worker that has the request in its queue."""
+
+
+def one_token(run: FakeRun) -> None:
+    """A worker that has begun, and is in a long step."""
+    asyncio.get_running_loop().call_soon(run.tokens, [70])
+
+
+IDS = common_pb2.TokenIds(ids=[4])
+BY_IDS = pb.GenerateRequest(token_ids=IDS)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "Generate": lambda served: served.inference.Generate(BY_IDS, timeout=0.1),
+    "Complete": lambda served: served.inference.Complete(pb.CompleteRequest(generate=BY_IDS), timeout=0.1),
+    "Embed": lambda served: served.inference.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=IDS)]), timeout=0.1),
+    "ModelInfer": lambda served: kserve_calls.stub_of(served).ModelInfer(kserve_calls.request("Hello"), timeout=0.1),
+}
+
+
+async def how_it_was_counted(served: Any, call: Any, capture: list[Any]) -> tuple[Any, ...]:
+    """Code and reason as the caller, the metrics and the log have them."""
+    refusal = await refused(call)
+    await served.until(lambda: served.gateway.meters.rpcs)
+    ((_, code, reason),) = served.gateway.meters.rpcs
+    (line,) = [line for line in capture if line["event"] == "end"]
+    return refusal.code.name, code, reason, line["code"], line["reason"]
+
+
+EXPIRED = ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "DEADLINE", "DEADLINE_EXCEEDED", "DEADLINE")
+
+
+@pytest.mark.parametrize("on_run", [silent, one_token], ids=["queued at the worker", "begun"])
+@pytest.mark.parametrize("method", CALLS)
+async def test_a_wire_deadline_is_counted_as_what_it_is(serve: Any, method: str, on_run: Any) -> None:
+    async with serve(FakePool(on_run=on_run, answers_cancels=False)) as served:
+        with structlog.testing.capture_logs() as capture:
+            assert await how_it_was_counted(served, CALLS[method](served), capture) == EXPIRED
+
+
+async def test_a_wire_deadline_that_passes_while_tokenizing_is_counted_as_what_it_is(serve: Any) -> None:
+    async with serve() as served:
+        stuck_text(served)
+        with structlog.testing.capture_logs() as capture:
+            call = served.inference.Generate(pb.GenerateRequest(text="x"), timeout=0.1)
+            assert await how_it_was_counted(served, call, capture) == EXPIRED
+
+
+async def test_a_wire_deadline_of_a_stream_that_runs_is_counted_as_what_it_is(serve: Any) -> None:
+    async def speak(run: FakeRun) -> None:
+        while not run.is_cancelled:
+            run.tokens([70])
+            await asyncio.sleep(0.005)
+
+    tasks: list[Any] = []
+    pool = FakePool(on_run=lambda run: tasks.append(asyncio.create_task(speak(run))), answers_cancels=False)
+    async with serve(pool) as served:
+        with structlog.testing.capture_logs() as capture:
+            call = served.inference.Generate(BY_IDS, timeout=0.3)
+            assert await how_it_was_counted(served, call, capture) == EXPIRED
+
+
+async def test_a_caller_that_leaves_long_before_its_deadline_is_counted_as_cancelled(serve: Any) -> None:
+    async with serve(FakePool(on_run=silent, answers_cancels=False)) as served:
+        call = served.inference.Generate(BY_IDS, timeout=60)
+        await served.until(lambda: served.pool.runs)
+        call.cancel()
+        await served.until(lambda: served.gateway.meters.rpcs)
+        ((_, *counted),) = served.gateway.meters.rpcs
+        assert counted == ["CANCELLED", "CLIENT"]
