@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
     app.command("generate", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
     app.command("embed", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(embed))
+    app.command("cancel", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(cancel))
     app.command("models", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
     app.command("health", rich_help_panel=PANEL)(with_settings(HealthSettings, ALL_KEYS)(health))
     app.command("tour", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
@@ -93,6 +94,16 @@ def embed(
     from cli.embed import read_texts
 
     return run(resolved.settings, read_texts(texts or []), pooling=pooling.value, normalize=not raw)
+
+
+def cancel(
+    resolved: Resolved[ClientSettings],
+    request_id: Annotated[str, typer.Argument(help="Its id, as its caller chose it or x-request-id told it.")],
+) -> int:
+    """End a request of your own, at whichever gateway it runs; exit with 0 where it was in flight, else 1."""
+    from cli.cancel import cancel as run
+
+    return run(resolved.settings, request_id)
 
 
 def models(resolved: Resolved[ClientSettings]) -> int:

@@ -5,7 +5,16 @@ from pathlib import Path
 from cli.access_config import access_config
 from cli.addresses import default_endpoint, join_address
 from cli.settings import GatewaySettings
-from gateway.config import ConnectionConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, RequestLimits
+from gateway.config import (
+    ConnectionConfig,
+    Dialects,
+    Exposure,
+    GatewayConfig,
+    LogFormat,
+    PeerConfig,
+    PortSharing,
+    RequestLimits,
+)
 from gateway.text.render_pool import RenderLimits
 from gateway.workers.config import WorkerPoolConfig
 
@@ -14,6 +23,9 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
     """The gateway's configuration."""
     return GatewayConfig(
         workers=_pool_config(settings),
+        peers=PeerConfig(
+            endpoint=settings.control_endpoint, others=settings.peer_endpoint, key_file=settings.gateway_key_file
+        ),
         listen_address=join_address(settings.host, settings.port),
         admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
         metrics_address=join_address(settings.metrics_host, settings.metrics_port),

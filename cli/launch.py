@@ -57,6 +57,7 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
 def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: list[int]) -> tuple[ProcessPlan, ...]:
     """Gateways, then workers. port: of the gRPC service. ports: of the metrics, none of them 0."""
     endpoints = [f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.gateways)]
+    controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.gateways)]
     gateways = [
         ProcessPlan(
             name=f"gateway-{n}",
@@ -64,7 +65,8 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
             settings=_gateway_settings(
                 settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
             )
-            | {"status_socket": status_socket(settings, run_dir, n)},
+            | {"status_socket": status_socket(settings, run_dir, n)}
+            | _peers(controls, n),
             metrics_port=ports[n],
             status_socket=status_socket(settings, run_dir, n),
         )
@@ -131,6 +133,13 @@ def _gateway_settings(
         }
         | _logs(settings)
     )
+
+
+def _peers(controls: list[str], n: int) -> dict[str, Any]:
+    """How gateway n and the others reach each other; nothing where it is the only one."""
+    if len(controls) == 1:
+        return {}
+    return {"control_endpoint": controls[n], "peer_endpoint": [each for each in controls if each != controls[n]]}
 
 
 def _worker_settings(

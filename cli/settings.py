@@ -11,6 +11,7 @@ from cli.settings_gateway import (
     AddressSettings,
     LimitSettings,
     ListenSettings,
+    PeerSettings,
     SupervisionSettings,
     WorkerDoorSettings,
 )
@@ -97,6 +98,7 @@ class GatewaySettings(
     SupervisionSettings,
     ConstraintCheckSettings,
     LimitSettings,
+    PeerSettings,
     WorkerDoorSettings,
     AccessSettings,
     ListenSettings,

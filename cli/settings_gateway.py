@@ -103,3 +103,17 @@ class WorkerDoorSettings(Settings):
     port_sharing: Literal["exclusive", "shared"] = setting(
         "exclusive", "shared: several gateways of this host listen on one port", panel="Addresses"
     )
+
+
+class PeerSettings(Settings):
+    """The other gateways of a service of several; serve tells its own of each other."""
+
+    control_endpoint: str = setting(
+        "",
+        "Where the other gateways of the service reach this one: ipc:///path, or tcp://host:port with "
+        "--gateway-key-file, one pair for all of them; unset: it is the only one",
+        panel="Gateways",
+    )
+    peer_endpoint: Names = setting(
+        (), "Control endpoints of the other gateways; repeat; its own may be among them", panel="Gateways"
+    )

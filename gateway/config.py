@@ -112,6 +112,20 @@ class AccessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """The other gateways of the service, which an abort, a drain or a question for the load has to reach too.
+
+    endpoint: where they reach this one, ``ipc:///run/dir/NAME.peers.sock`` or ``tcp://host:port``; empty: it is alone.
+    others: their endpoints; this gateway's own may be among them, so that all gateways can have one list. key_file:
+    the CURVE pair that all gateways of the service share; tcp needs it, on loopback too.
+    """
+
+    endpoint: str = ""
+    others: tuple[str, ...] = ()
+    key_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """One gateway process.
 
@@ -122,6 +136,7 @@ class GatewayConfig:
     """
 
     workers: WorkerPoolConfig
+    peers: PeerConfig = field(default_factory=PeerConfig)
     listen_address: str = "127.0.0.1:50051"
     admin_address: str | None = None
     metrics_address: str | None = "127.0.0.1:9090"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateway.access.caller import ANYBODY, Caller, id_in
+from gateway.access.caller import id_in
 from gateway.access.prefix_salt import PrefixSalt
 from gateway.admission import Admission
 from gateway.coalescing import Coalescer
@@ -137,10 +137,10 @@ class Desk:
 
     # ------------------------------------------------------------ out
 
-    def fail(self, request_id: str, error: RequestError) -> bool:
-        """End a request from here, whatever it is doing and whoever's it is; False where it is not in flight."""
+    def fail(self, request_id: str, error: RequestError) -> int:
+        """End all requests of this id from here, whatever they are doing and whoever's they are; how many."""
         keys = [key for key in self.admission.request_ids() if id_in(key) == request_id]
-        return sum(self._fail(key, error) for key in keys) > 0
+        return sum(self._fail(key, error) for key in keys)
 
     def _fail(self, key: str, error: RequestError) -> bool:
         live, preparing = self.live.get(key), self._preparing.get(key)
@@ -151,10 +151,9 @@ class Desk:
             preparing.task.cancel()
         return live is not None or preparing is not None
 
-    def abort(self, request_id: str, caller: Caller = ANYBODY) -> bool:
+    def abort(self, key: str) -> bool:
         """End a request for its caller's sake: the worker is told at once, the caller gets what came before and an
-        end; False where no request of the caller's tenant with this id is in flight."""
-        key = caller.key_of(request_id)
+        end; False where it is not in flight."""
         error, live = RequestAborted("the request was aborted"), self.live.get(key)
         if live is None:
             return self._fail(key, error)

@@ -17,6 +17,7 @@ from gateway.access.door import Door
 from gateway.access.keeper import Keeper
 from gateway.access.prefix_salt import PrefixSalt
 from gateway.config import Dialects, GatewayConfig
+from gateway.control import Control
 from gateway.desk import Desk
 from gateway.dialects import kserve, vllm
 from gateway.errors import Draining
@@ -25,6 +26,7 @@ from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
 from gateway.metrics_http import MetricsEndpoint
 from gateway.models import ServedModels
+from gateway.peers import name_of
 from gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
 from gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit, num_reserved
 from gateway.rpc.guard import Guard
@@ -83,6 +85,9 @@ class Gateway:
             reloads=self.keeper.reloads,
             connections=self._limiter,
         )
+        self.control = Control(
+            self.desk, config.peers, name=_name_of(config), begin_drain=lambda grace_s: self.begin_drain(grace_s)
+        )
         self.readiness = Readiness(self.is_ready)
         self.listen_address = ""
         self.admin_address = ""
@@ -102,8 +107,8 @@ class Gateway:
         return any(self.models.is_loaded(card) for card in self.pool.cards().values())
 
     async def start(self) -> None:
-        """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's start raises; then
-        all is closed."""
+        """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's and the peers'
+        start raises; then all is closed."""
         try:
             await self._start()
         except BaseException:
@@ -115,6 +120,7 @@ class Gateway:
         self.pool.on_change(self.readiness.changed)
         self.models.on_change(self.readiness.changed)
         await self.pool.start()
+        await self.control.peers.start()
         self._tasks = [
             asyncio.create_task(self.readiness.run(), name="readiness"),
             asyncio.create_task(self.keeper.run(), name="keeper"),
@@ -154,7 +160,7 @@ class Gateway:
         max_connections = max(1, self._limiter.limits.total // num_addresses)
         server = new_server(config, self._endings, self._guard, max_connections=max_connections)
         self._servers.append(server)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk), server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk, self.control), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
         self.readiness.attach(server)
         dialects = self._attach_dialects(server)
@@ -173,16 +179,19 @@ class Gateway:
         """Names of the services that were added."""
         if self.config.dialects is Dialects.NONE:
             return ()
-        dialects = (kserve, vllm) if vllm.is_installed() else (kserve,)
-        for dialect in dialects:
-            dialect.attach(server, self.desk, self.is_ready)
-            self.readiness.add(dialect.SERVICE)
-        return tuple(dialect.SERVICE for dialect in dialects)
+        kserve.attach(server, self.desk, self.is_ready)
+        services = [kserve.SERVICE]
+        if vllm.is_installed():
+            vllm.attach(server, self.desk, self.control, self.is_ready)
+            services.append(vllm.SERVICE)
+        for service in services:
+            self.readiness.add(service)
+        return tuple(services)
 
     def _admin_server(self, address: str) -> grpc.aio.Server:
         check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
         server = new_server(self.config, self._guard)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.begin_drain), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.control), server)
         self.readiness.attach(server)
         reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
         self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
@@ -243,6 +252,7 @@ class Gateway:
         await asyncio.gather(*(server.stop(0.5) for server in self._servers))
         self._servers.clear()
         await self._cancel_tasks()
+        await self.control.peers.close()
         await self.pool.close()
         await self.models.close()
         self.text.close()
@@ -259,6 +269,12 @@ class Gateway:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+
+
+def _name_of(config: GatewayConfig) -> str:
+    """What people and other gateways call it: after where it is reached, by them or by its workers."""
+    endpoints = (config.peers.endpoint, *config.workers.endpoints)
+    return next((name_of(each) for each in endpoints if each), "gateway")
 
 
 def _log_defect(task: "asyncio.Task[None]") -> None:

@@ -207,7 +207,7 @@ class SimGateway(Gateway):
         return []
 
     async def _listen(self) -> None:
-        servicer = InferenceServicer(self.desk)
+        servicer = InferenceServicer(self.desk, self.control)
         generate: Any = grpc.unary_stream_rpc_method_handler(servicer.Generate, pb.GenerateRequest.FromString)
         complete: Any = grpc.unary_unary_rpc_method_handler(servicer.Complete, pb.CompleteRequest.FromString)
         self._behaviours["Generate"] = _sending((await self._guarded("Generate", generate)).stream_stream)

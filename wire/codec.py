@@ -8,10 +8,11 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.messages import KvEvents, Message, Run, StepOutput, ToGateway, ToWorker
+from wire.messages import KvEvents, Message, PeerReply, Run, StepOutput, ToGateway, ToPeer, ToWorker
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024  # a tokenizer bundle is the largest message
+MAX_PEER_BYTES = 1024 * 1024  # between gateways: ids and figures
 MAX_TO_WORKER_BYTES = 16 * 1024 * 1024  # a prompt of four million tokens
 
 HANDLE_BYTES = 8  # int64
@@ -23,6 +24,8 @@ _PREFIX = bytes([WIRE_VERSION])
 _encoder = msgspec.msgpack.Encoder()
 _to_gateway = msgspec.msgpack.Decoder(ToGateway)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_peer = msgspec.msgpack.Decoder(ToPeer)
+_peer_reply = msgspec.msgpack.Decoder(PeerReply)
 
 
 class ProtocolError(Exception):
@@ -53,6 +56,16 @@ def decode_to_worker(frame: bytes) -> ToWorker:
     message = _decode(_to_worker, frame, limit_bytes=MAX_TO_WORKER_BYTES)
     _check_arrays(message)
     return message
+
+
+def decode_to_peer(frame: bytes) -> ToPeer:
+    """What another gateway asks. Raises ProtocolError."""
+    return _decode(_to_peer, frame, limit_bytes=MAX_PEER_BYTES)
+
+
+def decode_peer_reply(frame: bytes) -> PeerReply:
+    """What another gateway answers. Raises ProtocolError."""
+    return _decode(_peer_reply, frame, limit_bytes=MAX_PEER_BYTES)
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[MessageT]", frame: bytes, *, limit_bytes: int) -> MessageT:

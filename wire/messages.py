@@ -1,4 +1,4 @@
-"""The messages between gateway and worker, grouped by receiver.
+"""The messages between gateway and worker, and between the gateways of a service, grouped by receiver.
 
 Plain msgspec structs: no behaviour, no sockets, no text of prompts. Arrays travel as little-endian bytes
 (``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
@@ -314,5 +314,48 @@ class Drain(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
+# ---------------------------------------------------------------- gateway -> gateway
+
+
+class PeerAbort(Message, frozen=True, kw_only=True):
+    """End the requests of this id, whoever's they are, as an operator does."""
+
+    call_id: int
+    request_id: str
+
+
+class PeerCancel(Message, frozen=True, kw_only=True):
+    """End the requests of these keys, for their caller's sake. A key is tenant and id in one (`Caller.key_of`)."""
+
+    call_id: int
+    keys: tuple[str, ...]
+
+
+class PeerDrain(Message, frozen=True, kw_only=True):
+    """Take no new request, finish the others, then stop. grace_s None: the receiver's own."""
+
+    call_id: int
+    grace_s: float | None = None
+
+
+class PeerAskLoad(Message, frozen=True, kw_only=True):
+    """Say what you are doing."""
+
+    call_id: int
+
+
+class PeerReply(Message, frozen=True, kw_only=True):
+    """Answer to each of these, after what was asked has been done. gateway_id: new at each start of a gateway."""
+
+    call_id: int
+    gateway_id: str
+    num_ended: int = 0
+    num_in_flight: int = 0
+    num_preparing: int = 0  # of these, with no worker yet
+    tokens_per_s: float = 0.0
+    is_draining: bool = False
+
+
 ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
 ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain
+ToPeer = PeerAbort | PeerCancel | PeerDrain | PeerAskLoad

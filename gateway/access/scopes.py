@@ -23,6 +23,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "Embed": Scope.GENERATE,
         "Tokenize": Scope.GENERATE,
         "Detokenize": Scope.GENERATE,
+        "Cancel": Scope.GENERATE,  # of one's own tenant only: the key of a request has the tenant in it
     },
     "octavo.v1.ModelService": {"ListModels": Scope.MODELS, "GetModel": Scope.MODELS},
     "octavo.v1.AdminService": {
@@ -38,7 +39,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
     "vllm.grpc.engine.VllmEngine": {
         "Generate": Scope.GENERATE,
         "Embed": Scope.GENERATE,
-        "Abort": Scope.GENERATE,  # of one's own tenant only: the desk sees to that
+        "Abort": Scope.GENERATE,  # likewise
         "HealthCheck": Scope.HEALTH,
         "GetModelInfo": Scope.MODELS,
         "GetServerInfo": Scope.MODELS,

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import grpc
 
+from gateway.control import Control
 from gateway.desk import Desk
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -18,10 +19,10 @@ def is_installed() -> bool:
     return find_spec("smg_grpc_proto") is not None
 
 
-def attach(server: grpc.aio.Server, desk: Desk, is_ready: Callable[[], bool]) -> None:
+def attach(server: grpc.aio.Server, desk: Desk, control: Control, is_ready: Callable[[], bool]) -> None:
     """Serve it there. Raises ImportError without the stubs."""
     from smg_grpc_proto import vllm_engine_pb2_grpc  # type: ignore[import-untyped]
 
     from gateway.dialects.vllm_servicer import VllmServicer
 
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(desk, is_ready), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(desk, control, is_ready), server)

@@ -58,7 +58,7 @@ def _token_id(config: dict[str, Any], name: str) -> int:
 def server_info(
     workers: Sequence[WorkerView], *, num_requests: int, is_draining: bool, uptime_s: float
 ) -> vllm.GetServerInfoResponse:
-    """num_requests: in flight at this gateway."""
+    """num_requests: in flight at all gateways."""
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
     return vllm.GetServerInfoResponse(
         active_requests=num_requests,
@@ -76,7 +76,7 @@ def server_info(
 
 def loads(workers: Sequence[WorkerView], *, tokens_per_s: float) -> vllm.GetLoadsResponse:
     """All workers behind this gateway as the one rank that the dialect sees, by their last heartbeats. tokens_per_s:
-    generated, of this gateway's streams."""
+    sent by all gateways."""
     running, waiting = sum(each.num_running for each in workers), sum(each.num_waiting for each in workers)
     total = sum(each.capacity.num_blocks * each.capacity.block_size for each in workers)
     used = sum(_used_tokens(each) for each in workers)

@@ -12,10 +12,10 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untype
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
+from gateway.control import Control
 from gateway.delivery import close, count_finished, count_piece, error_behind, pump, pump_all, write
 from gateway.desk import Desk
 from gateway.dialects import vllm_info
-from gateway.dialects.throughput import Throughput
 from gateway.dialects.tokenizer_zip import archive_of
 from gateway.dialects.vllm_kv_events import KvBatches
 from gateway.dialects.vllm_messages import PromptScores, aborted_early, chunk_of, complete_of, fill_logprobs
@@ -38,14 +38,14 @@ QUERY_TIMEOUT_S = 2.0
 class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     """One per gateway. Methods raise what went wrong; the guard makes the status."""
 
-    def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
+    def __init__(self, desk: Desk, control: Control, is_ready: Callable[[], bool]) -> None:
         """is_ready: whether a request could be answered now."""
         self._desk = desk
+        self._control = control
         self._is_ready = is_ready
         self._started_s = time.monotonic()
         self._opener = Opener(desk)
         self._embedder = Embedder(desk)
-        self._throughput = Throughput(now_s=self._started_s)
 
     # ------------------------------------------------------------ requests
 
@@ -131,11 +131,9 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return response
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """End the caller's requests of this gateway; ids that are not in flight are no error."""
+        """End the caller's requests, at whichever gateways they are; ids that are not in flight are no error."""
         check_abort(request)
-        caller = current_rpc.get().caller
-        for request_id in request.request_ids:
-            self._desk.abort(request_id, caller)
+        await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
@@ -165,18 +163,17 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return vllm_info.model_info(card, self._desk.models.files_of(card))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
-        """Of this gateway and the workers behind it."""
+        """Of all gateways and the workers behind them."""
         return vllm_info.server_info(
             self._desk.pool.workers(),
-            num_requests=self._desk.admission.counts().num_entered,
+            num_requests=(await self._control.load()).num_in_flight,
             is_draining=self._desk.is_draining,
             uptime_s=time.monotonic() - self._started_s,
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
-        """All workers as one rank."""
-        total = sum(meters.generation_tokens for meters in self._desk.meters.models.values())
-        tokens_per_s = self._throughput.read(total, now_s=time.monotonic())
+        """All workers as one rank, and what all gateways send."""
+        tokens_per_s = (await self._control.load()).tokens_per_s
         return vllm_info.loads(self._desk.pool.workers(), tokens_per_s=tokens_per_s)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:

@@ -1,13 +1,11 @@
 """AdminService: for operators, on a listener of its own."""
 
-from collections.abc import Callable
-
 import grpc
 from octavo.v1 import admin_pb2 as pb
 from octavo.v1 import admin_pb2_grpc
 
+from gateway.control import Control
 from gateway.desk import Desk
-from gateway.errors import RequestAborted
 from gateway.rpc.scope import current_rpc
 from gateway.validation.fields import check
 from gateway.workers.views import WorkerView
@@ -17,23 +15,37 @@ QUERY_TIMEOUT_S = 2.0  # as the contract says
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """begin_drain(grace_s or None): start the shutdown, return at once."""
+    """One per gateway."""
 
-    def __init__(self, desk: Desk, begin_drain: Callable[[float | None], None]) -> None:
+    def __init__(self, desk: Desk, control: Control) -> None:
         self._desk = desk
-        self._begin_drain = begin_drain
+        self._control = control
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a request that is in flight."""
         check(request)
         current_rpc.get().request_id = request.request_id
-        error = RequestAborted("the request was ended by an operator")
-        return pb.AbortResponse(found=self._desk.fail(request.request_id, error))
+        outcome = await self._control.abort(request.request_id)
+        return pb.AbortResponse(found=outcome.num_ended > 0, unreachable_gateways=outcome.silent)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        """What the last heartbeats said."""
+        """What the workers' last heartbeats said, and the gateways say now."""
         check(request)
-        return pb.GetLoadResponse(workers=[_load(worker) for worker in self._desk.pool.workers()])
+        outcome = await self._control.load()
+        return pb.GetLoadResponse(
+            workers=[_load(worker) for worker in self._desk.pool.workers()],
+            gateways=[
+                pb.GatewayLoad(
+                    gateway=name,
+                    num_in_flight=reply.num_in_flight,
+                    num_preparing=reply.num_preparing,
+                    tokens_per_s=reply.tokens_per_s,
+                    is_draining=reply.is_draining,
+                )
+                for name, reply in outcome.replies.items()
+            ],
+            unreachable_gateways=outcome.silent,
+        )
 
     async def AuditBlocks(self, request: pb.AuditBlocksRequest, context: Context) -> pb.AuditBlocksResponse:
         """Recount every block."""
@@ -62,11 +74,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.FlushPrefixCacheResponse(num_blocks=sum(reply.num_flushed_blocks for _, reply in replies))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Begin to shut down; the answer comes at once."""
+        """Begin to shut down; the answer does not wait for the end."""
         check(request)
-        in_flight = self._desk.admission.counts().num_entered
-        self._begin_drain(request.grace_s if request.HasField("grace_s") else None)
-        return pb.DrainResponse(num_in_flight=in_flight)
+        outcome = await self._control.drain(request.grace_s if request.HasField("grace_s") else None)
+        return pb.DrainResponse(num_in_flight=outcome.num_in_flight, unreachable_gateways=outcome.silent)
 
 
 def _load(worker: WorkerView) -> pb.WorkerLoad:

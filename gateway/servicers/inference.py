@@ -1,4 +1,4 @@
-"""InferenceService: Generate and its unary twin, Embed, Tokenize, Detokenize."""
+"""InferenceService: Generate and its unary twin, Embed, Tokenize, Detokenize, Cancel."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
 from gateway.collected import collect
+from gateway.control import Control
 from gateway.delivery import close, count_finished, error_behind, pump, pump_all, write
 from gateway.desk import Desk
 from gateway.embedding import Embedder
@@ -28,8 +29,9 @@ Context = grpc.aio.ServicerContext
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """One per gateway. Methods raise what went wrong; the guard makes the status."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, control: Control) -> None:
         self._desk = desk
+        self._control = control
         self._opener = Opener(desk)
         self._embedder = Embedder(desk)
 
@@ -149,6 +151,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return pb.DetokenizeResponse(text=decode(ids_T, max_bytes=max_bytes))
 
         return await desk.text.run(detokenize, num_bytes=len(request.token_ids), share=desk.share_of(current_rpc.get()))
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        """End a request of the caller's own."""
+        scope = current_rpc.get()
+        scope.request_id = request.request_id
+        check(request)
+        outcome = await self._control.cancel(request.request_id, scope.caller)
+        return pb.CancelResponse(found=outcome.num_ended > 0, num_unreachable_gateways=len(outcome.silent))
 
     async def _check(self, check_it: Callable[[], None], request: Message) -> None:
         """Large requests are checked off the event loop."""

@@ -114,6 +114,15 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise error_from(error) from None
 
+    async def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
+        """End a request of one's own, whichever connection it came by: `found` tells whether it was in flight, and
+        where `num_unreachable_gateways` is not 0 it may go on there: cancel again. May be repeated."""
+        request = inference_pb2.CancelRequest(request_id=request_id)
+        try:
+            return await self._inference.Cancel(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+
     async def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """What is served, with the limits of requests."""
         try:

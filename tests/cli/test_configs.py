@@ -8,7 +8,16 @@ from cli.errors import CliError
 from cli.gateway_config import gateway_config
 from cli.settings import GatewaySettings, WorkerSettings
 from cli.worker_config import default_batch_tokens, split_model, worker_config
-from gateway.config import AccessConfig, Dialects, Exposure, GatewayConfig, LogFormat, PortSharing, TlsConfig
+from gateway.config import (
+    AccessConfig,
+    Dialects,
+    Exposure,
+    GatewayConfig,
+    LogFormat,
+    PeerConfig,
+    PortSharing,
+    TlsConfig,
+)
 from gateway.text.render_pool import RenderLimits
 from gateway.workers.config import WorkerPoolConfig
 from grammar.limits import GrammarLimits
@@ -56,6 +65,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
         status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
         template_cpu_s=24.5,
+        control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",),
     )  # fmt: skip
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
@@ -70,6 +80,11 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     )
     assert (config.exposure, config.port_sharing) == (Exposure.INSECURE, PortSharing.SHARED)
     assert (config.log_format, config.log_level, config.drain_grace_s) == (LogFormat.JSON, "debug", 3.5)
+    assert config.peers == PeerConfig(
+        endpoint="ipc:///run/octavo/a.peers.sock",
+        others=("ipc:///run/octavo/b.peers.sock",),
+        key_file=Path("g.key"),
+    )
     assert config.workers == WorkerPoolConfig(
         endpoints=("tcp://127.0.0.1:5",),
         registration_token="word",

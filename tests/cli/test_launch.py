@@ -31,6 +31,9 @@ def test_gateways_come_first_then_the_workers_of_each_model() -> None:
         (5, "shared", 7),
         (5, "shared", None),
     ]
+    controls = ["ipc:///run/o/gateway-0.peers.sock", "ipc:///run/o/gateway-1.peers.sock"]
+    assert [each["control_endpoint"] for each in gateways] == controls
+    assert [each["peer_endpoint"] for each in gateways] == [[controls[1]], [controls[0]]]
     assert [each["model"] for each in workers] == [["a"], ["a"], ["b"], ["b"]]
     assert all(each["gateway_endpoint"] == sockets for each in workers)
 
@@ -38,6 +41,7 @@ def test_gateways_come_first_then_the_workers_of_each_model() -> None:
 def test_one_gateway_has_the_port_to_itself() -> None:
     gateway = plan_processes(ServeSettings(), run_dir=RUN, port=5, ports=[1, 2])[0]
     assert gateway.settings["port_sharing"] == "exclusive"
+    assert gateway.settings.get("control_endpoint") is None
 
 
 def test_metrics_ports_follow_their_setting_and_nought_stays_nought() -> None:

@@ -13,6 +13,7 @@ from cli.settings import ALL_KEYS, COMMANDS
 USERS = {
     "serve": "serve", "tour": "serve", "doctor": "serve", "gateway": "gateway", "worker": "worker", "chat": "client",
     "generate": "client", "embed": "client", "models": "client", "health": "client",
+    "cancel": "client",
 }  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
         },
         "embed": {"--pooling", "--raw", "texts"},
         "health": {"--live", "--worker", "--worker-metrics-port", "--metrics-host"},
+        "cancel": {"request_id"},
     }
     assert flags - {"--help", "-h"} == {flag_of(name) for name in settings} | {"--config"} | own.get(command, set())
 

@@ -126,3 +126,19 @@ to_worker = st.one_of(
     st.builds(m.AdminQuery, query_id=counts, audit=st.booleans(), flush_prefix_cache=st.booleans()),
     st.builds(m.Drain, grace_s=finite),
 )
+to_peer = st.one_of(
+    st.builds(m.PeerAbort, call_id=counts, request_id=texts),
+    st.builds(m.PeerCancel, call_id=counts, keys=st.lists(texts, max_size=3).map(tuple)),
+    st.builds(m.PeerDrain, call_id=counts, grace_s=st.none() | finite),
+    st.builds(m.PeerAskLoad, call_id=counts),
+)
+peer_replies = st.builds(
+    m.PeerReply,
+    call_id=counts,
+    gateway_id=texts,
+    num_ended=counts,
+    num_in_flight=counts,
+    num_preparing=counts,
+    tokens_per_s=finite,
+    is_draining=st.booleans(),
+)

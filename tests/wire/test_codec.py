@@ -10,25 +10,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.wire_messages import to_gateway, to_worker
+from tests.support.wire_messages import peer_replies, to_gateway, to_peer, to_worker
 from wire import codec, messages
-from wire.codec import MessageTooLarge, ProtocolError, decode_to_gateway, decode_to_worker, encode
+from wire.codec import (
+    MessageTooLarge,
+    ProtocolError,
+    decode_peer_reply,
+    decode_to_gateway,
+    decode_to_peer,
+    decode_to_worker,
+    encode,
+)
 from wire.messages import (
     Cancel,
     Heartbeat,
     KvEvent,
     KvEventKind,
     KvEvents,
+    PeerReply,
     Run,
     Sampling,
     StepOutput,
     ToGateway,
     TokenizerBundle,
+    ToPeer,
     ToWorker,
     Welcome,
 )
 
-DECODERS = (decode_to_gateway, decode_to_worker)
+DECODERS = (decode_to_gateway, decode_to_worker, decode_to_peer, decode_peer_reply)
 
 
 @given(to_gateway)
@@ -41,6 +51,21 @@ def test_messages_to_the_gateway_come_out_as_they_went_in(message: ToGateway) ->
 @settings(max_examples=200)
 def test_messages_to_the_worker_come_out_as_they_went_in(message: ToWorker) -> None:
     assert decode_to_worker(encode(message)) == message
+
+
+@given(to_peer)
+@settings(max_examples=50)
+def test_questions_of_gateways_come_out_as_they_went_in_and_are_for_no_worker(message: ToPeer) -> None:
+    assert decode_to_peer(encode(message)) == message
+    for decode in (decode_to_gateway, decode_to_worker, decode_peer_reply):
+        with pytest.raises(ProtocolError):
+            decode(encode(message))  # type: ignore[operator]
+
+
+@given(peer_replies)
+@settings(max_examples=50)
+def test_answers_of_gateways_come_out_as_they_went_in(message: PeerReply) -> None:
+    assert decode_peer_reply(encode(message)) == message
 
 
 @given(to_gateway)
@@ -86,7 +111,7 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from(sorted(kind.__name__ for kind in get_args(ToGateway | ToWorker))), st.data())
+@given(st.sampled_from(sorted(kind.__name__ for kind in get_args(ToGateway | ToWorker | ToPeer))), st.data())
 @settings(max_examples=500)
 def test_known_tags_with_wrong_contents_raise_only_protocol_error(tag: str, data: st.DataObject) -> None:
     fields = getattr(messages, tag).__struct_fields__
@@ -116,7 +141,7 @@ def test_known_tags_with_wrong_contents_raise_only_protocol_error(tag: str, data
     ],
 )
 def test_malformed_frames_are_refused(frame: bytes) -> None:
-    assert [outcome(decode, frame) for decode in DECODERS] == ["refused", "refused"]
+    assert [outcome(decode, frame) for decode in DECODERS] == ["refused"] * len(DECODERS)
 
 
 def deep_logprobs(depth: int) -> bytes:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x10\n\x0eGetLoadRequest\"9\n\x0fGetLoadResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.octavo.v1.WorkerLoad\"\xdb\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12\x17\n\x0fheartbeat_age_s\x18\t \x01(\x01\x12\r\n\x05\x65poch\x18\n \x01(\t\"\x14\n\x12\x41uditBlocksRequest\"<\n\x13\x41uditBlocksResponse\x12%\n\x06\x61udits\x18\x01 \x03(\x0b\x32\x15.octavo.v1.BlockAudit\"\x96\x01\n\nBlockAudit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nviolations\x18\x02 \x03(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_active_blocks\x18\x06 \x01(\r\"\x19\n\x17\x46lushPrefixCacheRequest\".\n\x18\x46lushPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"0\n\x0c\x44rainRequest\x12\x14\n\x07grace_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_grace_s\"&\n\rDrainResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\r2\xf3\x02\n\x0c\x41\x64minService\x12:\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x18.octavo.v1.AbortResponse\x12@\n\x07GetLoad\x12\x19.octavo.v1.GetLoadRequest\x1a\x1a.octavo.v1.GetLoadResponse\x12L\n\x0b\x41uditBlocks\x12\x1d.octavo.v1.AuditBlocksRequest\x1a\x1e.octavo.v1.AuditBlocksResponse\x12[\n\x10\x46lushPrefixCache\x12\".octavo.v1.FlushPrefixCacheRequest\x1a#.octavo.v1.FlushPrefixCacheResponse\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"<\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x1c\n\x14unreachable_gateways\x18\x02 \x03(\t\"\x10\n\x0eGetLoadRequest\"\x81\x01\n\x0fGetLoadResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.octavo.v1.WorkerLoad\x12(\n\x08gateways\x18\x02 \x03(\x0b\x32\x16.octavo.v1.GatewayLoad\x12\x1c\n\x14unreachable_gateways\x18\x03 \x03(\t\"w\n\x0bGatewayLoad\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x15\n\rnum_in_flight\x18\x02 \x01(\r\x12\x15\n\rnum_preparing\x18\x03 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\"\xdb\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12\x17\n\x0fheartbeat_age_s\x18\t \x01(\x01\x12\r\n\x05\x65poch\x18\n \x01(\t\"\x14\n\x12\x41uditBlocksRequest\"<\n\x13\x41uditBlocksResponse\x12%\n\x06\x61udits\x18\x01 \x03(\x0b\x32\x15.octavo.v1.BlockAudit\"\x96\x01\n\nBlockAudit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nviolations\x18\x02 \x03(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_active_blocks\x18\x06 \x01(\r\"\x19\n\x17\x46lushPrefixCacheRequest\".\n\x18\x46lushPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"0\n\x0c\x44rainRequest\x12\x14\n\x07grace_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_grace_s\"D\n\rDrainResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\r\x12\x1c\n\x14unreachable_gateways\x18\x02 \x03(\t2\xf3\x02\n\x0c\x41\x64minService\x12:\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x18.octavo.v1.AbortResponse\x12@\n\x07GetLoad\x12\x19.octavo.v1.GetLoadRequest\x1a\x1a.octavo.v1.GetLoadResponse\x12L\n\x0b\x41uditBlocks\x12\x1d.octavo.v1.AuditBlocksRequest\x1a\x1e.octavo.v1.AuditBlocksResponse\x12[\n\x10\x46lushPrefixCache\x12\".octavo.v1.FlushPrefixCacheRequest\x1a#.octavo.v1.FlushPrefixCacheResponse\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABORTREQUEST']._serialized_start=36
   _globals['_ABORTREQUEST']._serialized_end=70
   _globals['_ABORTRESPONSE']._serialized_start=72
-  _globals['_ABORTRESPONSE']._serialized_end=102
-  _globals['_GETLOADREQUEST']._serialized_start=104
-  _globals['_GETLOADREQUEST']._serialized_end=120
-  _globals['_GETLOADRESPONSE']._serialized_start=122
-  _globals['_GETLOADRESPONSE']._serialized_end=179
-  _globals['_WORKERLOAD']._serialized_start=182
-  _globals['_WORKERLOAD']._serialized_end=401
-  _globals['_AUDITBLOCKSREQUEST']._serialized_start=403
-  _globals['_AUDITBLOCKSREQUEST']._serialized_end=423
-  _globals['_AUDITBLOCKSRESPONSE']._serialized_start=425
-  _globals['_AUDITBLOCKSRESPONSE']._serialized_end=485
-  _globals['_BLOCKAUDIT']._serialized_start=488
-  _globals['_BLOCKAUDIT']._serialized_end=638
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=640
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=665
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=667
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=713
-  _globals['_DRAINREQUEST']._serialized_start=715
-  _globals['_DRAINREQUEST']._serialized_end=763
-  _globals['_DRAINRESPONSE']._serialized_start=765
-  _globals['_DRAINRESPONSE']._serialized_end=803
-  _globals['_ADMINSERVICE']._serialized_start=806
-  _globals['_ADMINSERVICE']._serialized_end=1177
+  _globals['_ABORTRESPONSE']._serialized_end=132
+  _globals['_GETLOADREQUEST']._serialized_start=134
+  _globals['_GETLOADREQUEST']._serialized_end=150
+  _globals['_GETLOADRESPONSE']._serialized_start=153
+  _globals['_GETLOADRESPONSE']._serialized_end=282
+  _globals['_GATEWAYLOAD']._serialized_start=284
+  _globals['_GATEWAYLOAD']._serialized_end=403
+  _globals['_WORKERLOAD']._serialized_start=406
+  _globals['_WORKERLOAD']._serialized_end=625
+  _globals['_AUDITBLOCKSREQUEST']._serialized_start=627
+  _globals['_AUDITBLOCKSREQUEST']._serialized_end=647
+  _globals['_AUDITBLOCKSRESPONSE']._serialized_start=649
+  _globals['_AUDITBLOCKSRESPONSE']._serialized_end=709
+  _globals['_BLOCKAUDIT']._serialized_start=712
+  _globals['_BLOCKAUDIT']._serialized_end=862
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=864
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=889
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=891
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=937
+  _globals['_DRAINREQUEST']._serialized_start=939
+  _globals['_DRAINREQUEST']._serialized_end=987
+  _globals['_DRAINRESPONSE']._serialized_start=989
+  _globals['_DRAINRESPONSE']._serialized_end=1057
+  _globals['_ADMINSERVICE']._serialized_start=1060
+  _globals['_ADMINSERVICE']._serialized_end=1431
 # @@protoc_insertion_point(module_scope)

@@ -47,16 +47,22 @@ class AbortResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_GATEWAYS_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
-    """Whether such a request was in flight."""
+    """Whether such a request was in flight, at any gateway that answered."""
+    @_builtins.property
+    def unreachable_gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Gateways that did not answer in time: such a request may be in flight there."""
+
     def __init__(
         self,
         *,
         found: _builtins.bool = ...,
+        unreachable_gateways: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "unreachable_gateways", b"unreachable_gateways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,27 +87,79 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadResponse(_message.Message):
-    """One row a worker."""
+    """One row a worker, one row a gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_GATEWAYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoad]:
-        """The workers."""
+        """The workers that are connected to the gateway that was asked, by their last heartbeats: requests of all gateways are
+        in their figures.
+        """
+
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayLoad]:
+        """The gateways of the service that answered, that which was asked first; their figures are of this moment."""
+
+    @_builtins.property
+    def unreachable_gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Gateways that did not answer in time: their requests are in no row of `gateways`."""
 
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerLoad] | None = ...,
+        gateways: _abc.Iterable[Global___GatewayLoad] | None = ...,
+        unreachable_gateways: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "unreachable_gateways", b"unreachable_gateways", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class GatewayLoad(_message.Message):
+    """What a gateway is doing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_PREPARING_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """The gateway."""
+    num_in_flight: _builtins.int
+    """Requests in flight there, from their arrival on."""
+    num_preparing: _builtins.int
+    """Of these, requests that no worker has yet: they are checked, tokenized, or wait for one."""
+    tokens_per_s: _builtins.float
+    """Tokens per second that its callers were sent, over a second or more."""
+    is_draining: _builtins.bool
+    """Whether it refuses new requests and will stop."""
+    def __init__(
+        self,
+        *,
+        gateway: _builtins.str = ...,
+        num_in_flight: _builtins.int = ...,
+        num_preparing: _builtins.int = ...,
+        tokens_per_s: _builtins.float = ...,
+        is_draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "is_draining", b"is_draining", "num_in_flight", b"num_in_flight", "num_preparing", b"num_preparing", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayLoad: _TypeAlias = GatewayLoad  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
@@ -316,16 +374,22 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_GATEWAYS_FIELD_NUMBER: _builtins.int
     num_in_flight: _builtins.int
-    """Requests in flight at that moment."""
+    """Requests in flight at that moment, at all gateways that answered."""
+    @_builtins.property
+    def unreachable_gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Gateways that did not answer in time: they may go on."""
+
     def __init__(
         self,
         *,
         num_in_flight: _builtins.int = ...,
+        unreachable_gateways: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "unreachable_gateways", b"unreachable_gateways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """For operators; served only where the gateway was started with an admin address.
+    """For operators; served only where the gateway was started with an admin address. What ends, drains or counts requests
+    reaches those of every gateway of the service. A gateway that has not answered within two seconds is named in the
+    response; it may still do what was asked once it can.
     """
 
     def __init__(self, channel):
@@ -63,18 +65,20 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """For operators; served only where the gateway was started with an admin address.
+    """For operators; served only where the gateway was started with an admin address. What ends, drains or counts requests
+    reaches those of every gateway of the service. A gateway that has not answered within two seconds is named in the
+    response; it may still do what was asked once it can.
     """
 
     def Abort(self, request, context):
-        """Ends a request of this gateway; its caller gets ABORTED. An unknown id is not an error.
+        """Ends a request, whoever's it is; its caller gets ABORTED. An unknown id is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """What every worker is doing.
+        """What every worker and every gateway is doing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +99,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests, finishes those in flight, then stops this gateway.
+        """Refuses new requests, finishes those in flight, then stops every gateway of the service. SIGTERM to the process of
+        one gateway does so with that one alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +143,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """For operators; served only where the gateway was started with an admin address.
+    """For operators; served only where the gateway was started with an admin address. What ends, drains or counts requests
+    reaches those of every gateway of the service. A gateway that has not answered within two seconds is named in the
+    response; it may still do what was asked once it can.
     """
 
     @staticmethod

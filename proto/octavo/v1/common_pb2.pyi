@@ -38,7 +38,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 5
     """The admission queue is full; retry after `grpc-retry-pushback-ms`."""
     ERROR_REASON_NO_WORKER: _ErrorReason.ValueType  # 6
-    """No worker is registered (yet)."""
+    """No worker of the model is ready: it is being loaded, or started again; retry after `grpc-retry-pushback-ms`."""
     ERROR_REASON_WORKER_LOST: _ErrorReason.ValueType  # 7
     """The worker that ran this request is gone."""
     ERROR_REASON_WORKER_STALLED: _ErrorReason.ValueType  # 8
@@ -48,7 +48,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DEADLINE: _ErrorReason.ValueType  # 10
     """The deadline passed."""
     ERROR_REASON_ABORTED: _ErrorReason.ValueType  # 11
-    """The request was cancelled by `AdminService.Abort`."""
+    """The request was ended by `AdminService.Abort`, or by its caller's own `Cancel`."""
     ERROR_REASON_NUMERICAL: _ErrorReason.ValueType  # 12
     """The model produced NaN or infinite logits for this request."""
     ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 13
@@ -94,7 +94,7 @@ ERROR_REASON_DUPLICATE_REQUEST: ErrorReason.ValueType  # 4
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 5
 """The admission queue is full; retry after `grpc-retry-pushback-ms`."""
 ERROR_REASON_NO_WORKER: ErrorReason.ValueType  # 6
-"""No worker is registered (yet)."""
+"""No worker of the model is ready: it is being loaded, or started again; retry after `grpc-retry-pushback-ms`."""
 ERROR_REASON_WORKER_LOST: ErrorReason.ValueType  # 7
 """The worker that ran this request is gone."""
 ERROR_REASON_WORKER_STALLED: ErrorReason.ValueType  # 8
@@ -104,7 +104,7 @@ ERROR_REASON_DRAINING: ErrorReason.ValueType  # 9
 ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 10
 """The deadline passed."""
 ERROR_REASON_ABORTED: ErrorReason.ValueType  # 11
-"""The request was cancelled by `AdminService.Abort`."""
+"""The request was ended by `AdminService.Abort`, or by its caller's own `Cancel`."""
 ERROR_REASON_NUMERICAL: ErrorReason.ValueType  # 12
 """The model produced NaN or infinite logits for this request."""
 ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 13

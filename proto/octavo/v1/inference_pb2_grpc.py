@@ -60,6 +60,11 @@ class InferenceServiceStub:
                 request_serializer=octavo_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/octavo.v1.InferenceService/Cancel',
+                request_serializer=octavo_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -102,6 +107,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cancel(self, request, context):
+        """Ends a request of one's own, at whichever gateway of the service it is in flight: its call gets ABORTED after what
+        came before, its memory is free at the next step. May be repeated; an unknown id is not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +142,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=octavo_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=octavo_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +285,33 @@ class InferenceService:
             '/octavo.v1.InferenceService/Detokenize',
             octavo_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             octavo_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.InferenceService/Cancel',
+            octavo_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            octavo_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,
