@@ -1,4 +1,4 @@
-"""Three ways to stop: leave the block, cancel the task, run out of time. Each frees the memory at the next step.
+"""Four ways to stop: leave the block, cancel the task, cancel by id, run out of time. Each frees the memory at the next step.
 
 python examples/client/cancellation.py --target 127.0.0.1:50051
 """
@@ -6,7 +6,7 @@ python examples/client/cancellation.py --target 127.0.0.1:50051
 import argparse
 import asyncio
 
-from octavo import AsyncClient, Client, DeadlineExceeded
+from octavo import AsyncClient, Cancelled, Client, DeadlineExceeded
 
 PROMPT = "Count to a million: one, two,"
 
@@ -29,6 +29,19 @@ async def cancel_a_task(target: str) -> bool:
         return isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
 
 
+def cancel_by_id(target: str) -> str:
+    """From anywhere: another client, another process, `octavo cancel ID`."""
+    with Client(target) as client, Client(target) as elsewhere, client.stream(text=PROMPT, ignore_eos=True) as stream:
+        next(stream.deltas())
+        elsewhere.cancel(stream.started.request_id)
+        try:
+            for _ in stream.deltas():
+                pass
+        except Cancelled as error:
+            return error.reason
+    return "done"
+
+
 def run_out_of_time(target: str) -> tuple[str, int]:
     """A deadline is an error, or the end of what there is until then."""
     with Client(target) as client:
@@ -49,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     target = parser.parse_args(arguments).target
     print(f"left after piece {leave_early(target)}")
     print(f"the task was cancelled: {asyncio.run(cancel_a_task(target))}")
+    print(f"cancelled by id: {cancel_by_id(target)}")
     reason, num_tokens = run_out_of_time(target)
     print(f"out of time: {reason or 'DEADLINE'}; with a partial answer: {num_tokens} tokens")
     return 0

@@ -32,6 +32,14 @@ def test_several_outputs_are_told_apart(client: Client) -> None:
         "".join(client.stream(text="hi", num_outputs=2))
 
 
+def test_a_request_is_cancelled_by_its_id(client: Client, script: Script, loss: tuple) -> None:
+    assert [client.cancel(each).found for each in ("r", "other")] == [True, False]
+    assert client.cancel("r").num_unreachable_gateways == 2
+    script.failures.append(loss)
+    with pytest.raises(Unavailable, match="WORKER_LOST"):
+        client.cancel("r")
+
+
 def test_deltas_give_everything(client: Client) -> None:
     assert [(each.text, list(each.token_ids)) for each in client.stream(text="hi").deltas()] == [
         ("Hello", [0]),

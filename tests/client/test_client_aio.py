@@ -56,6 +56,11 @@ async def test_models_and_tokens(target: str) -> None:
         assert await client.detokenize([104, 195, 169]) == "hé"
 
 
+async def test_a_request_is_cancelled_by_its_id(target: str) -> None:
+    async with AsyncClient(target) as client:
+        assert [(await client.cancel(each)).found for each in ("r", "other")] == [True, False]
+
+
 async def test_nobody_there_is_told_as_such() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(Unavailable):

@@ -80,8 +80,8 @@ class PatientClient(Client):
 def test_cancellation(service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancellation, "Client", PatientClient)
     lines = run(cancellation, service, capsys)
-    assert lines[:2] == ["left after piece 5", "the task was cancelled: True"]
-    assert re.fullmatch(r"out of time: DEADLINE; with a partial answer: [1-9]\d* tokens", lines[2])
+    assert lines[:3] == ["left after piece 5", "the task was cancelled: True", "cancelled by id: ABORTED"]
+    assert re.fullmatch(r"out of time: DEADLINE; with a partial answer: [1-9]\d* tokens", lines[3])
 
 
 def calls_of_script() -> list[tuple[str, str]]:

@@ -75,6 +75,12 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         vectors = [inference_pb2.Embedding(values=[index, 0.5]) for index, _ in enumerate(request.inputs)]
         return inference_pb2.EmbedResponse(request_id="r", model="m", embeddings=vectors)
 
+    def Cancel(
+        self, request: inference_pb2.CancelRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.CancelResponse:
+        self._fail(context)
+        return inference_pb2.CancelResponse(found=request.request_id == "r", num_unreachable_gateways=2)
+
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
