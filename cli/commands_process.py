@@ -3,7 +3,7 @@
 import typer
 
 from cli.options import with_settings
-from cli.parent import die_with_supervisor
+from cli.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor
 from cli.resolve import Resolved
 from cli.settings import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
 
@@ -30,13 +30,14 @@ def serve(resolved: Resolved[ServeSettings]) -> int:
 
 def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
+    drained_code = EXIT_DRAINED if has_supervisor() else 0
     die_with_supervisor()
     from cli.access_config import check_access
     from cli.gateway_config import gateway_config
     from gateway.main import main
 
     check_access(resolved.settings)
-    return main(gateway_config(resolved.settings))
+    return main(gateway_config(resolved.settings), drained_code=drained_code)
 
 
 def worker(resolved: Resolved[WorkerSettings]) -> int:

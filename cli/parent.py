@@ -9,7 +9,15 @@ import signal
 import sys
 
 PARENT_VARIABLE = "OCTAVO_SUPERVISOR_PID"
+EXIT_DRAINED = 77
+"""How a gateway ends for its supervisor that an operator has drained: not to be started again, other than one that a
+signal ended. Without a supervisor that is 0."""
 _PR_SET_PDEATHSIG = 1
+
+
+def has_supervisor() -> bool:
+    """Whether one started this process; to be asked before `die_with_supervisor`."""
+    return bool(os.environ.get(PARENT_VARIABLE))
 
 
 def die_with_supervisor() -> None:

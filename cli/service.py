@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from cli.children import Child
 from cli.launch import ProcessPlan, Role
-from cli.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
+from cli.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy
 
 STOP_TIMEOUT_S = 5.0
 WORKER_EXIT_TIMEOUT_S = 10.0
@@ -67,7 +67,7 @@ class Service:
         return 1 if self.failure else 0
 
     async def _next_ended(self, keepers: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Keepers that gave up; empty where the stage changed."""
+        """Keepers that gave up or saw their process leave; empty where the stage changed."""
         woken = asyncio.create_task(self._woken.wait(), name="woken")
         done, _ = await asyncio.wait([*keepers, woken], return_when=asyncio.FIRST_COMPLETED)
         woken.cancel()
@@ -95,6 +95,9 @@ class Service:
             if self.stage is not Stage.RUNNING:
                 return
             match kept.lifetimes.on_exit(code, time.monotonic()):
+                case Left():
+                    self._notice(f"{kept.plan.label} has left, drained by an operator")
+                    return
                 case GiveUp(why=why):
                     self.failure = why
                     self._notice(f"giving up: {why}")

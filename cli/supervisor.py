@@ -6,6 +6,8 @@ Must not know processes, signals or clocks; `cli.children` does what is decided 
 import signal
 from dataclasses import dataclass, field
 
+from cli.parent import EXIT_DRAINED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
@@ -36,7 +38,12 @@ class GiveUp:
     why: str
 
 
-Decision = Restart | GiveUp
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An operator drained the service: it stays away."""
+
+
+Decision = Restart | GiveUp | Left
 _ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT})  # the latter where it had no handler yet
 
 
@@ -63,7 +70,10 @@ class Lifetimes:
 
     def on_exit(self, code: int, now_s: float) -> Decision:
         """It ended. code as subprocess has it: negative is a signal. The supervisor's own drain is not told here: so
-        one that was asked to end was asked by somebody else (a SIGTERM, AdminService.Drain), and is started again."""
+        one that was asked to end was asked by somebody else (a SIGTERM), and is started again; only AdminService.Drain,
+        which reaches every gateway, is as final as our own."""
+        if code == EXIT_DRAINED:
+            return Left()
         if not self.was_ready and code not in _ASKED_TO_END:
             return GiveUp(why=f"{self.name} {ending(code)} before it was ready")
         is_fast = now_s - self._started_s < self.policy.fast_death_s

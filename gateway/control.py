@@ -15,7 +15,6 @@ from gateway.config import PeerConfig
 from gateway.desk import Desk
 from gateway.errors import RequestAborted
 from gateway.peers import Asked, Peers
-from gateway.validation.table import MAX_REQUEST_ID
 from wire.messages import PeerAbort, PeerAskLoad, PeerCancel, PeerDrain, PeerReply, ToPeer
 
 TIMEOUT_S = 2.0  # for all other gateways together, as the contract says
@@ -70,7 +69,7 @@ class Control:
 
     async def cancel_all(self, request_ids: Sequence[str], caller: Caller) -> None:
         """The same for any number of them."""
-        keys = [caller.key_of(each) for each in request_ids if len(each) <= MAX_REQUEST_ID]
+        keys = list(map(caller.key_of, request_ids))
         parts = [tuple(keys[begin : begin + _MAX_KEYS]) for begin in range(0, len(keys), _MAX_KEYS)]
         await asyncio.gather(*(self._everywhere(PeerCancel(call_id=_NO_ID, keys=part)) for part in parts))
 

@@ -85,14 +85,13 @@ class Gateway:
             reloads=self.keeper.reloads,
             connections=self._limiter,
         )
-        self.control = Control(
-            self.desk, config.peers, name=_name_of(config), begin_drain=lambda grace_s: self.begin_drain(grace_s)
-        )
+        self.control = Control(self.desk, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator)
         self.readiness = Readiness(self.is_ready)
         self.listen_address = ""
         self.admin_address = ""
         self.metrics_port: int | None = None
         self.drained = asyncio.Event()
+        self.is_drained_by_operator = False
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._drain_task: asyncio.Task[None] | None = None
@@ -214,6 +213,10 @@ class Gateway:
         self.readiness.attach(server)
         bind(server, self.config, address, None, setting="the status socket")
         return server
+
+    def _drain_for_operator(self, grace_s: float | None) -> None:
+        self.is_drained_by_operator = True
+        self.begin_drain(grace_s)
 
     def begin_drain(self, grace_s: float | None = None) -> None:
         """Start to drain; `drained` is set when nothing is in flight any more. A second call changes nothing."""

@@ -22,13 +22,13 @@ log = structlog.get_logger(__name__)
 _GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway makes a few per message, all short-lived
 
 
-def main(config: GatewayConfig) -> int:
+def main(config: GatewayConfig, *, drained_code: int = 0) -> int:
     """Serve until SIGTERM, SIGINT or AdminService.Drain (drain first; a second signal stops at once). Exit code: 0
-    stopped as asked, 1 could not start."""
+    stopped by a signal, drained_code by AdminService.Drain, 1 could not start."""
     writer = configure_logs(config.log_format, config.log_level)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(config))
+            return runner.run(_serve(config, drained_code))
     finally:
         writer.close()
 
@@ -42,7 +42,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _serve(config: GatewayConfig) -> int:
+async def _serve(config: GatewayConfig, drained_code: int) -> int:
     raise_descriptor_limit()
     stop_now = asyncio.Event()
     try:
@@ -66,7 +66,7 @@ async def _serve(config: GatewayConfig) -> int:
     finally:
         await gateway.stop()
     log.info("stopped")
-    return 0
+    return drained_code if gateway.is_drained_by_operator else 0
 
 
 def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:

@@ -30,6 +30,7 @@ from wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
 _TRY_AGAIN_S = 0.01  # while a connection comes about
+_SEND_AGAIN_S = 0.5  # what a breaking connection took is lost; being asked twice does nothing twice
 _TICK_S = 1.0
 
 
@@ -173,8 +174,11 @@ class _Other:
         self._waiting[question.call_id] = future
         try:
             async with asyncio.timeout(timeout_s):
-                await self._send(encode(question))
-                return await future
+                while True:
+                    await self._send(encode(question))
+                    done, _ = await asyncio.wait([future], timeout=_SEND_AGAIN_S)
+                    if done:
+                        return future.result()
         except TimeoutError:
             return None
         finally:

@@ -1,4 +1,4 @@
-"""Four ways to stop: leave the block, cancel the task, cancel by id, run out of time. Each frees the memory at the next step.
+"""Four ways to stop: leave the block, cancel the task, cancel by id, run out of time. The memory is free a step later.
 
 python examples/client/cancellation.py --target 127.0.0.1:50051
 """

@@ -155,7 +155,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """End a request of the caller's own."""
         scope = current_rpc.get()
-        scope.request_id = request.request_id
+        scope.name_by(request.request_id)
         check(request)
         outcome = await self._control.cancel(request.request_id, scope.caller)
         return pb.CancelResponse(found=outcome.num_ended > 0, num_unreachable_gateways=len(outcome.silent))

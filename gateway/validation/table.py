@@ -184,7 +184,7 @@ TABLE: dict[str, MessageRules] = {
     "octavo.v1.DetokenizeRequest": MessageRules(
         fields={"model": _MODEL, "token_ids": anything, "skip_special_tokens": anything}
     ),
-    "octavo.v1.CancelRequest": MessageRules(fields={"request_id": _REQUEST_ID}, required=("request_id",)),
+    "octavo.v1.CancelRequest": MessageRules(fields={"request_id": REQUEST_ID}, required=("request_id",)),
     "octavo.v1.ListModelsRequest": MessageRules(),
     "octavo.v1.GetModelRequest": MessageRules(fields={"model": _MODEL}),
     "octavo.v1.AbortRequest": MessageRules(fields={"request_id": REQUEST_ID}, required=("request_id",)),

@@ -13,6 +13,7 @@ import pytest
 import cli.service
 from cli.children import Child
 from cli.launch import ProcessPlan, Role, environment
+from cli.parent import EXIT_DRAINED
 from cli.service import Service, keep
 from cli.supervisor import RestartPolicy
 
@@ -98,6 +99,20 @@ async def test_a_process_that_somebody_else_asked_to_end_is_started_again() -> N
     assert await running == 0
     await asyncio.sleep(0.3)
     assert not any(child.is_running for child in stage.children.values())
+
+
+async def test_gateways_that_an_operator_drained_stay_away_and_the_service_ends_with_the_last() -> None:
+    drained = f"import time; print('up', flush=True); time.sleep(0.3); raise SystemExit({EXIT_DRAINED})"
+    stage = Stage(gateway_0=drained, gateway_1=OBEDIENT, worker_0=OBEDIENT)
+    running = asyncio.create_task(stage.service.run())
+    await until(lambda: stage.notices == ["gateway_0 has left, drained by an operator"])
+    assert not running.done()
+    assert stage.num_starts("gateway_0") == 1
+    stage.service.on_signal()
+    assert await running == 0
+    last = Stage(gateway_0=drained, worker_0=OBEDIENT)
+    assert await last.service.run() == 0
+    assert not any(child.is_running for child in last.children.values())
 
 
 async def test_a_process_that_dies_before_the_service_was_ready_ends_it() -> None:

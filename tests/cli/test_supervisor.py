@@ -1,6 +1,7 @@
 import pytest
 
-from cli.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy, ending
+from cli.parent import EXIT_DRAINED
+from cli.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
 
 POLICY = RestartPolicy(first_delay_s=1.0, max_delay_s=5.0, fast_death_s=30.0)
 
@@ -20,6 +21,11 @@ def test_a_process_that_somebody_else_asked_to_end_is_started_again(code: int, r
     assert lifetimes.on_exit(code, 101.0) == Restart(delay_s=1.0)
     lifetimes.on_start(102.0)
     assert lifetimes.on_exit(code, 103.0) == Restart(delay_s=2.0)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_gateway_that_an_operator_drained_stays_away(ready: bool) -> None:
+    assert alive(ready=ready).on_exit(EXIT_DRAINED, 101.0) == Left()
 
 
 def test_a_process_that_dies_before_it_was_ready_is_given_up_at_once() -> None:

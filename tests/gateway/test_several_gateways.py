@@ -229,7 +229,7 @@ async def test_vllms_abort_reaches_every_gateway(fleet: Fleet) -> None:
             request.request_id = f"r{n}"
             calls.append(stub.Generate(request))
             await gateways[n].until(lambda n=n: gateways[n].pool.runs)
-        ids = [*(f"unknown{n}" for n in range(600)), "r0", "r1", "r2", "x" * 1000]
+        ids = [*(f"unknown{n}" for n in range(600)), "r0", "r1", "r2"]
         await stubs[1].Abort(vllm.AbortRequest(request_ids=ids))
         for each in calls:
             assert [answer.complete.finish_reason async for answer in each] == ["abort"]
