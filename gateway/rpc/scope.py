@@ -17,7 +17,7 @@ class RpcScope:
     """Filled in on the way; read by the guard for trailers, metrics and the log line at the end.
 
     started_s: monotonic. wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
-    tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the other end of the connection.
+    tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the connection's other end.
     """
 
     method: str

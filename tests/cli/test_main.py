@@ -165,6 +165,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     known = {flag for command in commands for parameter in command.params for flag in parameter.opts}
     of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg
     of_others |= {"--prometheus-host", "--tool-call-parser"}  # smg
+    of_others |= {"--total-queued-requests-metric"}  # Kubernetes' inference gateways
     of_others |= {"--text"}  # python -m bench.quant_error
     of_others |= {"--total-queued-requests-metric"}  # pickers of Kubernetes inference gateways
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
