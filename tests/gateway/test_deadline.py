@@ -175,7 +175,7 @@ def stuck_text(served: Any) -> None:
     async def never(work: Any, **_: Any) -> Any:
         await asyncio.sleep(60)
 
-    served.gateway.desk.text.run = never
+    served.gateway.desk.text.run_steps = never
 
 
 def silent(run: FakeRun) -> None:

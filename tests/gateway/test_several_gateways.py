@@ -121,10 +121,10 @@ async def test_a_cancel_reaches_a_request_that_is_still_tokenized(fleet: Fleet) 
     async with fleet() as gateways:
         desk = gateways[1].gateway.desk
 
-        async def never(work: Any) -> Any:
+        async def never(work: Any, **_: Any) -> Any:
             await asyncio.sleep(60)
 
-        desk.text.run = never
+        desk.text.run_steps = never
         ended = asyncio.ensure_future(
             refused(gateways[1].inference.Generate(pb.GenerateRequest(request_id="x", text="x")))
         )
