@@ -97,7 +97,7 @@ class NumericalFault(RequestError):
 
 
 class Poisoned(RequestError):
-    """Two workers in turn died of this request."""
+    """Three workers died of this request, or of its prompt, the last of them with nothing else on trial."""
 
 
 class EngineFailed(RequestError):

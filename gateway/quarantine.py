@@ -1,9 +1,14 @@
 """Which outputs of a lost worker may go to another one now, so that an output that kills workers is found out.
 
 Any output that the dead worker had begun may be what killed it. So each of them goes on **probation**: at most one of
-them at a time on any worker, until that worker has given it a token. A worker that dies meanwhile was killed by it, and
-the output is **guilty**: it costs two workers, and the others, which wait or have passed, lose only time. What had only
-been queued killed nobody and need not wait.
+them at a time on any worker, until that worker has given it a token. The others, which wait or have passed, lose only
+time. What had only been queued killed nobody and need not wait.
+
+A worker that dies meanwhile was killed by its suspect, or by chance: somebody may have killed both. Two deaths are
+therefore an accusation. An output that had given tokens before has a prompt that harms nobody, and gets a second
+probation; one that never gave any ends in a way that its caller may try again, and then starts on probation. Whose
+second probation costs a worker as well is **guilty**: three deaths, two of them with nothing else on trial, the last at
+another time.
 
 Pure: no clock, no sockets; knows outputs and workers by names alone.
 """
@@ -18,6 +23,7 @@ class Verdict(Enum):
 
     FREE = "free"  # may go to any worker at once
     SUSPECT = "suspect"  # waits until `next_for` names it
+    ACCUSED = "accused"  # ends; whoever tries the same again has to `hold` it
     GUILTY = "guilty"  # must not go to a worker again
 
 
@@ -28,6 +34,7 @@ class Quarantine:
         self._waiting: deque[Hashable] = deque()
         self._on_probation: dict[Hashable, Hashable] = {}  # worker -> output
         self._worker_of: dict[Hashable, Hashable] = {}  # output -> worker, the same turned round
+        self._accused: set[Hashable] = set()  # a worker died during an earlier probation of theirs
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._worker_of)
@@ -37,18 +44,30 @@ class Quarantine:
         """Suspects that are on no worker."""
         return len(self._waiting)
 
-    def lost(self, output: Hashable, worker: Hashable, *, was_begun: bool) -> Verdict:
+    def hold(self, output: Hashable) -> None:
+        """One that was accused before, and has no worker yet: it starts on probation."""
+        self._accused.add(output)
+        self._waiting.append(output)
+
+    def lost(self, output: Hashable, worker: Hashable, *, was_begun: bool, has_given: bool) -> Verdict:
         """The worker is gone that had the output. was_begun: a step may have touched it, and no
-        orderly end came between."""
+        orderly end came between. has_given: it has given tokens, at any worker."""
         is_on_probation = self._worker_of.get(output) == worker
+        was_accused = output in self._accused
         self.forget(output)
         if not was_begun and is_on_probation:
+            if was_accused:
+                self._accused.add(output)
             self._waiting.appendleft(output)  # it has still to show that it kills nobody
             return Verdict.SUSPECT
         if not was_begun:
             return Verdict.FREE
-        if is_on_probation:
+        if is_on_probation and was_accused:
             return Verdict.GUILTY
+        if is_on_probation and not has_given:
+            return Verdict.ACCUSED
+        if is_on_probation:
+            self._accused.add(output)
         self._waiting.append(output)
         return Verdict.SUSPECT
 
@@ -67,7 +86,7 @@ class Quarantine:
 
     def send_back(self, output: Hashable) -> None:
         """The worker could not take it after all: it is first in line again."""
-        self.forget(output)
+        del self._on_probation[self._worker_of.pop(output)]
         self._waiting.appendleft(output)
 
     def passed(self, output: Hashable) -> bool:
@@ -75,10 +94,12 @@ class Quarantine:
         worker = self._worker_of.pop(output, None)
         if worker is None:
             return False
+        self._accused.discard(output)
         del self._on_probation[worker]
         return True
 
     def forget(self, output: Hashable) -> None:
         """It ended some other way (cancelled, deadline). Idempotent."""
+        self._accused.discard(output)
         if not self.passed(output) and output in self._waiting:
             self._waiting.remove(output)

@@ -26,11 +26,11 @@ _TAKES_WORKERS_AWAY = {
     _K.KILL_GATEWAY,
     _K.DRAIN_GATEWAY,
 }
+_DEATHS_OF_POISON = 3  # workers that an output has to be lost with before it is called so
 _NEEDED: dict[str, set[FaultKind]] = {
     "WORKER_LOST": _TAKES_WORKERS_AWAY,
     "WORKER_STALLED": _TAKES_WORKERS_AWAY,
     "NO_WORKER": _TAKES_WORKERS_AWAY,
-    "POISONED": _TAKES_WORKERS_AWAY,  # two deaths in turn, by chance, look like it
     "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
     "ENGINE_ERROR": {_K.ENGINE_ERROR},
     "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
@@ -45,6 +45,7 @@ class Blame:
     def __init__(self, scenario: Scenario) -> None:
         self._config = scenario.config
         self._kinds = {fault.kind for fault in scenario.faults}
+        self._num_losses = sum(fault.kind in _TAKES_WORKERS_AWAY for fault in scenario.faults)
         self._has_poison = any(POISON_TOKEN in spec.prompt for spec in scenario.requests)
         names = Counter(spec.request_id or f"r{spec.index}" for spec in scenario.requests)
         self._shared_names = {name for name, count in names.items() if count > 1}
@@ -76,7 +77,9 @@ class Blame:
                 return bool(spec.pace_s or spec.stall_after) or self._config.max_pending_tokens < 100
             case "DUPLICATE_REQUEST":
                 return bool(spec.retries) or (spec.request_id or f"r{spec.index}") in self._shared_names
-            case "WORKER_LOST" | "WORKER_STALLED" | "NO_WORKER" | "POISONED" if self._has_poison:
+            case "POISONED":  # three deaths, by chance, look like it; no two do
+                return self._has_poison or self._num_losses >= _DEATHS_OF_POISON
+            case "WORKER_LOST" | "WORKER_STALLED" | "NO_WORKER" if self._has_poison:
                 return True
         return bool(self._kinds & _NEEDED.get(reason, set()))
 

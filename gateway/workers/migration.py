@@ -6,13 +6,17 @@ kills workers is found out.
 
     lost ──► waiting ──a ready worker of the same model──► sent, on probation ──a token──► running as if nothing was
                └── no such worker in time, or moved too often ──► lost for good
+
+What was accused is remembered by its prompt, so that the same request, tried again, starts on probation.
 """
 
 import asyncio
+import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
+import numpy as np
 import structlog
 
 from gateway.quarantine import Quarantine, Verdict
@@ -28,7 +32,10 @@ from wire.messages import Finished
 log = structlog.get_logger(__name__)
 
 _NOT_THE_WORKERS_END = frozenset({LostReason.INTERNAL, LostReason.POISONED})
+_MAX_ACCUSED = 1024  # prompts that are remembered
 _TURNED_AWAY = frozenset({"DRAINING", "QUEUE_FULL"})
+
+_IT_MAY_BE_CHANCE = "two workers in turn were lost with this request, by chance or by it: it may be tried once more"
 
 Send = Callable[[WorkerRecord, RunRequest, Output], None]
 """Sends an output again under its new handle. Raises WorkerBusy, WorkerGone."""
@@ -38,12 +45,23 @@ class Migration:
     """One per pool. max_moves 0: nothing ever moves. timeout_s: how long an output waits for a worker."""
 
     def __init__(
-        self, registry: Registry, outputs: Outputs, stats: PoolStats, *, send: Send, max_moves: int, timeout_s: float
+        self,
+        registry: Registry,
+        outputs: Outputs,
+        stats: PoolStats,
+        *,
+        send: Send,
+        check: Callable[[int], None],
+        max_moves: int,
+        timeout_s: float,
     ) -> None:
+        """check(incarnation): report now where that worker has ended and nobody was told yet."""
         self._registry = registry
         self._outputs = outputs
         self._stats = stats
         self._send = send
+        self._check = check
+        self._accused: dict[bytes, None] = {}  # the latest last
         self._max_moves = max_moves
         self._timeout_s = timeout_s
         self._quarantines: defaultdict[str, Quarantine] = defaultdict(Quarantine)  # by fingerprint
@@ -55,6 +73,10 @@ class Migration:
     def is_waiting(self, output: Output) -> bool:
         """No worker has it."""
         return output in self._lost
+
+    def is_accused(self, output: Output) -> bool:
+        """Whether two workers were lost with a request of this prompt."""
+        return bool(self._accused) and _content(output) in self._accused
 
     def is_trying(self, record: WorkerRecord) -> bool:
         """Whether the worker has an output that may kill it."""
@@ -69,13 +91,24 @@ class Migration:
 
     # ------------------------------------------------------------ events
 
+    def hold(self, output: Output) -> None:
+        """One that is accused, and new: it waits for a worker of its own turn, as suspects do."""
+        self._outputs.detach(output)
+        self._lost[output] = (LostReason.WORKER_LOST, _IT_MAY_BE_CHANCE, time.monotonic())
+        self._quarantine(output).hold(output)
+        self.soon()
+
     def lost(self, output: Output, reason: LostReason, detail: str) -> None:
         """The output's worker is gone, or has put it out: it goes on, or ends here."""
-        was_begun = reason is not LostReason.DRAINING
-        verdict = self._quarantine(output).lost(output, output.incarnation, was_begun=was_begun)
+        verdict = self._quarantine(output).lost(
+            output,
+            output.incarnation,
+            was_begun=reason is not LostReason.DRAINING,
+            has_given=output.num_tokens > 0,
+        )
         output.is_on_probation = False
-        if verdict is Verdict.GUILTY:
-            self._outputs.lose(output, LostReason.POISONED, f"two workers died of it; the last: {detail}")
+        if verdict in (Verdict.GUILTY, Verdict.ACCUSED):
+            self._condemn(output, verdict, reason, detail)
             return
         if not self._may_move(output, reason):
             self.forget(output)
@@ -98,6 +131,8 @@ class Migration:
     def passed(self, output: Output) -> None:
         """A token or an end of an output on probation."""
         output.is_on_probation = False
+        if self._accused:
+            self._accused.pop(_content(output), None)
         if self._quarantine(output).passed(output):
             self.soon()
 
@@ -128,6 +163,18 @@ class Migration:
 
     # ------------------------------------------------------------ parts
 
+    def _condemn(self, output: Output, verdict: Verdict, reason: LostReason, detail: str) -> None:
+        content = _content(output)
+        self._accused.pop(content, None)
+        self._accused[content] = None
+        if len(self._accused) > _MAX_ACCUSED:
+            del self._accused[next(iter(self._accused))]
+        log.warning("output_condemned", request_id=output.request_id, verdict=verdict.value, detail=detail)
+        if verdict is Verdict.GUILTY:
+            self._outputs.lose(output, LostReason.POISONED, f"three workers were lost with it; the last: {detail}")
+        else:
+            self._outputs.lose(output, reason, f"{_IT_MAY_BE_CHANCE}; the last: {detail}")
+
     def _quarantine(self, output: Output) -> Quarantine:
         return self._quarantines[output.fingerprint]
 
@@ -154,6 +201,10 @@ class Migration:
 
     def _place_suspects(self, fingerprint: str, quarantine: Quarantine) -> None:
         for record in self._ready(fingerprint) if quarantine.num_waiting else ():
+            # Where several workers die together, none of those that are found dead only now is a suspect's doing.
+            self._check(record.incarnation)
+            if self._registry.get(record.incarnation) is None:
+                continue
             output = quarantine.next_for(record.incarnation)
             if not isinstance(output, Output):
                 continue
@@ -187,3 +238,11 @@ class Migration:
     def _give_up(self, output: Output, reason: LostReason, detail: str) -> None:
         self.forget(output)
         self._outputs.lose(output, reason, detail)
+
+
+def _content(output: Output) -> bytes:
+    """What makes two requests the same: the model, the prompt, and whose they are."""
+    digest = hashlib.blake2b(output.fingerprint.encode(), digest_size=16)
+    digest.update(b"\0" + output.request.cache_salt.encode() + b"\0")
+    digest.update(np.asarray(output.request.prompt_ids, "<i4").tobytes())
+    return digest.digest()

@@ -68,6 +68,7 @@ class WorkerPool:
             self._outputs,
             self.stats,
             send=self._send_again,
+            check=self._check,
             max_moves=config.max_migrations,
             timeout_s=config.migration_timeout_s,
         )
@@ -173,6 +174,11 @@ class WorkerPool:
         now_s, draw = time.monotonic(), self._outputs.draw_handle
         outputs = [new_output(draw(), record, request, index, sink, now_s) for index, sink in enumerate(sinks)]
         handles = [output.handle for output in outputs]
+        if self._migration.is_accused(outputs[0]):
+            for output in outputs:
+                self._outputs.add(output)
+                self._migration.hold(output)
+            return handles
         self._post.send(record, run_message(handles, request))  # from here on a handle is a name
         for output in outputs:
             self._outputs.add(output)

@@ -16,7 +16,7 @@ class LostReason(StrEnum):
     WORKER_STALLED = "WORKER_STALLED"
     DRAINING = "DRAINING"
     INTERNAL = "INTERNAL"  # the worker broke the protocol for this stream
-    POISONED = "POISONED"  # two workers died of this output
+    POISONED = "POISONED"  # three workers died of this output, or of its prompt
 
 
 class OutputSink(Protocol):

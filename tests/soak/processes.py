@@ -65,7 +65,7 @@ class Processes:
         """A request that takes two workers has been sent."""
         start_s = time.monotonic()
         asked = await asking
-        if asked.reason == "POISONED":
+        if asked.reason in ("WORKER_LOST", "POISONED"):  # a second time its prompt is known
             await self._until_whole(num_new=1)  # the same one may have had it twice
             self.repairs.append((kind, time.monotonic() - start_s))
         else:

@@ -34,10 +34,12 @@ ROWS: dict[int, Row] = {
         figures=("4, load raises", "4, load is killed"),
     ),
     5: row(
-        "a request kills every worker that has it",
+        "a request kills every worker that has it, or two workers are killed at a time",
         KILLED + "5_a_request_that_kills_workers_costs_two_and_bystanders_nothing",
-        "tests/gateway/test_quarantine.py::test_one_poison_kills_two_workers_at_most_and_everybody_else_comes_through",
-        figures=("5",),
+        "tests/gateway/test_quarantine.py::test_one_poison_kills_two_workers_or_three_and_everybody_else_comes_through",
+        KILLED + "5_two_workers_that_are_killed_together_condemn_nobody",
+        "tests/gateway/test_quarantine.py::test_two_workers_that_are_killed_from_outside_condemn_nobody_for_good",
+        figures=("5", "5 together 0 s apart", "5 together 0.05 s apart"),
     ),
     6: row(
         "a worker stands still for half its timeout",

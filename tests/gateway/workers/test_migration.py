@@ -1,5 +1,7 @@
 """Outputs go on at another worker behind what they have given, and whoever kills workers is found out."""
 
+import os
+import subprocess
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -7,7 +9,9 @@ import msgspec
 import numpy as np
 
 from gateway.workers import WorkerPool
+from gateway.workers.views import LostReason
 from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, until
+from wire.host import pid_namespace
 from wire.messages import Cancel, Leaving, Run, WireFinishReason
 
 Served = tuple[WorkerPool, list[FakeWorker]]
@@ -18,11 +22,18 @@ def served(folder: Path, *names: str, **changes: object) -> AbstractAsyncContext
     return open_pool(folder, *names, **({"max_migrations": 2, "migration_timeout_s": 5.0} | changes))
 
 
-def open_on(pool: WorkerPool, worker: FakeWorker, request_id: str = "r", **sampling: object) -> RecordingSink:
+def open_on(
+    pool: WorkerPool,
+    worker: FakeWorker,
+    request_id: str = "r",
+    *,
+    prompt: tuple[int, ...] = (1, 2, 3),
+    **sampling: object,
+) -> RecordingSink:
     """One output on this worker; the sink knows its name."""
     (view,) = (view for view in pool.workers() if view.epoch == worker.epoch)
     sink = RecordingSink()
-    sink.name = pool.open(view, request(request_id, **sampling), sink)  # type: ignore[attr-defined]
+    sink.name = pool.open(view, request(request_id, prompt=prompt, **sampling), sink)  # type: ignore[attr-defined]
     return sink
 
 
@@ -93,11 +104,90 @@ async def test_suspects_take_turns_and_the_one_that_kills_is_not_sent_to_a_third
         waiting = await third.expect(Run)
         assert waiting.request_id == "r2"
         await die(pool, second)
-        assert await sinks[0].end() == ("lost", "POISONED")
+        assert await sinks[0].end() == ("lost", "WORKER_LOST")
         await third.step([(waiting.handle, 8)])
         await until(lambda: [sink.tokens for sink in sinks] == [[], [7], [8]])
         assert [sink.ends for sink in sinks[1:]] == [[], []]
         assert (len(runs), second_view.worker_id, third_view.worker_id) == (3, "w1", "w2")
+
+
+async def test_what_was_lost_twice_may_be_tried_once_more_alone_and_is_poison_after_that(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2", "w3") as (pool, (first, second, third, fourth)):
+        sink = open_on(pool, first, prompt=(6, 6, 6))
+        await first.expect(Run)
+        await die(pool, first)
+        await second.expect(Run)
+        await die(pool, second)
+        assert await sink.end() == ("lost", "WORKER_LOST")
+        other = open_on(pool, fourth, "other", prompt=(6, 6, 7))
+        again = open_on(pool, fourth, "again", prompt=(6, 6, 6))
+        assert (await fourth.expect(Run)).request_id == "other"
+        assert (await third.expect(Run)).request_id == "again"  # on probation: where others are not
+        assert pool.choose("tiny", np.asarray([6, 6, 6], np.int32), "").epoch == fourth.epoch
+        await die(pool, third)
+        assert await again.end() == ("lost", "POISONED")
+        assert await fourth.hears_nothing()
+        assert other.ends == []
+
+
+async def test_what_was_lost_twice_by_chance_is_served_when_it_is_tried_again(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2") as (pool, (first, second, third)):
+        sink = open_on(pool, first)
+        await first.expect(Run)
+        await die(pool, first)
+        await second.expect(Run)
+        await die(pool, second)
+        assert await sink.end() == ("lost", "WORKER_LOST")
+        for n in range(2):  # its own token clears it
+            again = open_on(pool, third, f"again {n}")
+            run = await third.expect(Run)
+            await third.step([(run.handle, 5)], finished=(finished(run.handle, 1),))
+            assert (await again.end())[0] == "finished"
+            assert again.tokens == [5]
+            assert [call[0] for call in again.calls].count("moved") == 1 - n
+        assert (pool.num_outputs, [view.in_flight for view in pool.workers()]) == (0, [0])
+
+
+async def test_a_stream_that_was_well_before_survives_two_workers_that_die_one_after_the_other(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1", "w2", "w3") as (pool, (first, second, third, fourth)):
+        sink = open_on(pool, first)
+        run = await first.expect(Run)
+        await first.step([(run.handle, 10)])
+        await until(lambda: sink.tokens == [10])
+        await die(pool, first)
+        await second.expect(Run)
+        await die(pool, second)
+        again = await third.expect(Run)
+        assert (ids(again), sink.ends) == ([1, 2, 3, 10], [])
+        await die(pool, third)
+        assert await sink.end() == ("lost", "POISONED")
+        assert await fourth.hears_nothing()
+
+
+async def test_a_worker_that_died_together_with_the_first_accuses_nobody(
+    tmp_path: Path, sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    """The loop hears of the second death only after the first one's outputs have looked for places."""
+    async with served(tmp_path, "w0") as (pool, workers):
+        workers.append(FakeWorker(pool.bound_endpoints[0], "w1", pid=sleeper.pid, pid_namespace=pid_namespace()))
+        await workers[1].join(pool)
+        sinks = [open_on(pool, workers[0], f"r{n}") for n in range(3)]
+        for _ in sinks:
+            await workers[0].expect(Run)
+        sleeper.kill()
+        os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  (the loop must not have a turn)
+        (first,) = (record for record in pool._registry if record.worker_id == "w0")
+        pool._executor.carry_out(pool._registry.give_up(first, LostReason.WORKER_LOST, "killed"))
+        pool._migration.place()
+        await until(lambda: not pool.workers())
+        assert [sink.ends for sink in sinks] == [[], [], []]
+        workers.append(FakeWorker(pool.bound_endpoints[0], "w2"))
+        await workers[2].join(pool)
+        for n in range(3):
+            run = await workers[2].expect(Run)
+            assert run.request_id == f"r{n}"
+            await workers[2].step([(run.handle, 5)], finished=(finished(run.handle, 1),))
+        assert [(await sink.end())[0] for sink in sinks] == ["finished"] * 3
 
 
 async def test_a_worker_that_drains_blames_nobody_and_its_outputs_move_together(tmp_path: Path) -> None:
@@ -146,7 +236,7 @@ async def test_a_suspect_that_is_turned_away_is_still_one(tmp_path: Path) -> Non
         await second.send(Leaving(epoch=second.epoch))
         assert (await third.expect(Run)).request_id == run.request_id
         await die(pool, third)
-        assert await sink.end() == ("lost", "POISONED")
+        assert await sink.end() == ("lost", "WORKER_LOST")
 
 
 async def test_it_moves_so_often_and_no_more(tmp_path: Path) -> None:
