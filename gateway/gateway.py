@@ -28,7 +28,7 @@ from gateway.metrics_http import MetricsEndpoint
 from gateway.models import ServedModels
 from gateway.peers import name_of
 from gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
-from gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit, num_reserved
+from gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit
 from gateway.rpc.guard import Guard
 from gateway.rpc.readiness import Readiness
 from gateway.rpc.server import bind, new_server
@@ -40,7 +40,6 @@ from gateway.text.render_pool import Renderer, RenderPool
 from gateway.text.service import TextService
 from gateway.ticker import measure_loop_lag, refresh, report
 from gateway.workers.pool import WorkerPool
-from wire.scrape_server import MAX_CONNECTIONS
 
 log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
@@ -77,8 +76,7 @@ class Gateway:
             renderer=self.renderer,
         )
         self.keeper = Keeper(config.access)
-        self._num_descriptors = descriptor_limit()
-        self._limiter = ConnectionLimiter(connection_limits(config.connection, self._num_descriptors), self.desk.peers)
+        self._limiter = ConnectionLimiter(connection_limits(config.connection, descriptor_limit()), self.desk.peers)
         self.collector = GatewayCollector(
             self.meters,
             lambda: getattr(self.pool, "stats", None),
@@ -151,9 +149,7 @@ class Gateway:
         config = self.config
         if config.metrics_address is not None:
             check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
-            # An eighth of what is kept for all but callers; twice as many may be open for a moment.
-            max_scrapers = min(MAX_CONNECTIONS, num_reserved(self._num_descriptors) // 8)
-            self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector), max_scrapers)
+            self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
         num_addresses = num_addresses_of(config.listen_address)
         max_connections = max(1, self._limiter.limits.total // num_addresses)

@@ -3,17 +3,17 @@
 from prometheus_client.registry import CollectorRegistry
 
 from gateway.rpc.addresses import BindError, split_host_port
-from wire.scrape_server import MAX_CONNECTIONS, ScrapeServer, pages_of
+from wire.scrape_server import ScrapeServer, pages_of
 
 
 class MetricsEndpoint:
     """Owns the listening socket and its thread."""
 
-    def __init__(self, address: str, registry: CollectorRegistry, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Binds at once. address: host:port. Raises AddressError, BindError."""
         host, port = split_host_port(address)
         try:
-            self._server = ScrapeServer(host, port, pages_of(registry), max_connections=max_connections)
+            self._server = ScrapeServer(host, port, pages_of(registry))
         except OSError as error:
             raise BindError("--metrics-port", address) from error
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gzip
 import logging
+import resource
 import socket
 import threading
 import time
@@ -79,8 +80,8 @@ class _Left(Exception):
 
 class ScrapeServer:
     """Owns the listening socket and its thread. render: called in that thread, one at a time. why_not_ready: called
-    there for GET /ready; None where the process is ready, else what it waits for. max_connections: for a moment there
-    may be twice as many."""
+    there for GET /ready; None where the process is ready, else what it waits for. max_connections: half as many again
+    may be open for a moment; None: what becomes a process with its limit of descriptors."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ScrapeServer:
         render: Callable[[PageFormat], bytes],
         *,
         why_not_ready: Callable[[], str | None] | None = None,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int | None = None,
     ) -> None:
         """Listens at once; port 0 draws one. Raises OSError where the address is taken."""
         self._render = render
@@ -98,7 +99,7 @@ class ScrapeServer:
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self.port = int(self._socket.getsockname()[1])
         self.num_pages = 0
-        self._max_connections = max_connections
+        self._max_connections = max_connections or _becoming()
         self._num_open = 0
         self._idle: dict[asyncio.Timeout, None] = {}  # connections that wait for their scrapers, the longest first
         self._pending: dict[_Wish, asyncio.Future[bytes]] = {}
@@ -124,7 +125,7 @@ class ScrapeServer:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._on_connection, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=self._max_connections
+            self._on_connection, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=max(1, self._max_connections // 2)
         )  # its backlog is how many are accepted before the others have their turn …
         self._socket.listen(MAX_CONNECTIONS)  # … the kernel's how many may wait to be
         await self._over.wait()
@@ -217,6 +218,12 @@ class ScrapeServer:
             self.num_pages += 1
             worked_s, self._worked_s = time.thread_time() - self._worked_s, time.thread_time()
             self._next_page_s = self._loop.time() + min(MAX_REST_S, REST_PER_WORK * worked_s)
+
+
+def _becoming() -> int:
+    """An eighth of the descriptors at most: others need theirs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 8))
 
 
 async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:

@@ -11,6 +11,7 @@ its file has permissions: it is left alone.
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import resource
@@ -39,6 +40,7 @@ PRESSED_INTERVAL_S = 0.05
 REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
 EASED_AFTER_S = 5.0  # without a connection hung up
 COUNT_MAX_AGE_S = 5.0
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class TooFewDescriptors(ValueError):
@@ -137,7 +139,7 @@ def hang_up(addresses: Collection[Address]) -> int:
 
 def _own_connections() -> Iterator[socket.socket]:
     """Duplicates, each open for its turn only, so that none can become another connection's meanwhile."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(_DESCRIPTORS):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
@@ -271,8 +273,9 @@ class ConnectionLimiter:
         self._counted: tuple[float, int] = (-COUNT_MAX_AGE_S, 0)
 
     def watch(self, port: int) -> None:
-        """Connections that were accepted at this port."""
-        self._port = port
+        """Connections that were accepted at this port. Where the system does not show a process its sockets, gRPC's own
+        bounds have to do."""
+        self._port = port if os.path.isdir(_DESCRIPTORS) else None
 
     def num_open(self) -> int:
         """Connections now, or a few seconds ago. Any thread."""
@@ -285,8 +288,9 @@ class ConnectionLimiter:
     async def run(self) -> None:
         """For ever."""
         while True:
-            start_s = time.monotonic()
-            num_closed = await self.look() if self._is_suspicious() else 0
+            start_s, num_closed = time.monotonic(), 0
+            with contextlib.suppress(OSError):  # somebody has taken the last descriptor
+                num_closed = await self.look() if self._is_suspicious() else 0
             pause_s = PRESSED_INTERVAL_S if num_closed else INTERVAL_S
             await asyncio.sleep(max(pause_s, REST_PER_WORK * (time.monotonic() - start_s)))
 
@@ -301,7 +305,7 @@ class ConnectionLimiter:
 
     def _is_suspicious(self) -> bool:
         """Whether there may be too many: a connection is a descriptor, and counting those costs next to nothing."""
-        if num_descriptors() > min(self.limits.per_peer, self.limits.kept):
+        if self._port is not None and num_descriptors() > min(self.limits.per_peer, self.limits.kept):
             return True
         self._seen.clear()
         self._tell({})
@@ -349,4 +353,4 @@ class ConnectionLimiter:
 def num_descriptors() -> int:
     """How many files this process has open."""
     # Linux 6.2 and later tell it as the folder's size; before that it is 0.
-    return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    return os.stat(_DESCRIPTORS).st_size or len(os.listdir(_DESCRIPTORS))
