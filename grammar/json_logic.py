@@ -40,10 +40,11 @@ class _Facts:
 
 
 class Logic:
-    """resolve: the schema that a reference points to, None where that is not known."""
+    """resolve: the schema that a reference points to, None where that is not known; outline: a part of what it says."""
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: Resolve, outline: Callable[[str], Json] = lambda reference: {}) -> None:
         self._resolve = resolve
+        self._outline = outline
         self._work = 0
 
     def can_meet(self, *schemas: Schema) -> bool:
@@ -132,7 +133,7 @@ class Logic:
                 seen.add(reference)
                 target = self._resolve(reference)
                 facts.is_complete &= target is not None
-                waiting += [] if target is None else [target]
+                waiting.append(self._outline(reference) if target is None else target)
         return facts
 
     def _spend(self, schema: Schema) -> None:

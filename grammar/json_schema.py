@@ -111,7 +111,7 @@ class _Walk:
         self._are_formats_annotations = format_as_annotation
         self._has_fractions = has_fractions(whole)
         self._divisors = Divisors(whole)
-        self._logic = Logic(self._target)
+        self._logic = Logic(self._target, self._outline)
         self._pointers: dict[str, str] = {}  # of the caller, by references as they are rewritten
         self._targets: dict[str, Schema | None] = {}  # by rewritten references
 
@@ -207,6 +207,10 @@ class _Walk:
                 path = ".".join([*([self._place.path] if self._place.path else []), *names])
                 self._targets[reference] = self.schema(schema, path, 1)
         return self._targets[reference]
+
+    def _outline(self, reference: str) -> Json:
+        """Of a schema that includes itself: what is to be seen before it is rewritten."""
+        return _outline(_at(self._whole, _names(self._pointers.get(reference, ""))), 2)
 
     def _without_base(self, schema: Json) -> Json:
         """Names that would make references mean something else once the schema stands inside another."""
@@ -385,6 +389,15 @@ def _at(value: Any, names: list[str]) -> Any:
         else:
             return None
     return value
+
+
+def _outline(schema: Any, depth: int) -> Json:
+    if not isinstance(schema, dict) or depth == 0:
+        return {}
+    outline = {key: schema[key] for key in ("type", "const", "enum", "required") if key in schema}
+    if isinstance(schema.get("properties"), dict):
+        outline["properties"] = {name: _outline(each, depth - 1) for name, each in schema["properties"].items()}
+    return outline
 
 
 def _names(reference: str) -> list[str]:
