@@ -9,7 +9,13 @@ from cli.errors import usage
 
 
 def constraint_fields(
-    *, json_schema: Path | None, json_object: bool, regex: str, ebnf: Path | None, choices: Sequence[str] | None
+    *,
+    json_schema: Path | None,
+    format_as_annotation: bool,
+    json_object: bool,
+    regex: str,
+    ebnf: Path | None,
+    choices: Sequence[str] | None,
 ) -> GenerateFields:
     """The fields that are given; the files are read. Raises CliError."""
     fields = GenerateFields()
@@ -25,6 +31,12 @@ def constraint_fields(
         fields["choice"] = list(choices)
     if len(fields) > 1:
         raise usage("an output has one constraint at most", f"given were {', '.join(fields)}", "give one of them")
+    if format_as_annotation:
+        if json_schema is None:
+            raise usage(
+                "--format-as-annotation is for JSON schemas", "no --json-schema is given", "give one, or leave it out"
+            )
+        fields["format_as_annotation"] = True
     return fields
 
 

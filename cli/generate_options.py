@@ -14,6 +14,9 @@ class ConstraintOptions:
     json_schema: Annotated[
         Path | None, typer.Option("--json-schema", help="File of a JSON schema that the output must satisfy.")
     ] = None
+    format_as_annotation: Annotated[
+        bool, typer.Option("--format-as-annotation", help="Formats of the schema that are not known mean nothing.")
+    ] = False
     json_object: Annotated[bool, typer.Option("--json-object", help="The output must be a JSON object.")] = False
     regex: Annotated[str, typer.Option("--regex", help="Regular expression that the output must match.")] = ""
     ebnf: Annotated[

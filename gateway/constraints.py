@@ -7,7 +7,6 @@ limit. Must not know workers or streams.
 import asyncio
 import json
 from collections import OrderedDict
-from typing import Any
 
 from octavo.v1 import inference_pb2 as pb
 
@@ -29,7 +28,7 @@ class ConstraintChecker:
         self._text = text
         self._limits = limits
         self._timeout_s = timeout_s
-        self._known: OrderedDict[tuple[int, str], None] = OrderedDict()
+        self._known: OrderedDict[Grammar, None] = OrderedDict()
 
     async def check(self, request: pb.GenerateRequest, *, prefix: str, share: Share) -> Grammar | None:
         """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
@@ -49,14 +48,13 @@ class ConstraintChecker:
         return grammar
 
     def _is_known(self, grammar: Grammar) -> bool:
-        key = (int(grammar.kind), grammar.source)
-        if key not in self._known:
+        if grammar not in self._known:
             return False
-        self._known.move_to_end(key)
+        self._known.move_to_end(grammar)
         return True
 
     def _remember(self, grammar: Grammar) -> None:
-        self._known[int(grammar.kind), grammar.source] = None
+        self._known[grammar] = None
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
 
@@ -66,7 +64,11 @@ def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
     constraint = request.constraint
     match constraint.WhichOneof("kind"):
         case "json_schema":
-            return Grammar(kind=GrammarKind.JSON_SCHEMA, source=constraint.json_schema)
+            return Grammar(
+                kind=GrammarKind.JSON_SCHEMA,
+                source=constraint.json_schema,
+                format_as_annotation=request.format_as_annotation,
+            )
         case "json_object":
             return Grammar(kind=GrammarKind.JSON_OBJECT)
         case "regex":
@@ -76,23 +78,24 @@ def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
         case "choice":
             options = json.dumps(list(constraint.choice.options), ensure_ascii=False)
             return Grammar(kind=GrammarKind.CHOICE, source=options)
-    return _of_tools(request.chat)
+    return _of_tools(request)
 
 
-def _of_tools(chat: pb.Chat) -> Grammar | None:
+def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
     """REQUIRED: calls of any tool; NAMED: one call of that tool."""
+    chat = request.chat
     if chat.tool_choice == pb.TOOL_CHOICE_REQUIRED:
         tools, max_calls = list(chat.tools), None
     elif chat.tool_choice == pb.TOOL_CHOICE_NAMED:
         tools, max_calls = [tool for tool in chat.tools if tool.name == chat.tool_name], 1
     else:
         return None
-    source = {"tools": [_tool(tool) for tool in tools], "max_calls": max_calls}
-    return Grammar(kind=GrammarKind.TOOL_CALLS, source=json.dumps(source))
-
-
-def _tool(tool: pb.ToolDefinition) -> dict[str, Any]:
-    return {"name": tool.name, "parameters": json.loads(tool.parameters_json) if tool.parameters_json else None}
+    # Schemas as they were written: read and written anew, a number may be another one.
+    listed = ", ".join(
+        f'{{"name": {json.dumps(tool.name)}, "parameters": {tool.parameters_json or "null"}}}' for tool in tools
+    )
+    source = f'{{"tools": [{listed}], "max_calls": {json.dumps(max_calls)}}}'
+    return Grammar(kind=GrammarKind.TOOL_CALLS, source=source, format_as_annotation=request.format_as_annotation)
 
 
 def _violation(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> Violation:

@@ -226,10 +226,10 @@ class _Walk:
     def _with_format(self, schema: Json, path: str) -> Json:
         """The format as a pattern, where its expression is ours."""
         name = schema.get("format")
-        if name is None or name in LIBRARY_FORMATS:
+        if "format" not in schema or (isinstance(name, str) and name in LIBRARY_FORMATS):
             return schema
         others = {key: value for key, value in schema.items() if key != "format"}
-        if name not in OWN_FORMATS:
+        if not isinstance(name, str) or name not in OWN_FORMATS:
             if self._are_formats_annotations and isinstance(name, str):
                 return others
             raise GrammarRefused(

@@ -22,7 +22,7 @@ class GrammarCache:
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[int, str], GrammarMatcher] = OrderedDict()
+        self._entries: OrderedDict[Grammar, GrammarMatcher] = OrderedDict()
         self._lock = Lock()
         self.num_bytes = 0
         self.num_hits = 0
@@ -33,24 +33,23 @@ class GrammarCache:
 
     def get(self, grammar: Grammar) -> GrammarMatcher | None:
         """A fork of what is kept."""
-        key = (int(grammar.kind), grammar.source)
         with self._lock:
-            matcher = self._entries.get(key)
+            matcher = self._entries.get(grammar)
             if matcher is None:
                 self.num_misses += 1
                 return None
             self.num_hits += 1
-            self._entries.move_to_end(key)
+            self._entries.move_to_end(grammar)
             return matcher.fork()
 
     def put(self, grammar: Grammar, matcher: GrammarMatcher) -> None:
         """Keeps it, unless it is larger than the whole cache may be."""
-        key, size = (int(grammar.kind), grammar.source), estimated_bytes(grammar)
+        size = estimated_bytes(grammar)
         with self._lock:
-            if key in self._entries or size > self._max_bytes or not self._max_entries:
+            if grammar in self._entries or size > self._max_bytes or not self._max_entries:
                 return
-            self._entries[key] = matcher
+            self._entries[grammar] = matcher
             self.num_bytes += size
             while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
-                (_, source), _ = self._entries.popitem(last=False)
-                self.num_bytes -= _BYTES_OF_ONE + _BYTES_PER_SOURCE_BYTE * len(source)
+                oldest, _ = self._entries.popitem(last=False)
+                self.num_bytes -= estimated_bytes(oldest)

@@ -162,8 +162,10 @@ def _truncate(request: pb.GenerateRequest, value: Any) -> None:
 
 
 def _structured(request: pb.GenerateRequest, value: Any) -> None:
-    """Exactly one of json, json_object, regex, grammar, choice."""
+    """Exactly one of json, json_object, regex, grammar, choice; and a field of ours for schemas."""
     given = {name: each for name, each in _object(value).items() if each is not None and each is not False}
+    if "format_as_annotation" in given:
+        request.format_as_annotation = _truth(given.pop("format_as_annotation"))
     if len(given) != 1:
         raise _Unfit("needs exactly one of json, json_object, regex, grammar, choice")
     ((name, each),) = given.items()

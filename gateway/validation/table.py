@@ -72,6 +72,7 @@ TABLE: dict[str, MessageRules] = {
             "timeout_s": Above(0, MAX_TIMEOUT_S),
             "return_partial_on_deadline": anything,
             "truncate_prompt_tokens": InRange(1, UINT32),
+            "format_as_annotation": anything,
         },
         required_oneofs=("input",),
     ),

@@ -24,7 +24,7 @@ _FORMATS = {
 }
 _PLAIN = (
     "request_id", "model", "priority", "cache_salt", "num_outputs", "return_partial_on_deadline",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "format_as_annotation",
 )  # fmt: skip
 _SAMPLING_LISTS = ("allowed_token_ids", "bad_words")
 _SAMPLING = {*inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {*_SAMPLING_LISTS, "logit_bias"}
@@ -35,7 +35,8 @@ class GenerateFields(TypedDict, total=False):
 
     Exactly one of text, token_ids, messages. tools and tool_choice (auto, none, required, or the name of the tool that
     must be called) belong to messages. timeout_s is an argument of the call: its deadline, which is the request's too.
-    json_schema, json_object, regex, ebnf and choice say what the output must look like; at most one of them.
+    json_schema, json_object, regex, ebnf and choice say what the output must look like; at most one of them, and
+    format_as_annotation is for schemas.
     The others are the fields of the same names in
     `octavo/v1/inference.proto`, where their units and limits stand.
     """
@@ -82,6 +83,7 @@ class GenerateFields(TypedDict, total=False):
     num_outputs: int
     return_partial_on_deadline: bool
     truncate_prompt_tokens: int
+    format_as_annotation: bool
 
 
 def generate_request(**fields: object) -> inference_pb2.GenerateRequest:

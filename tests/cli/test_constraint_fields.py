@@ -5,7 +5,9 @@ import pytest
 from cli.constraint_fields import constraint_fields
 from cli.errors import CliError
 
-NOTHING: dict[str, object] = {"json_schema": None, "json_object": False, "regex": "", "ebnf": None, "choices": ()}
+NOTHING: dict[str, object] = {
+    "json_schema": None, "format_as_annotation": False, "json_object": False, "regex": "", "ebnf": None, "choices": (),
+}  # fmt: skip
 
 
 def test_files_are_read_and_what_is_not_given_is_left_out(tmp_path: Path) -> None:
@@ -14,6 +16,10 @@ def test_files_are_read_and_what_is_not_given_is_left_out(tmp_path: Path) -> Non
     assert constraint_fields(**NOTHING) == {}  # type: ignore[arg-type]
     for given, expected in (
         ({"json_schema": file}, {"json_schema": '{"const": "é"}'}),
+        (
+            {"json_schema": file, "format_as_annotation": True},
+            {"json_schema": '{"const": "é"}', "format_as_annotation": True},
+        ),
         ({"json_object": True}, {"json_object": True}),
         ({"regex": "a"}, {"regex": "a"}),
         ({"ebnf": file}, {"ebnf": '{"const": "é"}'}),
@@ -23,6 +29,7 @@ def test_files_are_read_and_what_is_not_given_is_left_out(tmp_path: Path) -> Non
 
 
 def test_several_constraints_and_unreadable_files_are_usage_errors(tmp_path: Path) -> None:
-    for given in ({"json_object": True, "regex": "a"}, {"ebnf": tmp_path / "none"}, {"json_schema": tmp_path}):
+    for given in ({"json_object": True, "regex": "a"}, {"ebnf": tmp_path / "none"}, {"json_schema": tmp_path},
+                  {"format_as_annotation": True}, {"format_as_annotation": True, "regex": "a"}):  # fmt: skip
         with pytest.raises(CliError):
             constraint_fields(**NOTHING | given)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
         "chat": {"--system", "--receipt"},
         "generate": {
             *("--as", "--chat", "--system", "--token-ids", "--receipt", "--json", "prompt"),
-            *("--json-schema", "--json-object", "--regex", "--ebnf", "--choice"),
+            *("--json-schema", "--format-as-annotation", "--json-object", "--regex", "--ebnf", "--choice"),
             *("--num-outputs", "-n", "--min-tokens", "--ignore-eos", "--include-stop", "--typical-p", "--bad-word"),
             *("--logit-bias", "--allowed-ids", "--logprobs", "--prompt-logprobs", "--echo", "--return-prompt"),
             "--truncate-prompt-tokens",

@@ -28,6 +28,11 @@ def test_each_constraint_lands_in_its_field(given: dict[str, object], expected: 
     assert generate_request(text="x", **given) == pb.GenerateRequest(text="x", constraint=expected)
 
 
+def test_a_schemas_formats_may_be_annotations() -> None:
+    expected = pb.GenerateRequest(text="x", constraint=pb.Constraint(json_schema="{}"), format_as_annotation=True)
+    assert generate_request(text="x", json_schema="{}", format_as_annotation=True) == expected
+
+
 def test_there_is_one_constraint_at_most_and_a_schema_is_a_schema() -> None:
     with pytest.raises(TypeError, match="json_object, regex"):
         generate_request(text="x", regex="a", json_object=True)

@@ -74,6 +74,28 @@ def test_what_is_wrong_with_a_schema_is_told_by_kind_and_place(schema: Any, expe
     assert refusal_of(schema) == expected
 
 
+@pytest.mark.parametrize("name", ["int32", "iri", "phone", "ISO 8601"])
+def test_formats_that_are_not_known_may_be_annotations(name: str) -> None:
+    schema = {"properties": {"a": {"type": "string", "format": name}, "b": {"format": "date", "minLength": 3}}}
+    asked = Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema), format_as_annotation=True)
+    check_grammar(asked, LIMITS)
+    assert refusal_of(schema) == (Refusal.UNSUPPORTED, "properties.a.format")
+    rewritten = rewrite(schema, LIMITS, Place(), format_as_annotation=True)
+    assert isinstance(rewritten, dict)
+    assert rewritten["properties"]["a"] == {"type": "string"}
+    assert "pattern" in rewritten["properties"]["b"]  # known ones are enforced all the same
+    tools = json.dumps({"tools": [{"name": "f", "parameters": schema}]})
+    check_grammar(Grammar(kind=GrammarKind.TOOL_CALLS, source=tools, format_as_annotation=True), LIMITS)
+    with pytest.raises(GrammarRefused, match=r"tools\[0\]\.parameters\.properties\.a\.format"):
+        check_grammar(Grammar(kind=GrammarKind.TOOL_CALLS, source=tools), LIMITS)
+
+
+@pytest.mark.parametrize("value", [3, None, ["date"]])
+def test_a_format_that_is_no_name_is_refused_all_the_same(value: Any) -> None:
+    with pytest.raises(GrammarRefused, match="format"):
+        rewrite({"format": value}, LIMITS, Place(), format_as_annotation=True)
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(depth - 1):

@@ -74,7 +74,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     was followed, or left no token together with what else the request forbids.
     """
     ERROR_REASON_POISONED: _ErrorReason.ValueType  # 23
-    """Two workers in turn died of this request: it is not given to a third one."""
+    """Three workers in turn died of this request, or of its prompt: it is not given to another one. Two may be chance, and end
+    with WORKER_LOST, which may be tried again.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -130,7 +132,9 @@ ERROR_REASON_CONSTRAINT: ErrorReason.ValueType  # 22
 was followed, or left no token together with what else the request forbids.
 """
 ERROR_REASON_POISONED: ErrorReason.ValueType  # 23
-"""Two workers in turn died of this request: it is not given to a third one."""
+"""Three workers in turn died of this request, or of its prompt: it is not given to another one. Two may be chance, and end
+with WORKER_LOST, which may be tried again.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -189,6 +189,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     RETURN_PARTIAL_ON_DEADLINE_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    FORMAT_AS_ANNOTATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the caller: at most 128 visible ASCII characters, unique among the requests in flight; unset: one is
     made. The initial metadata `x-request-id` tells it.
@@ -215,6 +216,10 @@ class GenerateRequest(_message.Message):
     """
     truncate_prompt_tokens: _builtins.int
     """Keep only this many last tokens of the prompt, at least 1; unset: all, and a prompt that is too long is refused."""
+    format_as_annotation: _builtins.bool
+    """In JSON schemas, of `constraint` and of tools that must be called, a `format` that is not known describes and
+    enforces nothing, instead of being refused. Default false.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """Token ids, used as they are."""
@@ -259,11 +264,14 @@ class GenerateRequest(_message.Message):
         timeout_s: _builtins.float | None = ...,
         return_partial_on_deadline: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        format_as_annotation: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "_priority", b"_priority", "_return_partial_on_deadline", b"_return_partial_on_deadline", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "input", b"input", "num_outputs", b"num_outputs", "output", b"output", "priority", b"priority", "return_partial_on_deadline", b"return_partial_on_deadline", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_format_as_annotation", b"_format_as_annotation", "_num_outputs", b"_num_outputs", "_priority", b"_priority", "_return_partial_on_deadline", b"_return_partial_on_deadline", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "format_as_annotation", b"format_as_annotation", "input", b"input", "num_outputs", b"num_outputs", "output", b"output", "priority", b"priority", "return_partial_on_deadline", b"return_partial_on_deadline", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "_priority", b"_priority", "_return_partial_on_deadline", b"_return_partial_on_deadline", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "num_outputs", b"num_outputs", "output", b"output", "priority", b"priority", "request_id", b"request_id", "return_partial_on_deadline", b"return_partial_on_deadline", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_format_as_annotation", b"_format_as_annotation", "_num_outputs", b"_num_outputs", "_priority", b"_priority", "_return_partial_on_deadline", b"_return_partial_on_deadline", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "format_as_annotation", b"format_as_annotation", "input", b"input", "model", b"model", "num_outputs", b"num_outputs", "output", b"output", "priority", b"priority", "request_id", b"request_id", "return_partial_on_deadline", b"return_partial_on_deadline", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__format_as_annotation: _TypeAlias = _typing.Literal["format_as_annotation"]  # noqa: Y015
+    _WhichOneofArgType__format_as_annotation: _TypeAlias = _typing.Literal["_format_as_annotation", b"_format_as_annotation"]  # noqa: Y015
     _WhichOneofReturnType__num_outputs: _TypeAlias = _typing.Literal["num_outputs"]  # noqa: Y015
     _WhichOneofArgType__num_outputs: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -276,6 +284,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__format_as_annotation) -> _WhichOneofReturnType__format_as_annotation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_outputs) -> _WhichOneofReturnType__num_outputs | None: ...
     @_typing.overload

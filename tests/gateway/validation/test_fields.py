@@ -129,6 +129,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "constraint.ebnf": ([""], ['root ::= "x"']),
     "timeout_s": ([0, -1, 86_400.1, NAN, INF], [1e-3, 86_400]),
     "return_partial_on_deadline": ([], [True, False]),
+    "format_as_annotation": ([], [True, False]),
     "chat.add_generation_prompt": ([], [True, False]),
     "chat.tool_choice": ([5, -1], [0, 1, 2]),
     "chat.tool_name": (["f"], [""]),
