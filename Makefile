@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto lock sbom audit install dev clean
+.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -94,16 +94,22 @@ lock: $(SUPPLY)/.installed ## deploy/locks anew, from pyproject.toml and PyPI; U
 		$(BIN)/python deploy/requirements.py $$role | $(LOCK) -o deploy/locks/$$role.txt - >/dev/null; done
 	@$(LOCK) -o deploy/locks/smg.txt deploy/locks/smg.in >/dev/null
 
+SBOM ?= out
 sbom: $(SUPPLY)/.installed ## what each image has inside, as CycloneDX documents in out/
-	@mkdir -p out
-	@for lock in deploy/locks/*.txt; do \
-		$(SUPPLY)/bin/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
-			-o "out/sbom-$$(basename "$$lock" .txt).cdx.json" "$$lock"; done
-	@ls out/sbom-*.cdx.json
+	@mkdir -p $(SBOM)
+	@torch=$$(sed -n 's/^TORCH = "\(.*\)"/torch==\1+cpu/p' deploy/install_torch.py); \
+	for lock in deploy/locks/*.txt; do role=$$(basename "$$lock" .txt); \
+		{ cat "$$lock"; if [ "$$role" = worker-cpu ]; then echo "$$torch"; fi; } \
+			| PYTHONWARNINGS=ignore $(SUPPLY)/bin/cyclonedx-py requirements --output-reproducible \
+				--pyproject pyproject.toml -o "$(SBOM)/sbom-$$role.cdx.json" -; done
+	@ls $(SBOM)/sbom-*.cdx.json
 
 audit: $(SUPPLY)/.installed ## known vulnerabilities of what the images install
 	@for lock in deploy/locks/*.txt; do \
 		$(SUPPLY)/bin/pip-audit --disable-pip --require-hashes -r "$$lock"; done
+
+pin-images: ## the images of others by the digests that their tags have now; needs docker
+	@$(or $(PYTHON),python3) deploy/pin_images.py
 
 $(SUPPLY)/.installed: deploy/supply-chain.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; name one: make PYTHON=/path/to/python" >&2; exit 1; }

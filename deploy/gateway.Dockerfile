@@ -1,7 +1,7 @@
 # The gateway: gRPC in front, ZeroMQ behind, no torch. Build from the root of the repository:
 #   docker build -f deploy/gateway.Dockerfile -t octavo-gateway .
 # What is installed is locked with hashes (docs/supply-chain.md).
-FROM python:3.12-slim AS build
+FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea AS build
 WORKDIR /src
 RUN python -m venv /opt/octavo
 COPY deploy/locks deploy/locks
@@ -18,7 +18,7 @@ COPY wire wire
 COPY worker worker
 RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
-FROM python:3.12-slim
+FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
 RUN groupadd --gid 10001 octavo \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin octavo \
  && install -d -m 0700 -o octavo -g octavo /run/octavo

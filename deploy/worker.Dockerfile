@@ -3,7 +3,7 @@
 #   docker build -f deploy/worker.Dockerfile -t octavo-worker-cpu --build-arg DEVICE=cpu .
 # What is installed is locked with hashes (docs/supply-chain.md). PIP_EXTRA_INDEX_URL adds a package index, for example one
 # that has torch's build for CPUs.
-FROM python:3.12-slim AS build
+FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea AS build
 ARG DEVICE=cuda
 ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
@@ -25,7 +25,7 @@ COPY wire wire
 COPY worker worker
 RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
-FROM python:3.12-slim
+FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
 # Triton compiles its launchers with a C compiler, Octavo its kernels for CPUs.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
