@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"torch {there} is there")
         return 0
     wants_cuda = options.device == "cuda" or (options.device == "auto" and has_gpu())
+    if wants_cuda:
+        say(f"torch {TORCH} with CUDA's libraries: {CUDA_SIZE}")
     done = install_plain(options.python) if wants_cuda or sys.platform != "linux" else install_for_cpu(options.python)
     there = installed(options.python) if done else ""
     say(f"torch {there} is installed" if there else f"no torch could be installed in {options.python}'s environment")

@@ -127,6 +127,7 @@ def test_a_gpu_gets_the_build_for_cuda(machine: Machine, script: Path, nvidia_sm
     machine.has("nvidia-smi", nvidia_smi)
     done = machine.install(script)
     assert (done.returncode, machine.asked()) == (0, expected)
+    assert ("2.7 GB to download" in done.stdout) == (expected == [PIP_PLAIN])  # said before it begins
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [PIP_CPU]), ("cuda", [PIP_PLAIN])])

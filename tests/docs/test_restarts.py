@@ -1,0 +1,33 @@
+"""What the pages say of restarts is what the supervisor does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cli.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
+
+PAGES = ("docs/operations.md", "docs/decisions/0003-supervisor-and-settings.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_the_waits_that_are_in_force(repository: Path, page: str) -> None:
+    text = " ".join((repository / page).read_text().split())
+    sentence = re.search(
+        r"after ([\d.]+) s, then, while it dies within ([\d.]+) s of its start, .*? up to ([\d.]+) s", text
+    )
+    assert sentence is not None
+    policy = RestartPolicy()
+    said = tuple(float(number) for number in sentence.groups())
+    assert said == (policy.first_delay_s, policy.fast_death_s, policy.max_delay_s)
+    assert "as often as it" in text[: sentence.start()]
+
+
+def test_what_has_served_is_never_given_up_as_both_pages_say() -> None:
+    life = Lifetimes(name="worker 0", policy=RestartPolicy())
+    life.on_start(0.0)
+    assert isinstance(Lifetimes(name="w", policy=RestartPolicy()).on_exit(1, 0.0), GiveUp)
+    life.on_ready()
+    for death in range(50):
+        life.on_start(float(death))
+        assert isinstance(life.on_exit(1, float(death)), Restart)
