@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cli.errors import usage
 from wire.run_dir import default_run_dir
 
 
@@ -18,3 +19,11 @@ def default_endpoint(run_dir: Path | None) -> str:
 def reachable(host: str) -> str:
     """An address to call a listener of this host at."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """HOST:PORT into its parts, the host without brackets. Raises CliError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise usage("bad value for --address", f"{text!r} is not HOST:PORT", "write it as 127.0.0.1:50051")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -6,16 +6,19 @@ from typing import Annotated
 
 import typer
 
+from cli.addresses import split_address
 from cli.options import with_settings
 from cli.resolve import Resolved
-from cli.settings import ALL_KEYS, AllSettings, ServeSettings
+from cli.settings import ALL_KEYS, AllSettings, ClientSettings, ServeSettings
+from cli.settings_access import CredentialSettings
 
 PANEL = "Tools"
+AS_SERVED = "As served"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("verify", rich_help_panel=PANEL)(verify)
+    app.command("verify", rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
     app.command("doctor", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
     config = typer.Typer(help="What the settings are, and where they came from.", no_args_is_help=True)
     config.command("show")(with_settings(AllSettings, ALL_KEYS)(show))
@@ -29,12 +32,41 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
+    resolved: Resolved[CredentialSettings],
     model: Annotated[str, typer.Argument(help="Checkpoint folder, folio-chat, or Hugging Face id.")],
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; unset: the checkpoint's.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Attention backend; repeat; unset: all of them.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=AS_SERVED)] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16 or float32; unset: the checkpoint's.", rich_help_panel=AS_SERVED),
+    ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Weights rounded to int8 or fp8.", rich_help_panel=AS_SERVED)
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option("--kv-cache-dtype", help="A cache of fp8.", rich_help_panel=AS_SERVED)
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The deterministic mode.", rich_help_panel=AS_SERVED)
+    ] = False,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="reference or sdpa; unset: as served.", rich_help_panel=AS_SERVED)
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="End of the context; unset: the model's.", min=8, rich_help_panel=AS_SERVED)
+    ] = None,
+    num_threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=AS_SERVED)] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Attention backend of the layers' comparison; repeat; unset: all.")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Prompts to generate from.", min=1)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate from each.", min=1)] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate from each.", min=1)] = 16,
+    address: Annotated[
+        str | None, typer.Option(help="Instead ask the service at HOST:PORT, which serves this checkpoint.")
+    ] = None,
+    model_name: Annotated[
+        str, typer.Option(help="With --address: name of the served model; unset: the only one.")
+    ] = "",
     check_numerics: Annotated[
         bool,
         typer.Option("--check-numerics", help="Instead name the first layer whose activations overflow or turn NaN."),
@@ -43,43 +75,48 @@ def verify(
         float | None,
         typer.Option(help="With --check-numerics: the largest magnitude; unset: half of what dtype holds."),
     ] = None,
+    rounding: Annotated[
+        bool,
+        typer.Option("--rounding", help="Instead tell what --quantization and --kv-cache-dtype cost."),
+    ] = False,
     against: Annotated[
         str | None, typer.Option(help="Instead compare a GPTQ or AWQ checkpoint with the plain one it was made from.")
     ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Instead compare with the same weights rounded to int8 or fp8.")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option("--kv-cache-dtype", help="Instead compare with a KV cache rounded to fp8.")
-    ] = None,
 ) -> int:
-    """Compare a checkpoint with transformers: RoPE, hidden states, logits, greedy tokens, for every backend."""
+    """Compare a checkpoint, as a worker serves it, with transformers; or a running service (--address).
+
+    Loads and runs as `octavo worker` with the same flags does, and once more in float32; positions go to the end of
+    the context. Limits are in units of transformers' own error in the served type.
+    """
+    from cli.verify import Served
     from cli.verify import check_numerics as look
-    from cli.verify import is_packed
     from cli.verify import rounding as run_rounding
     from cli.verify import verify as run
+    from worker.config import Deterministic
 
+    served = Served(
+        model=model,
+        revision=revision,
+        device=device,
+        dtype=None if dtype == "auto" else dtype,
+        quantization=None if quantization == "none" else quantization,
+        kv_cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
+        deterministic=Deterministic.ON if deterministic else Deterministic.OFF,
+        attention_backend=None if attention_backend == "auto" else attention_backend,
+        max_model_len=max_model_len,
+        num_threads=num_threads,
+    )
     if check_numerics:
         return look(model, revision=revision, dtype=dtype, limit=limit, num_prompts=prompts)
-    if against or quantization or kv_cache_dtype or is_packed(model, revision=revision):
-        return run_rounding(
-            model,
-            revision=revision,
-            dtype=dtype,
-            against=against,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            num_prompts=prompts,
-            max_new_tokens=max_new_tokens,
-        )
-    return run(
-        model,
-        revision=revision,
-        dtype=dtype,
-        backends=backend or (),
-        num_prompts=prompts,
-        max_new_tokens=max_new_tokens,
-    )
+    if rounding or against:
+        return run_rounding(served, against=against, num_prompts=prompts, max_new_tokens=max_new_tokens)
+    if address is not None:
+        from cli.verify_service import verify_service
+
+        host, port = split_address(address)
+        settings = ClientSettings(**resolved.settings.model_dump(), host=host, port=port, model_name=model_name)
+        return verify_service(settings, served, num_prompts=prompts, max_new_tokens=max_new_tokens)
+    return run(served, backends=backend or (), num_prompts=prompts, max_new_tokens=max_new_tokens)
 
 
 def doctor(resolved: Resolved[ServeSettings]) -> int:

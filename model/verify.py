@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from model.attention import BACKENDS, get_backend
+from model.config import Qwen2Config
 from model.dtypes import parse_dtype
-from model.errors import CheckpointError
 from model.loading import load_model
 from model.numerics import NumericFinding, watch_numerics
 from model.paged import PagedSequences
@@ -27,6 +27,7 @@ from model.verify_checks import (
     compare_rope,
 )
 from model.verify_prompts import make_prompts
+from model.verify_reference import load_transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,11 @@ def verify_checkpoint(
     backends: Sequence[str] = BACKENDS,
     num_prompts: int = 8,
     max_new_tokens: int = 32,
+    context_len: int | None = None,
 ) -> VerifyReport:
     """Load the checkpoint twice (in this library and in transformers) on the CPU and compare.
 
+    context_len: how far positions go; None: the config's max_position_embeddings, extended by YaRN.
     dtype: of both, by name or as torch has it; None takes the checkpoint's. Needs memory for two models.
     Raises CheckpointError where it cannot be loaded, BackendName for an unknown backend, ValueError for an unknown
     dtype or a count below 1.
@@ -60,7 +63,10 @@ def verify_checkpoint(
     chosen_backends = [get_backend(name) for name in backends]
     model = load_model(folder, dtype=parse_dtype(dtype))
     comparison = Comparison(
-        model, load_transformers(folder, model.dtype), make_prompts(folder, model.config, num_prompts)
+        model,
+        load_transformers(folder, model.dtype),
+        make_prompts(folder, model.config, num_prompts),
+        context_len or extended_context_len(model.config),
     )
     with torch.inference_mode():
         rows = compare_rope(comparison)
@@ -69,6 +75,12 @@ def verify_checkpoint(
             rows += compare_logits(comparison, backend)
             rows += compare_greedy(comparison, backend, max_new_tokens)
     return VerifyReport(rows=tuple(rows))
+
+
+def extended_context_len(config: Qwen2Config) -> int:
+    """Positions of the model, YaRN included."""
+    yarn, positions = config.yarn, config.max_position_embeddings
+    return positions if yarn is None else max(positions, int(yarn.original_max_position_embeddings * yarn.factor))
 
 
 def find_numeric_fault(
@@ -85,16 +97,3 @@ def find_numeric_fault(
             if watch.first is not None:
                 break
     return watch.first
-
-
-def load_transformers(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The same folder by transformers: safetensors only, no remote code, no network. Raises CheckpointError."""
-    from transformers import Qwen2ForCausalLM as TransformersQwen2
-
-    try:
-        theirs = TransformersQwen2.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
-    return theirs.eval()

@@ -48,11 +48,12 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The two models, in the same dtype, and the prompts."""
+    """The two models, in the same dtype, the prompts, and how far positions go."""
 
     ours: Qwen2ForCausalLM
     theirs: Any
     prompts: list[list[int]]
+    context_len: int
 
     @property
     def longest(self) -> list[int]:
@@ -83,7 +84,7 @@ def compare_rope(comparison: Comparison) -> list[VerifyRow]:
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
     ours, config = comparison.ours, comparison.ours.config
-    positions_T = torch.linspace(0, config.max_position_embeddings - 1, NUM_ROPE_POSITIONS).long()
+    positions_T = torch.linspace(0, comparison.context_len - 1, NUM_ROPE_POSITIONS, dtype=torch.float64).long()
     generator = torch.Generator().manual_seed(0)
     heads = config.num_attention_heads + config.num_key_value_heads
     x_TNH = torch.randn(len(positions_T), heads, config.head_dim, generator=generator).to(ours.dtype)

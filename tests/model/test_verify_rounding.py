@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cli.verify import is_packed, rounding
+from cli.verify import Served, rounding
 from model.errors import CheckpointError
 from model.verify_rounding import verify_rounding
 from tests.support.checkpoints import write_tiny_checkpoint
@@ -54,11 +54,5 @@ def test_what_cannot_be_compared_is_refused(pair: tuple[Path, Path], tmp_path: P
 
 def test_the_command_prints_a_table(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     packed, plain = str(pair[0]), str(pair[1])
-    assert is_packed(packed, revision=None)
-    assert not is_packed(plain, revision=None)
-    code = rounding(
-        packed, revision=None, dtype=None, against=plain, quantization=None, kv_cache_dtype="fp8", num_prompts=2,
-        max_new_tokens=2,
-    )  # fmt: skip
-    assert code == 0
+    assert rounding(Served(model=packed, kv_cache_dtype="fp8"), against=plain, num_prompts=2, max_new_tokens=2) == 0
     assert "logits, relative error" in capsys.readouterr().out
