@@ -122,12 +122,16 @@ def health(
         bool, typer.Option("--worker", help="Whether the worker at --worker-metrics-port is loaded and registered.")
     ] = False,
 ) -> int:
-    """Exit with 0 where a service takes requests, else 1; for probes of containers."""
+    """Exit with 0 where a service takes requests for all its models (or for --model-name), else 1; for probes of
+    containers."""
     from cli.health import gateway_health, worker_health
 
     if worker:
         return worker_health(resolved.settings)
-    return gateway_health(resolved.settings, service="" if live else "octavo.v1.InferenceService")
+    ready = "octavo.v1.InferenceService"
+    if resolved.settings.model_name:
+        ready = f"{ready}/{resolved.settings.model_name}"
+    return gateway_health(resolved.settings, service="" if live else ready)
 
 
 def tour(resolved: Resolved[ServeSettings]) -> int:

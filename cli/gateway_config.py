@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cli.access_config import access_config
 from cli.addresses import default_endpoint, join_address
+from cli.model_names import name_of_model
 from cli.settings import GatewaySettings
 from gateway.config import (
     ConnectionConfig,
@@ -23,6 +24,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
     """The gateway's configuration."""
     return GatewayConfig(
         workers=_pool_config(settings),
+        expected_models=tuple(map(name_of_model, settings.expected_model)),
         peers=PeerConfig(
             endpoint=settings.control_endpoint, others=settings.peer_endpoint, key_file=settings.gateway_key_file
         ),

@@ -47,5 +47,7 @@ def _ask(settings: HealthSettings, service: str) -> str:
         try:
             answer = stub.Check(request, timeout=TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return "SERVICE_UNKNOWN"
             return "REFUSED" if error.code() in _REFUSALS else "UNREACHABLE"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

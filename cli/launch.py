@@ -66,7 +66,8 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
                 settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
             )
             | {"status_socket": status_socket(settings, run_dir, n)}
-            | _peers(controls, n),
+            | _peers(controls, n)
+            | {"expected_model": list(settings.model)},
             metrics_port=ports[n],
             status_socket=status_socket(settings, run_dir, n),
         )

@@ -96,6 +96,12 @@ class WorkerDoorSettings(Settings):
         "Where workers connect: ipc:///path or tcp://host:port; unset: gateway-0.sock in the run directory",
         panel="Workers",
     )
+    expected_model: Names = setting(
+        (),
+        "Models that the service is to have, as --model of their workers names them; repeat; health is SERVING when "
+        "all of them are ready, and their names are UNAVAILABLE until then; unset: whatever workers bring",
+        panel="Workers",
+    )
     gateway_key_file: Path | None = setting(
         None, "Secret CURVE key of the gateway (octavo keys new); tcp endpoints need it", panel="Workers"
     )

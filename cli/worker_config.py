@@ -2,6 +2,7 @@
 
 from cli.addresses import default_endpoint
 from cli.errors import usage
+from cli.model_names import split_model
 from cli.settings import WorkerSettings
 from worker.config import (
     CPU_BATCH_TOKENS,
@@ -79,14 +80,6 @@ def only_model(settings: WorkerSettings) -> str:
             "start one `octavo worker` per model, or `octavo serve` with all of them",
         )
     return settings.model[0]
-
-
-def split_model(text: str) -> tuple[str | None, str]:
-    """NAME=CHECKPOINT into its parts; the name is None where none is given."""
-    name, equals, checkpoint = text.partition("=")
-    if equals and checkpoint and "/" not in name:
-        return name, checkpoint
-    return None, text
 
 
 def pick_device(device: str) -> str:

@@ -132,11 +132,13 @@ class GatewayConfig:
     Addresses are ``host:port``, ``[ipv6]:port`` or ``unix:/path``; port 0 lets the system choose (the log line
     ``listening`` tells which). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
     HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
-    models without TLS and keys.
+    models without TLS and keys. ``expected_models``: names of those that have to be ready before health says so; none:
+    any is enough.
     """
 
     workers: WorkerPoolConfig
     peers: PeerConfig = field(default_factory=PeerConfig)
+    expected_models: tuple[str, ...] = ()
     listen_address: str = "127.0.0.1:50051"
     admin_address: str | None = None
     metrics_address: str | None = "127.0.0.1:9090"

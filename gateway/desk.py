@@ -28,6 +28,7 @@ from gateway.text.fair_queue import Share
 from gateway.text.render_pool import Renderer
 from gateway.text.service import TextService
 from gateway.workers.pool import WorkerPool
+from wire.messages import ModelCard
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,13 @@ class Desk:
         """Raises Draining once shutting down has begun."""
         if self.is_draining:
             raise Draining("this gateway is shutting down")
+
+    def card_of(self, name: str, scope: RpcScope, *, path: str = "model") -> ModelCard:
+        """The model that a request means: the one that it names, else the one that its metadata or its listener does,
+        else the only one. path: of the field that names it. Raises NoWorker, ModelNotFound, InvalidRequest."""
+        name, cards = name or scope.model, self.pool.cards()
+        registered = () if name in cards else {worker.card.name for worker in self.pool.workers()}
+        return self.models.resolve(name, cards, registered, path=path)
 
     # ------------------------------------------------------------ in
 

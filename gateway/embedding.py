@@ -47,7 +47,7 @@ class Embedder:
         Raises RequestError, TextError, PoolError; then nothing runs any more."""
         desk = self._desk
         desk.check_open()
-        card = desk.models.resolve(request.model, desk.pool.cards())
+        card = desk.card_of(request.model, scope)
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         end_s = _end_s(request, scope, timeout_s)
         with desk.hold(scope) as place:

@@ -57,7 +57,7 @@ class Gateway:
         """pool, renderer: for tests; made from the configuration otherwise."""
         self.config = config
         self.meters = GatewayMeters()
-        self.models = ServedModels()
+        self.models = ServedModels(config.expected_models)
         self.pool = pool or WorkerPool(config.workers, on_model=self.models.on_model)
         self.text = TextService(
             num_threads=config.limits.tokenizer_threads,
@@ -84,7 +84,7 @@ class Gateway:
             connections=self._limiter,
         )
         self.control = Control(self.desk, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator)
-        self.readiness = Readiness(self.is_ready)
+        self.readiness = Readiness(self.is_ready, self._ready_models)
         self.listen_address = ""
         self.admin_address = ""
         self.metrics_port: int | None = None
@@ -98,10 +98,14 @@ class Gateway:
         self._endings = UnreadEndings()
 
     def is_ready(self) -> bool:
-        """Whether a request could be answered now."""
-        if self.desk.is_draining:
-            return False
-        return any(self.models.is_loaded(card) for card in self.pool.cards().values())
+        """Whether requests for all expected models could be answered now; where none is expected, for any."""
+        return not self.desk.is_draining and self.models.are_ready(self.pool.cards())
+
+    def _ready_models(self) -> dict[str, bool]:
+        cards = self.pool.cards()
+        return {
+            name: not self.desk.is_draining and self.models.is_ready(name, cards) for name in self.models.names(cards)
+        }
 
     async def start(self) -> None:
         """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's and the peers'

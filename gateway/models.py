@@ -5,7 +5,7 @@ no clock, and not who needs what.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import structlog
 
@@ -29,7 +29,9 @@ def _key_of(card: ModelCard) -> _TextKey:
 class ServedModels:
     """Owns the loading tasks. Every method on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Iterable[str] = ()) -> None:
+        """expected: names of the models that the service is to have; none: whatever workers bring."""
+        self.expected = tuple(dict.fromkeys(expected))
         self._texts: dict[_TextKey, ModelText | UnsupportedTokenizer] = {}
         self._files: dict[str, Mapping[str, bytes]] = {}  # by digest
         self._loading: dict[_TextKey, asyncio.Task[None]] = {}
@@ -97,20 +99,39 @@ class ServedModels:
             raise NoWorker(card.name)
         return files
 
-    def resolve(self, name: str, cards: Mapping[str, ModelCard], *, path: str = "model") -> ModelCard:
-        """The card that a request means. path: of the field that names it. Raises NoWorker, ModelNotFound,
-        InvalidRequest."""
+    def names(self, cards: Mapping[str, ModelCard]) -> list[str]:
+        """Of all models that there are, were, or are to be. cards: of those that workers are ready for."""
+        return sorted({*self.expected, *self._seen, *cards})
+
+    def are_ready(self, cards: Mapping[str, ModelCard]) -> bool:
+        """Whether all expected models can be asked; where none is expected, whether any can."""
+        if self.expected:
+            return all(self.is_ready(name, cards) for name in self.expected)
+        return any(map(self.is_loaded, cards.values()))
+
+    def is_ready(self, name: str, cards: Mapping[str, ModelCard]) -> bool:
+        """Whether this model can be asked."""
+        return name in cards and self.is_loaded(cards[name])
+
+    def resolve(
+        self, name: str, cards: Mapping[str, ModelCard], registered: Collection[str] = (), *, path: str = "model"
+    ) -> ModelCard:
+        """The card that a request means. registered: names of the models that workers are not ready for. path: of the
+        field that names it. Raises NoWorker, ModelNotFound, InvalidRequest."""
+        if name in cards:
+            return cards[name]
         if name:
-            if name in cards:
-                return cards[name]
-            if not cards or name in self._seen:
+            if name in self.expected or name in self._seen or name in registered:
+                raise NoWorker(name, f"model {name!r} is not ready: no worker has it loaded now")
+            if not cards and not self.expected:
                 raise NoWorker(name)
             raise ModelNotFound("no such model is served here")
+        names = sorted({*self.expected, *cards})
+        if len(names) > 1:
+            shown = ", ".join(names[:8])
+            raise InvalidRequest((Violation(field=path, description=f"must be set, several are served: {shown}"),))
         if not cards:
-            raise NoWorker("")
-        if len(cards) > 1:
-            names = ", ".join(sorted(cards)[:8])
-            raise InvalidRequest((Violation(field=path, description=f"must be set, several are served: {names}"),))
+            raise NoWorker(names[0] if names else "")
         return next(iter(cards.values()))
 
     async def close(self) -> None:

@@ -43,7 +43,7 @@ class Opener:
         desk = self._desk
         desk.check_open()
         deadline = _deadline(request, scope, timeout_s)
-        card = desk.models.resolve(request.model, desk.pool.cards(), path=f"{prefix}model")
+        card = desk.card_of(request.model, scope, path=f"{prefix}model")
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         with desk.enter(scope, num_outputs=request.num_outputs or 1):
             async with until(deadline.end_s):

@@ -153,7 +153,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         check_version(version)
         if not name:
             raise violation("name", "must be given")
-        return self._desk.models.resolve(name, self._desk.pool.cards())
+        return self._desk.card_of(name, current_rpc.get())
 
 
 def _append(whole: Piece, piece: Piece) -> None:

@@ -26,8 +26,10 @@ from gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from gateway.live import LiveRequest
 from gateway.opening import Opener
 from gateway.output import Piece
+from gateway.rpc.guard import MODEL_HEADER
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.stream import OutputStreams
+from gateway.workers.views import WorkerView
 from wire.messages import ModelCard
 
 T = TypeVar("T")
@@ -153,19 +155,22 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     # ------------------------------------------------------------ the server
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
-        """Whether a request could be answered now."""
+        """Whether a request could be answered now: for the model that is named, else for all that are expected."""
+        desk, name = self._desk, current_rpc.get().model
         healthy = self._is_ready()
+        if name:
+            healthy = not desk.is_draining and desk.models.is_ready(name, desk.pool.cards())
         return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        """The one model that is served; the dialect has no name for several."""
+        """Of the model that the metadata names, else of the only one."""
         card = self._card()
         return vllm_info.model_info(card, self._desk.models.files_of(card))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         """Of all gateways and the workers behind them."""
         return vllm_info.server_info(
-            self._desk.pool.workers(),
+            self._workers(),
             num_requests=(await self._control.load()).num_in_flight,
             is_draining=self._desk.is_draining,
             uptime_s=time.monotonic() - self._started_s,
@@ -174,7 +179,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         """All workers as one rank, and what all gateways send."""
         tokens_per_s = (await self._control.load()).tokens_per_s
-        return vllm_info.loads(self._desk.pool.workers(), tokens_per_s=tokens_per_s)
+        return vllm_info.loads(self._workers(), tokens_per_s=tokens_per_s)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files as a zip in chunks, its digest with the last."""
@@ -188,8 +193,9 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
         """Forget cached prefixes that no request uses. There is no need to wait for idleness, so timeout_s says
         nothing."""
-        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
-        num_workers, num_blocks = len(self._desk.pool.workers()), sum(reply.num_flushed_blocks for _, reply in replies)
+        model = self._card().name if current_rpc.get().model else None
+        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S, model=model)
+        num_workers, num_blocks = len(self._workers()), sum(reply.num_flushed_blocks for _, reply in replies)
         message = f"{num_blocks} blocks of {len(replies)} of {num_workers} workers"
         return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
 
@@ -223,7 +229,16 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         await _refuse(context, "StopProfile")
 
     def _card(self) -> ModelCard:
-        return self._desk.models.resolve("", self._desk.pool.cards())
+        """Of the model that is meant: the dialect has no field for its name."""
+        return self._desk.card_of("", current_rpc.get(), path=MODEL_HEADER)
+
+    def _workers(self) -> list[WorkerView]:
+        """All, or those of the model that is named."""
+        workers = self._desk.pool.workers()
+        if not current_rpc.get().model:
+            return list(workers)
+        name = self._card().name
+        return [worker for worker in workers if worker.card.name == name]
 
 
 async def _refuse(context: Context, method: str) -> None:

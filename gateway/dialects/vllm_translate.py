@@ -17,6 +17,7 @@ _NO_SEED = -1  # vLLM's word for "draw one"
 
 # octavo.v1 -> here; the first prefix that fits.
 _PATHS = (
+    ("model", "x-model"),
     ("token_ids.ids", "tokenized.input_ids"),
     ("inputs[0].token_ids.ids", "tokenized.input_ids"),
     ("inputs", "tokenized"),

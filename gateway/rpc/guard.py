@@ -14,7 +14,14 @@ import grpc
 import structlog
 
 from gateway.access.door import Door
-from gateway.errors import DeadlinePassed, ExceedsCapacity, InternalDefect, MalformedMessage
+from gateway.errors import (
+    DeadlinePassed,
+    ExceedsCapacity,
+    InternalDefect,
+    InvalidRequest,
+    MalformedMessage,
+    Violation,
+)
 from gateway.meters import GatewayMeters
 from gateway.rpc.scope import RpcScope, current_rpc
 from gateway.rpc.status import is_expected, status_of
@@ -25,6 +32,8 @@ Context = grpc.aio.ServicerContext
 # Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
 # lets in besides requests in flight: so callers that only begin calls keep nobody out.
 MAX_WAITS = 512
+MODEL_HEADER = "x-model"  # of calls whose contract has no field for it; read where a request names none
+_MAX_MODEL = 256  # characters
 _EXPIRED, _LEFT = ("DEADLINE_EXCEEDED", "DEADLINE"), ("CANCELLED", "CLIENT")
 # A client whose time is over resets the call, and may do so before our own clock says the same: its timer began a
 # network's way earlier, and gRPC rounds `grpc-timeout` up by as much as 1 %.
@@ -136,6 +145,7 @@ class Guard(grpc.aio.ServerInterceptor):
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
                 scope.caller = self._door.admit(method, context)
+                scope.model = _named_model(context)
                 response = await behaviour(await take(request, context), context)
             except BaseException as error:
                 await self._end(error, scope, context)
@@ -151,6 +161,7 @@ class Guard(grpc.aio.ServerInterceptor):
             current_rpc.set(scope)
             try:
                 scope.caller = self._door.admit(method, context)
+                scope.model = _named_model(context)
                 async for response in behaviour(await take(request, context), context):
                     yield response
             except BaseException as error:
@@ -213,6 +224,17 @@ def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
     if left_s is None or scope.wire_timeout_s is None:
         return _LEFT
     return _EXPIRED if left_s <= _EARLY_S + _EARLY_SHARE * scope.wire_timeout_s else _LEFT
+
+
+def _named_model(context: Context) -> str:
+    """What the metadata says. Raises InvalidRequest."""
+    names = {str(value) for name, value in context.invocation_metadata() or () if name == MODEL_HEADER}
+    if len(names) > 1:
+        raise InvalidRequest((Violation(field=MODEL_HEADER, description="two models are named"),))
+    model = next(iter(names), "")
+    if len(model) > _MAX_MODEL:
+        raise InvalidRequest((Violation(field=MODEL_HEADER, description=f"has more than {_MAX_MODEL} characters"),))
+    return model
 
 
 async def _is_gone(context: Context) -> bool:

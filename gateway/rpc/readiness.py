@@ -1,7 +1,8 @@
-"""grpc.health.v1: "" says that the process lives, a service's name that it can be used now."""
+"""grpc.health.v1: "" says that the process lives, a service's name that it can be used now with all expected models,
+`octavo.v1.InferenceService/MODEL` that this one can be asked."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -12,12 +13,19 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 READY_SERVICES = ("octavo.v1.InferenceService", "octavo.v1.ModelService")
 
 
-class Readiness:
-    """Owns the health servicer and the task that keeps it true. is_ready: asked on every `changed`."""
+def service_of_model(name: str) -> str:
+    """By which a model's health is asked for."""
+    return f"octavo.v1.InferenceService/{name}"
 
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
+
+class Readiness:
+    """Owns the health servicer and the task that keeps it true. is_ready, models: asked on every `changed`; the latter
+    for every model that there is, was or is to be, and whether it can be asked."""
+
+    def __init__(self, is_ready: Callable[[], bool], models: Callable[[], Mapping[str, bool]]) -> None:
         self._servicer = health_aio.HealthServicer()
         self._is_ready = is_ready
+        self._models = models
         self._services = list(READY_SERVICES)
         self._changed = asyncio.Event()
         self._changed.set()
@@ -37,9 +45,11 @@ class Readiness:
 
     async def publish(self) -> None:
         """Tell what is true now."""
-        status = _SERVING if self._is_ready() else _NOT_SERVING
-        for service in self._services:
-            await self._servicer.set(service, status)
+        is_ready = self._is_ready()
+        states = dict.fromkeys(self._services, is_ready)
+        states |= {service_of_model(name): is_it for name, is_it in self._models().items()}
+        for service, is_it in states.items():
+            await self._servicer.set(service, _SERVING if is_it else _NOT_SERVING)
 
     async def run(self) -> None:
         """Publish after every change, until cancelled."""

@@ -17,12 +17,14 @@ class RpcScope:
     """Filled in on the way; read by the guard for trailers, metrics and the log line at the end.
 
     started_s: monotonic. wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
+    model: by its metadata, for requests that name none.
     tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the connection's other end.
     """
 
     method: str
     caller: Caller = ANYBODY
     peer: str = ""
+    model: str = ""
     wire_timeout_s: float | None = None
     # Looked up when it is called, not when the class is made: a simulation has a clock of its own.
     started_s: float = field(default_factory=lambda: time.monotonic())

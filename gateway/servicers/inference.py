@@ -128,7 +128,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         await self._check(lambda: check_tokenize(request), request)
         self._desk.check_open()
         desk = self._desk
-        text = desk.models.text_of(desk.models.resolve(request.model, desk.pool.cards()))
+        text = desk.models.text_of(desk.card_of(request.model, current_rpc.get()))
         share, bounds = desk.share_of(current_rpc.get()), Bounds(max_bytes=desk.limits.max_prompt_bytes)
         encoded = await desk.prompts.encode(request, text, bounds, share)
         return await desk.text.run_by_size(
@@ -141,7 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Ids to text."""
         self._desk.check_open()
         desk = self._desk
-        card = desk.models.resolve(request.model, desk.pool.cards())
+        card = desk.card_of(request.model, current_rpc.get())
         text, max_bytes = desk.models.text_of(card), desk.limits.max_prompt_bytes
 
         def detokenize() -> pb.DetokenizeResponse:

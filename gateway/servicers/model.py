@@ -5,6 +5,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
 
 from gateway.desk import Desk
+from gateway.rpc.scope import current_rpc
 from gateway.sampling import default_sampling
 from gateway.validation.fields import check
 from gateway.validation.paths import supported_paths
@@ -31,7 +32,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
         """One of them."""
         check(request)
-        card = self._desk.models.resolve(request.model, self._desk.pool.cards())
+        card = self._desk.card_of(request.model, current_rpc.get())
         return model_pb2.GetModelResponse(model=self._info(card))
 
     def _info(self, card: ModelCard) -> model_pb2.ModelInfo:

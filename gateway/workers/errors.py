@@ -8,8 +8,8 @@ class PoolError(Exception):
 class NoWorker(PoolError):
     """No ready worker serves the model (reason NO_WORKER)."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"no ready worker serves model {model!r}")
+    def __init__(self, model: str, detail: str = "") -> None:
+        super().__init__(detail or f"no ready worker serves model {model!r}")
         self.model = model
 
 

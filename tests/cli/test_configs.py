@@ -6,8 +6,9 @@ import pytest
 from cli.addresses import default_endpoint, join_address
 from cli.errors import CliError
 from cli.gateway_config import gateway_config
+from cli.model_names import name_of_model, split_model
 from cli.settings import GatewaySettings, WorkerSettings
-from cli.worker_config import default_batch_tokens, split_model, worker_config
+from cli.worker_config import default_batch_tokens, worker_config
 from gateway.config import (
     AccessConfig,
     Dialects,
@@ -30,6 +31,7 @@ from worker.config import (
     RunnerKind,
     WorkerConfig,
 )
+from worker.loaded import served_name
 
 RUN_DIR = Path("/run/octavo")
 
@@ -65,6 +67,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
         status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
         template_cpu_s=24.5,
+        expected_model=("one=/somewhere", "Org/two", "/models/three"),
         control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",),
     )  # fmt: skip
     config = gateway_config(settings)
@@ -80,6 +83,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     )
     assert (config.exposure, config.port_sharing) == (Exposure.INSECURE, PortSharing.SHARED)
     assert (config.log_format, config.log_level, config.drain_grace_s) == (LogFormat.JSON, "debug", 3.5)
+    assert config.expected_models == ("one", "Org/two", "three")
     assert config.peers == PeerConfig(
         endpoint="ipc:///run/octavo/a.peers.sock",
         others=("ipc:///run/octavo/b.peers.sock",),
@@ -171,3 +175,14 @@ def test_half_a_pair_of_keys_is_refused() -> None:
 
 def test_an_ipv6_host_gets_brackets() -> None:
     assert [join_address("::1", 1), join_address("h", 2)] == ["[::1]:1", "h:2"]
+
+
+def test_a_model_is_expected_by_the_name_that_its_worker_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    for model in ("folder", str(tmp_path / "folder"), "./folder", "link", "folio-chat", "Org/model"):
+        assert name_of_model(model) == served_name(model)
+    assert name_of_model("x=folder") == "x"

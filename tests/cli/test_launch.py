@@ -32,6 +32,7 @@ def test_gateways_come_first_then_the_workers_of_each_model() -> None:
         (5, "shared", None),
     ]
     controls = ["ipc:///run/o/gateway-0.peers.sock", "ipc:///run/o/gateway-1.peers.sock"]
+    assert [each["expected_model"] for each in gateways] == [["a", "b"]] * 2
     assert [each["control_endpoint"] for each in gateways] == controls
     assert [each["peer_endpoint"] for each in gateways] == [[controls[1]], [controls[0]]]
     assert [each["model"] for each in workers] == [["a"], ["a"], ["b"], ["b"]]

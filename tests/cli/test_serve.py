@@ -282,6 +282,9 @@ def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
     try:
         children = wait_until_ready(process, tmp_path)
         assert len(children) == 6
+        asked = ["health", f"--port={port}"]
+        for model, code in (("", 0), ("one", 0), ("two", 0), ("three", 1)):
+            assert main([*asked, *([f"--model-name={model}"] if model else [])]) == code
         texts = set()
         for _ in range(16):  # each connection lands on either gateway
             with Client(f"127.0.0.1:{port}") as client:
