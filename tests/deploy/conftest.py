@@ -8,6 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from gateway.meters import GatewayMeters
 from gateway.metrics import GatewayCollector, registry_of
+from gateway.rpc.connections import ConnectionLimiter, ConnectionLimits, PeerUse
 from gateway.workers.stats import PoolStats
 from wire.messages import Capacity, ModelCard
 from worker.grammar_cache import GrammarCache
@@ -37,7 +38,9 @@ def series_names(families: Iterable[Metric]) -> set[str]:
 @pytest.fixture(scope="session")
 def gateway_series() -> set[str]:
     """What a gateway exports."""
-    return series_names(registry_of(GatewayCollector(GatewayMeters(), PoolStats)).collect())
+    connections = ConnectionLimiter(ConnectionLimits(total=1, per_peer=1), PeerUse())
+    collector = GatewayCollector(GatewayMeters(), PoolStats, connections=connections)
+    return series_names(registry_of(collector).collect())
 
 
 @pytest.fixture(scope="session")
