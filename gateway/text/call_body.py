@@ -2,15 +2,22 @@
 
     {"name": "f", "arguments": {...}}
 
-Members in any order, others beside them ignored; each of the two exactly once. Must not know tags.
+or with the arguments' object in a string. Members in any order, others beside them ignored; each of the two exactly
+once. Must not know tags.
 """
 
 import json
+import re
 from enum import Enum, auto
 
 from gateway.text.json_scanner import WHITESPACE, BadJson, JsonScanner
 
-_FIRST_CHARACTER = {"name": '"', "arguments": "{"}
+_FIRST_CHARACTERS = {"name": '"', "arguments": '{"'}
+# What a string may hold, one after another: escapes as a whole, and of surrogates only pairs.
+_DECODABLE = re.compile(
+    r"""(?:[^"\\]+|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"""
+)
+_LONGEST_ESCAPE = len(r"\ud83e\udd99")
 
 
 class _At(Enum):
@@ -25,10 +32,56 @@ class _At(Enum):
     DONE = auto()
 
 
+class _QuotedObject:
+    """A JSON object in a JSON string, as it comes. Its own text, without white space around it, is what `feed` adds."""
+
+    __slots__ = ("_is_open", "_rest", "_scanner", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._is_open = False
+        self._rest = ""  # of an escape
+        self._scanner: JsonScanner | None = None
+
+    def feed(self, quoted: str) -> None:
+        """What follows, from the opening quotation mark on and without the closing one. Raises BadJson; what came
+        before is kept."""
+        quoted = self._rest + (quoted if self._is_open else quoted[1:])
+        self._is_open = True
+        found = _DECODABLE.match(quoted)
+        assert found is not None
+        self._rest = quoted[found.end() :]
+        self._read(json.loads(f'"{found[0]}"'))
+        if len(self._rest) >= _LONGEST_ESCAPE:
+            raise BadJson
+
+    def end(self) -> None:
+        """Raises BadJson where there is no whole object."""
+        if self._rest or self._scanner is None or not self._scanner.is_done:
+            raise BadJson
+
+    def _read(self, text: str) -> None:
+        if self._scanner is None:
+            text = text.lstrip(WHITESPACE)
+            if not text:
+                return
+            if text[0] != "{":
+                raise BadJson
+            self._scanner = JsonScanner()
+        if not self._scanner.is_done:
+            try:
+                end = self._scanner.feed(text)
+            finally:
+                self.text += text[: self._scanner.position]
+            text = text[end:]
+        if text.strip(WHITESPACE):
+            raise BadJson
+
+
 class CallBody:
     """name: once it is complete. arguments: what of their text is here and was not taken."""
 
-    __slots__ = ("_at", "_key", "_part", "_scanner", "_seen", "arguments", "name")
+    __slots__ = ("_at", "_key", "_part", "_quoted", "_scanner", "_seen", "arguments", "name")
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -38,6 +91,7 @@ class CallBody:
         self._part: list[str] = []  # of the key or the name that is being read
         self._key = ""
         self._seen: set[str] = set()
+        self._quoted: _QuotedObject | None = None  # of the arguments that are being read
 
     @property
     def is_done(self) -> bool:
@@ -65,8 +119,9 @@ class CallBody:
         if at in (_At.KEY, _At.FIRST_KEY) and character == '"':
             self._begin(_At.IN_KEY)
         elif at is _At.VALUE:
-            if character != _FIRST_CHARACTER.get(self._key, character):
+            if character not in _FIRST_CHARACTERS.get(self._key, character):
                 raise BadJson
+            self._quoted = _QuotedObject() if self._key == "arguments" and character == '"' else None
             self._begin(_At.IN_VALUE)
         elif at is _At.START and character == "{":
             self._at = _At.FIRST_KEY
@@ -88,7 +143,9 @@ class CallBody:
             end = self._scanner.feed(text, start)
         finally:
             read = text[start : self._scanner.position]
-            if self._at is _At.IN_VALUE and self._key == "arguments":
+            if self._at is _At.IN_VALUE and self._quoted is not None:
+                self._read_quoted(self._quoted, read)
+            elif self._at is _At.IN_VALUE and self._key == "arguments":
                 self.arguments += read
             else:
                 self._part.append(read)
@@ -99,8 +156,16 @@ class CallBody:
                 self._take_value()
         return end
 
+    def _read_quoted(self, quoted: _QuotedObject, read: str) -> None:
+        try:
+            quoted.feed(read[:-1] if self._scanner.is_done else read)
+            if self._scanner.is_done:
+                quoted.end()
+        finally:
+            self.arguments, quoted.text = self.arguments + quoted.text, ""
+
     def _take_key(self, key: str) -> None:
-        if key in _FIRST_CHARACTER and key in self._seen:
+        if key in _FIRST_CHARACTERS and key in self._seen:
             raise BadJson
         self._seen.add(key)
         self._key, self._at = key, _At.COLON
@@ -111,7 +176,7 @@ class CallBody:
             self.name = callable_name("".join(self._part))
 
     def _end(self) -> None:
-        if not self._seen.issuperset(_FIRST_CHARACTER):
+        if not self._seen.issuperset(_FIRST_CHARACTERS):
             raise BadJson
         self._at = _At.DONE
 

@@ -2,10 +2,12 @@
 
     plain text <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call> plain text
 
-Everything from tag to tag is the call; everything else is text, untouched. What begins as a call and proves to be none
-is text: its tag first, then what follows is looked at anew. Arguments go out as they come, so that such a call may have
-to be withdrawn. A call whose object is complete counts where the output ends before the closing tag does. What could
-still become an opening tag is held back, and nothing else of the text.
+Everything from tag to tag is the call; everything else is text, untouched but for white space alone behind a call: it
+divides calls, and is dropped. Arguments may be a string that holds their object, as OpenAI's API has them.
+
+What begins as a call and proves to be none is text: its tag first, then what follows is looked at anew. Arguments go
+out as they come, so that such a call may have to be withdrawn. A call whose object is complete counts where the output
+ends before the closing tag does. What could still become an opening tag is held back, and nothing else of the text.
 
 Must not know tokens, streams or messages. `parse_whole` is the slow obvious twin.
 """
@@ -36,7 +38,7 @@ class CallPiece:
 class ToolCallParser:
     """One output. `take_text` and `take_calls` give what has been found since they were last asked."""
 
-    __slots__ = ("_after", "_body", "_calls", "_has_begun", "_held", "_index", "_make_id", "_text", "num_calls")
+    __slots__ = ("_after", "_body", "_calls", "_gap", "_has_begun", "_held", "_index", "_make_id", "_text", "num_calls")
 
     def __init__(self, make_id: Callable[[], str]) -> None:
         self.num_calls = 0  # complete ones
@@ -46,6 +48,7 @@ class ToolCallParser:
         self._after = ""  # behind a complete object: whitespace, the beginning of the closing tag
         self._has_begun = False
         self._index = 0
+        self._gap: str | None = None  # white space behind a call; None where text came since
         self._text: list[str] = []
         self._calls: list[CallPiece] = []
 
@@ -72,7 +75,7 @@ class ToolCallParser:
                 self._complete()
             else:
                 self.feed(self._give_up())
-        self._text.append(self._held)
+        self._add_text(self._held)
         self._held = ""
 
     # ------------------------------------------------------------ text
@@ -80,18 +83,25 @@ class ToolCallParser:
     def _feed_plain(self, text: str) -> str:
         """What is left to look at."""
         if not self._held and "<" not in text:
-            self._text.append(text)
+            self._add_text(text)
             return ""
         text, self._held = self._held + text, ""
         start = text.find(OPEN)
         if start < 0:
             cut = len(text) - _held_back(text)
-            self._text.append(text[:cut])
+            self._add_text(text[:cut])
             self._held = text[cut:]
             return ""
-        self._text.append(text[:start])
+        self._add_text(text[:start])
         self._held, self._body = OPEN, CallBody()
         return text[start + len(OPEN) :]
+
+    def _add_text(self, text: str) -> None:
+        if self._gap is not None:
+            text, self._gap = self._gap + text, None
+            if not text.strip(WHITESPACE):
+                text, self._gap = "", text
+        self._text.append(text)
 
     # ------------------------------------------------------------ calls
 
@@ -133,6 +143,7 @@ class ToolCallParser:
 
     def _complete(self) -> None:
         self.num_calls += 1
+        self._gap = ""
         self._leave_call()
 
     def _give_up(self) -> str:
@@ -141,7 +152,7 @@ class ToolCallParser:
         if self._has_begun:
             self._calls.append(CallPiece(index=self._index, is_withdrawn=True))
         self._leave_call()
-        self._text.append(OPEN)
+        self._add_text(OPEN)
         return held[len(OPEN) :]
 
     def _leave_call(self) -> None:
@@ -162,17 +173,19 @@ def _held_back(text: str) -> int:
 
 def parse_whole(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Plain text, and (name, arguments as text) of each call, of a whole output."""
-    plain, calls, position = "", list[tuple[str, str]](), 0
+    plain, calls, position = [""], list[tuple[str, str]](), 0  # plain: before the first call, behind each
     while (start := text.find(OPEN, position)) >= 0:
-        plain += text[position:start]
+        plain[-1] += text[position:start]
         position = start + len(OPEN)
         found = _call_at(text, position)
         if found is None:
-            plain += OPEN
+            plain[-1] += OPEN
         else:
             name, arguments, position = found
             calls.append((name, arguments))
-    return plain + text[position:], calls
+            plain.append("")
+    plain[-1] += text[position:]
+    return plain[0] + "".join(each for each in plain[1:] if each.strip(WHITESPACE)), calls
 
 
 def _call_at(text: str, position: int) -> tuple[str, str, int] | None:
@@ -185,11 +198,16 @@ def _call_at(text: str, position: int) -> tuple[str, str, int] | None:
         members = _members(text, start)
         (name,) = [value for key, value in members if key == "name"]
         (arguments,) = [value for key, value in members if key == "arguments"]
-        name, is_object = callable_name(name) if name.startswith('"') else "", arguments.startswith("{")
+        name = callable_name(name) if name.startswith('"') else ""
+        if arguments.startswith('"'):
+            arguments = json.loads(arguments).strip(WHITESPACE)
+            arguments.encode()  # half a surrogate pair raises
+            if _decode(arguments, 0)[1] != len(arguments):
+                return None
     except (ValueError, IndexError, RecursionError):
         return None
     rest = text[_skip(text, end) :]
-    if not name or not is_object or not (rest.startswith(CLOSE) or CLOSE.startswith(rest)):
+    if not name or not arguments.startswith("{") or not (rest.startswith(CLOSE) or CLOSE.startswith(rest)):
         return None
     return name, arguments, len(text) - len(rest) + min(len(rest), len(CLOSE))
 

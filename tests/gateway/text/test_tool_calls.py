@@ -52,6 +52,49 @@ def check(text: str) -> Result:
     return whole
 
 
+QUOTED = [
+    '{"city": "Paris", "days": 3}',
+    "{}", ' \n{"a": {"b": ["\\"x\\"", 1.5e3, null]}}\t', '{"é🦙": "\\ud83e\\udd99 \\u00e9"}',
+    '{"p": "a\\\\b/\\n"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", QUOTED)
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_arguments_may_be_a_string_that_holds_the_object(arguments: str, is_ascii: bool) -> None:
+    quoted = json.dumps(arguments, ensure_ascii=is_ascii)
+    for body in (f'{{"name": "f", "arguments": {quoted}}}', f'{{"arguments": {quoted}, "name": "f", "x": "{{}}"}}'):
+        assert check(f"{OPEN}\n{body}\n{CLOSE}") == ("", [("f", arguments.strip(), False)], 1)
+
+
+def test_arguments_in_a_string_come_as_they_are_written() -> None:
+    parser = ToolCallParser(lambda: "id")
+    parser.feed(f'{OPEN}{{"name": "f", "arguments": "{{\\"a\\')
+    assert parser.take_calls() == [CallPiece(index=0, id="id", name="f", arguments='{"a')]
+    parser.feed('": \\"\\ud83e\\ud')
+    assert parser.take_calls() == [CallPiece(index=0, arguments='": "')]
+    parser.feed('d99\\"}"}')
+    assert parser.take_calls() == [CallPiece(index=0, arguments='🦙"}')]
+
+
+CALL = f"{OPEN}\n{WEATHER}\n{CLOSE}"
+
+
+@pytest.mark.parametrize("gap", ["", "\n", " \n\t\r\n ", "\n\n"])
+def test_white_space_between_calls_and_behind_them_is_no_text(gap: str) -> None:
+    text, calls, num_calls = check(f"Both:\n{CALL}{gap}{CALL}{gap}{CALL}{gap}")
+    assert (text, len(calls), num_calls) == ("Both:\n", 3, 3)
+
+
+@pytest.mark.parametrize(
+    "rest", ["\nDone.", f"\n{OPEN}no", f"\n{OPEN}", "\n<tool", f" {CLOSE}", f"\n{CALL[:60]}", "\u00a0"]
+)
+def test_white_space_before_text_is_text(rest: str) -> None:
+    assert check(f"{CALL}{rest}")[0] == rest
+    if OPEN[:5] not in rest:
+        assert check(f"{CALL}\n{CALL}{rest}{CALL}\n")[0] == rest
+
+
 def test_a_call_between_texts() -> None:
     text = f"Let me look.\n{OPEN}\n{WEATHER}\n{CLOSE}\nDone."
     assert check(text) == ("Let me look.\n\nDone.", [("weather", '{"city": "Paris", "days": 3}', False)], 1)
@@ -93,7 +136,10 @@ def test_arguments_come_as_they_are_written() -> None:
         f'{OPEN}{{"arguments": {{}}}}{CLOSE}',
         f'{OPEN}{{"name": "", "arguments": {{}}}}{CLOSE}',
         f'{OPEN}{{"name": 3, "arguments": {{}}}}{CLOSE}',
-        f'{OPEN}{{"name": "f", "arguments": "{{}}"}}{CLOSE}',
+        f'{OPEN}{{"name": "f", "arguments": "Paris"}}{CLOSE}',
+        f'{OPEN}{{"name": "f", "arguments": "[1]"}}{CLOSE}',
+        f'{OPEN}{{"name": "f", "arguments": ""}}{CLOSE}',
+        f'{OPEN}{{"name": "f", "arguments": null}}{CLOSE}',
         f'{OPEN}{{"name": "\\ud800", "arguments": {{}}}}{CLOSE}',
         f'{OPEN}{{"name": "a\nb", "arguments": {{}}}}{CLOSE}',
     ],
@@ -109,6 +155,13 @@ def test_what_is_no_call_is_text_and_never_began(text: str) -> None:
         '{"a": 01}}' + CLOSE,
         '{"a": 1,}}' + CLOSE,
         '{"a": "b',
+        '"{\\"a\\": NaN}"}' + CLOSE,
+        '"{\\"a\\": 1} x"}' + CLOSE,
+        '"{\\"a\\": \\"\\n\\"}"}' + CLOSE,  # a bare new line in the inner string
+        '"{\\"a\\": \\"\\ud83e\\"}"}' + CLOSE,
+        '"{\\"a\\": \\"\\udd99\\"}"}' + CLOSE,
+        '"{\\"a\\": \\q"}' + CLOSE,
+        '"{\\"a\\": 1',
         '{"a": 1}, "name": "g"}' + CLOSE,
         '{"a": 1}, "arguments": {}}' + CLOSE,
         '{"a": 1}} and more',
@@ -137,6 +190,7 @@ def test_a_complete_object_counts_where_the_output_ends(end: str) -> None:
 
 FRAGMENTS = st.sampled_from(
     [OPEN, CLOSE, "<tool_call", "</tool", "<", WEATHER, '{"name": "f", "arguments": ', "{}", "}", '{"a": ', '"', "\\",
+     '"{', '\\"a\\": 1}"}', "\\ud83e", "\\udd99", CALL,
      "1.5", "-", "e", ",", ":", "[", "]", "tru", "e", "null", " ", "\n", '"x"', "\\u00e9", "text", "é🦙", '"name"',
      '"arguments"']
 )  # fmt: skip
