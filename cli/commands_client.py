@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from cli.generate_options import ConstraintOptions, OutputOptions
+from cli.help import PlainCommand
 from cli.options import with_settings
 from cli.resolve import Resolved
 from cli.settings import ALL_KEYS, ClientSettings, HealthSettings, ServeSettings
@@ -30,13 +31,13 @@ class PoolingKind(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("chat", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
-    app.command("generate", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
-    app.command("embed", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(embed))
-    app.command("cancel", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(cancel))
-    app.command("models", rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
-    app.command("health", rich_help_panel=PANEL)(with_settings(HealthSettings, ALL_KEYS)(health))
-    app.command("tour", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
+    app.command("chat", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(chat))
+    app.command("generate", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(generate))
+    app.command("embed", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(embed))
+    app.command("cancel", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(cancel))
+    app.command("models", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
+    app.command("health", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(HealthSettings, ALL_KEYS)(health))
+    app.command("tour", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
 
 
 def chat(
@@ -106,11 +107,14 @@ def cancel(
     return run(resolved.settings, request_id)
 
 
-def models(resolved: Resolved[ClientSettings]) -> int:
+def models(
+    resolved: Resolved[ClientSettings],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, with every field.")] = False,
+) -> int:
     """List the models that a service has, with their limits."""
     from cli.models import show_models
 
-    return show_models(resolved.settings)
+    return show_models(resolved.settings, as_json=json)
 
 
 def health(

@@ -2,6 +2,7 @@
 
 import typer
 
+from cli.help import PlainCommand
 from cli.options import with_settings
 from cli.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor
 from cli.resolve import Resolved
@@ -12,9 +13,9 @@ PANEL = "Run a service"
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("serve", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(serve))
-    app.command("gateway", rich_help_panel=PANEL)(with_settings(GatewaySettings, ALL_KEYS)(gateway))
-    app.command("worker", rich_help_panel=PANEL)(with_settings(WorkerSettings, ALL_KEYS)(worker))
+    app.command("serve", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(serve))
+    app.command("gateway", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(GatewaySettings, ALL_KEYS)(gateway))
+    app.command("worker", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(WorkerSettings, ALL_KEYS)(worker))
 
 
 def serve(resolved: Resolved[ServeSettings]) -> int:

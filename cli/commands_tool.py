@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cli.addresses import split_address
+from cli.help import PlainCommand, PlainGroup
 from cli.options import with_settings
 from cli.resolve import Resolved
 from cli.settings import ALL_KEYS, AllSettings, ClientSettings, ServeSettings
@@ -18,16 +19,16 @@ AS_SERVED = "As served"
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("verify", rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
-    app.command("doctor", rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
-    config = typer.Typer(help="What the settings are, and where they came from.", no_args_is_help=True)
-    config.command("show")(with_settings(AllSettings, ALL_KEYS)(show))
-    config.command("docs", hidden=True)(docs)
+    app.command("verify", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
+    app.command("doctor", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
+    config = typer.Typer(cls=PlainGroup, help="What the settings are, and where they came from.", no_args_is_help=True)
+    config.command("show", cls=PlainCommand)(with_settings(AllSettings, ALL_KEYS)(show))
+    config.command("docs", cls=PlainCommand, hidden=True)(docs)
     app.add_typer(config, name="config", rich_help_panel=PANEL)
-    keys = typer.Typer(help="Keys: CURVE for gateways and workers on different hosts, API keys for callers.",
-                       no_args_is_help=True)  # fmt: skip
-    keys.command("new")(new)
-    keys.command("new-api")(new_api)
+    about = "Keys: CURVE for gateways and workers on different hosts, API keys for callers."
+    keys = typer.Typer(cls=PlainGroup, help=about, no_args_is_help=True)
+    keys.command("new", cls=PlainCommand)(new)
+    keys.command("new-api", cls=PlainCommand)(new_api)
     app.add_typer(keys, name="keys", rich_help_panel=PANEL)
 
 

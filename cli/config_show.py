@@ -1,6 +1,7 @@
 """`octavo config show`: every setting, its value, and where that came from."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,13 +34,19 @@ def setting_rows(resolved: Resolved[S]) -> list[SettingRow]:
 
 
 def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
-    """Print the table, or JSON for programs."""
+    """Print the table, a line for each setting where nobody looks, or JSON for programs."""
     rows = setting_rows(resolved)
     if as_json:
         content = {row.key: {"value": row.value, "source": row.source, "where": row.where} for row in rows}
         print(json.dumps(content, indent=2))  # noqa: T201
         return 0
+    if not sys.stdout.isatty():  # whole lines for grep, whatever the width
+        for row in rows:
+            print(_line(row))  # noqa: T201
+        return 0
     table = Table("key", "value", "from", "used by")
+    for column in table.columns:
+        column.overflow = "fold"
     for row in rows:
         style = "dim" if row.source == Source.DEFAULT.value else "bold"
         table.add_row(row.key, row.value, f"{row.source} {row.where}".strip(), ", ".join(row.commands), style=style)
@@ -50,6 +57,10 @@ def show_config(resolved: Resolved[S], *, as_json: bool) -> int:
         "file (max_num_seqs), default."
     )
     return 0
+
+
+def _line(row: SettingRow) -> str:
+    return f"{row.key} = {row.value}  ({' '.join(filter(None, (row.source, row.where)))}; {', '.join(row.commands)})"
 
 
 def _printed(settings: Settings, name: str, secrets: set[str]) -> str:

@@ -14,16 +14,18 @@ import typer
 from cli import commands_client, commands_process, commands_tool
 from cli.errors import CliError
 from cli.explain import explain, show_error
+from cli.help import PlainGroup
 from cli.launch import DEBUG_VARIABLE
 
 INTERRUPTED = 130
 
 app = typer.Typer(
     name="octavo",
+    cls=PlainGroup,
     help="Serves Qwen2.5 over gRPC from paged memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (commands_process, commands_client, commands_tool):

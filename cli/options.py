@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from cli.resolve import resolve
 from cli.setting import Settings, choices_of, flag_of, help_of, variable_of
 
-CONFIG_HELP = "Configuration file (TOML). [dim]OCTAVO_CONFIG; else ./octavo.toml where it exists[/dim]"
+CONFIG_HELP = "Configuration file (TOML). (OCTAVO_CONFIG; else ./octavo.toml where it exists)"
 
 
 def with_settings(
@@ -88,7 +88,7 @@ def _options(group: type[Settings]) -> list[inspect.Parameter]:
 def _annotation(name: str, field: FieldInfo) -> Any:
     help_ = help_of(field)
     flag = flag_of(name)
-    text = f"{field.description} [dim]{variable_of(name)}, default: {shown(field.default)}[/dim]"
+    text = f"{field.description} ({variable_of(name)}, default: {shown(field.default)})"
     kind = _kind(field)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,

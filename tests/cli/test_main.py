@@ -1,14 +1,18 @@
 """The command line as people type it: help, mistakes, and what comes out."""
 
+import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from octavo.v1 import model_pb2
 from typer.main import get_command
 
 from cli.main import app, main
 from cli.setting import flag_of, help_of, variable_of
-from cli.settings import ALL_KEYS, COMMANDS
+from cli.settings import ALL_KEYS, COMMANDS, AllSettings
 
 USERS = {
     "serve": "serve", "tour": "serve", "doctor": "serve", "gateway": "gateway", "worker": "worker", "chat": "client",
@@ -44,21 +48,49 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
         "embed": {"--pooling", "--raw", "texts"},
         "health": {"--live", "--worker", "--worker-metrics-port", "--metrics-host"},
         "cancel": {"request_id"},
+        "models": {"--json"},
     }
     assert flags - {"--help", "-h"} == {flag_of(name) for name in settings} | {"--config"} | own.get(command, set())
 
 
+@pytest.mark.parametrize("columns", ["60", "80", "400"])
 @pytest.mark.parametrize("command", USERS)
-def test_help_names_flag_variable_and_default_of_every_setting(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_help_names_flag_variable_and_default_of_every_setting_at_any_width(
+    command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("COLUMNS", columns)
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
+    words = set(re.split(r"[\s(),]+", shown))
     for name, field in COMMANDS[USERS[command]].model_fields.items():
         is_shown = help_of(field).visibility == "shown"
-        assert (flag_of(name) in shown) is is_shown, name
-        assert (variable_of(name) in shown) is is_shown, name
+        assert (flag_of(name) in words) is is_shown, name
+        assert (variable_of(name) in words) is is_shown, name
+
+
+def every_command() -> list[list[str]]:
+    top = get_command(app).commands  # type: ignore[attr-defined]
+    inner = [[name, each] for name, group in top.items() for each in getattr(group, "commands", {})]
+    return [[], *([name] for name in top), *inner]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("path", every_command(), ids=" ".join)
+def test_help_fits_the_terminal_and_cuts_nothing(
+    path: list[str], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*path, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert shown.startswith(" ".join(["Usage: octavo", *path]))
+    too_long = [line for line in shown.splitlines() if len(line) > columns]
+    assert [line for line in too_long if len(line.split()) > 1] == []
+    command = get_command(app)
+    for name in path:
+        command = command.commands[name]  # type: ignore[attr-defined]
+    flags = {flag for each in command.params if not getattr(each, "hidden", False) for flag in each.opts}
+    assert flags <= set(re.split(r"[\s,/.\[\]]+", shown)) | {"--help", "-h"}
 
 
 def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -123,12 +155,44 @@ def test_config_show_tells_where_each_value_came_from(
     assert main(["config", "show", "--port", "77"]) == 0
     shown = capsys.readouterr().out
     for row in (
-        "port +│ 77 +│ flag --port",
-        "block_size +│ 32 +│ environment OCTAVO_BLOCK_SIZE",
-        "workers +│ 3 +│ file octavo.toml",
+        "port = 77  (flag --port; serve, gateway, client)",
+        "block_size = 32  (environment OCTAVO_BLOCK_SIZE; serve, worker)",
+        "workers = 3  (file octavo.toml; serve)",
     ):
-        assert re.search(f"│ {row}", shown), row
+        assert row in shown.splitlines()
     assert "secret-word" not in shown
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_config_show_is_whole_lines_where_nobody_looks_and_cuts_nothing_where_somebody_does(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    folder = "/" + "/".join(f"a-long-folder-{number}" for number in range(20))
+    arguments = ["config", "show", "--run-dir", folder, "--model", "a=b", "--model", "c"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"run_dir = {folder}  (flag --run-dir; serve, gateway, worker)" in lines
+    assert "model = a=b, c  (flag --model; serve, worker)" in lines
+    assert len(lines) == sum(help_of(field).visibility == "shown" for field in AllSettings.model_fields.values())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    values = "".join(line.split("│")[2].strip() for line in shown.splitlines() if line.startswith("│"))
+    assert folder in values
+
+
+def test_models_can_be_had_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    info = model_pb2.ModelInfo(name="m", max_model_len=5, kv_capacity_tokens=1 << 40)
+    info.limits.max_message_bytes = 1 << 41
+    client = SimpleNamespace(models=lambda: [info, model_pb2.ModelInfo(name="n")])
+    monkeypatch.setattr("cli.models.connect", lambda settings: nullcontext(client))
+    assert main(["models", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["name"], first["max_model_len"], first["kv_capacity_tokens"]) == ("m", 5, 1 << 40)
+    assert first["limits"]["max_message_bytes"] == 1 << 41
+    assert (second["name"], second["num_workers"], second["eos_token_ids"]) == ("n", 0, [])
 
 
 def test_debug_shows_the_traceback_and_may_stand_anywhere(
