@@ -35,8 +35,10 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     die_with_supervisor()
     from cli.access_config import check_access
     from cli.gateway_config import gateway_config
+    from cli.preflight import warn_of_variables
     from gateway.main import main
 
+    warn_of_variables()
     check_access(resolved.settings)
     return main(gateway_config(resolved.settings), drained_code=drained_code)
 
@@ -44,7 +46,11 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
+    from cli.preflight import check_device_here, warn_of_variables
     from cli.worker_config import worker_config
     from worker.main import main
 
+    warn_of_variables()
+    if resolved.settings.runner == "torch":
+        check_device_here(resolved.settings.device)
     return main(worker_config(resolved.settings))

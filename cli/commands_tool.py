@@ -121,7 +121,10 @@ def verify(
 
 
 def doctor(resolved: Resolved[ServeSettings]) -> int:
-    """Look whether this machine is ready: Python, packages, torch, devices, memory, ports, run directory."""
+    """Look whether this machine is ready: packages, torch, devices, models, memory, disk, compiler, ports.
+
+    The exit code is 1 where something is missing that serving with these options needs.
+    """
     from cli.doctor import doctor as run
 
     return run(resolved.settings)

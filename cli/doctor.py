@@ -8,6 +8,7 @@ from rich.table import Table
 from cli import doctor_checks as checks
 from cli.doctor_checks import Finding, Verdict
 from cli.doctor_deterministic import check_deterministic
+from cli.doctor_model import check_models
 from cli.settings import ServeSettings
 
 _MARKS = {Verdict.GOOD: "[green]✓[/]", Verdict.WARNING: "[yellow]![/]", Verdict.BAD: "[bold red]✗[/]"}
@@ -20,6 +21,7 @@ def examine(settings: ServeSettings) -> list[Finding]:
         *checks.check_packages(),
         *checks.check_torch(),
         *check_deterministic(settings),
+        *check_models(settings),
         checks.check_memory(),
         checks.check_shared_memory(),
         checks.check_run_folder(settings),

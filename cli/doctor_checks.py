@@ -14,15 +14,13 @@ import psutil
 
 from cli.errors import CliError
 from cli.ports import require_free
-from cli.setting import ENV_PREFIX
-from cli.settings import ALL_KEYS, ServeSettings
-from cli.suggest import nearest
+from cli.preflight import unknown_variables
+from cli.settings import ServeSettings
 from wire.run_dir import RunDirError, check_run_dir, default_run_dir
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
 MIN_SHM_BYTES = 64 * 2**20
-OTHER_VARIABLES = {"CONFIG", "DEBUG", "SUPERVISOR_PID", "SHARED", "HYPOTHESIS"}
 
 
 class Verdict(Enum):
@@ -173,16 +171,10 @@ def check_file_limit() -> Finding:
 
 def check_variables() -> list[Finding]:
     """Variables that look like ours, and are not."""
-    found = []
-    for name in sorted(os.environ):
-        key = name.removeprefix(ENV_PREFIX)
-        if name.startswith(ENV_PREFIX) and key.lower() not in ALL_KEYS and key not in OTHER_VARIABLES:
-            meant = nearest(key.lower(), ALL_KEYS)
-            advice = f"did you mean {ENV_PREFIX}{meant.upper()}?" if meant else "unset it"
-            found.append(
-                Finding(name="environment", verdict=Verdict.WARNING, detail=f"{name} is no setting", advice=advice)
-            )
-    return found
+    return [
+        Finding(name="environment", verdict=Verdict.WARNING, detail=f"{name} is no setting", advice=advice)
+        for name, advice in unknown_variables()
+    ]
 
 
 def _cpu() -> str:

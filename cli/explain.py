@@ -12,6 +12,10 @@ from cli.suggest import nearest
 REPORT = "run it again with --debug for the traceback"
 _KNOWN = {
     "CheckpointError": ("the checkpoint cannot be used", "check --model, or download the checkpoint again"),
+    "HubUnreachable": (
+        "the checkpoint cannot be fetched",
+        "look at the network (HF_ENDPOINT names another hub), or give a folder with --model",
+    ),
     "ConfigError": (
         "the checkpoint is not supported",
         "Qwen2.5 dense checkpoints are; see docs/architecture.md",
@@ -23,6 +27,15 @@ _KNOWN = {
     "RunDirError": ("the run directory cannot be used", "mend the folder, or give another with --run-dir"),
     "EndpointError": ("bad endpoint", "see --worker-endpoint and --gateway-endpoint in --help"),
     "KeyFileError": ("the key file cannot be used", "`octavo keys new` makes key files"),
+    "FormatUnavailable": (
+        "the weights cannot be had in that form",
+        "change --quantization, --kv-cache-dtype or --device, or leave them out",
+    ),
+    "InvarianceUnavailable": (
+        "deterministic mode cannot be had so",
+        "leave --deterministic out, or what is named here",
+    ),
+    "TextError": ("the text cannot be used", "see docs/operations.md, the table of statuses"),
     "ValueError": ("bad value", "see --help"),
     "CardError": ("the checkpoint cannot be served", "check --model, and the file that is named here"),
     "OverflowError": (
@@ -55,9 +68,10 @@ def explain(error: BaseException) -> CliError:
         )
     if all(hasattr(error, part) for part in ("what", "numbers", "change")):  # they already come in three parts
         return CliError(error.what, error.numbers, error.change)  # type: ignore[attr-defined]
-    if name in _KNOWN:
-        what, change = _KNOWN[name]
-        return CliError(what, str(error), change)
+    for kind in type(error).__mro__:
+        if kind.__name__ in _KNOWN:
+            what, change = _KNOWN[kind.__name__]
+            return CliError(what, str(error) or name, change)
     if isinstance(error, OSError) and error.strerror:
         return CliError(error.strerror.lower(), str(error.filename or error), REPORT)
     if isinstance(error, ModuleNotFoundError):

@@ -18,6 +18,7 @@ from cli.setting import ENV_PREFIX, Settings
 from cli.settings import GatewaySettings, ServeSettings, WorkerSettings
 
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
+_PASSED_ON = {DEBUG_VARIABLE, *(ENV_PREFIX + name for name in ("NATIVE", "CPU_ISA"))}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
 
 
@@ -106,7 +107,7 @@ def command_line(command: str, settings_file: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of the processes: ours, without settings (they are in the file), and where our code is."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key == DEBUG_VARIABLE}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key in _PASSED_ON}
     root = Path(__file__).resolve().parent.parent
     paths = [str(each) for each in (root, root / "proto") if each.is_dir()]
     if kept.get("PYTHONPATH"):

@@ -18,6 +18,7 @@ from cli.children import Child
 from cli.errors import CliError
 from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
 from cli.ports import free_port, held_port, require_free
+from cli.preflight import check_workers, warn_of_variables
 from cli.readiness import model_summaries, service_summary, wait_until_ready
 from cli.run_folder import READY_FILE, run_folder
 from cli.service import Notice, Service, Stage, keep
@@ -30,9 +31,11 @@ from cli.supervisor import RestartPolicy
 def serve(settings: ServeSettings) -> int:
     """Serve until a signal ends it. Exit code 0, or 1 where the service could not start or go on.
 
-    Raises CliError, AccessFileError for what is wrong before anything was started.
+    Raises CliError, AccessFileError, CheckpointError, CardError for what is wrong before anything was started.
     """
+    warn_of_variables()
     check_access(settings)
+    check_workers(settings)
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways

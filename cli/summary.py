@@ -71,10 +71,17 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
         rows += [
             ("model", f"{model.name}  ({model.device}, {model.dtype}{workers})"),
             ("KV pool", f"{model.num_blocks:,} blocks × {model.block_size} = {model.num_tokens:,} tokens"),
-            ("room for", f"{model.num_requests:,} requests of {model.example_tokens:,} tokens at once"),
+            ("room for", _room(model)),
             *(("note", note) for note in model.notes),
         ]
     return [*rows, ("try", summary.client_line)]
+
+
+def _room(model: ModelSummary) -> str:
+    if model.num_requests:
+        return f"{model.num_requests:,} requests of {model.example_tokens:,} tokens at once"
+    longest = f"the model takes {model.max_model_len:,}, but --num-blocks is too small for them"
+    return f"one request of {model.num_tokens:,} tokens at most: {longest}"
 
 
 def boxed(summary: ServiceSummary) -> RenderableType:

@@ -6,16 +6,20 @@
 Must not know: sockets, requests, schedulers, who owns a block.
 """
 
-from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
-from model.checkpoint import resolve_checkpoint
-from model.config import Qwen2Config, load_config
-from model.dtypes import DTYPES
-from model.errors import CheckpointError, ConfigError
-from model.generate import dense_logits, generate
-from model.kv_pool import KvPool, kv_block_bytes, write_kv
-from model.loading import WeightScan, load_model
-from model.qwen2 import Qwen2ForCausalLM
-from model.rope_scaling import YarnScaling
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
+    from model.checkpoint import resolve_checkpoint
+    from model.config import Qwen2Config, load_config
+    from model.dtypes import DTYPES
+    from model.errors import CheckpointError, ConfigError
+    from model.generate import dense_logits, generate
+    from model.kv_pool import KvPool, kv_block_bytes, write_kv
+    from model.loading import WeightScan, load_model
+    from model.qwen2 import Qwen2ForCausalLM
+    from model.rope_scaling import YarnScaling
 
 __all__ = [
     "BACKENDS",
@@ -40,3 +44,34 @@ __all__ = [
     "resolve_checkpoint",
     "write_kv",
 ]
+
+_MODULES = {
+    "AttentionBackend": "model.attention",
+    "AttentionInputs": "model.attention",
+    "BACKENDS": "model.attention",
+    "BackendName": "model.attention",
+    "CheckpointError": "model.errors",
+    "ConfigError": "model.errors",
+    "DTYPES": "model.dtypes",
+    "KvPool": "model.kv_pool",
+    "Qwen2Config": "model.config",
+    "Qwen2ForCausalLM": "model.qwen2",
+    "WeightScan": "model.loading",
+    "YarnScaling": "model.rope_scaling",
+    "dense_logits": "model.generate",
+    "generate": "model.generate",
+    "get_backend": "model.attention",
+    "kv_block_bytes": "model.kv_pool",
+    "load_config": "model.config",
+    "load_model": "model.loading",
+    "make_inputs": "model.attention",
+    "resolve_checkpoint": "model.checkpoint",
+    "write_kv": "model.kv_pool",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is: to look at a checkpoint's files nobody needs torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

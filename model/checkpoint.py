@@ -6,11 +6,12 @@ Must not know: what is in the files.
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from model.errors import CheckpointError
+from model.errors import CheckpointError, HubUnreachable
 from wire.checkpoint_files import FileRefused, check_files, find_file
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -24,6 +25,7 @@ PUBLISHED = tuple(
 )
 """The dense checkpoints of the Qwen2.5 release, for did-you-mean."""
 
+HUB_TIMEOUT_S = 10.0
 OnDownload = Callable[[int, int | None], None]
 """Called with (bytes done, bytes in all as far as they are known)."""
 
@@ -80,19 +82,43 @@ def suggestion(name: str) -> str:
     return f": did you mean {' or '.join(short_names[match] for match in close)}?"
 
 
+def look_for_checkpoint(name: str, *, revision: str | None = None) -> Path | None:
+    """The folder where the checkpoint is on this machine, None where the hub has it. Downloads nothing. Raises
+    CheckpointError as `resolve_checkpoint` does."""
+    folder = Path(name).expanduser()
+    if (name and _is_folder(folder)) or name in embedded_names() or not HUB_ID.fullmatch(name) or ".." in name:
+        return resolve_checkpoint(name, revision=revision)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    cached = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "tokenizer.json")]
+    if all(isinstance(each, str) for each in cached):
+        return Path(str(cached[0])).parent
+    with _hub_errors(name, revision):
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    return None
+
+
 def download(name: str, *, revision: str | None, on_progress: OnDownload | None) -> Path:
     """Fetch what is missing of a hub repository into the hub's cache. Raises CheckpointError."""
     # Imported here: a worker with a local folder has no use for an HTTP client.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    try:
+    with _hub_errors(name, revision):
         folder = snapshot_download(
             name,
             revision=revision,
             allow_patterns=list(ALLOWED_FILES),
             tqdm_class=None if on_progress is None else progress_bar(on_progress),
         )
+    return checked_folder(Path(folder))
+
+
+@contextmanager
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        yield
     except GatedRepoError as error:
         raise CheckpointError(
             f"{name}: the hub gives it only to those who accepted its terms and set a token"
@@ -101,12 +127,11 @@ def download(name: str, *, revision: str | None, on_progress: OnDownload | None)
         raise CheckpointError(f"{name}: there is no such model on the hub{suggestion(name)}") from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{name}: there is no revision {revision!r}") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # of the hub's, the system's, or of the HTTP client, which has been another one before
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
+        raise HubUnreachable(
             f"{name}: cannot be downloaded, and is not complete in the hub's cache: {reason}"
         ) from error
-    return checked_folder(Path(folder))
 
 
 def progress_bar(on_progress: OnDownload) -> type:

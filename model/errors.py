@@ -1,4 +1,4 @@
-"""The two ways in which a checkpoint can be wrong. Whoever shows them to people prints them as they are.
+"""The ways in which a checkpoint can be wrong. Whoever shows them to people prints them as they are.
 
 Must not know: processes, requests, status codes.
 """
@@ -19,6 +19,10 @@ class CheckpointError(Exception):
         super().__init__("\n  ".join([summary, *shown]))
         self.summary = summary
         self.problems = problems
+
+
+class HubUnreachable(CheckpointError):
+    """The checkpoint is not on this machine, and the hub could not be asked for it."""
 
 
 class ConfigError(CheckpointError):

@@ -9,7 +9,8 @@ class NoWorker(PoolError):
     """No ready worker serves the model (reason NO_WORKER)."""
 
     def __init__(self, model: str, detail: str = "") -> None:
-        super().__init__(detail or f"no ready worker serves model {model!r}")
+        whose = f"no worker that serves model {model!r} is ready" if model else "no worker is ready yet"
+        super().__init__(detail or whose)
         self.model = model
 
 

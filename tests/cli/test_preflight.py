@@ -1,0 +1,240 @@
+"""Mistakes that are seen before a process is started, and what people read then."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli.doctor_checks import Finding, Verdict
+from cli.doctor_model import check_models
+from cli.explain import explain
+from cli.launch import environment
+from cli.main import main
+from cli.preflight import OTHER_VARIABLES, check_device, check_device_here, unknown_variables
+from cli.setting import variable_of
+from cli.settings import ALL_KEYS, ServeSettings
+from cli.summary import ModelSummary, summary_rows
+from gateway.workers.errors import NoWorker
+from model.checkpoint import EMBEDDED
+from model.linear import FormatUnavailable
+
+EVERYWHERE = ("serve", "worker")
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub" / "cache"))
+    for name in map(variable_of, ALL_KEYS):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Processes that would have been started, and models that would have been loaded."""
+    started: list[object] = []
+    monkeypatch.setattr("cli.serve._serve", lambda *args: started.append(args))
+    monkeypatch.setattr("worker.main._load", lambda *args: started.append(args))
+    monkeypatch.setattr("worker.main.configure_logs", lambda *args: None)
+    monkeypatch.setattr("worker.main.Shutdown.install", lambda self: None)
+    return started
+
+
+def checkpoint(folder: Path, **changes: object) -> Path:
+    shutil.copytree(EMBEDDED / "folio-chat", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.strip() for line in capsys.readouterr().err.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "nothing-like-it"], "'nothing-like-it' is neither a folder, nor an embedded model, nor a hub id"),
+        (["--model", "folio-chta"], "did you mean folio-chat?"),
+        (["--model", "empty"], "there is no config.json in it"),
+        (["--model", "bare"], "there is no tokenizer.json in it"),
+        (["--model", "folio-chat", "--model", "folio-chat"], "--model folio-chat and --model folio-chat are both"),
+        (["--model", "a=folio-chat", "--model", "a=empty"], "are both served as 'a'"),
+        (["--model", "folio-chat", "--model", "x/folio-chat"], "are both served as 'folio-chat'"),
+        (["--num-blocks", "10"], "--num-blocks 10 × --block-size 16 = 160 tokens, and requests may have 2,048"),
+        (["--num-blocks", "10", "--max-model-len", "161"], "--num-blocks 10 × --block-size 16 = 160"),
+        (["--max-model-len", "999999"], "--max-model-len is 999,999, and folio-chat has 2,048 positions"),
+        (["--device", "tpu"], "--device is 'tpu', which is no device"),
+        (["--device", "cuda:x"], "--device is 'cuda:x', which is no device"),
+    ],
+)
+def test_a_mistake_is_told_once_and_nothing_is_started(
+    arguments: list[str], told: str, starts: list[object], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    checkpoint(tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    checkpoint(tmp_path / "x" / "folio-chat")
+    assert main(["serve", *arguments, "--port", "0", "--metrics-port", "0", "--worker-metrics-port", "0"]) != 0
+    shown = lines(capsys)
+    assert told in " ".join(shown)
+    assert len([line for line in shown if line.startswith("error: ")]) == 1
+    assert len(shown) == 3
+    assert starts == []
+
+
+def test_a_gpu_that_is_not_there_is_told_by_the_flag(
+    monkeypatch: pytest.MonkeyPatch, starts: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("cli.preflight._gpus", lambda: ("2.13.0", "no", "0"))
+    for command in EVERYWHERE:
+        assert main([command, "--device", "cuda"]) == 1
+        shown = lines(capsys)
+        assert shown[0] == "error: there is no such GPU"
+        assert shown[1].startswith("--device is cuda, and torch ")
+    assert starts == []
+    monkeypatch.setattr("cli.preflight._gpus", lambda: ("2.13.0", "12.8", "2"))
+    check_device("cuda:1")
+    with pytest.raises(Exception, match=r"torch 2\.13\.0 sees 2 GPUs"):
+        check_device("cuda:2")
+    check_device_here("cpu")
+    check_device_here("auto")
+
+
+def test_torch_is_asked_for_gpus_in_a_process_of_its_own() -> None:
+    with pytest.raises(Exception, match="--device is cuda:99, and torch "):
+        check_device("cuda:99")
+
+
+def test_variables_that_nothing_reads_are_told_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"OCTAVO_MODL": "x", "OCTAVO_MODEL": "x", "OCTAVO_ZZZZZ": "1", "PATH": "", "OCTAVO_NATIVE": "off"}
+    assert unknown_variables(given) == [("OCTAVO_MODL", "did you mean OCTAVO_MODEL?"), ("OCTAVO_ZZZZZ", "unset it")]
+    monkeypatch.setenv("OCTAVO_MODL", "x")
+    for command in ("serve", "worker", "gateway"):
+        assert main([command, "--log-level", "nonsense"]) == 2
+        assert main([command, *(["--model", "?"] if command != "gateway" else ["--tls-cert-file", "/none"])]) != 0
+        warnings = [line for line in lines(capsys) if line.startswith("warning: ")]
+        assert warnings == ["warning: OCTAVO_MODL is no setting, so nothing reads it; did you mean OCTAVO_MODEL?"]
+
+
+def test_every_variable_that_code_reads_is_known(repository: Path) -> None:
+    names = set[str]()
+    for folder in (
+        "cli",
+        "gateway",
+        "worker",
+        "model",
+        "wire",
+        "grammar",
+        "blockmgr",
+        "proto",
+        "tests",
+        "bench",
+        "sim",
+    ):
+        for path in (repository / folder).rglob("*.py"):
+            reads = r"(?:environ(?:\.get|\.pop|\.setdefault)?|getenv)[\[(]\s*[\"'](OCTAVO_[A-Z_]+)"
+            names |= set(re.findall(reads, path.read_text()))
+    assert "OCTAVO_NATIVE" in names
+    assert names - OTHER_VARIABLES <= {variable_of(name) for name in ALL_KEYS}
+
+
+def test_what_the_kernels_read_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE", "off")
+    monkeypatch.setenv("OCTAVO_MODEL", "x")
+    passed = environment()
+    assert passed["OCTAVO_NATIVE"] == "off"
+    assert "OCTAVO_MODEL" not in passed
+
+
+def test_sentences_name_the_flag_or_say_what_is_missing() -> None:
+    told = explain(FormatUnavailable("fp8 weights need a GPU"))
+    assert (told.what, told.numbers) == ("the weights cannot be had in that form", "fp8 weights need a GPU")
+    assert "--quantization" in told.change
+    assert str(NoWorker("")) == "no worker is ready yet"
+    assert str(NoWorker("m")) == "no worker that serves model 'm' is ready"
+    small = ModelSummary(
+        name="m", device="cpu", dtype="f", num_workers=1, num_blocks=12, block_size=16, max_model_len=4096
+    )
+    shown = dict(summary_rows_of(small))
+    assert shown["room for"].startswith("one request of 192 tokens at most")
+
+
+def summary_rows_of(model: ModelSummary) -> list[tuple[str, str]]:
+    from cli.summary import ServiceSummary
+
+    return summary_rows(
+        ServiceSummary(address="h:1", admin_address=None, metrics=(), models=(model,), ready_after_s=0.0)
+    )
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def found(settings: ServeSettings) -> dict[str, Finding]:
+    return {each.name: each for each in check_models(settings)}
+
+
+def test_doctor_looks_at_what_serving_a_model_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    good = found(ServeSettings())
+    assert {"device", "models", "checkpoint", "weights", "kernel cache", "compiler"} <= good.keys()
+    assert not [each for each in good.values() if each.verdict is Verdict.BAD]
+    bad = found(ServeSettings(model=("nothing-like-it",), device="tpu"))
+    assert {name for name, each in bad.items() if each.verdict is Verdict.BAD} == {"device", "checkpoint"}
+
+
+def test_doctor_exits_with_one_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["doctor", "--model", str(tmp_path), "--port", "0"]) == 1
+    assert "there is no config.json in it" in capsys.readouterr().out
+
+
+def test_doctor_asks_the_hub_and_looks_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sibling = type("Sibling", (), {"rfilename": "model.safetensors", "size": 1 << 60})
+    info = type("Info", (), {"siblings": [sibling]})
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: info)
+    asked = found(ServeSettings(model=("org/large",)))
+    assert (asked["hub"].verdict, asked["disk"].verdict) == (Verdict.GOOD, Verdict.BAD)
+    assert "HF_HOME" in asked["disk"].advice
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
+    asked = found(ServeSettings(model=("org/large",)))
+    assert asked["hub"].verdict is Verdict.BAD
+    assert "nobody answers" in asked["hub"].detail
+    assert "again" not in asked["hub"].advice
+
+
+def test_doctor_says_where_kernels_cannot_be_kept_or_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.doctor_model.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    assert found(ServeSettings())["kernel cache"].verdict is Verdict.BAD
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found(ServeSettings())["compiler"].verdict is Verdict.WARNING
+
+
+def test_looking_at_a_checkpoint_needs_no_torch(repository: Path) -> None:
+    code = "import sys, cli.serve, model.checkpoint; model.checkpoint.look_for_checkpoint('folio-chat'); "
+    code += "assert 'torch' not in sys.modules; import model; assert model.load_model and 'torch' in sys.modules"
+    done = subprocess.run(
+        [str(Path(__import__("sys").executable)), "-c", code],
+        env=environment(),
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
