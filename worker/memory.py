@@ -131,14 +131,8 @@ def _check_asked(needs: MemoryNeeds, num_blocks: int) -> None:
             f"{_gib(max(room_bytes, 0))}; need {_gib(wanted_bytes - room_bytes)} more",
             f"try --num-blocks {max(room_bytes, 0) // needs.block_bytes}, or leave it out",
         )
-    if num_blocks < needs.blocks_per_request:
-        num_tokens = max(num_blocks, 0) * needs.block_size
-        shorter = f", or --max-model-len {num_tokens}" if num_tokens else ""
-        raise DoesNotFit(
-            f"the KV pool is smaller than one request of {needs.max_model_len} tokens",
-            f"--num-blocks is {num_blocks}, of {needs.block_size} tokens each: {num_tokens} tokens",
-            f"try --num-blocks {needs.blocks_per_request}{shorter}, or leave it out",
-        )
+    if num_blocks < 1:
+        raise DoesNotFit("a KV cache needs blocks", f"--num-blocks is {num_blocks}", "try 1 or more, or leave it out")
 
 
 def _round_down(tokens: int) -> int:

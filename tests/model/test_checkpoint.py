@@ -169,7 +169,7 @@ def test_without_a_network_the_error_says_so(hub: Hub, tmp_path: Path, repositor
     hub.server_close()
     done = ask(hub, "org/tiny", tmp_path / "home", repository)
     assert done.returncode == 1
-    assert "CheckpointError: org/tiny: cannot be downloaded, and is not complete in the hub's cache: " in done.stderr
+    assert "HubUnreachable: org/tiny: cannot be downloaded, and is not complete in the hub's cache: " in done.stderr
 
 
 def test_the_bar_hands_on_the_bytes_of_all_files_and_nothing_else() -> None:
