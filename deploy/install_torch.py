@@ -18,8 +18,9 @@ from pathlib import Path
 TORCH = "2.13.0"
 """What is installed where no torch is there; pyproject.toml has the range that may be there already."""
 
+PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-CUDA_SIZE = "2.7 GB to download, about 6 GB on disk"
+CUDA_SIZE = "2.7 GB to download, about 5 GB on disk"
 CPU_SIZE = "0.2 GB to download"
 
 
@@ -28,7 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", default=sys.executable, help="the environment's Python; default: this one")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where a GPU is")
+    parser.add_argument("--sha256", default="", help="of the build for CPUs: no other file will do, nor another build")
     options = parser.parse_args(arguments)
+    if options.sha256 and not re.fullmatch("[0-9a-f]{64}", options.sha256):
+        parser.error(f"--sha256: {options.sha256!r} is not 64 hexadecimal digits")
     there = installed(options.python)
     if there and is_allowed(there):
         say(f"torch {there} is there")
@@ -36,7 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
     wants_cuda = options.device == "cuda" or (options.device == "auto" and has_gpu())
     if wants_cuda:
         say(f"torch {TORCH} with CUDA's libraries: {CUDA_SIZE}")
-    done = install_plain(options.python) if wants_cuda or sys.platform != "linux" else install_for_cpu(options.python)
+    if wants_cuda or sys.platform != "linux":
+        done = install_plain(options.python)
+    elif options.sha256:
+        done = install_file(options.python, options.sha256)
+    else:
+        done = install_for_cpu(options.python)
     there = installed(options.python) if done else ""
     say(f"torch {there} is installed" if there else f"no torch could be installed in {options.python}'s environment")
     return 0 if there else 1
@@ -84,6 +93,17 @@ def install_for_cpu(python: str) -> bool:
             return True
     say(f"warning: no build for CPUs can be had here; torch {TORCH} is installed with CUDA's libraries ({CUDA_SIZE})")
     return install_plain(python)
+
+
+def install_file(python: str, sha256: str) -> bool:
+    """The build for CPUs, if it is the file that was named; from pip's indexes or PyTorch's. What it needs is not
+    installed with it: the locks have that."""
+    say(f"no GPU here: torch {TORCH} for CPUs, {CPU_SIZE}, the file {sha256[:12]}…")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "torch.txt")
+        file.write_text(f"torch=={TORCH}+cpu --hash=sha256:{sha256}\n")
+        options = ["--require-hashes", "--no-deps", "--extra-index-url", PYTORCH_INDEX, "-r", str(file)]
+        return ran([python, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "on", *options])
 
 
 def install_plain(python: str) -> bool:

@@ -1,11 +1,12 @@
 # A worker: the model on a GPU, or on the CPU. Build from the root of the repository:
 #   docker build -f deploy/worker.Dockerfile -t octavo-worker .
 #   docker build -f deploy/worker.Dockerfile -t octavo-worker-cpu --build-arg DEVICE=cpu .
-# What is installed is locked with hashes (docs/supply-chain.md). PIP_EXTRA_INDEX_URL adds a package index, for example one
-# that has torch's build for CPUs.
+# What is installed is locked with hashes (docs/supply-chain.md), but torch's build for CPUs, whose hash TORCH_CPU_SHA256
+# takes. PIP_EXTRA_INDEX_URL adds a package index, for example one that has this build.
 FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea AS build
 ARG DEVICE=cuda
 ARG PIP_EXTRA_INDEX_URL=
+ARG TORCH_CPU_SHA256=
 WORKDIR /src
 RUN python -m venv /opt/octavo
 COPY deploy/locks deploy/locks
@@ -14,7 +15,7 @@ RUN /opt/octavo/bin/pip install --no-cache-dir --require-hashes --no-deps --only
 # torch's build for CPUs comes from PyTorch's own index, by its exact version.
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/install_torch.py deploy/install_torch.py
-RUN python deploy/install_torch.py --python /opt/octavo/bin/python --device "$DEVICE"
+RUN python deploy/install_torch.py --python /opt/octavo/bin/python --device "$DEVICE" --sha256 "$TORCH_CPU_SHA256"
 COPY blockmgr blockmgr
 COPY cli cli
 COPY gateway gateway

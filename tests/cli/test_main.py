@@ -232,7 +232,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--total-queued-requests-metric"}  # Kubernetes' inference gateways
     of_others |= {"--text"}  # python -m bench.quant_error
     of_others |= {"--wait", "--upgrade", "--generate-hashes"}  # docker compose, uv
-    of_others |= {"--require-hashes", "--no-deps", "--only-binary", "--no-build-isolation"}  # pip
+    of_others |= {"--require-hashes", "--no-deps", "--only-binary", "--no-build-isolation", "--index-url"}  # pip
     of_others |= {"--total-queued-requests-metric"}  # pickers of Kubernetes inference gateways
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
     assert shown - known <= of_others | {"--flag"}

@@ -1,10 +1,12 @@
 """deploy/install_torch.py takes the build for CPUs where one can be had and no GPU is there, and says what the other
 one costs. pip and uv are played by scripts, which write down what they were asked."""
 
+import hashlib
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,7 +99,7 @@ def test_the_build_for_cuda_comes_last_and_with_its_size(machine: Machine, scrip
     machine.has_uv(exit_code=2)
     done = machine.install(script)
     assert (done.returncode, machine.asked()) == (0, [PIP_CPU, UV, PIP_PLAIN])
-    assert re.search(r"warning: no build for CPUs .*2\.7 GB to download, about 6 GB on disk", done.stdout)
+    assert re.search(r"warning: no build for CPUs .*2\.7 GB to download, about 5 GB on disk", done.stdout)
 
 
 def test_uv_is_fetched_where_the_machine_has_none(machine: Machine, script: Path) -> None:
@@ -137,6 +139,44 @@ def test_a_device_that_is_named_is_not_looked_for(
     machine.has("nvidia-smi", "#!/bin/bash\necho GPU 0\n" if device == "cpu" else "#!/bin/bash\nexit 9\n")
     machine.install(script, "--device", device)
     assert machine.asked() == expected
+
+
+def bare_python(folder: Path) -> Path:
+    """Of an environment with pip and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=120)
+    return folder / "venv/bin/python"
+
+
+def wheel_of_torch(folder: Path) -> Path:
+    """A package of that name and version, without anything in it."""
+    info = "torch-2.13.0+cpu.dist-info"
+    path = folder / "torch-2.13.0+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("torch/__init__.py", "__version__ = '2.13.0+cpu'\n")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.parametrize("is_the_file", [True, False], ids=["the file", "another file"])
+def test_pip_checks_the_hash_of_the_build_for_cpus(script: Path, tmp_path: Path, is_the_file: bool) -> None:
+    wheel = wheel_of_torch(tmp_path)
+    digest = hashlib.sha256(wheel.read_bytes() if is_the_file else b"another").hexdigest()
+    done = subprocess.run(
+        [sys.executable, str(script), "--python", str(bare_python(tmp_path)), "--device", "cpu", f"--sha256={digest}"],
+        env={"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == (0 if is_the_file else 1)
+    assert ("torch 2.13.0+cpu is installed" in done.stdout) == is_the_file
+    assert ("DO NOT MATCH THE HASHES" in done.stderr) == (not is_the_file)
+
+
+def test_a_hash_that_is_none_is_refused_by_its_flag(machine: Machine, script: Path) -> None:
+    done = machine.install(script, "--sha256", "abc")
+    assert (done.returncode, machine.asked()) == (2, [])
+    assert "--sha256: 'abc' is not 64 hexadecimal digits" in done.stderr
 
 
 def test_a_torch_that_is_there_stays(machine: Machine, script: Path) -> None:
