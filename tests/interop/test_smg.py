@@ -4,11 +4,15 @@ import json
 import re
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from octavo import Client
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from tests.support.interop import PINS, run_inside
 from tests.support.scrape import scrape
@@ -62,6 +66,77 @@ def test_a_caller_that_leaves_frees_its_blocks(smg_python: Path, endpoint: str, 
             caller.kill()
     (after,) = service.audit()
     assert (list(after.violations), after.num_active_blocks) == ([], 0)
+
+
+# ---------------------------------------------------------------- what it sends
+
+
+class Recorder(grpc.GenericRpcHandler):
+    """Passes every call on to a service as it is, and keeps the requests by method."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.requests: dict[str, list[bytes]] = {}
+        self._channel = channel
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        name = details.method.rpartition("/")[2]
+
+        def kept(request: bytes) -> bytes:
+            self.requests.setdefault(name, []).append(request)
+            return request
+
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            try:
+                return bytes(self._channel.unary_unary(details.method)(kept(request), timeout=60))
+            except grpc.RpcError as error:
+                context.abort(error.code(), error.details())
+
+        def answers(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            call = self._channel.unary_stream(details.method)(kept(request), timeout=60)
+            context.add_callback(call.cancel)
+            try:
+                yield from call
+            except grpc.RpcError as error:
+                context.abort(error.code(), error.details())
+
+        if name in ("Generate", "GetTokenizer", "SubscribeKvEvents"):
+            return grpc.unary_stream_rpc_method_handler(answers)
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def recorder(service: Service) -> Iterator[tuple[Recorder, str]]:
+    """What stands between smg and the service, and its address."""
+    with grpc.insecure_channel(service.target) as channel:
+        recorder, server = Recorder(channel), grpc.server(ThreadPoolExecutor(8))
+        server.add_generic_rpc_handlers((recorder,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield recorder, f"127.0.0.1:{port}"
+        server.stop(grace=1).wait(5)
+
+
+def embeddings(url: str, given: object) -> list[list[float]]:
+    body = json.dumps({"model": "folio-chat", "input": given}).encode()
+    request = urllib.request.Request(f"{url}/v1/embeddings", data=body, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return [each["embedding"] for each in json.load(response)["data"]]
+
+
+def test_a_list_of_texts_reaches_us_as_one_prompt(
+    smg_python: Path, service: Service, recorder: tuple[Recorder, str], tmp_path: Path
+) -> None:
+    """The list is lost before us: one call, one text. What we say to that text is right."""
+    recorded, target = recorder
+    with smg(smg_python, tmp_path, [target], "--policy=round_robin") as url:
+        listed = embeddings(url, ["A fox.", "A crow."])
+    asked = [vllm.EmbedRequest.FromString(each) for each in recorded.requests["Embed"]]
+    assert [each.tokenized.original_text for each in asked] == ["A fox. A crow."]
+    with Client(service.target) as client:
+        ours = client.embed([[*asked[0].tokenized.input_ids], "A fox. A crow.", "A fox.", "A crow."]).embeddings
+    assert len(ours) == 4  # a vector for each, where the list reaches us
+    assert listed == [pytest.approx(list(vector.values), abs=1e-5) for vector in ours[:1]]
+    assert list(ours[0].values) == pytest.approx(list(ours[1].values), abs=1e-5)
 
 
 # ---------------------------------------------------------------- two services
