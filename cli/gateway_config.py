@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cli.access_config import access_config
 from cli.addresses import default_endpoint, join_address
-from cli.model_names import name_of_model
+from cli.model_names import model_ports, name_of_model
 from cli.settings import GatewaySettings
 from gateway.config import (
     ConnectionConfig,
@@ -29,6 +29,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             endpoint=settings.control_endpoint, others=settings.peer_endpoint, key_file=settings.gateway_key_file
         ),
         listen_address=join_address(settings.host, settings.port),
+        model_addresses=tuple((name, join_address(settings.host, port)) for name, port in model_ports(settings)),
         admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
         metrics_address=join_address(settings.metrics_host, settings.metrics_port),
         status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",

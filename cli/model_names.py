@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from cli.errors import usage
+from cli.settings import ListenSettings
+
 
 def split_model(text: str) -> tuple[str | None, str]:
     """NAME=CHECKPOINT into its parts; the name is None where none is given."""
@@ -19,3 +22,18 @@ def name_of_model(text: str) -> str:
         return name
     path = Path(checkpoint).expanduser()
     return path.resolve().name if path.is_dir() or checkpoint[0] in "/.~" else checkpoint
+
+
+def model_ports(settings: ListenSettings) -> list[tuple[str, int]]:
+    """Name and port of each --model-port. Raises CliError."""
+    found = []
+    for text in settings.model_port:
+        name, _, port = text.rpartition("=")
+        if not name or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+            raise usage(
+                "bad value for --model-port",
+                f"{text!r} is not NAME=PORT",
+                "give a model's name and a port from 1 to 65535",
+            )
+        found.append((name, int(port)))
+    return found

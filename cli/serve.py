@@ -17,6 +17,7 @@ from cli.addresses import join_address, reachable
 from cli.children import Child
 from cli.errors import CliError
 from cli.launch import ProcessPlan, command_line, environment, metrics_ports, plan_processes, write_settings
+from cli.model_names import model_ports
 from cli.ports import free_port, held_port, require_free
 from cli.preflight import check_workers, warn_of_variables
 from cli.readiness import model_summaries, service_summary, wait_until_ready
@@ -139,12 +140,15 @@ def _pick_ports(settings: ServeSettings) -> list[int]:
         ports.append(port or free_port(settings.metrics_host, taken))
     if settings.admin_port:
         require_free(settings.host, settings.admin_port, "admin_port")
-    numbers = [*ports, *(each for each in (settings.port, settings.admin_port) if each)]
+    of_models = [port for _, port in model_ports(settings)]
+    for port in of_models:
+        require_free(settings.host, port, "model_port")
+    numbers = [*ports, *of_models, *(each for each in (settings.port, settings.admin_port) if each)]
     if len(set(numbers)) != len(numbers):
         raise CliError(
             "two listeners want one port",
             f"ports are {sorted(numbers)}",
-            "change --port, --metrics-port or --worker-metrics-port",
+            "change --port, --model-port, --metrics-port or --worker-metrics-port",
         )
     return ports
 

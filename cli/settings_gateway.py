@@ -24,6 +24,11 @@ class ListenSettings(AddressSettings):
         "Contracts of other servers on the same port: KServe v2, and VllmEngine where its stubs are installed; or none",
         panel="Addresses",
     )
+    model_port: Names = setting(
+        (),
+        "NAME=PORT: a further port, where callers who name no model mean NAME, as VllmEngine's callers; repeat",
+        panel="Addresses",
+    )
     admin_port: int | None = setting(
         None,
         "Port of AdminService (abort, load, audit, drain) on --host; unset: not served",

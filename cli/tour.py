@@ -54,7 +54,11 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
     quiet = {"log_level": "error"} if settings.log_level == "info" else {}
     quiet |= {"log_format": "console"} if settings.log_format == "auto" else {}
     return settings.model_copy(
-        update={"host": HOST, "metrics_host": HOST, "admin_port": None} | OPEN_DOOR | small | quiet | changes
+        update={"host": HOST, "metrics_host": HOST, "admin_port": None, "model_port": ()}
+        | OPEN_DOOR
+        | small
+        | quiet
+        | changes
     )
 
 

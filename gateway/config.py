@@ -133,13 +133,14 @@ class GatewayConfig:
     ``listening`` tells which). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
     HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
     models without TLS and keys. ``expected_models``: names of those that have to be ready before health says so; none:
-    any is enough.
+    any is enough. ``model_addresses``: further addresses, each with the model that its callers mean who name none.
     """
 
     workers: WorkerPoolConfig
     peers: PeerConfig = field(default_factory=PeerConfig)
     expected_models: tuple[str, ...] = ()
     listen_address: str = "127.0.0.1:50051"
+    model_addresses: tuple[tuple[str, str], ...] = ()
     admin_address: str | None = None
     metrics_address: str | None = "127.0.0.1:9090"
     status_address: str | None = None

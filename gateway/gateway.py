@@ -49,7 +49,8 @@ _POLL_S = 0.02
 
 
 class Gateway:
-    """Create, start and stop it on one event loop. listen_address, admin_address, metrics_port: what was bound."""
+    """Create, start and stop it on one event loop. listen_address, model_addresses, admin_address,
+    metrics_port: what was bound."""
 
     def __init__(
         self, config: GatewayConfig, *, pool: WorkerPool | None = None, renderer: Renderer | None = None
@@ -86,6 +87,7 @@ class Gateway:
         self.control = Control(self.desk, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator)
         self.readiness = Readiness(self.is_ready, self._ready_models)
         self.listen_address = ""
+        self.model_addresses: dict[str, str] = {}
         self.admin_address = ""
         self.metrics_port: int | None = None
         self.drained = asyncio.Event()
@@ -155,24 +157,33 @@ class Gateway:
             check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
-        num_addresses = num_addresses_of(config.listen_address)
-        max_connections = max(1, self._limiter.limits.total // num_addresses)
-        server = new_server(config, self._endings, self._guard, max_connections=max_connections)
-        self._servers.append(server)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk, self.control), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
-        self.readiness.attach(server)
-        dialects = self._attach_dialects(server)
-        reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
-        self.listen_address = bind(server, config, config.listen_address, self.keeper.listener(), setting="--port")
-        if not self.listen_address.startswith("unix:"):
-            self._limiter.watch(split_host_port(self.listen_address)[1])
+        self.listen_address = self._listen_at(config.listen_address, self._guard, setting="--port")
+        for name, address in config.model_addresses:
+            guard = self._new_guard(self.keeper.door, model=name)
+            self.model_addresses[name] = self._listen_at(address, guard, setting="--model-port")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         if config.status_address is not None:
             self._servers.append(self._status_server(config.status_address))
         for each in self._servers:
             await each.start()
+
+    def _listen_at(self, address: str, guard: Guard, *, setting: str) -> str:
+        """All that callers may call, at one more address; as it was bound."""
+        config = self.config
+        num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
+        max_connections = max(1, self._limiter.limits.total // num_listeners)
+        server = new_server(config, self._endings, guard, max_connections=max_connections)
+        self._servers.append(server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk, self.control), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        self.readiness.attach(server)
+        dialects = self._attach_dialects(server)
+        reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
+        bound = bind(server, config, address, self.keeper.listener(), setting=setting)
+        if not bound.startswith("unix:"):
+            self._limiter.watch(split_host_port(bound)[1])
+        return bound
 
     def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
         """Names of the services that were added."""
@@ -196,7 +207,7 @@ class Gateway:
         self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
         return server
 
-    def _new_guard(self, door: Door) -> Guard:
+    def _new_guard(self, door: Door, *, model: str = "") -> Guard:
         limits = self.config.limits
         return Guard(
             self.meters,
@@ -204,6 +215,7 @@ class Gateway:
             door=door,
             max_metadata_bytes=limits.max_metadata_bytes,
             message_timeout_s=self.config.connection.message_timeout_s,
+            model=model,
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:

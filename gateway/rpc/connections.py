@@ -114,12 +114,12 @@ def address_of(peer: str) -> Address | None:
     return Address(_plain(host.strip("[]")), int(port))
 
 
-def connections_at(port: int) -> list[Connection]:
-    """This process's accepted connections of a local port."""
+def connections_at(*ports: int) -> list[Connection]:
+    """This process's accepted connections of local ports."""
     found = []
     for connection in _own_connections():
         address, local_port = _ends(connection)
-        if address is not None and local_port == port:
+        if address is not None and local_port in ports:
             found.append(Connection(address, os.fstat(connection.fileno()).st_ino))
     return found
 
@@ -265,7 +265,7 @@ class ConnectionLimiter:
         self.limits = limits
         self.closed: Counter[str] = Counter({reason.value: 0 for reason in Reason})
         self._use = use
-        self._port: int | None = None
+        self._ports: tuple[int, ...] = ()
         self._seen: dict[Address, int] = {}
         self._num_looks = 0
         self._pressed_since: tuple[float, int] | None = None  # when, and how many had been hung up before
@@ -273,15 +273,16 @@ class ConnectionLimiter:
         self._counted: tuple[float, int] = (-COUNT_MAX_AGE_S, 0)
 
     def watch(self, port: int) -> None:
-        """Connections that were accepted at this port. Where the system does not show a process its sockets, gRPC's own
-        bounds have to do."""
-        self._port = port if os.path.isdir(_DESCRIPTORS) else None
+        """Connections that were accepted at this port too; the limits are of all ports together. Where the system does
+        not show a process its sockets, gRPC's own bounds have to do."""
+        if os.path.isdir(_DESCRIPTORS):
+            self._ports = (*self._ports, port)
 
     def num_open(self) -> int:
         """Connections now, or a few seconds ago. Any thread."""
         counted_s, num_open = self._counted
-        if self._port is not None and time.monotonic() - counted_s >= COUNT_MAX_AGE_S:
-            num_open = len(connections_at(self._port))
+        if self._ports and time.monotonic() - counted_s >= COUNT_MAX_AGE_S:
+            num_open = len(connections_at(*self._ports))
             self._counted = time.monotonic(), num_open
         return num_open
 
@@ -296,24 +297,24 @@ class ConnectionLimiter:
 
     async def look(self) -> int:
         """Hang up what is too much; how many."""
-        if self._port is None:
+        if not self._ports:
             return 0
-        chosen = await asyncio.to_thread(self._hang_up, self._port, self._use.busy(), self._use.used())
+        chosen = await asyncio.to_thread(self._hang_up, self._ports, self._use.busy(), self._use.used())
         self.closed.update(reason.value for reason in chosen.values())
         self._tell(chosen)
         return len(chosen)
 
     def _is_suspicious(self) -> bool:
         """Whether there may be too many: a connection is a descriptor, and counting those costs next to nothing."""
-        if self._port is not None and num_descriptors() > min(self.limits.per_peer, self.limits.kept):
+        if self._ports and num_descriptors() > min(self.limits.per_peer, self.limits.kept):
             return True
         self._seen.clear()
         self._tell({})
         return False
 
-    def _hang_up(self, port: int, busy: list[str], used: list[str]) -> dict[Address, Reason]:
+    def _hang_up(self, ports: tuple[int, ...], busy: list[str], used: list[str]) -> dict[Address, Reason]:
         """In a thread."""
-        connections = connections_at(port)
+        connections = connections_at(*ports)
         self._num_looks += 1
         self._seen = {address: self._seen.get(address, self._num_looks) for address, _ in connections}
         chosen = choose(

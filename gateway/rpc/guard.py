@@ -55,8 +55,11 @@ class Guard(grpc.aio.ServerInterceptor):
         door: Door | None = None,
         max_metadata_bytes: int = 16 * 1024,
         message_timeout_s: float = 20.0,
+        model: str = "",
     ) -> None:
-        """door None: everybody may do everything. message_timeout_s: how long a single request may take to come."""
+        """door None: everybody may do everything. message_timeout_s: how long a single request may take to come.
+        model: that calls mean which name none."""
+        self._model = model
         self._message_timeout_s = message_timeout_s
         self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
         self._max_metadata_bytes = max_metadata_bytes
@@ -145,7 +148,7 @@ class Guard(grpc.aio.ServerInterceptor):
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
                 scope.caller = self._door.admit(method, context)
-                scope.model = _named_model(context)
+                scope.model = _named_model(context) or self._model
                 response = await behaviour(await take(request, context), context)
             except BaseException as error:
                 await self._end(error, scope, context)
@@ -161,7 +164,7 @@ class Guard(grpc.aio.ServerInterceptor):
             current_rpc.set(scope)
             try:
                 scope.caller = self._door.admit(method, context)
-                scope.model = _named_model(context)
+                scope.model = _named_model(context) or self._model
                 async for response in behaviour(await take(request, context), context):
                     yield response
             except BaseException as error:

@@ -36,8 +36,9 @@ class Readiness:
 
     def add(self, service: str) -> None:
         """One more service that is ready when the others are."""
-        self._services.append(service)
-        self.changed()
+        if service not in self._services:
+            self._services.append(service)
+            self.changed()
 
     def changed(self) -> None:
         """Ask again, soon."""

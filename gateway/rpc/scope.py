@@ -17,7 +17,7 @@ class RpcScope:
     """Filled in on the way; read by the guard for trailers, metrics and the log line at the end.
 
     started_s: monotonic. wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
-    model: by its metadata, for requests that name none.
+    model: by its metadata or its listener, for requests that name none.
     tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the connection's other end.
     """
 

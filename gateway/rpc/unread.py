@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext
 
 
 class UnreadEndings(grpc.aio.ServerInterceptor):
-    """One per server, outside of all other interceptors. Times are monotonic seconds."""
+    """One per gateway, on all servers of callers, outside of all other interceptors. Times are monotonic seconds."""
 
     def __init__(self, *, max_unread: int = MAX_UNREAD, patience_s: float = PATIENCE_S) -> None:
         self.num_hung_up = 0  # connections

@@ -67,6 +67,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
         status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
         template_cpu_s=24.5,
+        model_port=("Org/two=11", "a=b=12"),
         expected_model=("one=/somewhere", "Org/two", "/models/three"),
         control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",),
     )  # fmt: skip
@@ -84,6 +85,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     assert (config.exposure, config.port_sharing) == (Exposure.INSECURE, PortSharing.SHARED)
     assert (config.log_format, config.log_level, config.drain_grace_s) == (LogFormat.JSON, "debug", 3.5)
     assert config.expected_models == ("one", "Org/two", "three")
+    assert config.model_addresses == (("Org/two", "[::1]:11"), ("a=b", "[::1]:12"))
     assert config.peers == PeerConfig(
         endpoint="ipc:///run/octavo/a.peers.sock",
         others=("ipc:///run/octavo/b.peers.sock",),

@@ -114,6 +114,14 @@ def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
             ],
         ),
         (
+            ["serve", "--model-port", "one:50052"],
+            [
+                "error: bad value for --model-port",
+                "'one:50052' is not NAME=PORT",
+                "→ give a model's name and a port from 1 to 65535",
+            ],
+        ),
+        (
             ["worker", "--model", "a", "--model", "b"],
             [
                 "error: a worker serves one model",

@@ -283,13 +283,16 @@ def num_completed(metrics_port: int) -> int:
 
 def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
     port = free_port()
-    process = start(tmp_path, "--gateways=2", "--model=one=x", "--model=two=y", "--workers=2", port=port)
+    models = ("--model=one=x", "--model=two=y", f"--model-port=two={(of_two := free_port())}")
+    process = start(tmp_path, "--gateways=2", *models, "--workers=2", port=port)
     try:
         children = wait_until_ready(process, tmp_path)
         assert num_services(children) == 6
         asked = ["health", f"--port={port}"]
         for model, code in (("", 0), ("one", 0), ("two", 0), ("three", 1)):
             assert main([*asked, *([f"--model-name={model}"] if model else [])]) == code
+        with Client(f"127.0.0.1:{of_two}") as client:
+            assert client.complete(text="x", max_tokens=2).model == "two"
         texts = set()
         for _ in range(16):  # each connection lands on either gateway
             with Client(f"127.0.0.1:{port}") as client:
@@ -297,7 +300,7 @@ def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
                 texts.add(client.complete(model="two", text="x", max_tokens=5, seed=7).text)
         assert len(texts) == 1
         answered = [num_completed(each) for each in gateway_metrics_ports(tmp_path)]
-        assert (len(answered), sum(answered)) == (2, 16)
+        assert (len(answered), sum(answered)) == (2, 17)
         assert all(answered)
     finally:
         process.terminate()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc as oip_grpc
-from octavo.v1 import common_pb2, model_pb2
+from octavo.v1 import common_pb2, inference_pb2_grpc, model_pb2
 from octavo.v1 import inference_pb2 as pb
 
 from gateway.workers.views import WorkerState, WorkerView
@@ -207,3 +208,35 @@ async def test_vllms_health_is_that_of_the_model_that_is_named(serve: Any, vllm_
         assert [await healthy(), await healthy(named("one")), await healthy(named("two"))] == [True] * 3
         served.gateway.begin_drain(0)
         assert not await healthy(named("one"))
+
+
+# ---------------------------------------------------------------- by listener
+
+
+async def test_a_listener_of_a_model_serves_callers_who_can_name_none(
+    serve: Any, vllm_stub: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    from tests.support.vllm_calls import request, vllm
+
+    addresses = tuple((name, f"unix:{tmp_path}/{name}.sock") for name in ("one", "two"))
+    async with serve(pool_of("one", "two"), model_addresses=addresses, expected_models=("one", "two")) as served:
+        assert served.gateway.model_addresses == dict(addresses)
+        for name, address in addresses:
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = vllm_stub(channel)
+                answers = [answer async for answer in stub.Generate(request())]
+                assert answers[-1].complete.finish_reason == "length"
+                assert served.pool.runs[-1].worker.card.name == name
+                assert (await stub.GetModelInfo(vllm.GetModelInfoRequest())).served_model_name == name
+                (load,) = (await stub.GetLoads(vllm.GetLoadsRequest())).loads
+                assert load.max_running_requests == 4
+                complete = inference_pb2_grpc.InferenceServiceStub(channel).Complete
+                plain = pb.CompleteRequest(generate=pb.GenerateRequest(token_ids=IDS))
+                assert (await complete(plain)).model == name
+                assert (await complete(plain, metadata=named("one"))).model == "one"
+        served.pool.set_views(*views("one"))
+        async with grpc.aio.insecure_channel(addresses[1][1]) as channel:
+            stub = vllm_stub(channel)
+            assert not (await stub.HealthCheck(vllm.HealthCheckRequest())).healthy
+            refusal = await refused(stub.Generate(request()))
+            assert (refusal.code, refusal.reason) == (C.UNAVAILABLE, "NO_WORKER")
