@@ -69,7 +69,7 @@ def served(place: Path, **more: str) -> Iterator[Service]:
     """Both roles, ready."""
     port, log = free_port(), place / "service.log"
     serve = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", f"--run-dir={place / 'run'}"]
-    serve += ["--metrics-port=0", "--worker-metrics-port=0", "--dtype=bfloat16", "--num-blocks=64", "--device=cpu"]
+    serve += ["--metrics-port=0", "--worker-metrics-port=0", "--dtype=bfloat16", "--num-blocks=256", "--device=cpu"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(place, *serve), cwd=REPOSITORY, env=variables(place, **more), stdout=output, stderr=output

@@ -51,3 +51,29 @@ def test_it_is_compiled_once(forgotten: Path) -> None:
     native.native_library.cache_clear()
     assert native.native_library() is not None
     assert [(each.name, each.stat().st_mtime_ns) for each in forgotten.iterdir()] == [(file.name, before)]
+
+
+@pytest.mark.skipif(native.shutil.which("cc") is None, reason="no C compiler here")
+def test_where_there_are_kernels_none_are_missing(forgotten: Path) -> None:
+    assert native.why_missing() is None
+
+
+def test_switched_off_they_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE", "off")
+    assert native.why_missing() is None
+
+
+def test_why_they_are_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Path) -> None:
+    with monkeypatch.context() as without_compiler:
+        without_compiler.setattr("shutil.which", lambda name: None)
+        assert native.why_missing() == "there is no C compiler (cc)"
+    native.native_library.cache_clear()
+    forgotten.mkdir(parents=True)
+    forgotten.chmod(0o777)
+    monkeypatch.setenv("CC", "true")
+    assert native.why_missing() == f"{forgotten} belongs to others, or others may write there"
+    native.native_library.cache_clear()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    said = f"{tmp_path}/file/octavo/native cannot be written (Not a directory): name another folder with XDG_CACHE_HOME"
+    assert native.why_missing() == said
