@@ -55,9 +55,9 @@ class CpuStep:
         self._last = self._sequences.next_tokens({s: range(context) for s in range(rows)})
         _, self._inputs = make_inputs(self._sequences.tables, [context] * rows, [1] * rows, block_size=BLOCK_SIZE)
         self._products = [module for module in model.modules() if isinstance(module, Linear)]
-        sizes = [module.panels.num_inputs if module.panels else module.weight.shape[1] for module in self._products]
-        self._x = {size: torch.randn(rows, size).to(model.dtype) for size in sizes}
-        self._inputs_of = sizes
+        self._x = {
+            size: torch.randn(rows, size).to(model.dtype) for size in {each.num_inputs for each in self._products}
+        }
         config = model.config
         self._q_TNH = torch.randn(rows, config.num_attention_heads, config.head_dim).to(model.dtype)
 
@@ -69,8 +69,8 @@ class CpuStep:
 
     def products(self) -> None:
         """Every product of a step."""
-        for linear, size in zip(self._products, self._inputs_of, strict=True):
-            linear(self._x[size])
+        for linear in self._products:
+            linear(self._x[linear.num_inputs])
 
     def attention(self) -> None:
         """Attention of every layer."""

@@ -9,6 +9,8 @@ Must not know: sockets, requests, schedulers, who owns a block.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from model.cpu.isa import hide_instructions
+
 if TYPE_CHECKING:
     from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
     from model.checkpoint import resolve_checkpoint
@@ -75,3 +77,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
+
+
+hide_instructions()  # before torch is imported, by whatever module of ours comes first

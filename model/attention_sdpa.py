@@ -5,7 +5,7 @@ Sequences with one new token (decodes) are read in place by the kernel of model.
 a C compiler). Elsewhere they go through one call of SDPA, padded to the longest context; the G query heads of a KV head
 stand where SDPA expects query positions, so that keys and values are read once per KV head and never repeated.
 Sequences with several new tokens (prefill chunks) get one call each, of model.cpu's kernel where that is faster
-(AVX512-BF16 and no AMX), else of SDPA.
+(bf16, a C compiler, no AMX), else of SDPA.
 
 Padding never reads a block outside the sequence's own context: it gathers the sequence's first token again and masks
 it, since a NaN in a stranger's block would survive a mask (0 * NaN is NaN).

@@ -14,13 +14,14 @@ from model.config import Qwen2Config
 from model.cpu import invariant
 from model.cpu.native import kernels_fingerprint, native_library, why_missing
 from model.cpu.ops import silu_mul
-from model.cpu.panels import can_panel, pack_bf16
+from model.cpu.panels import pack_bf16
 from model.layers import Mlp
 from model.linear import Linear, WeightFormat, packed
 from model.norm import RmsNorm
 from model.qwen2 import Qwen2ForCausalLM
 from model.rope import Rope, RopeAngles
 
+DTYPES = (torch.float32, torch.bfloat16)
 LANES = 32
 """Widths must be multiples of it: the kernels have no code for a rest."""
 
@@ -76,7 +77,7 @@ def make_invariant(model: Qwen2ForCausalLM, *, max_positions: int, wanted: Weigh
         if isinstance(module, Linear) and module._packed is None:
             if wanted is WeightFormat.INT8:
                 module._packed = packed(module.weight.data, module.bias, wanted)
-            elif can_panel(module.weight.data):
+            elif module.weight.dtype == torch.bfloat16:
                 module._packed = pack_bf16(module.weight.data, module.bias)
             else:
                 module._packed = invariant.InvariantWeight.pack(module.weight.data, module.bias)
@@ -94,7 +95,7 @@ def check_available(model: Qwen2ForCausalLM) -> None:
     config = model.config
     if model.device.type != "cpu":
         raise InvarianceUnavailable(f"this is for CPUs; the model is on {model.device}")
-    if model.dtype not in invariant.DTYPES:
+    if model.dtype not in DTYPES:
         raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {model.dtype}")
     if native_library() is None:
         raise InvarianceUnavailable(

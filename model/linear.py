@@ -1,8 +1,9 @@
 """The one place where matrices are multiplied with weights, so that packing them for a device touches nothing else.
 
-On a CPU with bf16 instructions, weights are packed once: for our own products (model.cpu) where the CPU has AVX512-BF16
-and no AMX, else by oneDNN into its own layout. Both read the few rows of a decode step much faster than ``F.linear``
-(bench/RESULTS.md). fp32 stays as it is: there, equality with other implementations is worth more.
+On a CPU, bf16 weights are packed once: for our own products (model.cpu) where there is a C compiler and no AMX, else by
+oneDNN into its own layout. Both read the few rows of a decode step much faster than ``F.linear`` (bench/RESULTS.md).
+Ours multiply by AVX512-BF16, or in fp32 where the CPU has no bf16 instructions. fp32 weights stay as they are: there,
+equality with other implementations is worth more.
 
 Must not know: what the matrices mean.
 """
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from model.cpu.isa import bound
+from model.cpu.native import kernels_arithmetic
 from model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
 from model.quantization.grouped import GroupedWeight
 from model.quantization.rounding import Fp8Weight
@@ -67,6 +70,7 @@ class Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
+        self.num_outputs, self.num_inputs = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._packed: Packed | None = None
@@ -114,6 +118,15 @@ class Linear(nn.Module):
         return self._packed if isinstance(self._packed, PanelWeight) else None
 
     @property
+    def arithmetic(self) -> str:
+        """For people: what computes the product; empty where there is nothing to say."""
+        if self.panels is not None:
+            return f"own kernels ({kernels_arithmetic()})"
+        if isinstance(self._packed, OneDnnWeight):
+            return "oneDNN (AMX)" if has_amx() else "oneDNN (no C compiler, or OCTAVO_NATIVE=off: slower)"
+        return ""
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copy; 0 where there is none."""
         return 0 if self._packed is None else self._packed.num_bytes
@@ -125,7 +138,9 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat
         raise FormatUnavailable("fp8 weights need a CUDA device of compute capability 8.9 or more; a CPU has int8")
     if wanted is WeightFormat.INT8:
         if not can_panel(weight):
-            raise FormatUnavailable("int8 weights need a bf16 model, a C compiler and a CPU with AVX512-BF16")
+            raise FormatUnavailable(
+                "int8 weights on a CPU need a bf16 model and a C compiler (cc), and OCTAVO_NATIVE not off"
+            )
         return pack_int8(weight, bias)
     if can_panel(weight) and not has_amx():
         return pack_bf16(weight, bias)
@@ -135,12 +150,12 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat
 
 
 def has_amx() -> bool:
-    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do."""
-    return bool(torch.cpu._is_amx_tile_supported())
+    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do, and may."""
+    return bound() is None and bool(torch.cpu._is_amx_tile_supported())
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether some product of ours or oneDNN's is faster from a packed weight: bf16 on a CPU that has it."""
+    """Whether oneDNN packs this weight: bf16, on a CPU where it computes that."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

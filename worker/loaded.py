@@ -20,8 +20,9 @@ ORACLE_NUM_BLOCKS = 4_096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes. notes: what an
-    operator should know of the model, for the log and the summary of the start."""
+    """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes. products: for
+    people, how matrices are multiplied; empty where there is nothing to say. notes: what an operator should know of the
+    model, for the log and the summary of the start."""
 
     runner: Runner
     card: ModelCard
@@ -32,6 +33,7 @@ class Loaded:
     scheduler: SchedulerConfig
     device: str
     notes: tuple[str, ...] = ()
+    products: str = ""
 
     @property
     def capacity(self) -> Capacity:

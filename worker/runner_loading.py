@@ -86,6 +86,7 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         scheduler=scheduler,
         device=_device(config, model),
         notes=described.notes + _cache_notes(config),
+        products=model.lm_head.arithmetic,
     )
 
 

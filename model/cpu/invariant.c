@@ -1,8 +1,7 @@
-/* What deterministic mode needs beside kernels.c and matmul.c: products on any CPU, and the fp32 forms of norm, SiLU and
- * attention. Each result is a function of its own row (and context) alone: every sum runs in one fixed order, whatever
+/* What deterministic mode needs beside kernels.c and matmul.c for models in fp32: products, norm, SiLU and attention. Each result is a function of its own row (and context) alone: every sum runs in one fixed order, whatever
  * the number of rows and threads.
  *
- * Weights of a product lie in panels of PANEL outputs: [N / PANEL, K, PANEL], fp32 or bf16. Arguments were checked by
+ * Weights of a product lie in panels of PANEL outputs: [N / PANEL, K, PANEL], fp32. Arguments were checked by
  * model/cpu/invariant.py.
  *
  * Legend: M rows · N outputs, or query heads · K inputs, or kv heads · T tokens · D model dim · I intermediate ·
@@ -13,89 +12,61 @@
 #include "vectors.h"
 
 #define PANEL 32
-#define TILE 8
+#define TILE (LANES == 16 ? 8 : 6)
 
-typedef struct { vec low, high; } pair;
-
-static inline pair weights_at(const void *panel, const int is_bf16, int64_t k) {
-    pair w;
-    if (is_bf16) {
-        w.low = widen((const bf16 *)panel + k * PANEL);
-        w.high = widen((const bf16 *)panel + k * PANEL + LANES);
-    } else {
-        memcpy(&w, (const float *)panel + k * PANEL, sizeof w);
-    }
-    return w;
-}
-
-/* rows, is_bf16: constants where this is called, so that the sums are registers. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int is_bf16, const void *x, int64_t K,
-                                                       const void *panel, const float *bias, void *out, int64_t N,
-                                                       int64_t width) {
-    vec low[TILE], high[TILE];
-    for (int m = 0; m < rows; m++) low[m] = high[m] = (vec){0};
-    for (int64_t k = 0; k < K; k++) {
-        pair w = weights_at(panel, is_bf16, k);
+/* rows: a constant where this is called, so that the sums are registers. */
+static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t K, const float *panel,
+                                                       const float *bias, float *out, int64_t N, int64_t width) {
+    for (int64_t first = 0; first < width; first += 2 * LANES) {
+        vec low[8], high[8];
+        for (int m = 0; m < rows; m++) low[m] = high[m] = (vec){0};
+        for (int64_t k = 0; k < K; k++) {
+            vec w[2];
+            memcpy(w, panel + k * PANEL + first, sizeof w);
+            for (int m = 0; m < rows; m++) {
+                low[m] += w[0] * x[m * K + k];
+                high[m] += w[1] * x[m * K + k];
+            }
+        }
         for (int m = 0; m < rows; m++) {
-            float one = is_bf16 ? widen1(((const bf16 *)x)[m * K + k]) : ((const float *)x)[m * K + k];
-            low[m] += w.low * one;
-            high[m] += w.high * one;
+            float sums[2 * LANES];
+            memcpy(sums, &low[m], sizeof(vec));
+            memcpy(sums + LANES, &high[m], sizeof(vec));
+            for (int64_t n = first; n < width && n < first + 2 * LANES; n++) out[m * N + n] = sums[n - first] + bias[n];
         }
-    }
-    for (int m = 0; m < rows; m++) {
-        float sums[PANEL];
-        memcpy(sums, &low[m], sizeof(vec));
-        memcpy(sums + LANES, &high[m], sizeof(vec));
-        for (int64_t n = 0; n < width; n++) sums[n] += bias[n];
-        if (!is_bf16) {
-            memcpy((float *)out + m * N, sums, (size_t)width * sizeof(float));
-            continue;
-        }
-        bf16 narrowed[PANEL];
-        memcpy(&low[m], sums, sizeof(vec));
-        memcpy(&high[m], sums + LANES, sizeof(vec));
-        narrow(narrowed, low[m]);
-        narrow(narrowed + LANES, high[m]);
-        memcpy((bf16 *)out + m * N, narrowed, (size_t)width * sizeof(bf16));
     }
 }
 
-static void rows_times_panel(int64_t rows, int is_bf16, const void *x, int64_t K, const void *panel, const float *bias,
-                             void *out, int64_t N, int64_t width) {
-    switch (is_bf16 ? rows + TILE : rows) {
-#define CASES(n) \
-    case n: tile(n, 0, x, K, panel, bias, out, N, width); break; \
-    case n + TILE: tile(n, 1, x, K, panel, bias, out, N, width); break;
-        CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) CASES(7) CASES(8)
+static void rows_times_panel(int64_t rows, const float *x, int64_t K, const float *panel, const float *bias, float *out,
+                             int64_t N, int64_t width) {
+    switch (rows) {
+#define CASE(n) case n: tile(n, x, K, panel, bias, out, N, width); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
 }
 
 typedef struct {
-    const char *x, *panels;
-    int is_bf16;
-    const float *bias;
-    char *out;
+    const float *x, *panels, *bias;
+    float *out;
     int64_t M, N, K;
 } product;
 
 static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
     const product *all = context;
     int64_t M = all->M, N = all->N, K = all->K;
-    size_t element = all->is_bf16 ? sizeof(bf16) : sizeof(float);
     (void)seat;
     for (int64_t p = first; p < end; p++) {
-        const char *panel = all->panels + (size_t)(p * K * PANEL) * element;
         int64_t width = N - p * PANEL < PANEL ? N - p * PANEL : PANEL;
         for (int64_t m = 0; m < M; m += TILE)
-            rows_times_panel(M - m < TILE ? M - m : TILE, all->is_bf16, all->x + (size_t)(m * K) * element, K, panel,
-                             all->bias + p * PANEL, all->out + (size_t)(m * N + p * PANEL) * element, N, width);
+            rows_times_panel(M - m < TILE ? M - m : TILE, all->x + m * K, K, all->panels + p * K * PANEL,
+                             all->bias + p * PANEL, all->out + m * N + p * PANEL, N, width);
     }
 }
 
-/* out = x @ w.T + bias. x: [M, K], out: [M, N], both fp32 or both bf16; bias: fp32, padded to whole panels. */
-void octavo_invariant_product(const void *x, const void *panels, int is_bf16, const float *bias, void *out, int64_t M,
-                              int64_t N, int64_t K, int num_threads) {
-    product all = {x, panels, is_bf16, bias, out, M, N, K};
+/* out = x @ w.T + bias, all fp32. x: [M, K], out: [M, N]; bias: padded to whole panels. */
+void octavo_invariant_product(const float *x, const float *panels, const float *bias, float *out, int64_t M, int64_t N,
+                              int64_t K, int num_threads) {
+    product all = {x, panels, bias, out, M, N, K};
     team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);
 }
 

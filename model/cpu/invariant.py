@@ -1,4 +1,4 @@
-"""Checked launchers of the kernels in `invariant.c`: products on any CPU, and the fp32 forms of norm, SiLU, attention.
+"""Checked launchers of the kernels in `invariant.c`: products, norm, SiLU and attention in fp32.
 
 Each has a slow twin in torch: the product ``F.linear``, `rms_norm` model.norm.plain_rms_norm, `silu_mul` the expression
 in model.layers.Mlp, `attention` model.attention_reference. A row's bits depend on nothing but the row.
@@ -19,12 +19,10 @@ from model.cpu.ops import threads_for, threads_for_product
 PANEL = 32
 """Outputs of a panel, as in invariant.c."""
 
-DTYPES = (torch.float32, torch.bfloat16)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InvariantWeight:
-    """panels: [P, K, PANEL], fp32 or bf16. bias_N: fp32, filled up to whole panels. A `model.linear.Packed`."""
+    """panels: [P, K, PANEL], bias_N: fp32, filled up to whole panels. A `model.linear.Packed`."""
 
     panels: torch.Tensor
     bias_N: torch.Tensor
@@ -33,7 +31,7 @@ class InvariantWeight:
     @classmethod
     def pack(cls, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> "InvariantWeight":
         """The same values in another order. Raises ValueError."""
-        require(weight_NK.is_cpu and weight_NK.dtype in DTYPES, "weight_NK")
+        require(weight_NK.is_cpu and weight_NK.dtype == torch.float32, "weight_NK")
         num_outputs, behind = len(weight_NK), -len(weight_NK) % PANEL
         whole_NK = F.pad(weight_NK, (0, 0, 0, behind))
         panels = whole_NK.view(-1, PANEL, weight_NK.shape[1]).transpose(1, 2).contiguous()
@@ -55,7 +53,6 @@ class InvariantWeight:
         loaded_library().octavo_invariant_product(
             x.data_ptr(),
             self.panels.data_ptr(),
-            int(x.dtype == torch.bfloat16),
             self.bias_N.data_ptr(),
             out.data_ptr(),
             num_rows,

@@ -15,10 +15,11 @@
 
 /* ---------------------------------------------------------------- decode attention */
 
+/* The sums of eight vectors: out[i] = sum of x[i]. A tree of shuffles; x is overwritten. */
+#if LANES == 16
 #define LOW(n) __builtin_shuffle(x[2 * (n)], x[2 * (n) + 1], low)
 #define HIGH(n) __builtin_shuffle(x[2 * (n)], x[2 * (n) + 1], high)
 
-/* The sums of eight vectors: out[i] = sum of x[i]. A tree of shuffles; x is overwritten. */
 static inline void sums8(vec x[HEADS], float out[HEADS]) {
     const ivec low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
     const ivec high = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
@@ -36,10 +37,24 @@ static inline void sums8(vec x[HEADS], float out[HEADS]) {
     vec v = __builtin_shuffle(w, even) + __builtin_shuffle(w, odd);
     memcpy(out, &v, HEADS * sizeof(float));
 }
+#elif defined(__AVX2__)
+static inline void sums8(vec x[HEADS], float out[HEADS]) {
+    __m256 y[4], z[2];
+    for (int i = 0; i < 4; i++) y[i] = _mm256_hadd_ps((__m256)x[2 * i], (__m256)x[2 * i + 1]);
+    for (int i = 0; i < 2; i++) {
+        z[i] = _mm256_hadd_ps(y[2 * i], y[2 * i + 1]);
+        _mm_storeu_ps(out + 4 * i, _mm_add_ps(_mm256_castps256_ps128(z[i]), _mm256_extractf128_ps(z[i], 1)));
+    }
+}
+#else
+static inline void sums8(vec x[HEADS], float out[HEADS]) {
+    for (int i = 0; i < HEADS; i++) out[i] = sum(x[i]);
+}
+#endif
 
 /* One position's row, 64 bytes at a time. */
 static inline void fetch(const bf16 *row, int H) {
-    for (int h = 0; h < H; h += 2 * LANES) __builtin_prefetch(row + h, 0, 2);
+    for (int h = 0; h < H; h += 32) __builtin_prefetch(row + h, 0, 2);
 }
 
 /* Scores of up to HEADS query heads against every position: score[c * HEADS + g]. Blocks lie anywhere in memory, so the
@@ -76,7 +91,8 @@ static inline void soften(float *score, int64_t context, float total[HEADS]) {
     }
     float top[HEADS];
     for (int g = 0; g < HEADS; g++) {
-        top[g] = most[g] > most[g + HEADS] ? most[g] : most[g + HEADS];
+        top[g] = most[g];
+        for (int i = g + HEADS; i < LANES; i += HEADS) top[g] = most[i] > top[g] ? most[i] : top[g];
         if (even < count && score[even + g] > top[g]) top[g] = score[even + g];
     }
     vec tops;
@@ -90,17 +106,21 @@ static inline void soften(float *score, int64_t context, float total[HEADS]) {
         if (i < even) all += x;
     }
     for (int g = 0; g < HEADS; g++) {
-        total[g] = all[g] + all[g + HEADS];
+        total[g] = all[g];
+        for (int i = g + HEADS; i < LANES; i += HEADS) total[g] += all[i];
         if (even < count) total[g] += score[even + g];
     }
 }
 
-/* out[g] = sum over positions of weight * value, for 2 * LANES dims at a time. */
+/* Vectors of dims whose sums of all heads are registers. */
+#define MIXED (LANES == 16 ? 2 : 1)
+
+/* out[g] = sum over positions of weight * value, for MIXED * LANES dims at a time. */
 static inline void mix_all(const float *score, const float total[HEADS], const bf16 *v_pool, const int32_t *table,
                            int64_t context, int64_t stride_P, int64_t block_size, int H, int num_heads, bf16 *out) {
-    for (int h = 0; h < H; h += 2 * LANES) {
+    for (int h = 0; h < H; h += MIXED * LANES) {
         vec a[HEADS] = {{0}}, b[HEADS] = {{0}};
-        int is_wide = h + LANES < H;
+        int is_wide = MIXED == 2 && h + LANES < H;
         for (int64_t first = 0; first < context; first += block_size) {
             const bf16 *v = v_pool + table[first / block_size] * stride_P + h;
             int64_t end = first + block_size < context ? first + block_size : context;

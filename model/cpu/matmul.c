@@ -1,4 +1,5 @@
-/* Products of a few or many rows with packed weights, for CPUs with AVX512-BF16 and without AMX.
+/* Products of a few or many rows with packed weights, for CPUs with AVX512-BF16 and without AMX;
+ * matmul_fp32.c is for those without.
  *
  * Weights lie in panels of PANEL outputs, pairs of inputs together: [N / PANEL, K / 2, PANEL, 2]. A tile of up to TILE rows
  * keeps its sums in registers while a panel streams by once. Every sum runs over the inputs in order, whatever the
@@ -126,7 +127,7 @@ static inline void widen_panel(const int8_t *from, bf16 *to, int64_t count) {
     }
 }
 
-int octavo_has_matmul(void) { return 1; }
+const char *octavo_arithmetic(void) { return "AVX512-BF16"; }
 
 typedef struct {
     const bf16 *x;
@@ -173,17 +174,6 @@ int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *s
     team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);
     free(all.scratch);
     return 0;
-}
-
-#else
-
-int octavo_has_matmul(void) { return 0; }
-
-int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
-                  int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
-    (void)x, (void)panels, (void)is_int8, (void)scale, (void)bias, (void)out, (void)is_wide, (void)M, (void)N, (void)K;
-    (void)num_threads;
-    return 1;
 }
 
 #endif

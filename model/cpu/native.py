@@ -16,15 +16,18 @@ from functools import cache
 from pathlib import Path
 
 from model.cache_folder import VARIABLE, cache_folder, require_executable
+from model.cpu.isa import compiler_flags
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.c")
-    for name in ("team", "kernels", "matmul", "prefill", "invariant", "largest", "layer")
+    for name in ("team", "kernels", "matmul", "matmul_fp32", "prefill", "invariant", "largest", "layer")
 )
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("team.h", "vectors.h", "integers.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(name)
+    for name in ("team.h", "vectors.h", "integers.h", "lanes.h", "spans_bf16.h", "spans_fp32.h")
+)
 _FLAGS = (
     "-O3",
-    "-march=native",
     "-pthread",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -41,12 +44,12 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     ),
     "octavo_rms_norm": ([_TENSOR, _TENSOR, _TENSOR, _LONG, _LONG, _FLOAT, _INT], None),
     "octavo_silu_mul": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
-    "octavo_has_matmul": ([], _INT),
+    "octavo_arithmetic": ([], ctypes.c_char_p),
     "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, _INT, *[_LONG] * 3, _INT], _INT),
     "octavo_largest": ([_TENSOR, _LONG, _TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_chunk_attention": ([*[_TENSOR] * 5, *[_LONG] * 6, _FLOAT, _INT], _INT),
     "octavo_layer_rest": ([*[_TENSOR] * 5, _LONG, _TENSOR], _INT),
-    "octavo_invariant_product": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 2, *[_LONG] * 3, _INT], None),
+    "octavo_invariant_product": ([*[_TENSOR] * 4, *[_LONG] * 3, _INT], None),
     "octavo_rms_norm_f32": ([*[_TENSOR] * 3, _LONG, _LONG, _FLOAT, _INT], None),
     "octavo_silu_mul_f32": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_attention_f32": ([*[_TENSOR] * 4, _LONG, *[_TENSOR] * 2, *[_LONG] * 5, _FLOAT, _INT], _INT),
@@ -92,6 +95,12 @@ def loaded_library() -> ctypes.CDLL:
     return library
 
 
+def kernels_arithmetic() -> str:
+    """For people: what the products of bf16 weights are computed by. Empty where there is no library."""
+    library = native_library()
+    return "" if library is None else bytes(library.octavo_arithmetic()).decode()
+
+
 def kernels_fingerprint() -> str:
     """Names the compiled code: sources, flags, compiler, processor. Empty where there is no library."""
     library = native_library()
@@ -119,7 +128,7 @@ def _compiled(compiler: str) -> Path:
         require_executable(folder, VARIABLE)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / file.name
-            command = [compiler, *_FLAGS, "-o", str(fresh), *map(str, SOURCES), "-lm"]
+            command = [compiler, *_FLAGS, *compiler_flags(), "-o", str(fresh), *map(str, SOURCES), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
             fresh.replace(file)  # whole or not at all, whoever else compiles it now
     return file
@@ -140,7 +149,7 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10.0).stdout
     parts = (
         *(source.read_bytes() for source in (*SOURCES, *HEADERS)),
-        " ".join(_FLAGS).encode(),
+        " ".join((*_FLAGS, *compiler_flags())).encode(),
         version,
         _processor().encode(),
     )

@@ -76,11 +76,10 @@ class PanelWeight:
 
 
 def can_panel(weight_NK: torch.Tensor) -> bool:
-    """Whether `matmul.c` multiplies this weight: bf16, an even number of inputs, on a CPU with AVX512-BF16."""
+    """Whether the compiled products take this weight: bf16, an even number of inputs, on a CPU with a C compiler."""
     if not weight_NK.is_cpu or weight_NK.dtype != torch.bfloat16 or weight_NK.shape[1] % 2:
         return False
-    library = native_library()
-    return library is not None and bool(library.octavo_has_matmul())
+    return native_library() is not None
 
 
 def pack_bf16(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> PanelWeight:

@@ -15,9 +15,9 @@ MOST_DIM = 256
 
 
 def takes_chunks(pool_PKBH: torch.Tensor) -> bool:
-    """Whether `chunk_attention` reads this cache: it needs AVX512-BF16 besides what `takes` asks for."""
+    """Whether `chunk_attention` reads this cache."""
     head_dim = pool_PKBH.shape[3]
-    return takes(pool_PKBH, width=head_dim) and head_dim <= MOST_DIM and bool(loaded_library().octavo_has_matmul())
+    return takes(pool_PKBH, width=head_dim) and head_dim <= MOST_DIM
 
 
 def chunk_attention(

@@ -1,6 +1,7 @@
-/* Vectors of sixteen floats for the kernels in C: bf16 in and out, sums, exponentials, SiLU.
+/* Vectors of LANES floats for the kernels in C: bf16 in and out, sums, exponentials, SiLU.
  *
- * GCC's vector extensions: the compiler takes what the machine has. Must not know: what the numbers mean.
+ * GCC's vector extensions, as wide as the CPU's registers: of wider ones the compiler makes scalars. Rows that kernels
+ * work on are multiples of 16. Must not know: what the numbers mean.
  */
 
 #ifndef OCTAVO_VECTORS_H
@@ -11,11 +12,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
 #define LANES 16
+#else
+#define LANES 8
+#endif
 
 typedef uint16_t bf16;
 typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
@@ -31,6 +36,8 @@ static inline float widen1(bf16 x) {
 static inline vec widen(const bf16 *x) {
 #ifdef __AVX512F__ /* GCC 12 makes six instructions of the portable form */
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
 #else
     hvec half;
     memcpy(&half, x, sizeof half);
@@ -48,7 +55,12 @@ static inline uvec rounded_bits(vec x) {
 static inline vec round_bf16(vec x) { return (vec)(rounded_bits(x) & 0xffff0000u); }
 
 static inline void narrow(bf16 *out, vec x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i wide = (__m256i)(rounded_bits(x) >> 16);
+    __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+#else
     hvec half = __builtin_convertvector(rounded_bits(x) >> 16, hvec);
+#endif
     memcpy(out, &half, sizeof half);
 }
 

@@ -1,0 +1,127 @@
+"""Which instructions of this CPU are used: all that it has, or no more than the variable OCTAVO_CPU_ISA allows.
+
+Classes of CPUs are ordered, each has all that the ones before it have. The variable is an upper bound, so that what
+runs on lesser CPUs can be tested and measured on a better one: instructions beyond it are hidden from the compiler of
+our kernels, and from torch with the libraries in it. These read their variables when they compute for the first time.
+
+Must not know: torch (it is imported later), tensors.
+"""
+
+import os
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "OCTAVO_CPU_ISA"
+UNBOUND = ("", "auto")
+
+
+class Isa(IntEnum):
+    """Classes of x86-64 CPUs by what matrices are multiplied with; BASELINE is any other CPU, too."""
+
+    BASELINE = 0
+    AVX2 = 1
+    AVX512 = 2
+    VNNI = 3
+    BF16 = 4
+    AMX = 5
+
+    @property
+    def word(self) -> str:
+        """As in the variable."""
+        return self.name.lower()
+
+
+BOUNDS = tuple(isa.word for isa in Isa if isa is not Isa.BASELINE)
+"""What the variable may say besides auto."""
+
+_ADDED = {
+    Isa.AVX2: ("avx2", "fma", "f16c", "bmi1", "bmi2"),
+    Isa.AVX512: ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    Isa.VNNI: ("avx512_vnni",),
+    Isa.BF16: ("avx512_bf16",),
+    Isa.AMX: ("amx_tile", "amx_bf16"),
+}
+"""Flags of /proc/cpuinfo that make a class, beyond those of the class before."""
+
+_COMPILED = {
+    Isa.AVX2: ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"),
+    Isa.AVX512: ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
+    Isa.VNNI: ("-mavx512vnni",),
+    Isa.BF16: ("-mavx512bf16", "-mavx512vbmi"),  # every CPU that has more, and so is bounded here, has VBMI
+}
+
+_HIDDEN = {
+    Isa.AVX2: {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    Isa.AVX512: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    Isa.VNNI: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E1"},
+    Isa.BF16: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3"},
+}
+"""Variables of torch, oneDNN and MKL."""
+
+
+class CpuIsaError(ValueError):
+    """OCTAVO_CPU_ISA says what there is not, or what this CPU has not. In three parts, as command lines show errors."""
+
+    def __init__(self, numbers: str, change: str) -> None:
+        super().__init__(f"{numbers}; {change}")
+        self.what, self.numbers, self.change = "bad value for --cpu-isa", numbers, change
+
+
+@cache
+def machine_isa() -> Isa:
+    """The class of this CPU, as Linux tells it."""
+    flags, found = cpu_flags(), Isa.BASELINE
+    for isa, added in _ADDED.items():
+        if not flags.issuperset(added):
+            break
+        found = isa
+    return found
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instructions by their names in /proc/cpuinfo; none where it tells none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split()[2:]) for line in lines if line.startswith("flags")), frozenset())
+
+
+def bound() -> Isa | None:
+    """What OCTAVO_CPU_ISA asks for; None where it hides nothing. Raises CpuIsaError."""
+    word = os.environ.get(VARIABLE, "").strip().lower()
+    if word in UNBOUND:
+        return None
+    if word not in BOUNDS:
+        raise CpuIsaError(f"{VARIABLE} is {word!r}", f"give one of {', '.join(BOUNDS)}, or auto")
+    wanted, there = Isa[word.upper()], machine_isa()
+    if wanted > there:
+        has = f"this CPU has {there.word}" if there else "this CPU has none of them (or does not tell)"
+        raise CpuIsaError(f"{VARIABLE} is {word!r}, but {has}", "it can only hide instructions: give less, or auto")
+    return wanted if wanted < there else None
+
+
+def cpu_isa() -> Isa:
+    """The class that this process computes as. Raises CpuIsaError."""
+    hidden_above = bound()
+    return machine_isa() if hidden_above is None else hidden_above
+
+
+def compiler_flags() -> tuple[str, ...]:
+    """For our kernels: everything that the machine has, or up to the bound. Raises CpuIsaError."""
+    limit = bound()
+    if limit is None:
+        return ("-march=native",)
+    return (
+        "-march=x86-64",
+        "-mtune=native",
+        *(flag for isa, flags in _COMPILED.items() if isa <= limit for flag in flags),
+    )
+
+
+def hide_instructions() -> None:
+    """Bound torch and its libraries, too. Before they compute for the first time; idempotent. Raises CpuIsaError."""
+    limit = bound()
+    if limit is not None:
+        os.environ.update(_HIDDEN[limit])

@@ -1,0 +1,263 @@
+/* Products of a few or many rows with packed weights, for CPUs without bf16 instructions: weights and inputs are widened
+ * to fp32 and multiplied at its rate.
+ *
+ * Weights lie as in matmul.c: [N / PANEL, K / 2, PANEL, 2], so that a 32-bit word holds two inputs of an output; a shift
+ * widens one bf16 of it, a mask the other. For few rows a panel is widened in registers while it streams by. For many,
+ * BLOCK inputs of it at a time are widened into the cache, where every tile of rows reads them. Every sum runs over the
+ * inputs in order, whatever the number of rows and threads: a row has the same bits in any batch.
+ *
+ * Legend: M rows · N outputs · K inputs (even). Must not know: torch, Python.
+ */
+
+#ifndef __AVX512BF16__
+
+#include "lanes.h"
+#include "team.h"
+#include "vectors.h"
+
+#define PANEL 32
+#define TILE (MOST_SUMS / SPREAD)
+#define WHOLE (PANEL / WIDTH) /* registers of a panel's outputs */
+#define FEW (WIDTH == 16 ? 8 * TILE : 3 * TILE) /* rows that widen a panel as it comes, every tile again */
+#define BLOCK 256     /* inputs that are widened at once: 32 kB */
+#define MOST_ROWS (36 * TILE) /* whose sums, and inputs as fp32, are kept at once */
+#define AHEAD (128 * PANEL) /* weights that are fetched before they are wanted */
+#define ENOUGH (64 * 1024) /* inputs that are worth sharing the widening of */
+
+enum format { PAIRS, INTEGERS };
+
+typedef struct {
+    lanes even, odd; /* of WIDTH outputs, for two inputs */
+} wide_pair;
+
+static inline word_lanes words_at(const bf16 *from) {
+    word_lanes words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+
+/* WIDTH pairs of integers, each pair as a number of 16 bits whose sign is the second one's. */
+static inline int_lanes pairs_at(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (int_lanes)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+    return (int_lanes)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    int16_t pairs __attribute__((vector_size(2 * WIDTH)));
+    memcpy(&pairs, from, sizeof pairs);
+    return __builtin_convertvector(pairs, int_lanes);
+#endif
+}
+
+/* Weights from `index` on, and AHEAD of there: the processor by itself is late. */
+static inline __attribute__((always_inline)) void fetch(const void *panel, const enum format format, int64_t index,
+                                                        const int count) {
+    const int size = format == INTEGERS ? 1 : sizeof(bf16);
+    const char *ahead = (const char *)panel + (index + AHEAD) * size;
+    for (int i = 0; i < count * size; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+}
+
+/* index: of the first output's first input, counted in weights. */
+static inline wide_pair widened(const void *panel, const enum format format, int64_t index) {
+    if (format == INTEGERS) {
+        int_lanes pairs = pairs_at((const int8_t *)panel + index);
+        int_lanes even = (pairs << 24) >> 24, odd = pairs >> 8;
+        return (wide_pair){__builtin_convertvector(even, lanes), __builtin_convertvector(odd, lanes)};
+    }
+    word_lanes words = words_at((const bf16 *)panel + index);
+    return (wide_pair){(lanes)(words << 16), (lanes)(words & 0xffff0000u)};
+}
+
+/* sums[m][j] = rows of x times spread * WIDTH outputs of a panel, from column `first`. rows, spread, format: constants
+ * where this is called, so that the sums are registers. */
+static inline __attribute__((always_inline)) void stream(const int rows, const int spread, const enum format format,
+                                                         const float *x, int64_t stride, int64_t K, const void *panel,
+                                                         int64_t first, float *out) {
+    lanes sums[TILE][WHOLE]; /* of fixed sizes, or they would be memory */
+    for (int m = 0; m < rows; m++)
+        for (int j = 0; j < spread; j++) sums[m][j] = (lanes){0};
+    for (int64_t k = 0; k < K; k += 2) {
+        fetch(panel, format, k * PANEL + 2 * first, 2 * spread * WIDTH);
+        wide_pair w[WHOLE];
+        for (int j = 0; j < spread; j++) w[j] = widened(panel, format, k * PANEL + 2 * (first + j * WIDTH));
+        for (int m = 0; m < rows; m++) {
+            float even = x[m * stride + k], odd = x[m * stride + k + 1];
+            for (int j = 0; j < spread; j++) sums[m][j] += w[j].even * even;
+            for (int j = 0; j < spread; j++) sums[m][j] += w[j].odd * odd;
+        }
+    }
+    for (int m = 0; m < rows; m++)
+        for (int j = 0; j < spread; j++) put_lanes(out + m * PANEL + first + j * WIDTH, sums[m][j]);
+}
+
+/* As many outputs at once as there are registers for: a panel is read once where it can be. */
+#define SPREAD_OF(rows) ((rows) * WHOLE <= MOST_SUMS ? WHOLE : (rows) * 2 * SPREAD <= MOST_SUMS ? 2 * SPREAD : SPREAD)
+
+static inline __attribute__((always_inline)) void stream_panel(const int rows, const enum format format, const float *x,
+                                                               int64_t stride, int64_t K, const void *panel,
+                                                               float *out) {
+    const int spread = SPREAD_OF(rows);
+    for (int64_t first = 0; first < PANEL; first += spread * WIDTH)
+        stream(rows, spread, format, x, stride, K, panel, first, out);
+}
+
+#if MOST_SUMS == 28
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) \
+    CASE(12) CASE(13) CASE(14)
+#elif MOST_SUMS == 24
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) \
+    CASE(12)
+#else
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
+
+/* out: [rows, PANEL], the sums of up to TILE rows. */
+static void tile_times_panel(int64_t rows, const enum format format, const float *x, int64_t stride, int64_t K,
+                             const void *panel, float *out) {
+#define PAIRS_CASE(n) case n: stream_panel(n, PAIRS, x, stride, K, panel, out); break;
+#define INTEGERS_CASE(n) case n: stream_panel(n, INTEGERS, x, stride, K, panel, out); break;
+    if (format == PAIRS) switch (rows) { EACH_ROWS(PAIRS_CASE) }
+    else switch (rows) { EACH_ROWS(INTEGERS_CASE) }
+}
+
+/* Inputs from `first` on of a panel as [count, PANEL] floats. */
+static inline __attribute__((always_inline)) void widen_block(const enum format format, const void *panel,
+                                                              int64_t first, int64_t count, float *to) {
+    for (int64_t k = 0; k < count; k += 2) {
+        fetch(panel, format, (first + k) * PANEL, 2 * PANEL);
+        for (int64_t n = 0; n < PANEL; n += WIDTH) {
+            wide_pair w = widened(panel, format, (first + k) * PANEL + 2 * n);
+            put_lanes(to + k * PANEL + n, w.even);
+            put_lanes(to + (k + 1) * PANEL + n, w.odd);
+        }
+    }
+}
+
+/* out: [rows, PANEL] += rows of x times a widened block. */
+static inline __attribute__((always_inline)) void add_block(const int rows, const float *x, int64_t stride, int64_t K,
+                                                            const float *block, float *out) {
+    for (int64_t first = 0; first < PANEL; first += SPREAD * WIDTH) {
+        lanes sums[TILE][SPREAD];
+        for (int m = 0; m < rows; m++)
+            for (int j = 0; j < SPREAD; j++) sums[m][j] = lanes_at(out + m * PANEL + first + j * WIDTH);
+        add_products(rows, x, stride, K, block + first, PANEL, sums);
+        for (int m = 0; m < rows; m++)
+            for (int j = 0; j < SPREAD; j++) put_lanes(out + m * PANEL + first + j * WIDTH, sums[m][j]);
+    }
+}
+
+static void add_block_to(int64_t rows, const float *x, int64_t stride, int64_t K, const float *block, float *out) {
+#define BLOCK_CASE(n) case n: add_block(n, x, stride, K, block, out); break;
+    switch (rows) { EACH_ROWS(BLOCK_CASE) }
+}
+
+const char *octavo_arithmetic(void) {
+#if WIDTH == 16
+    return "AVX-512, weights widened to fp32";
+#elif defined(__AVX2__)
+    return "AVX2, weights widened to fp32";
+#else
+    return "vectors of 4, weights widened to fp32";
+#endif
+}
+
+typedef struct {
+    const bf16 *x;
+    const void *panels;
+    int is_int8;
+    const float *scale, *bias;
+    void *out;
+    int is_wide;
+    int64_t M, N, K;
+    float *x_wide; /* [M, stride] */
+    int64_t stride;
+    float *scratch; /* of each seat: sums [M, PANEL], then a block of weights */
+    size_t scratch_size;
+} product;
+
+static void widen_some(void *context, int64_t first, int64_t end, int seat) {
+    const product *all = context;
+    int64_t K = all->K, whole = K / LANES * LANES;
+    (void)seat;
+    for (int64_t m = first; m < end; m++) {
+        const bf16 *from = all->x + m * K;
+        float *to = all->x_wide + m * all->stride;
+        for (int64_t k = 0; k < whole; k += LANES) {
+            vec wide = widen(from + k);
+            memcpy(to + k, &wide, sizeof wide);
+        }
+        for (int64_t k = whole; k < K; k++) to[k] = widen1(from[k]);
+    }
+}
+
+/* A row's sums, scaled and rounded to bf16, to where they belong; width: columns that are there. */
+static void put_row(const product *all, int64_t m, int64_t column, const float *sums) {
+    int64_t width = all->N - column < PANEL ? all->N - column : PANEL, at = m * all->N + column;
+    bf16 rounded[PANEL];
+    for (int n = 0; n < PANEL; n += LANES) {
+        vec sum, scale, bias;
+        memcpy(&sum, sums + n, sizeof sum);
+        memcpy(&scale, all->scale + column + n, sizeof scale);
+        memcpy(&bias, all->bias + column + n, sizeof bias);
+        narrow(rounded + n, sum * scale + bias);
+    }
+    if (!all->is_wide) memcpy((bf16 *)all->out + at, rounded, (size_t)width * sizeof(bf16));
+    else
+        for (int64_t n = 0; n < width; n++) ((float *)all->out)[at + n] = widen1(rounded[n]);
+}
+
+static void multiply_panel(const product *all, int64_t p, float *sums) {
+    int64_t M = all->M, K = all->K, column = p * PANEL;
+    enum format format = all->is_int8 ? INTEGERS : PAIRS;
+    const void *panel = (const char *)all->panels + (size_t)(column * K) * (all->is_int8 ? 1 : sizeof(bf16));
+    if (M <= FEW) {
+        int64_t tiles = (M + TILE - 1) / TILE, each = (M + tiles - 1) / tiles;
+        for (int64_t m = 0; m < M; m += each)
+            tile_times_panel(M - m < each ? M - m : each, format, all->x_wide + m * all->stride, all->stride, K, panel,
+                             sums + m * PANEL);
+    } else {
+        float *block = sums + M * PANEL;
+        memset(sums, 0, (size_t)(M * PANEL) * sizeof(float));
+        for (int64_t first = 0; first < K; first += BLOCK) {
+            int64_t count = K - first < BLOCK ? K - first : BLOCK;
+            if (all->is_int8) widen_block(INTEGERS, panel, first, count, block);
+            else widen_block(PAIRS, panel, first, count, block);
+            for (int64_t m = 0; m < M; m += TILE)
+                add_block_to(M - m < TILE ? M - m : TILE, all->x_wide + m * all->stride + first, all->stride, count,
+                             block, sums + m * PANEL);
+        }
+    }
+    for (int64_t m = 0; m < M; m++) put_row(all, m, column, sums + m * PANEL);
+}
+
+static void multiply_some(void *context, int64_t first, int64_t end, int seat) {
+    const product *all = context;
+    float *sums = (float *)((char *)all->scratch + (size_t)seat * all->scratch_size);
+    for (int64_t p = first; p < end; p++) multiply_panel(all, p, sums);
+}
+
+/* out = x @ w.T * scale + bias. x: [M, K], out: [M, N] of bf16, or of fp32 with the same values where is_wide; panels:
+ * bf16, or int8 where is_int8; scale, bias: fp32, padded to whole panels. Returns 0, or 1 without memory. */
+int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
+                  int is_wide, int64_t M, int64_t N, int64_t K, int num_threads) {
+    int64_t most = M < MOST_ROWS ? M : MOST_ROWS;
+    int64_t stride = ((K + 15) / 16 | 1) * 16; /* an odd number of lines: rows share no place in a cache */
+    size_t scratch_size = (size_t)(most * PANEL + (M > FEW ? BLOCK * PANEL : 0)) * sizeof(float);
+    size_t size = (size_t)(most * stride) * sizeof(float) + (size_t)num_threads * scratch_size;
+    float *memory = aligned_alloc(64, size);
+    if (!memory) return 1;
+    size_t element = is_wide ? sizeof(float) : sizeof(bf16);
+    for (int64_t m = 0; m < M; m += most) {
+        int64_t rows = M - m < most ? M - m : most;
+        product all = {x + m * K, panels, is_int8, scale, bias, (char *)out + (size_t)(m * N) * element, is_wide,
+                       rows, N, K, memory, stride, memory + most * stride, scratch_size};
+        team_run(widen_some, &all, rows, rows * K < ENOUGH ? 1 : num_threads);
+        team_run(multiply_some, &all, (N + PANEL - 1) / PANEL, num_threads);
+    }
+    free(memory);
+    return 0;
+}
+
+#else
+typedef int octavo_has_bf16; /* matmul.c is for this CPU */
+#endif

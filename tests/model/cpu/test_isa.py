@@ -1,0 +1,190 @@
+"""Instructions can be hidden from our compiler and from torch; each class's kernels compute what the reference does."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.cpu import isa, native
+from model.cpu.isa import BOUNDS, CpuIsaError, Isa
+from model.cpu.panels import PanelWeight, pack_bf16, pack_int8
+from model.linear import WeightFormat
+from model.paged import PagedSequences
+from tests.model.cpu import test_layer, test_prefill
+from tests.support.invariant_model import random_model
+
+AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+AVX2 = "sse2 avx2 fma f16c bmi1 bmi2"
+
+
+@pytest.fixture
+def no_bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Whatever the suite runs under; what was found out of the machine is forgotten again."""
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    isa.machine_isa.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    isa.machine_isa.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", Isa.BASELINE),
+        ("sse2 avx avx2 f16c", Isa.BASELINE),
+        (f"{AVX2} avx_vnni", Isa.AVX2),
+        (f"{AVX2} avx512f", Isa.AVX2),
+        (f"{AVX2} {AVX512}", Isa.AVX512),
+        (f"{AVX2} {AVX512} avx512_vnni", Isa.VNNI),
+        (f"{AVX2} {AVX512} avx512_vnni avx512_bf16", Isa.BF16),
+        (f"{AVX2} {AVX512} avx512_vnni avx512_bf16 amx_tile amx_int8", Isa.BF16),
+        (f"{AVX2} {AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16", Isa.AMX),
+    ],
+)
+def test_a_class_has_all_of_its_instructions(flags: str, expected: Isa, no_bound: pytest.MonkeyPatch) -> None:
+    no_bound.setattr(isa, "cpu_flags", lambda: frozenset(flags.split()))
+    assert isa.machine_isa() is isa.cpu_isa() is expected
+    assert isa.compiler_flags() == ("-march=native",)
+
+
+def test_a_bound_hides_what_is_better_from_the_compiler_and_from_torch(no_bound: pytest.MonkeyPatch) -> None:
+    no_bound.setattr(isa, "machine_isa", lambda: Isa.AMX)
+    no_bound.setattr(os, "environ", dict(os.environ))
+    for word in BOUNDS[:-1]:
+        os.environ[isa.VARIABLE] = word
+        assert isa.cpu_isa().word == word
+        assert ("-mavx512bf16" in isa.compiler_flags()) is (word == "bf16")
+        assert ("-mavx512f" in isa.compiler_flags()) is (word != "avx2")
+        isa.hide_instructions()
+        names = {"avx2": "AVX2", "avx512": "AVX512_CORE", "vnni": "AVX512_CORE_VNNI", "bf16": "AVX512_CORE_BF16"}
+        assert os.environ["ONEDNN_MAX_CPU_ISA"] == names[word]
+    for word in ("amx", "auto", ""):
+        os.environ[isa.VARIABLE] = word
+        assert isa.bound() is None
+        assert isa.cpu_isa() is Isa.AMX
+
+
+@pytest.mark.parametrize(
+    ("word", "there", "message"),
+    [
+        ("sse", Isa.AMX, "OCTAVO_CPU_ISA is 'sse'; give one of avx2, avx512, vnni, bf16, amx, or auto"),
+        ("amx", Isa.BF16, "OCTAVO_CPU_ISA is 'amx', but this CPU has bf16; it can only hide instructions"),
+        ("avx2", Isa.BASELINE, "OCTAVO_CPU_ISA is 'avx2', but this CPU has none of them"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    word: str, there: Isa, message: str, no_bound: pytest.MonkeyPatch
+) -> None:
+    no_bound.setattr(isa, "machine_isa", lambda: there)
+    no_bound.setenv(isa.VARIABLE, word)
+    with pytest.raises(CpuIsaError, match=message):
+        isa.cpu_isa()
+
+
+SEEN = """
+import torch, model, os
+from model.cpu.native import kernels_arithmetic
+print(torch.backends.cpu.get_cpu_capability(), os.environ["ONEDNN_MAX_CPU_ISA"], kernels_arithmetic())
+"""
+
+
+@pytest.mark.skipif(isa.machine_isa() <= Isa.AVX2, reason="nothing to hide here")
+def test_a_process_computes_as_the_lesser_cpu_even_where_torch_is_imported_first(repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN],
+        env=os.environ | {isa.VARIABLE: "avx2", "PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    capability, onednn, kernels = done.stdout.strip().split(" ", 2)
+    assert (capability, onednn) == ("AVX2", "AVX2")
+    assert not kernels or kernels.startswith("AVX2")
+
+
+def classes() -> list[str]:
+    """What this machine can be taken for; "portable" is what a CPU without any of it compiles."""
+    return ["portable", *(word for word in BOUNDS if Isa[word.upper()] <= isa.cpu_isa())]
+
+
+@pytest.fixture(params=classes())
+def of_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels as they are compiled for a class."""
+    if native.native_library() is None:
+        pytest.skip("no C compiler here")
+    if request.param == "portable":
+        monkeypatch.setattr(native, "compiler_flags", lambda: ())
+    else:
+        monkeypatch.setenv(isa.VARIABLE, request.param)
+    native.native_library.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    native.native_library.cache_clear()
+
+
+def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:
+    arithmetic = {"portable": "vectors of 4", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512"}
+    assert native.kernels_arithmetic().startswith(arithmetic.get(of_class, "AVX512-BF16"))
+    for num_in, num_out in ((64, 48), (100, 37), (2, 1), (514, 33)):
+        weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
+        x = torch.randn(510, num_in).bfloat16()
+        for panels in (pack_bf16(weight, bias), pack_int8(weight, bias)):
+            check_product(panels, x, bias)
+
+
+def check_product(panels: PanelWeight, x: torch.Tensor, bias: torch.Tensor) -> None:
+    """Right, and a row's bits are its own, around every size of a tile."""
+    exact, whole = x.double() @ panels.unpacked().double().T + bias.double(), panels.multiply(x)
+    torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-4)
+    for count in (1, 2, 3, 5, 6, 7, 12, 13, 14, 15, 18, 19, 28, 29, 112, 113, 215, 217, 503, 505):
+        assert torch.equal(panels.multiply(x[:count]), whole[:count]), count
+        assert torch.equal(panels.multiply_wide(x[-count:]), whole[-count:].float()), count
+
+
+def test_infinity_and_what_is_no_number_stay_in_their_row_and_column(of_class: str) -> None:
+    weight = torch.randn(40, 64).bfloat16()
+    weight[3, 5] = float("nan")
+    x = torch.randn(20, 64).bfloat16()
+    x[7, 9] = float("inf")
+    out = pack_bf16(weight, None).multiply(x)
+    expected = x.float() @ weight.float().T
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), expected.isinf())
+
+
+@pytest.mark.parametrize(("num_tokens", "context"), [(1, 1), (13, 13), (5, 31), (33, 33), (20, 257), (256, 300)])
+def test_chunks_attend_as_the_reference_does(num_tokens: int, context: int, of_class: str) -> None:
+    for shape in ((14, 2, 64, 16), (3, 1, 96, 5), (4, 4, 32, 1)):
+        test_prefill.test_a_chunk_reads_its_own_blocks_up_to_each_token(num_tokens, context, *shape)
+
+
+def test_chunks_keep_their_bits_and_what_is_no_number_its_head(of_class: str) -> None:
+    test_prefill.test_a_token_has_the_same_bits_however_its_prompt_is_cut()
+    test_prefill.test_scores_far_apart_neither_overflow_nor_vanish()
+    test_prefill.test_not_a_number_stays_in_its_head()
+
+
+@pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8])
+def test_a_fused_layer_has_the_bits_of_its_stages(wanted: WeightFormat, of_class: str) -> None:
+    test_layer.test_the_bits_are_those_of_the_stages_one_by_one(wanted, 13)
+
+
+def test_a_packed_model_steps_as_the_plain_one(of_class: str) -> None:
+    from model import dense_logits, get_backend
+
+    plain, packed = random_model(torch.bfloat16), random_model(torch.bfloat16)
+    packed.pack_weights()
+    assert packed.lm_head.panels is not None or isa.cpu_isa() is Isa.AMX
+    ids = list(range(40))
+    expected_V = dense_logits(plain, torch.tensor(ids))[-1]
+    sequences = PagedSequences(packed, get_backend("sdpa"), num_sequences=1, max_tokens=64, block_size=4)
+    sequences.step({0: ids[:30]})
+    sequences.step({0: ids[30:39]})
+    found_V = packed.logits(sequences.step({0: ids[39:]})[0])[-1]
+    assert (found_V - expected_V).norm() / expected_V.norm() < 6e-2
