@@ -7,6 +7,7 @@ from rich.table import Table
 
 from cli import doctor_checks as checks
 from cli.doctor_checks import Finding, Verdict
+from cli.doctor_cpu import check_cpu
 from cli.doctor_deterministic import check_deterministic
 from cli.doctor_model import check_models
 from cli.settings import ServeSettings
@@ -18,6 +19,7 @@ def examine(settings: ServeSettings) -> list[Finding]:
     """Every finding, in the order shown."""
     return [
         checks.check_python(),
+        *check_cpu(settings),
         *checks.check_packages(),
         *checks.check_torch(),
         *check_deterministic(settings),

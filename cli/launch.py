@@ -18,7 +18,7 @@ from cli.setting import ENV_PREFIX, Settings
 from cli.settings import GatewaySettings, ServeSettings, WorkerSettings
 
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
-_PASSED_ON = {DEBUG_VARIABLE, *(ENV_PREFIX + name for name in ("NATIVE", "CPU_ISA"))}  # what is read, and no setting
+_PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
 
 

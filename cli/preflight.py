@@ -20,7 +20,7 @@ OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"
     for name in (
         *("CONFIG", "DEBUG", "SUPERVISOR_PID"),  # of the command line
-        *("NATIVE", "CPU_ISA"),  # of the kernels
+        "NATIVE",  # of the kernels
         *(
             "SHARED",
             "HYPOTHESIS",
@@ -43,9 +43,17 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
     """Models and device. Raises CliError, CheckpointError, CardError."""
     check_device(settings.device)
     if settings.runner == "torch":
+        check_isa(settings.cpu_isa)
         check_names(settings.model)
         for model in settings.model:
             check_model(model, settings)
+
+
+def check_isa(cpu_isa: str) -> None:
+    """That this CPU has what it may use at best. Raises model.cpu.isa.CpuIsaError."""
+    from model.cpu.isa import hidden_above
+
+    hidden_above(cpu_isa)
 
 
 def check_device(device: str) -> None:

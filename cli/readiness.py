@@ -122,6 +122,7 @@ def _model_summary(info: model_pb2.ModelInfo, loaded: Sequence[dict[str, Any]]) 
     return ModelSummary(
         name=info.name,
         device=str(first.get("device", "unknown device")),
+        products=str(first.get("products", "")),
         dtype=info.dtype,
         num_workers=info.num_workers,
         num_blocks=info.kv_capacity_tokens // block_size,

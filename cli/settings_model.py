@@ -25,7 +25,7 @@ class ModelSettings(Settings):
     )
     quantization: Literal["none", "int8", "fp8"] = setting(
         "none",
-        "Round a plain checkpoint's weights to 8 bits at loading: int8 (GPUs; CPUs with AVX512-BF16) or fp8 (GPUs of "
+        "Round a plain checkpoint's weights to 8 bits at loading: int8 (GPUs; CPUs with a C compiler) or fp8 (GPUs of "
         "compute capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
         panel="Model",
     )
@@ -37,6 +37,11 @@ class ModelSettings(Settings):
         None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1
     )
     num_threads: int | None = setting(None, "CPU threads of the model; unset: torch decides", panel="Model", ge=1)
+    cpu_isa: Literal["auto", "avx2", "avx512", "vnni", "bf16", "amx"] = setting(
+        "auto",
+        "Best CPU instructions to use; hides better ones, to test what lesser CPUs do. auto: all that there are",
+        panel="Model",
+    )
     check_numerics: Literal["off", "on"] = setting(
         "off", "Report the first layer whose activations exceed a limit or turn NaN or infinite; slow", panel="Model"
     )

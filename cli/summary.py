@@ -12,7 +12,8 @@ EXAMPLE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """One served model; counts are of all its workers together. notes: what its workers warned of."""
+    """One served model; counts are of all its workers together. products: how its matrices are multiplied, as its
+    workers say; empty where there is nothing to say. notes: what its workers warned of."""
 
     name: str
     device: str
@@ -22,6 +23,7 @@ class ModelSummary:
     block_size: int
     max_model_len: int
     notes: Sequence[str] = ()
+    products: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +72,7 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
         workers = f", {model.num_workers} workers" if model.num_workers > 1 else ""
         rows += [
             ("model", f"{model.name}  ({model.device}, {model.dtype}{workers})"),
+            *([("products", model.products)] if model.products else []),
             ("KV pool", f"{model.num_blocks:,} blocks × {model.block_size} = {model.num_tokens:,} tokens"),
             ("room for", _room(model)),
             *(("note", note) for note in model.notes),

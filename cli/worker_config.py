@@ -34,6 +34,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         quantization=None if settings.quantization == "none" else settings.quantization,
         deterministic=Deterministic.ON if settings.deterministic else Deterministic.OFF,
         kv_cache_dtype=None if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
+        cpu_isa=None if settings.cpu_isa == "auto" else settings.cpu_isa,
         check_numerics=CheckNumerics(settings.check_numerics),
         check_numerics_limit=settings.check_numerics_limit,
         num_threads=settings.num_threads,

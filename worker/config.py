@@ -117,6 +117,7 @@ class WorkerConfig:
     kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
     deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
         check_numerics with it.
+    cpu_isa: the best CPU instructions to use (model/cpu/isa.py); None: as OCTAVO_CPU_ISA says, else all that there are.
     check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
     audit_every_steps 0: never; 1: every step (debugging).
     worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
@@ -138,6 +139,7 @@ class WorkerConfig:
     check_numerics: CheckNumerics = CheckNumerics.OFF
     check_numerics_limit: float | None = None
     num_threads: int | None = None
+    cpu_isa: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     # memory

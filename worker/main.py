@@ -5,6 +5,7 @@ and it registers only after loading and warm-up.
 """
 
 import gc
+import importlib
 import os
 import secrets
 import socket
@@ -41,6 +42,7 @@ from worker.watchdog import Watchdog
 log = structlog.get_logger(__name__)
 
 GOODBYE_S = 1.0  # for the last message to go out
+CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
 
 
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
@@ -68,6 +70,9 @@ def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         return load_oracle(config, on_progress)
     # Read when torch loads OpenMP. Threads that spin while they wait would take the cores from the gateway beside them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if config.cpu_isa is not None:
+        os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
+    importlib.import_module("model")  # before torch: it hides instructions from it
     from worker.runner_loading import load_torch  # torch: only where it is wanted
 
     return load_torch(config, on_progress)
@@ -121,6 +126,7 @@ def _assemble(
         worker_id=register.worker_id,
         model=loaded.card.name,
         device=loaded.device,
+        products=loaded.products,
         dtype=loaded.card.dtype,
         num_blocks=loaded.num_blocks,
         block_size=loaded.block_size,

@@ -90,7 +90,11 @@ def cpu_flags() -> frozenset[str]:
 
 def bound() -> Isa | None:
     """What OCTAVO_CPU_ISA asks for; None where it hides nothing. Raises CpuIsaError."""
-    word = os.environ.get(VARIABLE, "").strip().lower()
+    return hidden_above(os.environ.get(VARIABLE, "").strip().lower())
+
+
+def hidden_above(word: str) -> Isa | None:
+    """The class of this name, above which instructions are hidden; None where there are none. Raises CpuIsaError."""
     if word in UNBOUND:
         return None
     if word not in BOUNDS:
@@ -104,8 +108,8 @@ def bound() -> Isa | None:
 
 def cpu_isa() -> Isa:
     """The class that this process computes as. Raises CpuIsaError."""
-    hidden_above = bound()
-    return machine_isa() if hidden_above is None else hidden_above
+    limit = bound()
+    return machine_isa() if limit is None else limit
 
 
 def compiler_flags() -> tuple[str, ...]:

@@ -82,8 +82,9 @@ def test_the_file_of_settings_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_processes_get_no_settings_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_PORT", "1")
     monkeypatch.setenv("OCTAVO_DEBUG", "1")
+    monkeypatch.setenv("OCTAVO_NATIVE", "off")
     ours = {name for name in environment() if name.startswith("OCTAVO_")}
-    assert ours == {"OCTAVO_DEBUG", PARENT_VARIABLE}
+    assert ours == {"OCTAVO_DEBUG", "OCTAVO_NATIVE", PARENT_VARIABLE}
 
 
 def test_a_process_never_imports_from_the_working_directory() -> None:

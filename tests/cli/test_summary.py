@@ -47,6 +47,11 @@ def test_a_request_that_ends_inside_a_block_takes_it_whole() -> None:
     assert (odd.example_tokens, odd.num_requests) == (100, 2)
 
 
+def test_it_names_what_multiplies_where_a_worker_said_it() -> None:
+    said = replace(SUMMARY, models=[replace(MODEL, products="own kernels (AVX2)")])
+    assert "\n  products: own kernels (AVX2)\n" in plain(said)
+
+
 def test_the_line_to_copy_names_what_differs_from_the_defaults() -> None:
     other = ServiceSummary(address="10.0.0.1:6", admin_address=None, metrics=[], models=[MODEL, MODEL], ready_after_s=0)
     assert other.client_line == "octavo chat --host 10.0.0.1 --port 6 --model-name m"

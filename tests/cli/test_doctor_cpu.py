@@ -1,0 +1,43 @@
+"""What the doctor says of the CPU's instructions."""
+
+import os
+
+import pytest
+
+from cli.doctor_checks import Verdict
+from cli.doctor_cpu import check_cpu
+from cli.settings import ServeSettings
+from model.cpu import isa
+from model.cpu.isa import Isa
+
+
+@pytest.fixture(autouse=True)
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has everything, and kernels that say one word; what the doctor sets is forgotten."""
+    monkeypatch.setattr(isa, "machine_isa", lambda: Isa.AMX)
+    monkeypatch.setattr("model.cpu.native.kernels_arithmetic", lambda: "word")
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != isa.VARIABLE})
+
+
+def test_it_names_the_class_and_what_multiplies() -> None:
+    (found,) = check_cpu(ServeSettings())
+    assert (found.verdict, found.detail) == (Verdict.GOOD, "amx; own kernels: word")
+
+
+def test_it_says_what_is_hidden() -> None:
+    (found,) = check_cpu(ServeSettings(cpu_isa="vnni"))
+    assert (found.verdict, found.detail) == (Verdict.GOOD, "vnni (amx is hidden by --cpu-isa); own kernels: word")
+
+
+def test_a_cpu_that_has_less_than_the_setting_is_bad_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "machine_isa", lambda: Isa.AVX2)
+    (found,) = check_cpu(ServeSettings(cpu_isa="bf16"))
+    assert found.verdict is Verdict.BAD
+    assert found.detail == "OCTAVO_CPU_ISA is 'bf16', but this CPU has avx2"
+
+
+def test_without_kernels_it_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.cpu.native.kernels_arithmetic", lambda: "")
+    (found,) = check_cpu(ServeSettings())
+    assert found.verdict is Verdict.WARNING
+    assert "C compiler" in found.advice
