@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := blockmgr cli gateway grammar model proto/octavo sim wire worker
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: help demo serve test test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto lock sbom audit pin-images install dev clean
+.PHONY: help demo serve test test-isa test-interop test-gpu sanitize-gpu sim faults-long soak lint format proto lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -32,6 +32,19 @@ serve: install ## serve the embedded model until Ctrl-C
 test: dev ## the whole CPU suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not alone"
 	@$(BIN)/python -m pytest -m "alone and not gpu"
+
+# What computes on the CPU, as lesser CPUs do it: OCTAVO_CPU_ISA hides instructions from our kernels and from torch.
+ISAS ?= avx2 vnni
+ISA_TESTS := tests/model tests/bench tests/worker/test_weight_format.py tests/worker/test_deterministic_loading.py \
+	tests/worker/test_runner_memory.py tests/cli/test_doctor_cpu.py tests/cli/test_doctor_deterministic.py \
+	tests/cli/test_check_numerics.py tests/cli/test_embed.py tests/cli/test_serve.py
+test-isa: dev ## the tests that depend on the kind of CPU, with instructions hidden, ISAS="avx2 vnni", in a few minutes
+	@for isa in $(ISAS); do \
+		OCTAVO_CPU_ISA=$$isa $(BIN)/python -c 'import model' 2>/dev/null || { echo "$$isa: not this CPU, skipped"; continue; }; \
+		echo "with no better instructions than $$isa"; \
+		OCTAVO_CPU_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" \
+			--ignore tests/model/kernels --ignore tests/model/gpu $(ISA_TESTS); \
+	done
 
 # Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
 # with the others: what must be free within seconds is looked at here.
