@@ -15,7 +15,7 @@ def check_cpu(settings: ServeSettings) -> list[Finding]:
         os.environ[variable_of("cpu_isa")] = settings.cpu_isa
     try:
         from model.cpu.isa import cpu_isa, machine_isa
-        from model.cpu.native import kernels_arithmetic
+        from model.cpu.native import kernels_arithmetic, why_missing
 
         used, there = cpu_isa(), machine_isa()
     except ImportError as error:
@@ -27,6 +27,6 @@ def check_cpu(settings: ServeSettings) -> list[Finding]:
     hidden = f" ({there.word} is hidden by --cpu-isa)" if used < there else ""
     if kernels := kernels_arithmetic():
         return [Finding(name=NAME, verdict=Verdict.GOOD, detail=f"{used.word}{hidden}; own kernels: {kernels}")]
-    detail = f"{used.word}{hidden}; no kernels of our own, torch alone is slower"
+    detail = f"{used.word}{hidden}; torch alone is slower: {why_missing() or 'OCTAVO_NATIVE is off'}"
     advice = "install a C compiler; OCTAVO_NATIVE must not be off"
     return [Finding(name=NAME, verdict=Verdict.WARNING, detail=detail, advice=advice)]

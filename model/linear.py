@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.cpu.isa import bound
-from model.cpu.native import kernels_arithmetic
+from model.cpu.native import kernels_arithmetic, why_missing
 from model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
 from model.quantization.grouped import GroupedWeight
 from model.quantization.rounding import Fp8Weight
@@ -123,7 +123,7 @@ class Linear(nn.Module):
         if self.panels is not None:
             return f"own kernels ({kernels_arithmetic()})"
         if isinstance(self._packed, OneDnnWeight):
-            return "oneDNN (AMX)" if has_amx() else "oneDNN (no C compiler, or OCTAVO_NATIVE=off: slower)"
+            return "oneDNN (AMX)" if has_amx() else f"oneDNN, slower: {why_missing() or 'OCTAVO_NATIVE is off'}"
         return ""
 
     @property

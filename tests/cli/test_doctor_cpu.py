@@ -40,4 +40,5 @@ def test_without_kernels_it_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.cpu.native.kernels_arithmetic", lambda: "")
     (found,) = check_cpu(ServeSettings())
     assert found.verdict is Verdict.WARNING
+    assert "torch alone is slower" in found.detail
     assert "C compiler" in found.advice
