@@ -13,12 +13,13 @@ from cli.doctor_model import check_models
 from cli.explain import explain
 from cli.launch import environment
 from cli.main import main
-from cli.preflight import OTHER_VARIABLES, check_device, check_device_here, unknown_variables
+from cli.preflight import OTHER_VARIABLES, check_device, check_device_here, check_workers, unknown_variables
 from cli.setting import variable_of
 from cli.settings import ALL_KEYS, ServeSettings
 from cli.summary import ModelSummary, summary_rows
 from gateway.workers.errors import NoWorker
 from model.checkpoint import EMBEDDED
+from model.cpu.isa import CpuIsaError, Isa
 from model.linear import FormatUnavailable
 
 EVERYWHERE = ("serve", "worker")
@@ -238,3 +239,9 @@ def test_looking_at_a_checkpoint_needs_no_torch(repository: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_instructions_that_the_cpu_lacks_are_found_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.cpu.isa.machine_isa", lambda: Isa.AVX2)
+    with pytest.raises(CpuIsaError, match="is 'amx', but this CPU has avx2"):
+        check_workers(ServeSettings(cpu_isa="amx", device="cpu"))
