@@ -157,9 +157,13 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         """Whether a request could be answered now: for the model that is named, else for all that are expected."""
         desk, name = self._desk, current_rpc.get().model
-        healthy = self._is_ready()
-        if name:
-            healthy = not desk.is_draining and desk.models.is_ready(name, desk.pool.cards())
+        if desk.is_draining:
+            return vllm.HealthCheckResponse(healthy=False, message="draining")
+        cards, wanted = desk.pool.cards(), (name,) if name else desk.models.expected
+        missing = [each for each in wanted if not desk.models.is_ready(each, cards)]
+        if missing:
+            return vllm.HealthCheckResponse(healthy=False, message=f"no worker is ready for {', '.join(missing)}")
+        healthy = bool(name) or self._is_ready()
         return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:

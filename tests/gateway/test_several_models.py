@@ -204,6 +204,7 @@ async def test_vllms_health_is_that_of_the_model_that_is_named(serve: Any, vllm_
             return bool((await stub.HealthCheck(vllm.HealthCheckRequest(), metadata=metadata)).healthy)
 
         assert [await healthy(), await healthy(named("one")), await healthy(named("two"))] == [False, True, False]
+        assert (await stub.HealthCheck(vllm.HealthCheckRequest())).message == "no worker is ready for two"
         served.pool.set_views(*views("one", "two"))
         assert [await healthy(), await healthy(named("one")), await healthy(named("two"))] == [True] * 3
         served.gateway.begin_drain(0)
