@@ -46,12 +46,13 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
-    from cli.preflight import check_device_here, check_model, warn_of_variables
+    from cli.preflight import check_device_here, check_model, check_numbers, warn_of_variables
     from cli.worker_config import only_model, worker_config
     from worker.main import main
 
     warn_of_variables()
     if resolved.settings.runner == "torch":
         check_device_here(resolved.settings.device)
+        check_numbers(resolved.settings)
         check_model(only_model(resolved.settings), resolved.settings)
     return main(worker_config(resolved.settings))

@@ -34,6 +34,7 @@ OTHER_VARIABLES = frozenset(
         ),  # of tests
     )
 )
+BACKENDS = ("auto", "reference", "sdpa")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _CUDA_TIMEOUT_S = 60.0
 _COUNT_GPUS = "import torch; print(torch.__version__, torch.version.cuda or 'no', torch.cuda.device_count())"
@@ -44,6 +45,7 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
     check_device(settings.device)
     if settings.runner == "torch":
         check_isa(settings.cpu_isa)
+        check_numbers(settings)
         check_names(settings.model)
         for model in settings.model:
             check_model(model, settings)
@@ -76,6 +78,18 @@ def _check_name(device: str) -> None:
     if not _DEVICE.fullmatch(device):
         advice = "give auto, cpu, cuda or cuda:N"
         raise usage("bad value for --device", f"--device is {device!r}, which is no device", advice)
+
+
+def check_numbers(settings: ServeSettings | WorkerSettings) -> None:
+    """Settings that go with each other. Raises CliError."""
+    tokens, seqs = settings.max_batch_tokens, settings.max_num_seqs
+    if tokens is not None and tokens < seqs:
+        numbers = f"--max-batch-tokens is {tokens}, and --max-num-seqs is {seqs}: each of them takes a token of a step"
+        advice = f"give --max-batch-tokens {seqs} or more, or --max-num-seqs {tokens} or less"
+        raise usage("too few tokens in a step", numbers, advice)
+    if settings.attention_backend not in BACKENDS:
+        numbers = f"--attention-backend is {settings.attention_backend!r}, which is none of them"
+        raise usage("bad value for --attention-backend", numbers, f"give one of {', '.join(BACKENDS)}")
 
 
 def _check_gpu(device: str, version: str, cuda: str, count: str) -> None:

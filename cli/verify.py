@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cli.preflight import check_device_here
 from cli.worker_config import default_batch_tokens, pick_device
 from model.checkpoint import resolve_checkpoint
 from model.config import Qwen2Config, load_config
@@ -61,6 +62,7 @@ class Served:
 def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new_tokens: int) -> int:
     """Compare and print; the exit code is 0 where every row is within its limit, else 1."""
     configure_logs("auto", "warning")
+    check_device_here(served.device)
     console, start_s = Console(), time.monotonic()
     folder = resolve_checkpoint(served.model, revision=served.revision)
     config = load_config(folder)

@@ -13,11 +13,12 @@ from cli.doctor_model import check_models
 from cli.explain import explain
 from cli.launch import environment
 from cli.main import main
-from cli.preflight import OTHER_VARIABLES, check_device, check_device_here, check_workers, unknown_variables
+from cli.preflight import BACKENDS, OTHER_VARIABLES, check_device, check_device_here, check_workers, unknown_variables
 from cli.setting import variable_of
 from cli.settings import ALL_KEYS, ServeSettings
 from cli.summary import ModelSummary, summary_rows
 from gateway.workers.errors import NoWorker
+from model import BACKENDS as MODEL_BACKENDS
 from model.checkpoint import EMBEDDED
 from model.cpu.isa import CpuIsaError, Isa
 from model.linear import FormatUnavailable
@@ -70,6 +71,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["--num-blocks", "10", "--max-model-len", "161"], "--num-blocks 10 × --block-size 16 = 160"),
         (["--max-model-len", "999999"], "--max-model-len is 999,999, and folio-chat has 2,048 positions"),
         (["--device", "tpu"], "--device is 'tpu', which is no device"),
+        (["--max-batch-tokens", "3"], "--max-batch-tokens is 3, and --max-num-seqs is 256"),
+        (["--attention-backend", "nope"], "--attention-backend is 'nope', which is none of them"),
         (["--device", "cuda:x"], "--device is 'cuda:x', which is no device"),
     ],
 )
@@ -105,6 +108,10 @@ def test_a_gpu_that_is_not_there_is_told_by_the_flag(
         check_device("cuda:2")
     check_device_here("cpu")
     check_device_here("auto")
+
+
+def test_attention_backends_are_those_that_there_are() -> None:
+    assert set(BACKENDS) == {"auto", *MODEL_BACKENDS}
 
 
 def test_torch_is_asked_for_gpus_in_a_process_of_its_own() -> None:
