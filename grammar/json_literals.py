@@ -1,4 +1,4 @@
-"""Numbers and texts of JSON schemas that llguidance writes exactly, and the refusal of all others by their path.
+"""Numbers, texts and references of JSON schemas: what llguidance takes exactly; all else is refused by its path.
 
 llguidance holds every number of a schema as a double, reads decimals to the last place but one, writes the shortest
 decimal that names the double, and forms ranges of integers with 64 bits; of texts that it matches it drops control
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 import msgspec
 
@@ -93,7 +94,7 @@ class Divisors:
     schema: the whole; where it includes schemas in others, each may meet itself."""
 
     def __init__(self, schema: Any) -> None:
-        self._most = 2**16 - 1 if _mentions(schema, ("allOf", "$ref")) else _MAX_DIVISOR
+        self._most = 2**16 - 1 if mentions(schema, ("allOf", "$ref")) else _MAX_DIVISOR
         self._paths: set[str] = set()
         self._multiple = 1
         self._exponent = 0
@@ -147,7 +148,8 @@ def has_fractions(schema: Any) -> bool:
     return any(isinstance(value, Decimal) and not _is_whole(value) for key, value in _members(schema) if key in BOUNDS)
 
 
-def _mentions(schema: Any, keywords: tuple[str, ...]) -> bool:
+def mentions(schema: Any, keywords: tuple[str, ...]) -> bool:
+    """Whether any of these keywords stands in a schema, or a property of that name."""
     return any(key in keywords for key, _ in _members(schema))
 
 
@@ -291,3 +293,24 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def _refused(path: str, description: str) -> GrammarRefused:
     return GrammarRefused(Refusal.UNSUPPORTED, description, path=path)
+
+
+# ---------------------------------------------------------------- references
+
+
+def pointed_to(whole: Any, reference: str) -> Any:
+    """What a reference into the whole points to; None where there is nothing."""
+    value = whole
+    for name in names_of(reference):
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
+
+
+def names_of(reference: str) -> list[str]:
+    """Its parts: percent signs as in URLs, then JSON pointer's own."""
+    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in reference.split("/")[1:]]

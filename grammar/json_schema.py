@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote
 
 from grammar.errors import GrammarRefused, Refusal
 from grammar.formats import LIBRARY_FORMATS, OWN_FORMATS
@@ -26,6 +25,9 @@ from grammar.json_literals import (
     count,
     encode,
     has_fractions,
+    mentions,
+    names_of,
+    pointed_to,
 )
 from grammar.json_logic import Logic, Schema, pattern_of
 from grammar.limits import GrammarLimits
@@ -109,7 +111,7 @@ class _Walk:
         self._limits = limits
         self._place = place
         self._are_formats_annotations = format_as_annotation
-        self._has_fractions = has_fractions(whole)
+        self._nearest = has_fractions(whole) or mentions(whole, ("not", "if", "oneOf"))  # whose opposites have some
         self._divisors = Divisors(whole)
         self._logic = Logic(self._target, self._outline)
         self._pointers: dict[str, str] = {}  # of the caller, by references as they are rewritten
@@ -146,6 +148,8 @@ class _Walk:
         copy = {key: self._value(key, schema[key], _join(path, key), depth) for key in schema if key in _ENFORCED}
         copy = self._with_bounds(copy, path)
         copy = self._with_format(self._without_base(copy), path)
+        if "$ref" in copy and pointed_to(self._whole, self._pointers.get(copy["$ref"], "")) is False:
+            return False  # the library would refuse the whole
         return self._with_conditions(self._with_exclusive_options(copy, path), schema, path, depth)
 
     def _value(self, key: str, value: Any, path: str, depth: int) -> Any:
@@ -191,7 +195,7 @@ class _Walk:
         if value != "#" and not value.startswith("#/"):
             return value  # an anchor
         reference = self._place.root + value[1:]
-        if not _PLAIN_REFERENCE.fullmatch(value) and _at(self._whole, _names(value)) is not None:
+        if not _PLAIN_REFERENCE.fullmatch(value) and pointed_to(self._whole, value) is not None:
             known = [each for each, pointer in self._pointers.items() if pointer == value]
             reference = known[0] if known else f"{self._place.root}/$defs/{_MOVED}{len(self._pointers)}"
         self._pointers[reference] = value
@@ -201,16 +205,16 @@ class _Walk:
         """What a rewritten reference points to, rewritten; None where that is not known, or being found out."""
         if reference not in self._targets:
             self._targets[reference] = None
-            names = _names(self._pointers.get(reference, ""))
-            schema = _at(self._whole, names) if reference in self._pointers else None
-            if isinstance(schema, dict | bool):
-                path = ".".join([*([self._place.path] if self._place.path else []), *names])
+            pointer = self._pointers.get(reference)
+            schema = None if pointer is None else pointed_to(self._whole, pointer)
+            if pointer is not None and isinstance(schema, dict | bool):
+                path = ".".join([*([self._place.path] if self._place.path else []), *names_of(pointer)])
                 self._targets[reference] = self.schema(schema, path, 1)
         return self._targets[reference]
 
     def _outline(self, reference: str) -> Json:
         """Of a schema that includes itself: what is to be seen before it is rewritten."""
-        return _outline(_at(self._whole, _names(self._pointers.get(reference, ""))), 2)
+        return _outline(pointed_to(self._whole, self._pointers.get(reference, "")), 2)
 
     def _without_base(self, schema: Json) -> Json:
         """Names that would make references mean something else once the schema stands inside another."""
@@ -220,7 +224,7 @@ class _Walk:
     def _with_bounds(self, schema: Json, path: str) -> Json:
         if not any(key in schema for key in BOUNDS):
             return schema
-        told = bounds(schema, f"{path}." if path else "", nearest=self._has_fractions)
+        told = bounds(schema, f"{path}." if path else "", nearest=self._nearest)
         return {key: value for key, value in schema.items() if key not in BOUNDS} | told
 
     def _with_format(self, schema: Json, path: str) -> Json:
@@ -379,18 +383,6 @@ def _check_min_properties(schema: Json, path: str) -> None:
         )
 
 
-def _at(value: Any, names: list[str]) -> Any:
-    """What a JSON pointer points to; None where there is nothing."""
-    for name in names:
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        else:
-            return None
-    return value
-
-
 def _outline(schema: Any, depth: int) -> Json:
     if not isinstance(schema, dict) or depth == 0:
         return {}
@@ -398,11 +390,6 @@ def _outline(schema: Any, depth: int) -> Json:
     if isinstance(schema.get("properties"), dict):
         outline["properties"] = {name: _outline(each, depth - 1) for name, each in schema["properties"].items()}
     return outline
-
-
-def _names(reference: str) -> list[str]:
-    """The parts of a reference into the schema: percent signs as in URLs, then JSON pointer's own."""
-    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in reference.split("/")[1:]]
 
 
 def _join(path: str, key: str) -> str:

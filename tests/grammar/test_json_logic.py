@@ -2,6 +2,7 @@
 can be made of a few parts."""
 
 import json
+import random
 from functools import cache
 from itertools import product
 from typing import Any
@@ -160,6 +161,14 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "not a range": ({"type": "integer", "not": {"minimum": 1, "maximum": 2}}, SCALARS),
     "not a length": ({"not": {"type": "string", "minLength": 2}}, SCALARS),
     "not nothing": ({"type": "string", "not": False}, SCALARS),
+    "not a range, beside a bound": (
+        {"type": "number", "exclusiveMinimum": 1, "not": {"minimum": 2}},
+        values(0, 1, 1.0, 1.5, 2, 3),
+    ),
+    "a reference to nothing": (
+        OBJECT | {"properties": {"a": {"$ref": "#/$defs/no"}, "b": {}}, "$defs": {"no": False}},
+        objects(a=[1], b=[1]),
+    ),
     # dependencies
     "dependent required": (ABC | {"dependentRequired": {"a": ["b", "c"], "c": ["b"]}}, SOME_ABC),
     "dependent schemas": (
@@ -293,3 +302,83 @@ def test_what_cannot_be_exact_is_refused_by_its_path(schema: Any, path: str) -> 
         check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema)), LIMITS)
     assert caught.value.path == path
     assert caught.value.refusal in (Refusal.UNSUPPORTED, Refusal.SYNTAX)
+
+
+class SchemaOfThree:
+    """Random schemas of objects with three properties, in every mixture of the keywords above."""
+
+    _LEAVES: tuple[Any, ...] = (
+        {"type": "integer"}, {"const": 1}, {"enum": [1, "x"]}, {"type": "string"}, {"maxLength": 1}, {"minLength": 2},
+        {"minimum": 2}, {"maximum": 1}, {"exclusiveMinimum": 1}, {"type": ["string", "null"]}, {"type": "boolean"},
+        {"const": True}, {"const": None}, True, False, {"enum": ["x", "yy", None]}, {"type": "number", "maximum": 7.5},
+        {"const": "yy"}, {"pattern": "^y"}, {},
+    )  # fmt: skip
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def schema(self) -> Any:
+        schema: Any = {"type": "object", "properties": {name: self._leaf() for name in "abc"}}
+        schema["allOf"] = [self._part(2) for _ in range(self._random.randint(1, 2))]
+        if self._random.random() < 0.7:
+            schema["additionalProperties"] = False
+        if self._random.random() < 0.15:
+            schema["propertyNames"] = self._random.choice([{"pattern": "^[ab]$"}, {"enum": ["a", "c"]}])
+        return schema | {"$defs": {"leaf": self._random.choice(self._LEAVES), "part": self._part(0)}}
+
+    def _leaf(self) -> Any:
+        return self._random.choice([*self._LEAVES, {"$ref": "#/$defs/leaf"}])
+
+    def _part(self, depth: int) -> Any:
+        kinds = [self._required, self._properties]
+        if depth:
+            kinds += [
+                self._several,
+                self._several,
+                self._not,
+                self._if,
+                self._depends,
+                lambda _: {"$ref": "#/$defs/part"},
+            ]
+        return self._random.choice(kinds)(depth - 1)
+
+    def _required(self, depth: int) -> Any:
+        return {"required": self._random.sample("abc", self._random.randint(1, 2))}
+
+    def _properties(self, depth: int) -> Any:
+        found = {"properties": {name: self._leaf() for name in self._random.sample("abc", 2)}}
+        return found | ({"required": self._random.sample("abc", 1)} if self._random.random() < 0.5 else {})
+
+    def _several(self, depth: int) -> Any:
+        return {self._random.choice(["allOf", "anyOf", "oneOf"]): [self._part(depth), self._part(depth)]}
+
+    def _not(self, depth: int) -> Any:
+        return {"not": self._part(depth)}
+
+    def _if(self, depth: int) -> Any:
+        otherwise = {"else": self._part(depth)} if self._random.random() < 0.5 else {}
+        return {"if": self._part(depth), "then": self._part(depth)} | otherwise
+
+    def _depends(self, depth: int) -> Any:
+        of_schema = {"dependentSchemas": {"b": self._part(depth)}}
+        return self._random.choice([{"dependentRequired": {"a": ["b"]}}, of_schema])
+
+
+def test_any_mixture_of_them_takes_exactly_what_is_valid() -> None:
+    texts = objects(a=[1, 2, "x", "yy", None, True], b=[1, 7, "x", True], c=[2, "yy", None])
+    num_served, wrong = 0, []
+    for seed in range(250):
+        schema = SchemaOfThree(seed).schema()
+        validator = jsonschema.Draft202012Validator(schema)
+        valid = [text for text in texts if validator.is_valid(json.loads(text))]
+        try:
+            found = taken(schema, texts)
+        except GrammarRefused as refused:
+            if refused.refusal is Refusal.UNSUPPORTED:
+                continue
+            found = []  # nothing matches
+        num_served += 1
+        if found != valid:
+            wrong.append((seed, {*found} ^ {*valid}))
+    assert wrong == []
+    assert num_served > 200
