@@ -118,10 +118,10 @@ def ask(
                 pass
             return _sequence(check, mode, ids, stream)
 
-    served = [one("a long prompt", "alone, once", text, 1)]
-    served += [one("prompts and outputs", "alone", prompt, num_new) for prompt in prompts]
+    served = [one("a long prompt", "whole", text, 1)]
+    served += [one("a request", "alone", prompt, num_new) for prompt in prompts]
     with ThreadPoolExecutor(TOGETHER) as pool:
-        served += pool.map(lambda prompt: one("prompts and outputs", "together", prompt, num_new), prompts)
+        served += pool.map(lambda prompt: one("a request", "together", prompt, num_new), prompts)
     return served
 
 

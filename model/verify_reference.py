@@ -203,6 +203,7 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         theirs = TransformersQwen2.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
