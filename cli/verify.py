@@ -53,10 +53,8 @@ class Served:
     @property
     def rounded(self) -> Rounded:
         """What has fewer bits than the dtype."""
-        is_gpu = pick_device(self.device) != "cpu"
-        return Rounded(
-            weights=self.quantization, cache=self.kv_cache_dtype, are_norms_folded=is_gpu and bool(self.quantization)
-        )
+        is_gpu = pick_device(self.device) != "cpu" and self.attention_backend is None
+        return Rounded(weights=self.quantization, cache=self.kv_cache_dtype, on_gpu=is_gpu)
 
 
 def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new_tokens: int) -> int:
@@ -72,8 +70,8 @@ def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new
             report = verify_checkpoint(
                 folder,
                 dtype=torch.float32,
-                num_prompts=num_prompts,
-                max_new_tokens=max_new_tokens,
+                num_prompts=min(num_prompts, 3),
+                max_new_tokens=min(max_new_tokens, 8),
                 context_len=_context_len(served, describe(folder)),
                 **({"backends": tuple(backends)} if backends else {}),
             )
@@ -177,7 +175,13 @@ def _serve(served: Served, folder: Path, prompts: list[list[int]], max_new_token
             torch.cuda.empty_cache()
     dtype = parse_dtype(served.dtype)
     assert dtype is not None
-    return ServedPass(label=label, dtype=dtype, sequences=sequences, rounded=served.rounded)
+    return ServedPass(
+        label=label,
+        dtype=dtype,
+        sequences=sequences,
+        rounded=served.rounded,
+        is_deterministic=served.deterministic is Deterministic.ON,
+    )
 
 
 def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit: float | None, num_prompts: int) -> int:

@@ -72,12 +72,13 @@ MISTAKES: dict[str, Mistake] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """What a service keeps in fewer bits than its dtype. weights, cache: as the flags name them. are_norms_folded: a
-    GPU multiplies norms into matrices before it rounds them, and leaves the head alone."""
+    """What a service keeps in fewer bits than its dtype. weights, cache: as the flags name them. on_gpu: by the CUDA
+    runner, which multiplies norms into matrices before it rounds them, leaves the head alone, and multiplies with the
+    integers of packed checkpoints where others unpack them into the served dtype."""
 
     weights: str | None = None
     cache: str | None = None
-    are_norms_folded: bool = False
+    on_gpu: bool = False
 
 
 NOT_ROUNDED = Rounded()
@@ -117,10 +118,12 @@ class Reference:
         """A model in eval mode, fresh, computing in dtype with weights that were rounded to weights_dtype. Raises
         CheckpointError."""
         self.forget()
-        if rounded == NOT_ROUNDED and load_config(self._folder).quantization is None:
+        is_packed = load_config(self._folder).quantization is not None
+        if not is_packed and rounded.weights is None and rounded.cache is None:
             self._model = load_transformers(self._folder, weights_dtype)
         else:
-            self._model = self._load_rounded(rounded, weights_dtype)
+            is_kept = is_packed and rounded.on_gpu
+            self._model = self._load_rounded(rounded, torch.float32 if is_kept else weights_dtype)
         for parameter in self._model.parameters():  # and no buffers: RoPE's frequencies stay as they are
             parameter.data = parameter.data.to(dtype)
         if rounded.weights == "fp8" and dtype != torch.float32:  # the product for many tokens rounds these too
@@ -158,7 +161,7 @@ class Reference:
         if rounded.cache == "fp8":
             fold_cache_scales(ours)
         if rounded.weights is not None:
-            round_weights(ours, rounded.weights, are_norms_folded=rounded.are_norms_folded)
+            round_weights(ours, rounded)
         theirs = empty_transformers(self._folder)
         state = {name: view.float() for name, view in destinations(ours).items()}
         state[HEAD] = ours.lm_head.weight.data.float()
@@ -168,21 +171,22 @@ class Reference:
         return theirs.eval()
 
 
-def round_weights(model: Qwen2ForCausalLM, name: str, *, are_norms_folded: bool) -> None:
+def round_weights(model: Qwen2ForCausalLM, rounded: Rounded) -> None:
     """Every matrix by its rows, in place; the result is float32."""
+    assert rounded.weights is not None
     norms = {}
-    if are_norms_folded:
+    if rounded.on_gpu:
         for layer in model.decoder_layers:
             norms[layer.self_attn.qkv_proj] = layer.input_layernorm.weight.data
             norms[layer.mlp.gate_up_proj] = layer.post_attention_layernorm.weight.data
     for module in model.modules():
-        if not isinstance(module, Linear) or (are_norms_folded and module is model.lm_head):
+        if not isinstance(module, Linear) or (rounded.on_gpu and module is model.lm_head):
             continue
         weight_OI = module.weight.data
         if (norm_I := norms.get(module)) is not None:
             weight_OI = (weight_OI.float() * norm_I.float()).to(weight_OI.dtype)
             norm_I.fill_(1.0)
-        module.weight = nn.Parameter(rounded_rows(weight_OI, name), requires_grad=False)
+        module.weight = nn.Parameter(rounded_rows(weight_OI, rounded.weights), requires_grad=False)
 
 
 def rounded_rows(weight_OI: torch.Tensor, name: str) -> torch.Tensor:

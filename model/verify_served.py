@@ -69,12 +69,14 @@ class ServedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPass:
-    """Everything that was served one way. dtype: of weights and activations. rounded: what has fewer bits than it."""
+    """Everything that was served one way. dtype: of weights and activations. rounded: what has fewer bits than it.
+    is_deterministic: a row has the same bits whatever runs beside it."""
 
     label: str
     dtype: torch.dtype
     sequences: Sequence[ServedSequence]
     rounded: Rounded = NOT_ROUNDED
+    is_deterministic: bool = False
 
     @property
     def yardstick_dtype(self) -> torch.dtype:
@@ -144,6 +146,33 @@ def _judge_pass(reference: Reference, served: ServedPass, vocab_size: int) -> It
         lean_E = _cat(mistaken[id(each)].values_E for each in served.sequences) - exact_E
         yield _mistake_row(served, name, ours_E - exact_E, own_E - exact_E, lean_E, num_scores)
     reference.forget()
+    if served.is_deterministic:
+        yield _same_bits_row(served)
+
+
+def _same_bits_row(served: ServedPass) -> ServedRow:
+    """Outputs of the same prompt in other company, by their largest difference; infinite where tokens differ."""
+    alike: dict[tuple[int, ...], list[ServedSequence]] = {}
+    for each in served.sequences:
+        if each.num_sampled > 1 and not each.num_shared:
+            prompt = each.token_ids[: len(each.token_ids) - each.num_sampled]
+            alike.setdefault(tuple(prompt), []).append(each)
+    worst, num_values = 0.0, 0
+    for first, *others in alike.values():
+        for other in others:
+            num_values += len(_ours(other))
+            is_same = first.token_ids == other.token_ids and len(first.scores) == len(other.scores)
+            worst = max(worst, float((_ours(first) - _ours(other)).abs().max()) if is_same else math.inf)
+    return ServedRow(
+        label=served.label,
+        check="the same bits",
+        mode="alone, together, among prompts",
+        num_values=num_values,
+        error=worst,
+        max_error=worst,
+        own=0.0,
+        limit=0.0,
+    )
 
 
 def _mistake_row(

@@ -190,6 +190,22 @@ def test_a_mistake_of_decodes_alone_is_red_in_decodes(tiny: Path, monkeypatch: p
     assert "a long prompt" not in found[HALF] | found[WIDE]
 
 
+@needs_compiler
+def test_deterministic_mode_that_rounds_by_the_batch_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_checkpoint(tmp_path, torch_dtype="bfloat16", num_attention_heads=2, num_key_value_heads=1)
+    rows = compare(folder, deterministic=Deterministic.ON)
+    same = [row for row in rows if row.check == "the same bits"]
+    assert len(same) == 2
+    assert all(row.is_ok and row.error == 0 and row.num_values for row in same)
+    logits = Qwen2ForCausalLM.logits
+    monkeypatch.setattr(
+        Qwen2ForCausalLM,
+        "logits",
+        lambda model, hidden_SD: logits(model, hidden_SD * (1 + 1e-6 * (len(hidden_SD) > 1))),
+    )
+    assert red(compare(folder, deterministic=Deterministic.ON))[WIDE] == {"the same bits"}
+
+
 def test_logits_that_are_nan_are_red(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, HALF, lambda model: model.norm.weight.data.fill_(torch.nan))
     found = red(compare(tiny))
