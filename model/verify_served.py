@@ -18,8 +18,9 @@ import torch
 
 from model.verify_reference import MISTAKES, NOT_ROUNDED, Reference, Rounded
 
-HALF_LIMIT = 1.35
-"""Largest error in units of transformers' own, in bfloat16 and float16. Sound kernels of ours are at 0.8 to 1.1."""
+HALF_LIMIT = 1.3
+"""Largest error in units of transformers' own, in bfloat16 and float16, over many positions; a few positions may be
+further by chance (`_half_limit`). Sound kernels of ours are at 0.8 to 1.1."""
 FLOAT32_LIMIT = 2.0**-8
 """The same for a float32 pass; rounding is 2^-15 of bfloat16's, and sums are added up in another order."""
 MISTAKE_LIMIT = 0.5
@@ -133,9 +134,10 @@ def _judge_pass(reference: Reference, served: ServedPass, vocab_size: int) -> It
     own = _read(reference, model, served, vocab_size)
     model = reference.load(torch.float32, weights_dtype=served.dtype, rounded=served.rounded)
     exact = _read(reference, model, served, vocab_size)
-    factor = FLOAT32_LIMIT if served.dtype == torch.float32 else HALF_LIMIT
     for check, mode in dict.fromkeys((each.check, each.mode) for each in served.sequences):
         group = [each for each in served.sequences if (each.check, each.mode) == (check, mode)]
+        num_scores = sum(len(each.scores) for each in group)
+        factor = FLOAT32_LIMIT if served.dtype == torch.float32 else _half_limit(num_scores)
         yield _row(served.label, check, mode, group, exact, own, factor)
     ours_E = _cat(_ours(each) for each in served.sequences)
     exact_E, own_E = (_cat(reads[id(each)].values_E for each in served.sequences) for reads in (exact, own))
@@ -148,6 +150,10 @@ def _judge_pass(reference: Reference, served: ServedPass, vocab_size: int) -> It
     reference.forget()
     if served.is_deterministic:
         yield _same_bits_row(served)
+
+
+def _half_limit(num_scores: int) -> float:
+    return HALF_LIMIT * (1 + num_scores**-0.5)
 
 
 def _same_bits_row(served: ServedPass) -> ServedRow:
