@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from model.config import Qwen2Config, load_config
     from model.dtypes import DTYPES
     from model.errors import CheckpointError, ConfigError
-    from model.generate import dense_logits, generate
+    from model.generation import dense_logits, generate
     from model.kv_pool import KvPool, kv_block_bytes, write_kv
     from model.loading import WeightScan, load_model
     from model.qwen2 import Qwen2ForCausalLM
@@ -60,8 +60,8 @@ _MODULES = {
     "Qwen2ForCausalLM": "model.qwen2",
     "WeightScan": "model.loading",
     "YarnScaling": "model.rope_scaling",
-    "dense_logits": "model.generate",
-    "generate": "model.generate",
+    "dense_logits": "model.generation",
+    "generate": "model.generation",
     "get_backend": "model.attention",
     "kv_block_bytes": "model.kv_pool",
     "load_config": "model.config",

@@ -26,7 +26,7 @@ def arguments(tmp_path: Path, source: str) -> argparse.Namespace:
     generator = tmp_path / "load.py"
     generator.write_text(source)
     words = ["--load-generator", str(generator), "--shape", "tiny", "--device", "cpu", "--gateways", "1"]
-    return parse([*words, "--load-flags", "7", "--", "--num-blocks=64", "--num-threads=1"])
+    return parse([*words, "--load-flags", "7", "--", "--num-blocks=256", "--num-threads=1"])
 
 
 def test_a_measurement_starts_the_service_reports_the_load_and_stops_it(tmp_path: Path) -> None:
