@@ -25,6 +25,8 @@ _TAKES_WORKERS_AWAY = {
     _K.DRAIN_WORKER,
     _K.KILL_GATEWAY,
     _K.DRAIN_GATEWAY,
+    _K.HANG_UP_AND_CRASH,
+    _K.CRASH_WHEN,
 }
 _DEATHS_OF_POISON = 3  # workers that an output has to be lost with before it is called so
 _NEEDED: dict[str, set[FaultKind]] = {
@@ -34,7 +36,7 @@ _NEEDED: dict[str, set[FaultKind]] = {
     "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
     "ENGINE_ERROR": {_K.ENGINE_ERROR},
     "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
-    "ABORTED": {_K.ABORT},
+    "ABORTED": {_K.ABORT, _K.FAIL, _K.CANCEL_OUTPUT},
     "INTERNAL": {_K.LIE, _K.DEFECT},
 }
 
@@ -60,7 +62,7 @@ class Blame:
     def _is_excused(self, spec: RequestSpec, code: str, reason: str) -> bool:
         match reason or code:
             case "CANCELLED":
-                return spec.cancel_after_s is not None
+                return spec.cancel_after_s is not None or bool(self._kinds & {_K.HANG_UP, _K.HANG_UP_AND_CRASH})
             case "DEADLINE" | "DEADLINE_EXCEEDED":
                 return spec.timeout_s is not None
             case "UNAVAILABLE":
@@ -74,7 +76,8 @@ class Blame:
             case "EXCEEDS_CAPACITY":
                 return len(spec.prompt) + max(1, spec.min_tokens) > self._room or self._is_above_quota(spec)
             case "SLOW_CONSUMER":
-                return bool(spec.pace_s or spec.stall_after) or self._config.max_pending_tokens < 100
+                is_slow = spec.pace_s or spec.stall_after or _K.STALL in self._kinds
+                return bool(is_slow) or self._config.max_pending_tokens < 100
             case "DUPLICATE_REQUEST":
                 return bool(spec.retries) or (spec.request_id or f"r{spec.index}") in self._shared_names
             case "POISONED":  # three deaths, by chance, look like it; no two do

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from gateway.errors import RequestAborted
 from gateway.workers.errors import PoolError
+from sim.lurking import Lurking
 from sim.runner import ProcessDied
-from sim.scenario import Fault, FaultKind
+from sim.scenario import LURKING, Fault, FaultKind
 from worker.runner import RunnerError, RunnerOutOfMemory
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Chaos:
         self._world = world
         self._pending: Counter[tuple[str, str]] = Counter()  # (task or "", point) that something happens at
         self._queries: set[asyncio.Task[None]] = set()
+        self._lurking = Lurking(world)
+        self.look = self._lurking.look
         self._actions: dict[FaultKind, Callable[[Fault], None]] = {
             FaultKind.CRASH: self._crash,
             FaultKind.CRASH_AT: self._crash_at,
@@ -41,6 +44,7 @@ class Chaos:
             FaultKind.DRAIN_GATEWAY: self._drain_gateway,
             FaultKind.ABORT: self._abort,
             FaultKind.FLUSH: self._flush,
+            **dict.fromkeys(LURKING, self._lurking.add),
             FaultKind.DEFECT: self._defect,
         }
 
@@ -56,6 +60,7 @@ class Chaos:
     def stop(self) -> None:
         """Everything is well again; what had to be replaced is replaced."""
         self._pending.clear()
+        self._lurking.clear()
         for seat in self._world.seats:
             if seat.life is not None:
                 seat.life.thaw()

@@ -4,6 +4,7 @@ Replaced: listeners and sockets, the threads that tokenize (their work is done a
 watch over processes. Everything between is the product's.
 """
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +15,7 @@ from octavo.v1 import inference_pb2 as pb
 from gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
 from gateway.gateway import Gateway
 from gateway.servicers.inference import InferenceServicer
+from gateway.stream import OutputStream
 from gateway.text.render_pool import InProcessRenderer
 from gateway.workers.config import WorkerPoolConfig
 from gateway.workers.decisions import Peer
@@ -26,6 +28,7 @@ from sim.loop import SimLoop
 from sim.network import Hub, Listener
 from sim.rpc import SimCall
 from sim.scenario import SimConfig
+from sim.watches import LOOK_EVERY_S, GatewayWatch
 from wire.codec import encode
 from wire.messages import Message
 
@@ -35,10 +38,11 @@ DEATH_NOTICE_S = 0.002
 class SimRouterLink:
     """In place of `gateway.workers.link.RouterLink`."""
 
-    def __init__(self, hub: Hub, high_water: int, on_frame: OnFrame, stats: PoolStats) -> None:
+    def __init__(self, hub: Hub, high_water: int, on_frame: OnFrame, stats: PoolStats, watch: GatewayWatch) -> None:
         self.bound: tuple[str, ...] = ()
         self.listener: Listener | None = None
         self._hub, self._high_water, self._on_frame, self._stats = hub, high_water, on_frame, stats
+        self._watch = watch
 
     def open(self) -> None:
         self.listener = Listener(self._hub, self._take)
@@ -46,6 +50,7 @@ class SimRouterLink:
     def _take(self, routing_id: bytes, frame: bytes) -> None:
         self._stats.received_messages += 1
         self._stats.received_bytes += len(frame)
+        self._watch.heard(frame)
         self._on_frame(Peer(0, routing_id), frame)
 
     def send(self, peer: Peer, message: Message) -> None:
@@ -55,8 +60,10 @@ class SimRouterLink:
             raise PeerGone
         if len(found[0].down) >= self._high_water:
             self._stats.busy_sends += 1
+            self._watch.full()
             raise PeerFull
         found[0].down.send(frame)
+        self._watch.sent(peer, message)
         self._stats.sent_messages += 1
         self._stats.sent_bytes += len(frame)
 
@@ -187,10 +194,11 @@ class SimGateway(Gateway):
                 write_stall_s=config.write_stall_s,
             ),
         )
+        self.watch = GatewayWatch(self, loop, journal)
         pool = WorkerPool(
             gateway_config.workers,
             on_model=lambda card, files: self.models.on_model(card, files),
-            make_link=lambda _, on_frame, stats: SimRouterLink(hub, config.high_water, on_frame, stats),  # type: ignore[arg-type,return-value]
+            make_link=lambda _, on_frame, stats: SimRouterLink(hub, config.high_water, on_frame, stats, self.watch),  # type: ignore[arg-type,return-value]
             make_watch=lambda on_exit: SimWatch(processes, on_exit),  # type: ignore[arg-type,return-value]
         )
         super().__init__(gateway_config, pool=pool, renderer=InProcessRenderer())
@@ -203,8 +211,13 @@ class SimGateway(Gateway):
         self._behaviours: dict[str, Any] = {}
 
     def _watch_process(self) -> list[Any]:
-        """It has none: real memory and real lag are nothing that a seed decides."""
-        return []
+        """Real memory and real lag are nothing that a seed decides."""
+        return [asyncio.create_task(self._look(), name="watch")]
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.watch.look()
 
     async def _listen(self) -> None:
         servicer = InferenceServicer(self.desk, self.control)
@@ -234,19 +247,31 @@ class SimGateway(Gateway):
         message: Any = request
         if is_unary:
             method, message = "Complete", pb.CompleteRequest(generate=message)
-        self.calls = [call for call in self.calls if call.status is None]
+        self.calls = [call for call in self.calls if not call.is_closed]
+        self.watch.called(request.request_id)
         call = SimCall(
             self._loop,
             self._journal,
             self._behaviours[method],
             message,
             name=name,
+            request_id=request.request_id,
             timeout_s=timeout_s,
             window_bytes=self._sim.window_bytes,
             metadata=metadata_of(self._sim, tenant),
+            on_closed=self.watch.closed,
         )
         self.calls.append(call)
         return call
+
+    def call_by_name(self, name: int) -> SimCall | None:
+        """The call that waits for an output."""
+        tasks = [live.task for live in self.desk.live for own, _ in live.outputs if own == name]
+        return next((call for call in self.calls if call._task in tasks and call.status is None), None)
+
+    def stream_of(self, name: int) -> OutputStream:
+        """Where an output goes, while its call is open."""
+        return next(stream for live in self.desk.live for own, stream in live.outputs if own == name)
 
     def kill(self) -> None:
         """SIGKILL: every caller's connection breaks, and every worker's."""

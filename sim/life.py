@@ -19,12 +19,13 @@ from sim.loop import SimLoop
 from sim.network import Hub
 from sim.runner import ProcessDied, SimClock, SimRunner
 from sim.scenario import Scenario
+from sim.watches import WorkerWatch
 from wire.codec import encode
 from wire.messages import Leaving, Register
 from worker.config import SchedulerConfig
 from worker.engine import Engine, EngineConfig
 from worker.heartbeat import heartbeat_of
-from worker.link import LinkStats, WorkerLink, _Gateway
+from worker.link import LinkStats, Received, WorkerLink, _Gateway
 from worker.ports import GatewayIndex
 from worker.registration import LinkState
 from worker.scheduler import Scheduler
@@ -46,6 +47,12 @@ class SimLink(WorkerLink):
         self._clock = clock
         self._gateways = [_Gateway(GatewayIndex(index), dealer) for index, dealer in enumerate(dealers)]
         self._lost = []
+        self.on_drained: Callable[[Received], None] = lambda messages: None
+
+    def drain(self) -> Received:
+        received = super().drain()
+        self.on_drained(received)
+        return received
 
     @property
     def patience_s(self) -> float:
@@ -74,7 +81,8 @@ def scheduler_config(scenario: Scenario) -> SchedulerConfig:
 
 
 class Life:
-    """From start to death. on_death(exit code): called once, when it ends by itself; not after ``kill``."""
+    """From start to death. on_death(exit code): called once, when it ends by itself; not after ``kill``. on_step:
+    called after each turn of the engine."""
 
     def __init__(
         self,
@@ -86,9 +94,10 @@ class Life:
         files: dict[str, bytes],
         *,
         on_death: Callable[[int], None],
+        on_step: Callable[[], None],
     ) -> None:
         config = self._config = scenario.config
-        self._loop, self._journal, self._on_death = loop, journal, on_death
+        self._loop, self._journal, self._on_death, self._on_step = loop, journal, on_death, on_step
         self.name = register.worker_id
         self.register = register
         self._awake = asyncio.Event()
@@ -112,7 +121,10 @@ class Life:
             )
         )
         self.scheduler = Scheduler(scheduler_config(scenario), self.blocks)
+        self.watch = WorkerWatch(self.scheduler, journal, self.name)
+        self.link.on_drained = self.watch.heard
         self.runner = SimRunner(config, scenario.rng(f"steps of {register.epoch}"), self.clock, journal)
+        self.runner.on_plan = self.watch.look_at
         self.engine = Engine(
             config=EngineConfig(epoch=register.epoch, audit_every_steps=0),
             scheduler=self.scheduler,
@@ -189,6 +201,8 @@ class Life:
         for dealer in self.dealers:
             dealer.compute()
         self.engine.step()
+        self.watch.look()
+        self._on_step()
         if self.clock.ahead_s:
             self._computing_since = num_steps
             await asyncio.sleep(self.clock.ahead_s)
@@ -244,6 +258,7 @@ class Life:
     def audit(self) -> None:
         """Recount everything, and the counters with it."""
         journal, blocks, counters = self._journal, self.blocks, self.scheduler.counters
+        self.watch.recount()
         violations = blocks.audit().violations
         journal.check(not violations, lambda: f"audit of {self.name}: {violations}")
         total = blocks.num_free + blocks.num_cached + blocks.num_active

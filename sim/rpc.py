@@ -29,7 +29,8 @@ class Status:
 
 
 class SimCall:
-    """Both ends of a call. ``over`` is set when its status is there; unread messages can still be read then."""
+    """Both ends of a call. Messages that were not read yet can be read when its status is there. on_closed: called when
+    its handler is through."""
 
     def __init__(
         self,
@@ -39,12 +40,15 @@ class SimCall:
         request: Any,
         *,
         name: str,
+        request_id: str,
         timeout_s: float | None,
         window_bytes: int,
         metadata: tuple[tuple[str, str], ...] = (),
+        on_closed: Callable[["SimCall"], None] = lambda call: None,
     ) -> None:
         self.status: Status | None = None
         self.name = name
+        self.request_id = request_id
         self._loop = loop
         self._journal = journal
         self._window_bytes = window_bytes
@@ -55,7 +59,14 @@ class SimCall:
         self._room = asyncio.Event()
         self._expires_s = None if timeout_s is None else loop.time() + timeout_s
         self._timer = None if timeout_s is None else loop.call_later(timeout_s, self._expire)
+        self._no_room_before_s = 0.0
         self._task = asyncio.create_task(self._serve(handler, request), name=f"rpc {name}")
+        self._task.add_done_callback(lambda _: on_closed(self))
+
+    @property
+    def is_closed(self) -> bool:
+        """Its handler is through with it."""
+        return self._task.done()
 
     # ------------------------------------------------------------ the caller's end
 
@@ -74,6 +85,11 @@ class SimCall:
     def cancel(self) -> None:
         """The caller goes away."""
         self._end_from_outside(Status(code="CANCELLED"))
+
+    def stall(self, duration_s: float) -> None:
+        """The caller reads nothing for so long."""
+        self._no_room_before_s = self._loop.time() + duration_s
+        self._loop.call_later(duration_s, self._room.set)
 
     def lose(self) -> None:
         """The gateway's process dies."""
@@ -104,7 +120,7 @@ class SimCall:
         """Waits for the reader where the window is full."""
         self._check_open()
         data = message.SerializeToString()
-        while self._unread_bytes > self._window_bytes:
+        while self._unread_bytes > self._window_bytes or self._loop.time() < self._no_room_before_s:
             self._room.clear()
             await self._room.wait()
             self._check_open()

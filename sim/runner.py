@@ -4,6 +4,7 @@ Knows no block manager and no scheduler, only what plans say.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from sim.journal import Journal
@@ -59,6 +60,7 @@ class SimRunner(OracleRunner):
         self.slow_until_s = 0.0
         self.next_error: RunnerError | None = None
         self.hangs = False
+        self.on_plan: Callable[[StepPlan], None] = lambda plan: None
         self._config = config
         self._rng = rng
         self._clock = clock
@@ -67,6 +69,7 @@ class SimRunner(OracleRunner):
 
     def launch(self, plan: StepPlan) -> None:
         self._look_at(plan)
+        self.on_plan(plan)
         super().launch(plan)
         if self.next_error is not None:
             self._errors[plan.step], self.next_error = self.next_error, None

@@ -12,7 +12,8 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """What can go wrong. ``duration_s`` and ``detail`` mean what is said here."""
+    """What can go wrong. ``duration_s`` and ``detail`` mean what is said here. Those of `LURKING` happen as soon as a
+    worker has an output at the place `detail` (`sim.lurking.PLACES`), once."""
 
     CRASH = "crash"  # the worker's process dies
     CRASH_AT = "crash_at"  # … at the fault point `detail`
@@ -30,7 +31,25 @@ class FaultKind(StrEnum):
     DRAIN_GATEWAY = "drain_gateway"  # it finishes within duration_s and stops; another one follows
     ABORT = "abort"  # an operator ends every request in flight at a gateway
     FLUSH = "flush"  # an operator audits the blocks and flushes the prefix caches
+    HANG_UP = "hang_up"  # a caller goes away
+    HANG_UP_AND_CRASH = "hang_up_and_crash"  # … and the worker that has the output dies at the same moment
+    STALL = "stall"  # a caller stops reading for duration_s
+    FAIL = "fail"  # the gateway ends a request
+    CANCEL_OUTPUT = "cancel_output"  # one output of a request, alone
+    CRASH_WHEN = "crash_when"  # the worker dies
     DEFECT = "defect"  # our own code raises at the fault point `detail`
+
+
+LURKING = frozenset(
+    (
+        FaultKind.HANG_UP,
+        FaultKind.HANG_UP_AND_CRASH,
+        FaultKind.STALL,
+        FaultKind.FAIL,
+        FaultKind.CANCEL_OUTPUT,
+        FaultKind.CRASH_WHEN,
+    )
+)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -43,6 +43,7 @@ class Seat:
             register,
             self._files,
             on_death=self._died,
+            on_step=lambda: self._world.chaos.look(self._index),
         )
         self._world.journal.note(f"{life.name} lives as {register.pid}")
 

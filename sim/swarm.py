@@ -8,13 +8,22 @@ import random
 import msgspec
 
 from sim.lies import LIES
+from sim.lurking import MOVING, PLACES
 from sim.runner import NAN_TOKEN, POISON_TOKEN
-from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
+from sim.scenario import LURKING, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
 
 MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
 POINTS = ("engine.launched", "engine.applied", "engine.added", "engine.paused")
 DEFECT_POINTS = ("pool.opening", "delivery.written")
+_LURKING: dict[FaultKind, tuple[str, ...]] = {
+    FaultKind.HANG_UP: (*PLACES, MOVING),
+    FaultKind.HANG_UP_AND_CRASH: ("running",),
+    FaultKind.STALL: ("begun",) * 4,
+    FaultKind.FAIL: ("running", "waiting", "paused"),
+    FaultKind.CANCEL_OUTPUT: ("following", "following", "running"),
+    FaultKind.CRASH_WHEN: ("paused",),
+}
 TENANTS = ("", "acme", "zen")
 
 
@@ -29,6 +38,8 @@ def scenario_of(seed: int, *, num_requests: int) -> Scenario:
     config = msgspec.structs.replace(config, tenants=_tenants(config, random.Random(f"{seed}:tenants")))
     requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests)
     faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
+    faults += _lurking(random.Random(f"{seed}:lurking"), requests)
+    faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
     return Scenario(seed=seed, config=config, requests=requests, faults=faults)
 
 
@@ -53,7 +64,7 @@ def _config(rng: random.Random) -> SimConfig:
         max_batch_tokens=max_num_seqs + max_prefill_tokens,
         max_chunk_tokens=max_chunk_tokens,
         max_in_flight=rng.choice((1, 2)),
-        max_model_len=_log_uniform(rng, 8, 256),
+        max_model_len=_log_uniform(rng, 16, 256),
         aging_s=rng.choice((0.0, 0.5, 10.0)),
         preempt_every_steps=rng.choice((None, 3 if least_prefill > 128 else 10 if least_prefill > 15 else None)),
         eos_every=rng.choice((None, 10, 40)),
@@ -68,12 +79,12 @@ def _config(rng: random.Random) -> SimConfig:
         max_pending_tokens=rng.choice((16_384, 8)),
         max_requests=rng.choice((4096, 4096, 16)),
         restart_s=rng.choice((0.3, 3.0)),
-        max_moves=rng.choice((0, 1, 3)),
+        max_moves=rng.choice((0, 1, 3, 3)),
         move_timeout_s=rng.choice((1.0, 60.0)),
         is_watched=rng.random() < 0.7,
         poisons=rng.random() < 0.7,
         audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
-        pause_pending_tokens=rng.choice((1, 3, 512)),
+        pause_pending_tokens=rng.choice((1, 1, 3, 512)),
     )
 
 
@@ -103,21 +114,21 @@ class _Requests:
     def __init__(self, config: SimConfig, rng: random.Random, horizon_s: float) -> None:
         self._config, self._rng, self._horizon_s = config, rng, horizon_s
         self._has = {
-            name: rng.random() < 0.5
-            for name in (
-                "cancels",
-                "deadlines",
-                "stalls",
-                "priorities",
-                "stops",
-                "logprobs",
-                "duplicates",
-                "retries",
-                "tenants",
-                "bursts",
-                "unary",
-                "outputs",
-            )
+            name: rng.random() < share
+            for name, share in {
+                "cancels": 0.5,
+                "deadlines": 0.5,
+                "stalls": 0.8,
+                "priorities": 0.5,
+                "stops": 0.5,
+                "logprobs": 0.5,
+                "duplicates": 0.5,
+                "retries": 0.5,
+                "tenants": 0.5,
+                "bursts": 0.7,
+                "unary": 0.5,
+                "outputs": 0.8,
+            }.items()
         }
         self._nan = 0.01 if rng.random() < 0.5 else 0.0
         self._poison = 0.003 if rng.random() < 0.3 else 0.0
@@ -128,8 +139,8 @@ class _Requests:
     def many(self, num_requests: int) -> tuple[RequestSpec, ...]:
         arrivals = [self._rng.uniform(0, self._horizon_s) for _ in range(num_requests)]
         if self._has["bursts"]:
-            burst_s = self._horizon_s / 7
-            arrivals = [round(at_s / burst_s) * burst_s if self._rng.random() < 0.5 else at_s for at_s in arrivals]
+            burst_s = self._horizon_s / 3
+            arrivals = [round(at_s / burst_s) * burst_s if self._rng.random() < 0.7 else at_s for at_s in arrivals]
         return tuple(self._one(index, round(at_s, 6)) for index, at_s in enumerate(sorted(arrivals)))
 
     def _ids(self, length: int) -> tuple[int, ...]:
@@ -154,7 +165,7 @@ class _Requests:
     def _one(self, index: int, at_s: float) -> RequestSpec:
         rng, has = self._rng, self._has
         output = rng.choice(("ids", "ids", "text", "both"))
-        max_tokens = rng.choice((1, rng.randint(1, 6), rng.randint(1, 24)))
+        max_tokens = rng.choice((1, rng.randint(1, 6), rng.randint(1, 24), rng.randint(24, 96)))
         stops = has["stops"] and output != "ids" and rng.random() < 0.3
         return RequestSpec(
             index=index,
@@ -184,11 +195,27 @@ class _Requests:
 
 
 def _faults(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fault, ...]:
-    kinds = [kind for kind in FaultKind if rng.random() < 0.4]
+    kinds = [kind for kind in FaultKind if kind not in LURKING and rng.random() < 0.4]
     if not kinds:
         return ()
     faults = [_fault(config, rng, rng.choice(kinds), horizon_s) for _ in range(rng.choice((0, 1, 3, 8, 20)))]
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return tuple(faults)
+
+
+def _lurking(rng: random.Random, requests: tuple[RequestSpec, ...]) -> tuple[Fault, ...]:
+    """In most seeds callers leave, stall and fail when their outputs are where few ever are."""
+    if rng.random() < 0.1:
+        return ()
+    pairs = [(kind, place) for kind, places in _LURKING.items() for place in places]
+    times = max(1, min(5, len(requests) // 40))
+    return tuple(_lurks(kind, place, rng, requests) for kind, place in pairs * times)
+
+
+def _lurks(kind: FaultKind, place: str, rng: random.Random, requests: tuple[RequestSpec, ...]) -> Fault:
+    """From some time in the first half on."""
+    at_s = rng.choice(requests[: (len(requests) + 1) // 2]).at_s
+    duration_s = rng.choice((1.0, 4.0, 8.0)) if kind is FaultKind.STALL else 0.0
+    return Fault(kind=kind, at_s=at_s, duration_s=duration_s, detail=place)
 
 
 def _fault(config: SimConfig, rng: random.Random, kind: FaultKind, horizon_s: float) -> Fault:

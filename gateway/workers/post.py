@@ -27,6 +27,7 @@ class Post:
         # By incarnation, not yet sent. Of an output's paces only the last one matters.
         self._cancels: defaultdict[int, list[int]] = defaultdict(list)
         self._paces: defaultdict[int, dict[int, type[Pause] | type[Resume]]] = defaultdict(dict)
+        self._is_due = False
 
     def send(self, record: WorkerRecord, message: Message) -> None:
         """Raises WorkerBusy, WorkerGone (then its outputs have ended), MessageTooLarge; nothing was sent then."""
@@ -64,11 +65,13 @@ class Post:
         self._paces[incarnation][handle] = pace
 
     def _flush_soon(self) -> None:
-        if not self._cancels and not self._paces:
+        if not self._is_due:
+            self._is_due = True
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
         """Send what waits; where a queue is full it stays for the next call."""
+        self._is_due = False
         self._flush_cancels()
         for incarnation in tuple(self._paces):
             record = self._registry.get(incarnation)
