@@ -27,6 +27,7 @@ _TAKES_WORKERS_AWAY = {
     _K.DRAIN_GATEWAY,
     _K.HANG_UP_AND_CRASH,
     _K.CRASH_WHEN,
+    _K.DISCONNECT_WHEN,
 }
 _DEATHS_OF_POISON = 3  # workers that an output has to be lost with before it is called so
 _NEEDED: dict[str, set[FaultKind]] = {
@@ -34,7 +35,7 @@ _NEEDED: dict[str, set[FaultKind]] = {
     "WORKER_STALLED": _TAKES_WORKERS_AWAY,
     "NO_WORKER": _TAKES_WORKERS_AWAY,
     "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
-    "ENGINE_ERROR": {_K.ENGINE_ERROR},
+    "ENGINE_ERROR": {_K.ENGINE_ERROR, _K.FAIL_STEP},
     "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
     "ABORTED": {_K.ABORT, _K.FAIL, _K.CANCEL_OUTPUT},
     "INTERNAL": {_K.LIE, _K.DEFECT},

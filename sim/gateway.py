@@ -202,6 +202,7 @@ class SimGateway(Gateway):
             make_watch=lambda on_exit: SimWatch(processes, on_exit),  # type: ignore[arg-type,return-value]
         )
         super().__init__(gateway_config, pool=pool, renderer=InProcessRenderer())
+        self._watch_pace(pool)
         self.text._executor = SimExecutor(loop, hub.rng)  # type: ignore[assignment]
         self.keeper.door.access = access_list_of(config)
         self.quotas = self.desk.quotas = WatchedQuotas(self.desk, journal)
@@ -209,6 +210,16 @@ class SimGateway(Gateway):
         self.num_calls = 0
         self.is_dead = False
         self._behaviours: dict[str, Any] = {}
+
+    def _watch_pace(self, pool: WorkerPool) -> None:
+        for name in ("pause", "resume"):
+            ask = getattr(pool, name)
+
+            def asked(handle: int, ask: Callable[[int], None] = ask) -> None:
+                self.watch.asked(handle)
+                ask(handle)
+
+            setattr(pool, name, asked)
 
     def _watch_process(self) -> list[Any]:
         """Real memory and real lag are nothing that a seed decides."""

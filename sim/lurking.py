@@ -11,6 +11,7 @@ from sim.gateway import SimGateway
 from sim.rpc import SimCall
 from sim.scenario import Fault, FaultKind
 from worker.request import Phase, Request
+from worker.runner import RunnerError
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -32,6 +33,7 @@ PLACES: dict[str, Callable[[Request], bool]] = {  # where a worker can have an o
     "parked": lambda request: request.phase is Phase.PARKED,
 }
 MOVING = "moving"  # no worker has it
+ON_THE_WAY_S = 0.02  # between two looks for those
 
 
 class _Victim(NamedTuple):
@@ -52,6 +54,17 @@ class Lurking:
     def add(self, fault: Fault) -> None:
         """From now on."""
         self._faults.append(fault)
+        if fault.detail == MOVING:
+            self._look_on_the_way()
+
+    def _look_on_the_way(self) -> None:
+        """No worker makes turns where none is there."""
+        moving = [fault for fault in self._faults if fault.detail == MOVING]
+        for fault in moving:
+            if self._strikes(fault, 0):
+                self._faults.remove(fault)
+        if moving:
+            self._world.loop.call_later(ON_THE_WAY_S, self._look_on_the_way)
 
     def clear(self) -> None:
         """None strikes any more."""
@@ -59,10 +72,10 @@ class Lurking:
 
     def look(self, worker: int) -> None:
         """A worker has made a turn."""
-        self._faults = [fault for fault in self._faults if not self._strikes(fault, worker)]
+        self._faults = [fault for fault in self._faults if fault.detail == MOVING or not self._strikes(fault, worker)]
 
     def _strikes(self, fault: Fault, worker: int) -> bool:
-        victim = self._on_the_move() if fault.detail == MOVING else self._at(worker, PLACES[fault.detail])
+        victim = self._on_the_move() if fault.detail == MOVING else self._at(worker, fault)
         if victim is None:
             return False
         self._world.journal.note(f"{fault.kind} strikes {victim.call.name}, {fault.detail}")
@@ -78,17 +91,33 @@ class Lurking:
             case FaultKind.CANCEL_OUTPUT:
                 gateway.pool.cancel(name)  # on its way alone, before those of the outputs beside it
                 gateway.stream_of(name).fail(RequestAborted("the gateway ended an output"))
+            case FaultKind.DISCONNECT_WHEN:
+                self._disconnect(worker, gateway)
+            case FaultKind.FAIL_STEP:
+                self._fail_step(worker)
         if fault.kind in (FaultKind.HANG_UP_AND_CRASH, FaultKind.CRASH_WHEN):
             self._world.loop.call_soon(self._world.seats[worker].crash)  # what was begun at this moment comes first
         return True
 
-    def _at(self, worker: int, is_there: Callable[[Request], bool]) -> _Victim | None:
+    def _disconnect(self, worker: int, gateway: SimGateway) -> None:
+        life = self._world.seats[worker].life
+        if life is not None:
+            life.dealers[self._world.gateways.index(gateway)].cut()
+
+    def _fail_step(self, worker: int) -> None:
+        life = self._world.seats[worker].life
+        if life is not None:
+            life.runner.next_error = RunnerError("planted")
+
+    def _at(self, worker: int, fault: Fault) -> _Victim | None:
         life = self._world.seats[worker].life
         for request in life.scheduler.roster if life is not None else ():
-            if is_there(request):
+            if PLACES[fault.detail](request):
                 gateway = self._world.gateways[request.asked.key.gateway]
                 output = None if gateway is None else gateway.pool._outputs._live.get(request.asked.key.handle)
                 call = None if gateway is None or output is None else gateway.call_by_name(output.name)
+                if call is not None and call.is_stalled and fault.kind is FaultKind.STALL:
+                    continue
                 if gateway is not None and output is not None and call is not None:
                     return _Victim(gateway, call, output.name)
         return None

@@ -91,6 +91,11 @@ class SimCall:
         self._no_room_before_s = self._loop.time() + duration_s
         self._loop.call_later(duration_s, self._room.set)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Its caller was told to read nothing for a while, however long ago."""
+        return self._no_room_before_s > 0
+
     def lose(self) -> None:
         """The gateway's process dies."""
         self._end_from_outside(Status(code="UNAVAILABLE", message="connection lost"))

@@ -37,6 +37,8 @@ class FaultKind(StrEnum):
     FAIL = "fail"  # the gateway ends a request
     CANCEL_OUTPUT = "cancel_output"  # one output of a request, alone
     CRASH_WHEN = "crash_when"  # the worker dies
+    DISCONNECT_WHEN = "disconnect_when"  # its connection with the gateway of that output breaks
+    FAIL_STEP = "fail_step"  # its next step
     DEFECT = "defect"  # our own code raises at the fault point `detail`
 
 
@@ -48,6 +50,8 @@ LURKING = frozenset(
         FaultKind.FAIL,
         FaultKind.CANCEL_OUTPUT,
         FaultKind.CRASH_WHEN,
+        FaultKind.DISCONNECT_WHEN,
+        FaultKind.FAIL_STEP,
     )
 )
 

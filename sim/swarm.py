@@ -16,14 +16,26 @@ MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
 POINTS = ("engine.launched", "engine.applied", "engine.added", "engine.paused")
 DEFECT_POINTS = ("pool.opening", "delivery.written")
-_LURKING: dict[FaultKind, tuple[str, ...]] = {
-    FaultKind.HANG_UP: (*PLACES, MOVING),
-    FaultKind.HANG_UP_AND_CRASH: ("running",),
-    FaultKind.STALL: ("begun",) * 4,
-    FaultKind.FAIL: ("running", "waiting", "paused"),
-    FaultKind.CANCEL_OUTPUT: ("following", "following", "running"),
-    FaultKind.CRASH_WHEN: ("paused",),
-}
+_K = FaultKind
+_STALLS = ((_K.STALL, "begun"),) * 6
+# By rush. First those that wait for a place which takes others to come about.
+_LURKING = (
+    (
+        *_STALLS,
+        *((_K.HANG_UP, place) for place in PLACES),
+        (_K.CANCEL_OUTPUT, "following"),
+        (_K.CANCEL_OUTPUT, "running"),
+        (_K.FAIL, "waiting"),
+        (_K.FAIL, "paused"),
+        (_K.FAIL_STEP, "leading"),
+    ),
+    (*_STALLS, (_K.CRASH_WHEN, "paused"), (_K.HANG_UP, MOVING)),
+    (*_STALLS, (_K.DISCONNECT_WHEN, "paused"), (_K.HANG_UP, MOVING)),
+    ((_K.HANG_UP_AND_CRASH, "running"), (_K.HANG_UP, MOVING), (_K.FAIL, "running")),
+)
+RUSH_AFTER_S = 50.0  # what was frozen, hung or cut off is back then
+RUSH_S = 15.0
+MAX_RUSHING = 12  # requests
 TENANTS = ("", "acme", "zen")
 
 
@@ -36,10 +48,12 @@ def scenario_of(seed: int, *, num_requests: int) -> Scenario:
     rate = capacity * rng.choice((0.1, 0.3, 0.6, 0.9, 1.5))
     horizon_s = max(num_requests / rate, rng.choice((0.0, 5.0, 20.0)))  # downtimes must not be all of it
     config = msgspec.structs.replace(config, tenants=_tenants(config, random.Random(f"{seed}:tenants")))
-    requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests)
+    num_rushing = min(num_requests // 8, MAX_RUSHING) * len(_LURKING)
+    requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests - num_rushing)
     faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
-    faults += _lurking(random.Random(f"{seed}:lurking"), requests)
-    faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    rush, lurking = _rushes(config, random.Random(f"{seed}:rush"), num_rushing, horizon_s + RUSH_AFTER_S)
+    requests += tuple(msgspec.structs.replace(spec, index=len(requests) + spec.index) for spec in rush)
+    faults = tuple(sorted((*faults, *lurking), key=lambda fault: fault.at_s))
     return Scenario(seed=seed, config=config, requests=requests, faults=faults)
 
 
@@ -49,22 +63,26 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 def _config(rng: random.Random) -> SimConfig:
     block_size, num_blocks = _log_uniform(rng, 1, 32), _log_uniform(rng, 8, 4096)
-    max_num_seqs = _log_uniform(rng, 1, 32)
+    max_num_seqs = 1 if rng.random() < 0.1 else _log_uniform(rng, 2, 32)
     max_prefill_tokens, max_chunk_tokens = _log_uniform(rng, 1, 256), rng.choice((None, 1, 7, 16))
     # Forced preemption, a knob for tests, must leave a request the steps that its prompt takes.
     least_prefill = min(max_prefill_tokens, max_chunk_tokens or 256)
+    max_model_len = _log_uniform(rng, 8, 256) if rng.random() < 0.2 else rng.randint(64, 160)
+    if rng.random() < 0.7:  # too little for those that run: somebody gives way all the time
+        num_tokens = max(max_model_len * 1.1, max_num_seqs * rng.uniform(15.0, 50.0))
+        num_blocks = max(8, round(num_tokens / block_size))
     return SimConfig(
-        num_workers=rng.choice((1, 1, 2, 3)),
+        num_workers=rng.choice((1, 2, 2, 3)),
         num_gateways=rng.choice((1, 1, 2)),
         num_blocks=num_blocks,
         block_size=block_size,
         has_prefix_cache=rng.random() < 0.75,
         max_num_seqs=max_num_seqs,
-        max_waiting=rng.choice((0, 4, 32, 256)),
+        max_waiting=rng.choice((0, 4, 32, 32, 256, 256)),
         max_batch_tokens=max_num_seqs + max_prefill_tokens,
         max_chunk_tokens=max_chunk_tokens,
         max_in_flight=rng.choice((1, 2)),
-        max_model_len=_log_uniform(rng, 16, 256),
+        max_model_len=max_model_len,
         aging_s=rng.choice((0.0, 0.5, 10.0)),
         preempt_every_steps=rng.choice((None, 3 if least_prefill > 128 else 10 if least_prefill > 15 else None)),
         eos_every=rng.choice((None, 10, 40)),
@@ -77,14 +95,14 @@ def _config(rng: random.Random) -> SimConfig:
         stall_timeout_s=rng.choice((10.0, 30.0)),
         write_stall_s=rng.choice((5.0, 30.0)),
         max_pending_tokens=rng.choice((16_384, 8)),
-        max_requests=rng.choice((4096, 4096, 16)),
-        restart_s=rng.choice((0.3, 3.0)),
+        max_requests=rng.choice((4096, 4096, 4096, 16)),
+        restart_s=rng.choice((0.3, 0.3, 3.0)),
         max_moves=rng.choice((0, 1, 3, 3)),
         move_timeout_s=rng.choice((1.0, 60.0)),
         is_watched=rng.random() < 0.7,
         poisons=rng.random() < 0.7,
         audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
-        pause_pending_tokens=rng.choice((1, 1, 3, 512)),
+        pause_pending_tokens=rng.choice((1, 1, 1, 1, 3, 3, 3, 512)),
     )
 
 
@@ -101,8 +119,8 @@ def _tenant(name: str, config: SimConfig, rng: random.Random) -> Tenant:
     return Tenant(
         name=name,
         weight=rng.choice((1, 1, 2, 7)),
-        max_requests=rng.choice((None, 9, max(1, room // 2), 2 * room)),
-        max_queued=rng.choice((None, 9, max(1, config.max_num_seqs // 2))),
+        max_requests=rng.choice((None, None, 9, max(1, room // 2), 2 * room)),
+        max_queued=rng.choice((None, None, 9, max(1, config.max_num_seqs // 2))),
         tokens_per_minute=rate,
         burst_tokens=rng.choice((None, 400)) if rate else None,
     )
@@ -123,7 +141,7 @@ class _Requests:
                 "stops": 0.5,
                 "logprobs": 0.5,
                 "duplicates": 0.5,
-                "retries": 0.5,
+                "retries": 0.8,
                 "tenants": 0.5,
                 "bursts": 0.7,
                 "unary": 0.5,
@@ -132,8 +150,7 @@ class _Requests:
         }
         self._nan = 0.01 if rng.random() < 0.5 else 0.0
         self._poison = 0.003 if rng.random() < 0.3 else 0.0
-        room = min(config.max_model_len, config.num_blocks * config.block_size)
-        self._max_prompt = max(1, min(room - 1, 96))
+        self._max_prompt = max(1, min(_room(config) * 2 // 3, 96))
         self._bases = [self._ids(rng.randint(1, self._max_prompt)) for _ in range(6)]
 
     def many(self, num_requests: int) -> tuple[RequestSpec, ...]:
@@ -189,7 +206,7 @@ class _Requests:
             pace_s=rng.choice((0.0, 0.0, 0.01, 0.2)) if has["stalls"] else 0.0,
             stall_after=rng.randint(1, 3) if has["stalls"] and rng.random() < 0.1 else None,
             stall_s=rng.choice((0.5, 10.0, 60.0)),
-            retries=rng.choice((0, 2, 4)) if has["retries"] else 0,
+            retries=rng.choice((0, 2, 6)) if has["retries"] else 0,
             num_outputs=self._num_outputs() if has["outputs"] else 1,
         )
 
@@ -202,20 +219,50 @@ def _faults(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fa
     return tuple(faults)
 
 
-def _lurking(rng: random.Random, requests: tuple[RequestSpec, ...]) -> tuple[Fault, ...]:
-    """In most seeds callers leave, stall and fail when their outputs are where few ever are."""
-    if rng.random() < 0.1:
-        return ()
-    pairs = [(kind, place) for kind, places in _LURKING.items() for place in places]
-    times = max(1, min(5, len(requests) // 40))
-    return tuple(_lurks(kind, place, rng, requests) for kind, place in pairs * times)
+def _rushes(
+    config: SimConfig, rng: random.Random, num_requests: int, start_s: float
+) -> tuple[tuple[RequestSpec, ...], tuple[Fault, ...]]:
+    """Four bursts of long outputs, more than run at once, on a service that has been well for a while; in most seeds
+    callers leave, stall and fail when their outputs are where few ever are, and later workers die of it."""
+    requests, faults = list[RequestSpec](), list[Fault]()
+    for index, kinds in enumerate(_LURKING):
+        at_s = start_s + index * RUSH_S
+        num, first = num_requests // len(_LURKING), index * (num_requests // len(_LURKING))
+        requests += [_rusher(config, rng, number + first, num, at_s) for number in range(num)]
+        if rng.random() < 0.9:
+            faults += [_lurks(kind, place, rng, at_s) for kind, place in kinds]
+    return tuple(requests), tuple(faults)
 
 
-def _lurks(kind: FaultKind, place: str, rng: random.Random, requests: tuple[RequestSpec, ...]) -> Fault:
-    """From some time in the first half on."""
-    at_s = rng.choice(requests[: (len(requests) + 1) // 2]).at_s
-    duration_s = rng.choice((1.0, 4.0, 8.0)) if kind is FaultKind.STALL else 0.0
-    return Fault(kind=kind, at_s=at_s, duration_s=duration_s, detail=place)
+def _rusher(config: SimConfig, rng: random.Random, index: int, num: int, at_s: float) -> RequestSpec:
+    """index: among those who rush. All of them together have twice the outputs that run at once."""
+    room = _room(config)
+    length = rng.randint(1, max(1, min(room // 3, 48)))
+    return RequestSpec(
+        index=index,
+        at_s=round(at_s + rng.uniform(0.0, 3.0) * config.step_base_s, 6),
+        prompt=tuple(rng.randrange(3, NAN_TOKEN) for _ in range(length)),
+        max_tokens=max(1, min(room - length, rng.choice((24, 48)))),
+        seed=rng.getrandbits(64),
+        gateway=rng.randrange(config.num_gateways),
+        ignore_eos=True,
+        output=rng.choice(("ids", "text")),
+        num_outputs=min(
+            rng.choice((1, 3, 4)) * max(1, config.max_num_seqs // num), config.max_num_seqs + config.max_waiting, 8
+        ),
+        retries=8,
+    )
+
+
+def _lurks(kind: FaultKind, place: str, rng: random.Random, start_s: float) -> Fault:
+    """From the beginning of a rush on, or a little later."""
+    duration_s = rng.choice((2.0, 8.0)) if kind is FaultKind.STALL else 0.0
+    at_s = start_s + rng.choice((0.0, 0.0, 0.05))
+    return Fault(kind=kind, at_s=round(at_s, 6), duration_s=duration_s, detail=place)
+
+
+def _room(config: SimConfig) -> int:
+    return min(config.max_model_len, config.num_blocks * config.block_size)
 
 
 def _fault(config: SimConfig, rng: random.Random, kind: FaultKind, horizon_s: float) -> Fault:

@@ -34,10 +34,12 @@ class WorkerWatch:
         self._scheduler, self._journal, self._name = scheduler, journal, name
         self._is_paused: dict[RequestKey, bool] = {}  # what was said last of requests that are there
         self._ended: list[RequestKey] = []  # since the last step
+        self._has_heard = False
         self._lost: list[GatewayIndex] = []
 
     def heard(self, messages: list[tuple[GatewayIndex, InboxMessage]]) -> None:
         """The engine takes these now."""
+        self._has_heard = bool(messages)
         for gateway, message in messages:
             match message:
                 case Cancel():
@@ -71,6 +73,8 @@ class WorkerWatch:
             else:
                 self._check(request.is_paused is is_paused, f"{key} was told {is_paused=} and is {request.phase}")
         self._ended, self._lost = [], []
+        if self._has_heard:
+            self.recount()
 
     def recount(self) -> None:
         """Every request is in exactly one place, and nobody is in a place who is not a request."""
@@ -142,6 +146,16 @@ class GatewayWatch:
     def closed(self, call: SimCall) -> None:
         """Its handler is through: what workers still have of it must be cancelled at once."""
         self._loop.call_later(FLUSH_S, self._look_behind, call.request_id)
+
+    def asked(self, name: int) -> None:
+        """An output has to pause or to go on: its worker must hear of it at once."""
+        self._loop.call_later(FLUSH_S, self._look_at_pace, name)
+
+    def _look_at_pace(self, name: int) -> None:
+        if not self._was_full and not self._gateway.is_dead:
+            for what, other in self._out_of_step():
+                if other == name:
+                    self._check(False, f"output {name} {what}")
 
     def _look_behind(self, request_id: str) -> None:
         if not self._was_full and not self._gateway.is_dead:

@@ -19,7 +19,7 @@ from gateway.workers.views import LostReason
 from sim.lurking import PLACES
 from sim.swarm import scenario_of
 from sim.world import simulate
-from wire.messages import Cancel, Pause, Resume
+from wire.messages import Cancel, Pause, Resume, WireFinishReason
 from worker.engine import Engine
 from worker.request import Ending, Phase, Request
 from worker.roster import Roster
@@ -198,18 +198,6 @@ def followers_are_left_behind_by_a_leader_that_ends(patch: pytest.MonkeyPatch) -
 
 
 @mutant
-def followers_are_left_behind_by_a_leader_that_is_paused(patch: pytest.MonkeyPatch) -> None:
-    pause = Roster.pause
-
-    def careless(self: Roster, request: Request, now_s: float) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Roster, "promote_follower", lambda self, leader, now_s: None)
-            pause(self, request, now_s)
-
-    patch.setattr(Roster, "pause", careless)
-
-
-@mutant
 def parked_requests_are_not_taken_off_the_list(patch: pytest.MonkeyPatch) -> None:
     class Sticky(dict[int, Request]):
         def pop(self, *args: Any) -> Any:
@@ -236,30 +224,6 @@ def a_paused_request_that_is_preempted_waits_its_turn(patch: pytest.MonkeyPatch)
 
 
 @mutant
-def a_pause_is_ignored_while_queued(patch: pytest.MonkeyPatch) -> None:
-    pause = Scheduler.pause
-
-    def careless(self: Scheduler, key: Any, *, now_s: float) -> None:
-        request = self.roster.find(key)
-        if request is None or request.phase is not Phase.WAITING:
-            pause(self, key, now_s=now_s)
-
-    patch.setattr(Scheduler, "pause", careless)
-
-
-@mutant
-def a_resumed_prefill_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    resume = Roster.resume
-
-    def careless(self: Roster, request: Request, now_s: float) -> None:
-        resume(self, request, now_s)
-        if request in self.prefilling:
-            self.prefilling.remove(request)
-
-    patch.setattr(Roster, "resume", careless)
-
-
-@mutant
 def a_resume_is_ignored_where_the_slot_is_lost(patch: pytest.MonkeyPatch) -> None:
     resume = Scheduler.resume
 
@@ -276,16 +240,10 @@ def a_gateway_that_is_gone_leaves_its_paused_requests(patch: pytest.MonkeyPatch)
     def careless(self: Roster, gateway: Any, now_s: float) -> None:
         for request in list(self):
             if request.asked.key.gateway == gateway and not request.is_paused:
-                self.end(request, Ending(request_cancelled()), now_s)
+                self.end(request, Ending(WireFinishReason.CANCELLED), now_s)
         self.outputs.forget(gateway)
 
     patch.setattr(Roster, "drop_gateway", careless)
-
-
-def request_cancelled() -> Any:
-    from wire.messages import WireFinishReason
-
-    return WireFinishReason.CANCELLED
 
 
 def num_finders(seeds: range, *, num_requests: int = 40) -> int:
