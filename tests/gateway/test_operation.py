@@ -201,6 +201,31 @@ async def test_a_reader_that_does_not_read_is_ended_and_its_worker_freed(serve: 
         assert refusal.tokens_delivered > 0
 
 
+@pytest.mark.parametrize("num_outputs", [1, 2])
+async def test_a_reader_that_waits_for_its_worker_is_not_slow(serve: Any, num_outputs: int) -> None:
+    """Whatever was written to it before: a message that was read leaves no mark behind."""
+    pool = FakePool()
+    request = pb.GenerateRequest(
+        request_id="quick", token_ids=common_pb2.TokenIds(ids=[4]), num_outputs=num_outputs if num_outputs > 1 else None
+    )
+    async with serve(pool) as served:
+        call = served.inference.Generate(request)
+        events = aiter(call)
+        assert (await anext(events)).WhichOneof("event") == "started"
+        desk = served.gateway.desk
+        for _ in range(2):
+            await served.until(lambda: not any(s.write_since_s for s in desk.live.get("quick").streams))
+            assert desk.live.fail_stalled_writes(max_wait_s=0.0) == 0
+            for run in pool.runs:
+                run.tokens([5])
+            assert [(await anext(events)).WhichOneof("event") for _ in pool.runs] == ["delta"] * num_outputs
+        await served.until(lambda: not any(s.write_since_s for s in desk.live.get("quick").streams))
+        assert desk.live.fail_stalled_writes(max_wait_s=0.0) == 0
+        for run in pool.runs:
+            run.finish()
+        assert [event.WhichOneof("event") async for event in call] == ["finished"] * num_outputs
+
+
 async def test_too_many_unread_tokens_end_the_stream(serve: Any) -> None:
     async with serve(limits=RequestLimits(max_pending_tokens=10)) as served:
         call = asyncio.ensure_future(refused(served.inference.Generate(REQUEST)))

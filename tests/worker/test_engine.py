@@ -271,3 +271,23 @@ def test_violations_found_by_the_periodic_audit_are_in_the_stats() -> None:
     assert rig.engine.stats.num_violations == 0
     rig.engine.step()
     assert rig.engine.stats.num_violations > 0
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+def test_every_handle_of_a_cancel_a_pause_and_a_resume_counts(order: tuple[int, ...]) -> None:
+    rig = Rig(WorldConfig(model=MODEL, num_blocks=64, max_num_seqs=3))
+    for handle in (1, 2, 3):
+        rig.inbox.put(run_message(handle, [3, 4, handle + 5], max_tokens=20, min_tokens=20))
+    rig.steps(4)
+    rig.inbox.put(Pause(handles=order))
+    rig.engine.step()
+    assert rig.engine.stats.num_paused == 3
+    rig.inbox.put(Resume(handles=order))
+    rig.engine.step()
+    assert (rig.engine.stats.num_paused, rig.engine.stats.num_running) == (0, 3)
+    rig.inbox.put(Cancel(handles=order))
+    rig.engine.step()
+    assert rig.scheduler.is_empty or not list(rig.scheduler.roster)
+    assert {handle: end.reason for handle, end in rig.outbox.finished().items()} == dict.fromkeys(
+        (1, 2, 3), WireFinishReason.CANCELLED
+    )

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from blockmgr.ids import PrefixCache
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.scheduling import GATEWAY, World, WorldConfig, key
 from wire.messages import WireFinishReason
-from worker.request import Phase
+from worker.request import Phase, failure
 
 WIDE = WorldConfig(num_blocks=64, block_size=2, max_num_seqs=4, max_batch_tokens=32)
 
@@ -209,3 +209,27 @@ def test_a_step_out_of_memory_leaves_a_paused_request_out_of_the_queue() -> None
     world.run()
     world.check_complete()
     world.check_quiet()
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "gateway", "drain"])
+def test_a_request_that_ends_while_it_has_lost_its_slot_is_counted_nowhere_any_more(end: str) -> None:
+    world = World(replace(WIDE, max_num_seqs=1))
+    world.add(1, [3, 4], max_tokens=20, timeout_s=5.0 if end == "deadline" else None)
+    steps(world, 3)
+    world.pause(1)
+    world.add(2, [5, 6], max_tokens=3)
+    steps(world, 2)
+    assert phase(world, 1) is Phase.PARKED
+    match end:
+        case "cancel":
+            world.cancel(1)
+        case "deadline":
+            world.now_s += 10
+            world.launch()
+        case "gateway":
+            world.scheduler.drop_gateway(GATEWAY, now_s=world.now_s)
+        case "drain":
+            world.scheduler.end_all(failure("DRAINING", "over"), now_s=world.now_s)
+    assert phase(world, 1) is None
+    assert (world.scheduler.num_paused, dict(world.scheduler.roster.parked)) == (0, {})
+    assert world.scheduler.num_waiting >= 0

@@ -234,6 +234,25 @@ async def test_a_tenant_cannot_end_anothers_request(guarded: Any) -> None:
         assert (await refused(stream)).reason == "ABORTED"
 
 
+async def test_a_caller_ends_the_request_of_its_own_that_has_the_id_and_no_other(guarded: Any, tmp_path: Path) -> None:
+    """The same id is in flight for two tenants, and another one that ends with it."""
+    pool = FakePool()
+    async with guarded(pool, admin_address=f"unix:{tmp_path}/admin.sock") as served:
+        streams = {}
+        for name, request_id in (("ann", "r"), ("bob", "r"), ("ann", "xr"), ("bob", "rr")):
+            stream = served.inference.Generate(pb.GenerateRequest(request_id=request_id, text="x"), metadata=as_(name))
+            await anext(aiter(stream))
+            streams[name, request_id] = stream
+        await served.inference.Cancel(pb.CancelRequest(request_id="r"), metadata=as_("bob"))
+        assert (await refused(streams["bob", "r"])).reason == "ABORTED"
+        assert set(pool.cancelled) == {2}
+        answer = await served.admin.Abort(admin_pb2.AbortRequest(request_id="r"), metadata=as_("ops"))
+        assert answer.found
+        assert (await refused(streams["ann", "r"])).reason == "ABORTED"
+        assert set(pool.cancelled) == {1, 2}
+        assert {live.request_id for live in served.gateway.desk.live} == {"xr", "rr"}
+
+
 async def test_an_operator_can_end_anybodys_request(guarded: Any, tmp_path: Path) -> None:
     async with guarded(FakePool(), admin_address=f"unix:{tmp_path}/admin.sock") as served:
         stream = served.inference.Generate(pb.GenerateRequest(request_id="r", text="x"), metadata=as_("ann"))

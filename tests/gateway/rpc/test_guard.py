@@ -9,6 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 
+from gateway.access.door import Door
+from gateway.access.key_file import AccessList
+from gateway.access.keys import KeyRing
 from gateway.config import Dialects
 from gateway.errors import QueueFull
 from gateway.meters import GatewayMeters
@@ -65,6 +68,28 @@ class Crashing(grpc.GenericRpcHandler):
     async def generator_raises(self, request: bytes, context: Any) -> Any:
         yield b"one"
         raise QueueFull("no")
+
+    async def generator_has_a_defect(self, request: bytes, context: Any) -> Any:
+        yield b"one"
+        raise RuntimeError("secret")
+
+    async def generator_raises_cancelled(self, request: bytes, context: Any) -> Any:
+        yield b"one"
+        raise asyncio.CancelledError
+
+    async def generator_is_cancelled_from_inside(self, request: bytes, context: Any) -> Any:
+        yield b"one"
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(1)
+
+    async def generator_is_fine(self, request: bytes, context: Any) -> Any:
+        yield b"one"
+
+    async def generator_goes_on(self, request: bytes, context: Any) -> Any:
+        yield b"one"
+        await asyncio.Event().wait()
 
     async def aborts_by_itself(self, request: bytes, context: Any) -> bytes:
         await context.abort(grpc.StatusCode.OUT_OF_RANGE, "mine")
@@ -284,3 +309,46 @@ async def test_metadata_above_the_limit_is_refused_before_a_message_comes(tmp_pa
         refusal = await refused(call(b"x", timeout=30, metadata=(("x-a", "v" * 1000),)))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_CAPACITY")
     await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["generator_has_a_defect", "generator_raises_cancelled", "generator_is_cancelled_from_inside"]
+)
+async def test_defects_of_generators_are_internal_after_what_they_sent(crashing: Any, name: str) -> None:
+    channel, meters = crashing
+    call = channel.unary_stream(f"/t.S/{name}")(b"", timeout=30)
+    assert await anext(aiter(call)) == b"one"
+    refusal = await refused(call)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "secret" not in refusal.message
+    await counted(meters)
+    assert meters.rpcs == {(f"/t.S/{name}", "INTERNAL", "INTERNAL"): 1}
+
+
+async def test_a_generator_that_ends_well_is_counted_as_that(crashing: Any) -> None:
+    channel, meters = crashing
+    assert [message async for message in channel.unary_stream("/t.S/generator_is_fine")(b"", timeout=30)] == [b"one"]
+    await counted(meters)
+    assert meters.rpcs == {("/t.S/generator_is_fine", "OK", ""): 1}
+
+
+async def test_a_generator_whose_caller_leaves_is_closed_and_counted(crashing: Any) -> None:
+    channel, meters = crashing
+    call = channel.unary_stream("/t.S/generator_goes_on")(b"", timeout=30)
+    assert await anext(aiter(call)) == b"one"
+    call.cancel()
+    await counted(meters)
+    assert meters.rpcs == {("/t.S/generator_goes_on", "CANCELLED", "CLIENT"): 1}
+
+
+@pytest.mark.parametrize("name", ["generator_is_fine", "stream_returns_early", "fine"])
+async def test_no_handler_of_any_kind_is_reached_without_a_key(tmp_path: Any, name: str) -> None:
+    guard = Guard(GatewayMeters(), pushback_ms=7, door=Door(access=AccessList(ring=KeyRing(()))))
+    server = grpc.aio.server(interceptors=(guard,))
+    server.add_generic_rpc_handlers((Crashing(),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s", options=[("grpc.enable_retries", 0)]) as channel:
+        refusal = await refused(channel.unary_stream(f"/t.S/{name}")(b"", timeout=30))
+    await server.stop(0)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")

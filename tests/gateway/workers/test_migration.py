@@ -1,14 +1,17 @@
 """Outputs go on at another worker behind what they have given, and whoever kills workers is found out."""
 
+import asyncio
 import os
 import subprocess
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from gateway.workers import WorkerPool
+from gateway.workers.link import PeerFull
 from gateway.workers.views import LostReason
 from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, until
 from wire.host import pid_namespace
@@ -283,3 +286,44 @@ async def test_another_model_takes_nothing_and_closing_ends_all(tmp_path: Path) 
         assert await workers[1].hears_nothing(0.3)
         await pool.close()
         assert sink.ends == [("lost", "DRAINING")]
+
+
+async def test_what_was_cancelled_moves_nowhere_when_its_worker_dies(tmp_path: Path) -> None:
+    async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
+        kept, gone = open_on(pool, first, "kept"), open_on(pool, first, "gone")
+        for _ in range(2):
+            await first.expect(Run)
+        pool.cancel(gone.name)  # type: ignore[attr-defined]
+        assert (await first.expect(Cancel)).handles == (gone.name,)  # type: ignore[attr-defined]
+        await die(pool, first)
+        assert await gone.end() == ("lost", "WORKER_LOST")
+        run = await second.expect(Run)
+        assert run.request_id == "kept"
+        await second.step([(run.handle, 5)], finished=(finished(run.handle, 1),))
+        await kept.end()
+        assert await second.hears_nothing()
+        assert (pool.num_outputs, pool.stats.moved_outputs) == (0, 1)
+
+
+async def test_a_worker_that_is_gone_holds_up_no_cancel_for_another(tmp_path: Path) -> None:
+    """The first was given up while its Cancel was on its way out: the second's goes out in its own turn, not with the
+    next tick."""
+    async with served(tmp_path, "w0", "w1", max_migrations=0, tick_s=3600.0) as (pool, (first, second)):
+        lost, other = open_on(pool, first, "lost"), open_on(pool, second, "other")
+        run = await second.expect(Run)
+        post, record = pool._post, pool._registry.get(pool._outputs.get(lost.name).incarnation)  # type: ignore[attr-defined,union-attr]
+        assert record is not None
+        real = pool._link.send
+
+        def send(peer: Any, message: Any) -> None:
+            if peer == record.peer:
+                raise PeerFull
+            real(peer, message)
+
+        pool._link.send = send  # type: ignore[method-assign]
+        pool.cancel(lost.name)  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert post._cancels  # it could not be said yet
+        pool.cancel(other.name)  # type: ignore[attr-defined]
+        assert (await second.expect(Cancel)).handles == (run.handle,)
