@@ -8,7 +8,7 @@ import random
 import msgspec
 
 from sim.lies import LIES
-from sim.lurking import MOVING, PLACES
+from sim.lurking import MOVING
 from sim.runner import NAN_TOKEN, POISON_TOKEN
 from sim.scenario import LURKING, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
 
@@ -22,15 +22,28 @@ _STALLS = ((_K.STALL, "begun"),) * 6
 _LURKING = (
     (
         *_STALLS,
-        *((_K.HANG_UP, place) for place in PLACES),
+        *_STALLS[:2],
+        *((_K.HANG_UP, place) for place in ("waiting", "preempted", "following", "leading", "paused", "parked")),
         (_K.CANCEL_OUTPUT, "following"),
         (_K.CANCEL_OUTPUT, "running"),
         (_K.FAIL, "waiting"),
         (_K.FAIL, "paused"),
         (_K.FAIL_STEP, "leading"),
     ),
-    (*_STALLS, (_K.CRASH_WHEN, "paused"), (_K.HANG_UP, MOVING)),
-    (*_STALLS, (_K.DISCONNECT_WHEN, "paused"), (_K.HANG_UP, MOVING)),
+    (
+        *_STALLS,
+        (_K.CANCEL_OUTPUT, "following"),
+        (_K.HANG_UP_AND_CRASH, "paused"),
+        (_K.CRASH_WHEN, "paused"),
+        (_K.HANG_UP, MOVING),
+    ),
+    (
+        *_STALLS,
+        (_K.CANCEL_OUTPUT, "following"),
+        (_K.HANG_UP, "parked"),
+        (_K.DISCONNECT_WHEN, "paused"),
+        (_K.HANG_UP, MOVING),
+    ),
     ((_K.HANG_UP_AND_CRASH, "running"), (_K.HANG_UP, MOVING), (_K.FAIL, "running")),
 )
 RUSH_AFTER_S = 50.0  # what was frozen, hung or cut off is back then
@@ -248,7 +261,7 @@ def _rusher(config: SimConfig, rng: random.Random, index: int, num: int, at_s: f
         ignore_eos=True,
         output=rng.choice(("ids", "text")),
         num_outputs=min(
-            rng.choice((1, 3, 4)) * max(1, config.max_num_seqs // num), config.max_num_seqs + config.max_waiting, 8
+            rng.choice((2, 4)) * max(1, config.max_num_seqs // num), config.max_num_seqs + config.max_waiting, 10
         ),
         retries=8,
     )

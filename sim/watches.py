@@ -157,6 +157,16 @@ class GatewayWatch:
                 if other == name:
                     self._check(False, f"output {name} {what}")
 
+    def _look_twice(self) -> None:
+        suspects = set() if self._was_full or self._gateway.is_dead else set(self._out_of_step())
+        if suspects:
+            self._loop.call_later(FLUSH_S, self._look_again, suspects)
+
+    def _look_again(self, suspects: set[tuple[str, int]]) -> None:
+        if not self._was_full and not self._gateway.is_dead:
+            for what, name in suspects & set(self._out_of_step()):
+                self._check(False, f"output {name} {what}")
+
     def _look_behind(self, request_id: str) -> None:
         if not self._was_full and not self._gateway.is_dead:
             for what, handle in self._left_behind():
@@ -199,6 +209,8 @@ class GatewayWatch:
         if isinstance(message, StepOutput):
             for finished in message.finished:
                 self._sent.pop(finished.handle, None)
+            if self._gateway.pool.stats.pauses:
+                self._loop.call_later(FLUSH_S, self._look_twice)
 
     def look(self) -> None:
         """Now and then. What is wrong twice in a row is wrong."""

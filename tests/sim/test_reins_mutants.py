@@ -3,7 +3,8 @@
 Not in a scenario made for it: of any twelve seeds at least six have to meet the place where the bug is, and notice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -246,11 +247,29 @@ def a_gateway_that_is_gone_leaves_its_paused_requests(patch: pytest.MonkeyPatch)
     patch.setattr(Roster, "drop_gateway", careless)
 
 
-def num_finders(seeds: range, *, num_requests: int = 40) -> int:
-    return sum(bool(simulate(scenario_of(seed, num_requests=num_requests)).violations) for seed in seeds)
+QUICK = {  # each of a kind: the whole suite has them, the others take a minute more
+    "cancelled_outputs_migrate",
+    "a_failed_call_is_not_cancelled_at_the_worker",
+    "a_cancelled_follower_stays",
+    "only_the_first_output_of_a_call_is_cancelled",
+    "a_pause_is_never_sent",
+    "only_the_first_handle_of_a_cancel_is_heeded",
+    "cancel_is_ignored_while_queued",
+    "cancel_is_ignored_while_paused",
+    "a_gateway_that_is_gone_leaves_its_paused_requests",
+}
+RARE: dict[str, int] = {}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+def finders(seeds: range, *, num_requests: int = 40) -> Iterator[int]:
+    """Seeds that notice something."""
+    return (seed for seed in seeds if simulate(scenario_of(seed, num_requests=num_requests)).violations)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in MUTANTS]
+)
 def test_half_of_the_seeds_find_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)
-    assert num_finders(SEEDS) >= NEEDED
+    needed = RARE.get(name, NEEDED)
+    assert len(list(islice(finders(SEEDS), needed))) == needed

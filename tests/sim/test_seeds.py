@@ -9,15 +9,15 @@ from sim.scenario import FaultKind, load
 from sim.swarm import scenario_of
 from sim.twice import simulate_twice
 
-SEEDS = range(100_000, 100_036)
+SEEDS = range(100_000, 100_018)
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 
 
-@pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 12))
+@pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 6))
 def test_every_seed_ends_balances_and_repeats(first: int) -> None:
-    reports = [simulate_twice(scenario_of(seed, num_requests=40)) for seed in range(first, first + 12)]
+    reports = [simulate_twice(scenario_of(seed, num_requests=40)) for seed in range(first, first + 6)]
     assert {report.seed: report.violations for report in reports if report.violations} == {}
-    assert sum(report.outcomes["OK"] for report in reports) > 100
+    assert sum(report.outcomes["OK"] for report in reports) > 50
 
 
 def test_the_swarm_has_odd_pools_and_every_kind_of_fault() -> None:
