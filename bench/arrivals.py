@@ -3,7 +3,7 @@
 A process runs the gateway with a stand-in for the workers that has a number of slots and gives each of them one token a
 step; another one is a real gRPC client, which asks for everything at once. New requests and tokens compete for one
 thread: slots stay empty while requests wait to be taken in. Processes in turns: tokens in rounds once the gateway is
-busy (gateway/coalescing.py), and each as it comes. One JSON line a run.
+busy (gateway/streams/stream.py), and each as it comes. One JSON line a run.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.figures import percentile
 from bench.gateway import cpu_s
-from cli.ports import free_port
+from octavo.cli.serve.ports import free_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ def serve(address: str, load: Load, pipe: Any) -> None:
     import uvloop
 
     from bench.lone_gateway import lone_gateway
-    from gateway.coalescing import Coalescer
-    from gateway.config import RequestLimits
+    from octavo.gateway.config import RequestLimits
+    from octavo.gateway.streams.stream import Coalescer
     from tests.support.fake_pool import model_card
     from tests.support.tokenizers_tiny import tiny_files
 
@@ -109,6 +109,7 @@ def serve(address: str, load: Load, pipe: Any) -> None:
 async def read_streams(address: str, load: Load, pipe: Any) -> dict[str, Any]:
     """The client: every request at once, the time of every message."""
     import grpc
+
     from octavo.v1 import common_pb2, inference_pb2_grpc
     from octavo.v1 import inference_pb2 as pb
 

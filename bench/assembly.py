@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from bench.mailbox import Mailbox
-from blockmgr.config import BlockManagerConfig
-from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
-from wire.messages import Run, Sampling
-from worker.config import SchedulerConfig
-from worker.engine import Engine, EngineConfig
-from worker.runner import Runner
-from worker.runner_warmup import WarmConfig
-from worker.scheduler import Scheduler
+from octavo.blockmgr.config import BlockManagerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.messages import Run, Sampling
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.engine.engine import Engine, EngineConfig
+from octavo.worker.loading.warmup import WarmConfig
+from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

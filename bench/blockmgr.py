@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.figures import write_json
-from blockmgr import BlockManager, BlockManagerConfig, PrefixCache
-from blockmgr.lru import LruQueue
+from octavo.blockmgr import BlockManager, BlockManagerConfig, PrefixCache
+from octavo.blockmgr.pool import LruQueue
 
 BLOCK_SIZE, PROMPT, NUM_STEPS = 16, 4000, 160
 SIZES = (1, 64, 256, 1024)

@@ -24,9 +24,9 @@ from bench.local_engine import LocalEngine
 from bench.machine import Machine, this_machine
 from bench.shapes import PUBLISHED
 from bench.workloads import Ask, Clock, Figure, Side, decode_ms, mixed, output_rate, prefill_ms
-from model.config import Qwen2Config
-from model.qwen2 import Qwen2ForCausalLM
-from worker.runner_memory import prefer_huge_pages
+from octavo.model.config import Qwen2Config
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.worker.loading.memory import prefer_huge_pages
 
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 

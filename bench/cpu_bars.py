@@ -26,9 +26,9 @@ from bench.local_engine import LocalEngine
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED
 from bench.workloads import Clock, ask, mixed, output_rate, prefill_ms
-from model.linear import WeightFormat
-from model.qwen2 import Qwen2ForCausalLM
-from worker.runner_memory import prefer_huge_pages
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.layers.linear import WeightFormat
+from octavo.worker.loading.memory import prefer_huge_pages
 
 NUM_PROMPT = 128
 MAX_MODEL_LEN = 516

@@ -23,11 +23,11 @@ from rich.table import Table
 from bench.figures import write_json
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED
-from model import Qwen2ForCausalLM, get_backend, make_inputs
-from model.cpu.largest import largest
-from model.linear import Linear, WeightFormat
-from model.paged import PagedSequences
-from worker.runner_memory import prefer_huge_pages
+from octavo.model import Qwen2ForCausalLM, get_backend, make_inputs
+from octavo.model.attention.paged import PagedSequences
+from octavo.model.cpu.ops import largest
+from octavo.model.layers.linear import Linear, WeightFormat
+from octavo.worker.loading.memory import prefer_huge_pages
 
 BLOCK_SIZE = 16
 

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from model.kernels.checks import check_tensor
+from octavo.model.kernels.checks import check_tensor
 
 MAX_PROPOSALS = 32
 WORKSPACE_BYTES = 32 << 20

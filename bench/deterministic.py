@@ -24,9 +24,9 @@ from bench.modes import MODES
 from bench.random_checkpoint import write_checkpoint
 from bench.shapes import PUBLISHED
 from bench.workloads import decode_ms, mixed, output_rate, prefill_ms
-from model.invariant import make_invariant
-from model.loading import load_model
-from worker.config import Deterministic
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.invariant import make_invariant
+from octavo.worker.config import Deterministic
 
 
 def cpu(threads: int, shape: str) -> dict[str, object]:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.figures import percentile
-from cli.ports import free_port
+from octavo.cli.serve.ports import free_port
 
 MAX_TOKENS = 1_000_000
 
@@ -66,7 +66,7 @@ def serve(address: str, load: Load, loop_kind: str, pipe: Any) -> None:
     import uvloop
 
     from bench.lone_gateway import lone_gateway
-    from gateway.config import RequestLimits
+    from octavo.gateway.config import RequestLimits
     from tests.support.fake_pool import model_card
     from tests.support.tokenizers_tiny import tiny_files
 

@@ -23,7 +23,7 @@ import psutil
 from bench.figures import percentile
 from bench.paced_worker import Pace, worker_process
 from bench.serving import wait_until_serving
-from cli.ports import free_port
+from octavo.cli.serve.ports import free_port
 
 PROMPT = 16
 SERVICE = "octavo.v1.InferenceService"
@@ -32,9 +32,9 @@ START_TIMEOUT_S = 60.0
 
 def gateway_process(port: int, endpoint: str) -> None:
     """Serve until SIGTERM."""
-    from gateway.config import GatewayConfig, LogFormat
-    from gateway.main import main
-    from gateway.workers.config import WorkerPoolConfig
+    from octavo.gateway.config import GatewayConfig, LogFormat
+    from octavo.gateway.main import main
+    from octavo.gateway.workers.config import WorkerPoolConfig
 
     pool = WorkerPoolConfig(endpoints=(endpoint,))
     address = f"127.0.0.1:{port}"
@@ -48,6 +48,7 @@ def gateway_process(port: int, endpoint: str) -> None:
 async def read_streams(ports: list[int], num_streams: int, num_tokens: int) -> dict[str, list[tuple[float, int]]]:
     """(time, tokens) of every message of each request."""
     import grpc
+
     from octavo.v1 import common_pb2, inference_pb2_grpc
     from octavo.v1 import inference_pb2 as pb
 

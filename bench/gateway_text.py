@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.loop_lag import Lag
-from cli.ports import free_port
+from octavo.cli.serve.ports import free_port
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "model" / "embedded" / "folio-chat"
 WORDS = ["the", "fox", "ran", "über", "42", "wonder", "Straße", "你好", "and", "story", "(end)", "🦙", "of", "light\n"]
@@ -42,8 +42,8 @@ def gateway_process(address: str, work: Work, pipe: Any) -> None:
     import gc
 
     from bench.lone_gateway import lone_gateway
-    from gateway.config import RequestLimits
-    from gateway.main import _GC_THRESHOLD, _loop_factory
+    from octavo.gateway.config import RequestLimits
+    from octavo.gateway.main import _GC_THRESHOLD, _loop_factory
     from tests.support.fake_pool import FakeRun, model_card
 
     files = {path.name: path.read_bytes() for path in work.tokenizer.iterdir() if path.suffix in (".json", ".jinja")}
@@ -101,6 +101,7 @@ async def in_parallel(jobs: Sequence[Callable[[], Awaitable[int]]], limit: int) 
 async def phases(address: str, work: Work, pipe: Any) -> list[dict[str, Any]]:
     """Tokenize, Detokenize, Generate with text, chat and stop strings."""
     import grpc
+
     from octavo.v1 import inference_pb2 as pb
     from octavo.v1 import inference_pb2_grpc
 

@@ -26,9 +26,9 @@ from bench.gpu.runner import make_runner
 from bench.gpu.workloads import QWENS_WISHES, decode_ms, first_token_ms, host_us, nano, nano_lengths, prefill
 from bench.gpu_floors import Floors
 from bench.shapes import PUBLISHED
-from blockmgr.ids import PrefixCache
-from worker.config import GPU_BATCH_TOKENS
-from worker.cuda_runner import CudaRunner
+from octavo.blockmgr.ids import PrefixCache
+from octavo.worker.config import GPU_BATCH_TOKENS
+from octavo.worker.runners.cuda.runner import CudaRunner
 
 WORKLOADS = ["nano", "wishes", "first", "prefill", "decode", "host"]
 FIRST_LENGTHS = (16, 512, 2048, 8192)

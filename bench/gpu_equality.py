@@ -34,13 +34,13 @@ from bench.in_process import InProcess
 from bench.modes import MODES
 from bench.random_checkpoint import write_checkpoint
 from bench.shapes import SHAPES
-from blockmgr.ids import PrefixCache
-from model.checkpoint import resolve_checkpoint
-from model.gpu.weights import GpuWeights
-from model.loading import load_model
-from worker.config import Deterministic
-from worker.cuda_programs import CudaRunnerConfig
-from worker.cuda_runner import CudaRunner
+from octavo.blockmgr.ids import PrefixCache
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.gpu.weights import GpuWeights
+from octavo.worker.config import Deterministic
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
+from octavo.worker.runners.cuda.runner import CudaRunner
 
 BLOCK_SIZE = 16
 LENGTHS = (16, 33, 64, 100, 157, 256, 389, 512)

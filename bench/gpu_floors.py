@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.config import Qwen2Config
+from octavo.model.config import Qwen2Config
 
 BF16_BYTES = 2
 MATMUL_FLOPS = 790e12

@@ -18,10 +18,10 @@ import torch
 from bench.gpu.device import need_cuda
 from bench.gpu.steps import Bench, prefill_inputs
 from bench.shapes import PUBLISHED
-from model.gpu import layers
-from model.gpu.choice import time_graph
-from model.kernels.ahead import compiling
-from model.kernels.gate_up_product import TILES, GateUpTiles, gate_up_product
+from octavo.model.gpu import layers
+from octavo.model.gpu.autotune import time_graph
+from octavo.model.kernels.precompile import compiling
+from octavo.model.kernels.products.gate_up import TILES, GateUpTiles, gate_up_product
 
 PROMPTS = [(1, 512), (1, 768), (1, 1024), (1, 1536), (1, 2048), (2, 2048), (4, 2048), (14, 564), (1, 8192)]
 OTHER_TILES: dict[str, GateUpTiles | None] = {

@@ -29,7 +29,7 @@ from bench.gpu.device import need_cuda
 from bench.random_checkpoint import write_checkpoint
 from bench.serving import wait_until_serving
 from bench.shapes import SHAPES
-from cli.ports import free_port
+from octavo.cli.serve.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STOP_TIMEOUT_S = 30.0
@@ -75,7 +75,7 @@ def serving(folder: Path, flags: list[str], *, start_timeout_s: float) -> Iterat
     """`octavo serve FLAGS`, ready. Raises BenchError where it never is."""
     port, log, begin_s = free_port("127.0.0.1", set()), folder / "service.log", time.monotonic()
     target = f"127.0.0.1:{port}"
-    command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", "--metrics-port=0"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", "--metrics-port=0"]
     command += ["--worker-metrics-port=0", f"--run-dir={folder / 'run'}", "--log-level=warning", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)

@@ -23,8 +23,8 @@ from bench.gpu.engine import GpuEngine
 from bench.gpu.runner import make_runner
 from bench.hf_sides import make_transformers
 from bench.shapes import PUBLISHED
-from blockmgr.ids import PrefixCache
-from worker.config import GPU_BATCH_TOKENS
+from octavo.blockmgr.ids import PrefixCache
+from octavo.worker.config import GPU_BATCH_TOKENS
 
 PROMPT, OUTPUT, REQUESTS = 128, 65, 32
 

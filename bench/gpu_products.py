@@ -17,11 +17,11 @@ from bench.cublaslt import Algorithm, BlasError, multiply, propose
 from bench.gpu.device import need_cuda
 from bench.gpu.steps import Bench
 from bench.gpu.sweeps.step import take, time_step
-from model.gpu import decode_step
-from model.gpu.choice import Wide, time_graph
-from model.gpu.layers import Attend, LayerBuffers
-from model.gpu.weights import GpuWeights
-from model.kernels.activation import silu_mul
+from octavo.model.gpu import decode_step
+from octavo.model.gpu.autotune import Wide, time_graph
+from octavo.model.gpu.layers import Attend, LayerBuffers
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.products.activation import silu_mul
 
 NAMES = ("qkv", "output", "gate_up", "down", "head")
 MATRICES = {"qkv": "qkv_CD", "output": "o_DA", "gate_up": "gate_up_ED", "down": "down_DI"}

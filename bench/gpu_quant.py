@@ -17,10 +17,10 @@ import triton
 
 from bench.gpu.device import copy_rate, free_memory, need_cuda
 from bench.gpu.steps import Bench, time_decode, time_prefill
-from model.gpu.choice import time_graph
-from model.gpu.quant_products import QuantProducts
-from model.kernels.quant_product import QuantizedWeight, QuantScratch, QuantTiles, quant_product
-from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
+from octavo.model.gpu.autotune import time_graph
+from octavo.model.gpu.quant_products import QuantProducts
+from octavo.model.kernels.products.quantized import QuantizedWeight, QuantScratch, QuantTiles, quant_product
+from octavo.model.quantization.rounding import FP8, Fp8Weight, round_to_groups
 
 SHAPES = {"7B qkv": (4608, 3584), "7B down": (3584, 18944), "0.5B gate_up": (9728, 896), "0.5B o": (896, 896)}
 TILES = [

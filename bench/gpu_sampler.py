@@ -23,12 +23,12 @@ from bench.figures import write_json
 from bench.gpu.device import copy_rate, need_cuda
 from bench.gpu.workloads import QWENS_WISHES
 from bench.shapes import NUM_IDS, PUBLISHED
-from model.gpu.choice import time_graph
-from model.gpu.wish_plan import Stage, plan_row
-from model.gpu.wishes import DeviceMasks, SampledBatch, WishState
-from model.kernels.mask import num_words
-from model.kernels.sample import SampleParts, sample_and_advance
-from model.sampling import Feature, SamplingParams
+from octavo.model.gpu.autotune import time_graph
+from octavo.model.gpu.sampling_columns import Stage, plan_row
+from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, WishState
+from octavo.model.kernels.sampling.mask import num_words
+from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
+from octavo.model.sampling.params import Feature, SamplingParams
 
 WIDTH, VOCAB = PUBLISHED["0.5B"].vocab_size, NUM_IDS
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": 0.2}
@@ -105,7 +105,9 @@ def prepare(state: WishState, logits_BV: torch.Tensor, wish: dict[str, Any], fea
         ids_T = rng.integers(0, VOCAB, 540).astype(np.int32)
         state.put_tables(row, params, plan, ids_T, 500)
     columns = state.state
-    columns.temperature_R[:B] = 0.0 if plan.columns["wish"] else params.temperature  # as worker/cuda_changes.py has it
+    columns.temperature_R[:B] = (
+        0.0 if plan.columns["wish"] else params.temperature
+    )  # as worker/runners/cuda/staging.py has it
     columns.position_R[:B], columns.num_prompt_R[:B] = 539, 500
     columns.seed_R[:B] = torch.arange(B, device="cuda")
     batch = SampledBatch(

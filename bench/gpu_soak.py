@@ -29,7 +29,7 @@ from bench.soak import Soak, verdicts
 from bench.soak_load import Canary, Load, LoadSizes
 from bench.soak_runners import CPU_PLAN, GPU_PLAN, cpu_runner, cuda_runner
 from bench.soak_watch import slopes
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
 
 LEAST_MINUTES = 1.0
 

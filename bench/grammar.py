@@ -22,7 +22,7 @@ from bench.figures import percentile
 from bench.grammar_cases import CASES
 from bench.grammar_libraries import Compile, Follower, MakeFollower, libraries, matcher_of, read_vocabulary
 from bench.machine import this_machine
-from worker.grammar_vocabulary import Vocabulary
+from octavo.worker.grammar.vocabulary import Vocabulary
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from llguidance import LLMatcher
 
-from grammar.limits import GrammarLimits
-from grammar.source import to_llguidance
-from wire.messages import Grammar, GrammarKind
-from worker.grammar_matcher import GrammarMatcher
-from worker.grammar_vocabulary import Vocabulary, load_vocabulary
+from octavo.grammar.limits import GrammarLimits
+from octavo.grammar.source import to_llguidance
+from octavo.wire.messages import Grammar, GrammarKind
+from octavo.worker.grammar.matcher import GrammarMatcher
+from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
 
 LIMITS = GrammarLimits()
 

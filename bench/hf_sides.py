@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM as TransformersQwen2
 from transformers.utils import logging
 
 from bench.workloads import Ask, Clock
-from model.config import Qwen2Config
+from octavo.model.config import Qwen2Config
 
 
 def make_transformers(config: Qwen2Config, dtype: torch.dtype) -> Any:

@@ -11,10 +11,10 @@ import numpy as np
 
 from bench.assembly import assemble, run_of
 from bench.mailbox import GATEWAY, Mailbox, tokens_of
-from blockmgr.ids import PrefixCache
-from wire.messages import Cancel, Finished, StepOutput, TokenLogprobs
-from worker.runner import Runner
-from worker.runner_warmup import WarmConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.wire.messages import Cancel, Finished, StepOutput, TokenLogprobs
+from octavo.worker.loading.warmup import WarmConfig
+from octavo.worker.runners.interface import Runner
 
 
 class KeptMail(Mailbox):

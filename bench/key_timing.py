@@ -23,11 +23,11 @@ from typing import Any
 
 import grpc
 import structlog
-from octavo.v1 import model_pb2, model_pb2_grpc
 
-from gateway.access.caller import Caller
-from gateway.access.keys import KeyEntry, KeyRing, digest_of, new_key
-from gateway.access.scopes import Scope
+from octavo.gateway.auth.caller import Caller
+from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of, new_key
+from octavo.gateway.auth.scopes import Scope
+from octavo.v1 import model_pb2, model_pb2_grpc
 
 Samples = dict[str, list[int]]
 
@@ -66,9 +66,9 @@ def time_ring(ring: KeyRing, kinds: dict[str, Callable[[], str]], num_samples: i
 
 async def time_calls(known: list[str], kinds: dict[str, Callable[[], str]], num_samples: int) -> Samples:
     """Nanoseconds of a refused call on a real server over a Unix socket."""
-    from gateway.config import AccessConfig, GatewayConfig
-    from gateway.gateway import Gateway
-    from gateway.workers.config import WorkerPoolConfig
+    from octavo.gateway.app import Gateway
+    from octavo.gateway.config import AccessConfig, GatewayConfig
+    from octavo.gateway.workers.config import WorkerPoolConfig
 
     samples: Samples = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as made:

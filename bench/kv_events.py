@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from blockmgr.config import BlockManagerConfig
-from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
-from gateway.dialects.vllm_kv_events import KvBatches
-from gateway.workers.prefixes import Prefixes
-from wire.codec import decode_to_gateway, encode
-from worker.cache_telling import CacheTelling
-from worker.ports import GatewayIndex, OutboxMessage
+from octavo.blockmgr.config import BlockManagerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.gateway.dialects.vllm.messages import KvBatches
+from octavo.gateway.workers.prefix_index import Prefixes
+from octavo.wire.codec import decode_to_gateway, encode
+from octavo.worker.engine.codec import CacheTelling
+from octavo.worker.engine.interfaces import GatewayIndex, OutboxMessage
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 1_600

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from bench.assembly import blocks_of
 from bench.in_process import InProcess
 from bench.workloads import Ask, Clock
-from blockmgr.ids import PrefixCache
-from model.qwen2 import Qwen2ForCausalLM
-from worker.runner_warmup import warm_up
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.worker.loading.warmup import warm_up
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 
 BLOCK_SIZE = 16
 MAX_BATCH_TOKENS = 512

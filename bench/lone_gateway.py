@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from gateway.config import GatewayConfig, RequestLimits
-from gateway.gateway import Gateway
-from gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.app import Gateway
+from octavo.gateway.config import GatewayConfig, RequestLimits
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.wire.messages import Capacity, ModelCard
 from tests.support.fake_pool import FakePool, FakeRun, worker_view
-from wire.messages import Capacity, ModelCard
 
 CAPACITY = Capacity(num_blocks=1 << 22, block_size=16, max_num_seqs=4096, max_waiting=4096, max_batch_tokens=8192)
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from wire.messages import StepOutput
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
+from octavo.wire.messages import StepOutput
+from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage
 
 GATEWAY = GatewayIndex(0)
 
 
 class Mailbox:
-    """Both ports of a `worker.engine.Engine`. What it does with the output of a step is a subclass's to say."""
+    """Both ports of a `worker.engine.engine.Engine`. What it does with the output of a step is a subclass's to say."""
 
     def __init__(self) -> None:
         self.coming: list[tuple[GatewayIndex, InboxMessage]] = []

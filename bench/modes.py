@@ -1,5 +1,5 @@
 """Fast and deterministic, by their names on a command line."""
 
-from worker.config import Deterministic
+from octavo.worker.config import Deterministic
 
 MODES = {"fast": Deterministic.OFF, "deterministic": Deterministic.ON}

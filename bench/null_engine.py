@@ -11,12 +11,12 @@ import numpy as np
 
 from bench.assembly import assemble
 from bench.mailbox import Mailbox
-from blockmgr.ids import PrefixCache
-from wire.messages import StepOutput
-from worker.engine import Engine
-from worker.masks import StepMasks
-from worker.plan import StepPlan, StepResult
-from worker.scheduler import Scheduler
+from octavo.blockmgr.ids import PrefixCache
+from octavo.wire.messages import StepOutput
+from octavo.worker.engine.engine import Engine
+from octavo.worker.runners.interface import StepMasks
+from octavo.worker.scheduler.plan import StepPlan, StepResult
+from octavo.worker.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096

@@ -25,10 +25,10 @@ def worker_process(endpoints: tuple[str, ...], pace: Pace, num_streams: int, tim
     """A worker at a fixed pace, which writes down when each request's tokens were known."""
     import numpy as np
 
-    from worker.config import RunnerKind, WorkerConfig
-    from worker.main import main
-    from worker.oracle_runner import OracleRunner
-    from worker.plan import StepPlan, StepResult
+    from octavo.worker.config import RunnerKind, WorkerConfig
+    from octavo.worker.main import main
+    from octavo.worker.runners.oracle.runner import OracleRunner
+    from octavo.worker.scheduler.plan import StepPlan, StepResult
 
     names: dict[int, str] = {}
     known: dict[str, list[float]] = defaultdict(list)

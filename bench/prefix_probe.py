@@ -14,11 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from octavo.cli.serve.launch import command_line, environment, write_settings
+from octavo.cli.serve.ports import free_port
 from octavo.client import Client
-
-from cli.launch import command_line, environment, write_settings
-from cli.ports import free_port
-from gateway.access.keys import digest_of, new_key
+from octavo.gateway.auth.keys import digest_of, new_key
 
 PROMPT_TOKENS = 640
 VOCABULARY = 4000  # ids of the embedded model that are ordinary text

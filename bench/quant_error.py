@@ -16,9 +16,9 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.figures import write_json
-from model import load_model, resolve_checkpoint
-from model.rounding_error import Rounding, RoundingError, measure, round_model
-from model.verify_prompts import make_prompts
+from octavo.model import load_model, resolve_checkpoint
+from octavo.model.verify.prompts import make_prompts
+from octavo.model.verify.rounding_error import Rounding, RoundingError, measure, round_model
 
 PIECE_TOKENS = 512
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.shapes import MAX_POSITIONS, SHAPES, Shape
-from worker.oracle_tokenizer import END_TOKEN_ID, oracle_tokenizer_files
+from octavo.worker.runners.oracle.tokenizer import END_TOKEN_ID, oracle_tokenizer_files
 
 _STD = 0.02
 _SHARD_BYTES = 4 << 30

@@ -17,8 +17,8 @@ import numpy as np
 from bench.figures import write_json
 from bench.mailbox import GATEWAY
 from bench.null_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, Bench, NullRunner, make_engine
-from wire.messages import Run, Sampling
-from worker.ports import GatewayIndex, InboxMessage
+from octavo.wire.messages import Run, Sampling
+from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage
 
 PROMPT_TOKENS = 64
 

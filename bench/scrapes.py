@@ -21,10 +21,9 @@ from multiprocessing.connection import Connection
 from prometheus_client import start_http_server
 
 from bench.figures import percentile
-from gateway.meters import GatewayMeters
-from gateway.metrics import GatewayCollector, registry_of
-from gateway.metrics_http import MetricsEndpoint
-from gateway.workers.stats import PoolStats
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
+from octavo.gateway.workers.stats import PoolStats
 
 ROUNDS = 3
 TICK_S = 0.002

@@ -6,7 +6,7 @@ Must not know: devices, weights.
 
 from dataclasses import dataclass
 
-from model.config import Qwen2Config
+from octavo.model.config import Qwen2Config
 
 NUM_IDS = 151_665
 """Of Qwen2.5's tokenizer; rows of the embedding beyond it are padding."""

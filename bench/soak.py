@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from bench.in_process import InProcess
 from bench.soak_load import Canary, Load
 from bench.soak_watch import Sample, sample, slopes
-from worker.config import Deterministic
+from octavo.worker.config import Deterministic
 
 SAMPLE_S, CANARY_S = 10.0, 5.0
 NEAR_TIE_NATS = 2 / 32  # two spacings of logits between 4 and 8 in bf16

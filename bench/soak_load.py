@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench.in_process import InProcess
-from wire.messages import WireFinishReason
+from octavo.wire.messages import WireFinishReason
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -6,12 +6,12 @@ Must not know: requests, what is looked at.
 from dataclasses import dataclass
 
 from bench.shapes import NUM_IDS, PUBLISHED
-from model.checkpoint import resolve_checkpoint
-from model.invariant import make_invariant
-from model.loading import load_model
-from worker.config import Deterministic
-from worker.runner_warmup import WarmRunner
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.invariant import make_invariant
+from octavo.worker.config import Deterministic
+from octavo.worker.loading.warmup import WarmRunner
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ CPU_PLAN = Plan(
 def cuda_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
     """Over random weights of a published shape, or the embedded model, with recorded steps."""
     from bench.gpu.models import random_model
-    from model.gpu.weights import GpuWeights
-    from worker.cuda_programs import CudaRunnerConfig
-    from worker.cuda_runner import CudaRunner
+    from octavo.model.gpu.weights import GpuWeights
+    from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
+    from octavo.worker.runners.cuda.runner import CudaRunner
 
     if name in PUBLISHED:
         model = random_model(PUBLISHED[name].config)

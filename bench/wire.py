@@ -22,9 +22,9 @@ import numpy as np
 
 from bench.wire_echo import round_trips
 from bench.wire_worker import MODEL, play_worker, step_message
-from gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
-from wire.codec import decode_to_gateway, encode
-from wire.messages import Finished, Sampling, TokenLogprobs
+from octavo.gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
+from octavo.wire.codec import decode_to_gateway, encode
+from octavo.wire.messages import Finished, Sampling, TokenLogprobs
 
 ROUNDS = 5
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from wire.options import new_router
+from octavo.wire.options import new_router
 
 
 def echo(address: str) -> None:

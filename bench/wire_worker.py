@@ -9,10 +9,10 @@ import secrets
 
 import numpy as np
 
-from wire.bundle import bundle_digest
-from wire.messages import Capacity, Finished, ModelCard, Register, Run, StepOutput, WireFinishReason
-from worker.link import WorkerLink
-from worker.ports import GatewayIndex
+from octavo.wire.bundle import bundle_digest
+from octavo.wire.messages import Capacity, Finished, ModelCard, Register, Run, StepOutput, WireFinishReason
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.transport.link import WorkerLink
 
 FILES = {"tokenizer.json": b"{}"}
 MODEL = "bench"

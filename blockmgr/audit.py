@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blockmgr.chain import Chain
-from blockmgr.copies import CopyQueue
-from blockmgr.pool import BlockPool
-from blockmgr.tables import UNSET, SlotTables
+from octavo.blockmgr.pool import BlockPool
+from octavo.blockmgr.prefix_index import Chain
+from octavo.blockmgr.tables import UNSET, CopyQueue, SlotTables
 
 _MAX_NAMED = 8  # blocks or slots listed in one violation
 

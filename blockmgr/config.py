@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

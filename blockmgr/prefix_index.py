@@ -7,15 +7,165 @@ matched before it, and its salt is equal. Every insertion gets an entry number t
 equal parents proves the whole prefix without comparing it again, whatever the hash does.
 """
 
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
 import numpy as np
 
-from blockmgr.chain import Chain
-from blockmgr.events import BlockEvent, EventLog, stored_event
-from blockmgr.hashing import DigestMemo, HashBlock, RootHasher, hash_block
+from octavo.blockmgr.events import BlockEvent, EventLog, stored_event
 
 _ROOT_ENTRY = 0  # parent of every first block
 _NO_ENTRY = -1  # the block is not in the index
 _NO_BLOCKS = np.empty(0, np.int32)
+
+
+# The hash chain over full blocks.
+#
+#     root = H(secret; fingerprint, salt)        one per salt, never published
+#     h[0] = H(root + tokens of block 0)         h[i] = H(h[i-1] + tokens of block i)
+#
+# Nothing here is a proof of equality: the prefix index compares tokens on every hit.
+
+
+HashBlock = Callable[[bytes, bytes], bytes]
+"""(parent digest, token bytes of one block) -> digest."""
+
+_DIGEST_BYTES = 16
+_ROOT_PERSON = b"octavo.kv.root.1"  # at most 16 bytes: keeps roots apart from every other use of the hash
+
+
+# Everything that is in the prefix index, in parts, while the index goes on changing.
+#
+# Parts come in the order of entries, parents before children, and each says what is in the index when it is taken. So
+# whoever hears every change as well has the whole index at the end: what entered behind the walk comes with it, perhaps
+# again, what left before its turn does not come, and what left after it was heard as a change.
+# It must not know who listens.
+
+
+LOOK_AHEAD = 16  # parts that are sorted at once: one pass over all entries for so many
+
+
+class Entries(Protocol):
+    """What a walk needs of the index. entry_P: int64, growing with each entry, negative where a block has none."""
+
+    entry_P: np.ndarray
+
+    def stored_event(self, block: int) -> BlockEvent:
+        """STORED for a block of the index."""
+
+
+class IndexWalk:
+    """One listener's way through the index."""
+
+    def __init__(self, index: Entries) -> None:
+        self._index = index
+        self._last_entry = 0  # of those that were sorted; entries begin at 1
+        self._ahead: deque[tuple[int, int]] = deque()  # (entry, block), in order
+
+    def take(self, max_blocks: int) -> list[BlockEvent]:
+        """STORED for the next blocks, at most max_blocks. Fewer: the end is reached, for now."""
+        events: list[BlockEvent] = []
+        while len(events) < max_blocks:
+            if not self._ahead and not self._sort(LOOK_AHEAD * max_blocks):
+                break
+            entry, block = self._ahead.popleft()
+            if self._index.entry_P[block] == entry:
+                events.append(self._index.stored_event(block))
+        return events
+
+    def _sort(self, max_blocks: int) -> bool:
+        """Look up the next entries. Whether there are any."""
+        entry_P = self._index.entry_P
+        blocks = np.flatnonzero(entry_P > self._last_entry)
+        if len(blocks) > max_blocks:
+            blocks = blocks[np.argpartition(entry_P[blocks], max_blocks)[:max_blocks]]
+        blocks = blocks[np.argsort(entry_P[blocks])]
+        self._ahead.extend(zip(entry_P[blocks].tolist(), blocks.tolist(), strict=True))
+        if self._ahead:
+            self._last_entry = self._ahead[-1][0]
+        return bool(self._ahead)
+
+
+# What a slot knows of its own prefix.
+
+
+@dataclass(slots=True, kw_only=True)
+class Chain:
+    """The committed full blocks of one slot, head first: digest and index entry of each.
+
+    The entry names the block in the index with this content, which is the slot's own block or another request's twin.
+    root: digest that the first block's digest continues. is_tainted: nothing of this slot may enter the index.
+    """
+
+    salt: str
+    root: bytes
+    digests: list[bytes] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    is_tainted: bool = False
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def append(self, digest: bytes, entry: int) -> None:
+        """One more committed block."""
+        self.digests.append(digest)
+        self.entries.append(entry)
+
+    def truncate(self, num_blocks: int) -> None:
+        """Forget all but the first blocks."""
+        del self.digests[num_blocks:], self.entries[num_blocks:]
+
+    def fork(self, num_blocks: int) -> "Chain":
+        """The chain of a child that shares the first blocks."""
+        return Chain(
+            salt=self.salt,
+            root=self.root,
+            digests=self.digests[:num_blocks],
+            entries=self.entries[:num_blocks],
+            is_tainted=self.is_tainted,
+        )
+
+
+def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
+    """The next digest of a chain: BLAKE2b (RFC 7693) of the parent's digest and the block's int32 tokens."""
+    return blake2b(parent + token_bytes, digest_size=_DIGEST_BYTES).digest()
+
+
+class RootHasher:
+    """Roots of the chains of one model.
+
+    The fingerprint is length-prefixed, so that no salt can look like another fingerprint's end; the secret keys the
+    hash, so that nobody outside can predict a digest (CVE-2025-25183).
+    """
+
+    def __init__(self, *, fingerprint: bytes, secret: bytes) -> None:
+        self._key = secret or secrets.token_bytes(32)
+        self._prefix = len(fingerprint).to_bytes(8, "little") + fingerprint
+
+    def root(self, salt: str) -> bytes:
+        """The root digest of all chains with this salt."""
+        data = self._prefix + salt.encode("utf-8", "surrogatepass")
+        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key, person=_ROOT_PERSON).digest()
+
+
+class DigestMemo:
+    """The digests of the prompt that was looked up last: a scheduler asks again each step until there is room for it,
+    and once more to admit it."""
+
+    def __init__(self) -> None:
+        self._salt = ""
+        self._data = b""
+        self._digests: list[bytes] = []
+
+    def of(self, salt: str, data: bytes) -> list[bytes]:
+        """Digests found so far, head first: the caller appends what it computes beyond them."""
+        if salt != self._salt or data != self._data:
+            self._salt, self._data, self._digests = salt, data, []
+        return self._digests
 
 
 class PrefixIndex:

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from cli.generate_options import ConstraintOptions, OutputOptions
-from cli.help import PlainCommand
-from cli.options import with_settings
-from cli.resolve import Resolved
-from cli.settings import ALL_KEYS, ClientSettings, HealthSettings, ServeSettings
+from octavo.cli.client.generate_options import ConstraintOptions, OutputOptions
+from octavo.cli.help import PlainCommand
+from octavo.cli.settings.groups import ALL_KEYS, ClientSettings, HealthSettings, ServeSettings
+from octavo.cli.settings.options import with_settings
+from octavo.cli.settings.resolve import Resolved
 
 PANEL = "Call a service"
 
@@ -46,7 +46,7 @@ def chat(
     receipt: Annotated[bool, typer.Option("--receipt", help="Print a line of figures after each answer.")] = False,
 ) -> int:
     """Talk to a model; /reset forgets, /exit ends, Ctrl-C stops an answer."""
-    from cli.chat import chat as run
+    from octavo.cli.client.chat import chat as run
 
     return run(resolved.settings, system=system, shows_receipts=receipt)
 
@@ -67,10 +67,9 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, ids, usage, receipt.")] = False,
 ) -> int:
     """Generate once, streaming to stdout."""
-    from cli.constraint_fields import constraint_fields
-    from cli.generate import generate as run
-    from cli.generate import prompt_fields, read_prompt
-    from cli.output_fields import output_fields
+    from octavo.cli.client.generate import generate as run
+    from octavo.cli.client.generate import prompt_fields, read_prompt
+    from octavo.cli.client.generate_options import constraint_fields, output_fields
 
     kind = InputKind.CHAT if chat else as_
     fields = (
@@ -91,8 +90,8 @@ def embed(
     raw: Annotated[bool, typer.Option("--raw", help="Leave vectors as long as they are, instead of length 1.")] = False,
 ) -> int:
     """Turn texts into vectors: one JSON object a line, with text, values and figures."""
-    from cli.embed import embed as run
-    from cli.embed import read_texts
+    from octavo.cli.client.embed import embed as run
+    from octavo.cli.client.embed import read_texts
 
     return run(resolved.settings, read_texts(texts or []), pooling=pooling.value, normalize=not raw)
 
@@ -102,7 +101,7 @@ def cancel(
     request_id: Annotated[str, typer.Argument(help="Its id, as its caller chose it or x-request-id told it.")],
 ) -> int:
     """End a request of your own, at whichever gateway it runs; exit with 0 where it was in flight, else 1."""
-    from cli.cancel import cancel as run
+    from octavo.cli.client.health import cancel as run
 
     return run(resolved.settings, request_id)
 
@@ -112,7 +111,7 @@ def models(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, with every field.")] = False,
 ) -> int:
     """List the models that a service has, with their limits."""
-    from cli.models import show_models
+    from octavo.cli.client.health import show_models
 
     return show_models(resolved.settings, as_json=json)
 
@@ -128,7 +127,7 @@ def health(
 ) -> int:
     """Exit with 0 where a service takes requests for all its models (or for --model-name), else 1; for probes of
     containers."""
-    from cli.health import gateway_health, worker_health
+    from octavo.cli.client.health import gateway_health, worker_health
 
     if worker:
         return worker_health(resolved.settings)
@@ -140,6 +139,6 @@ def health(
 
 def tour(resolved: Resolved[ServeSettings]) -> int:
     """Start a service, ask three questions, show receipts and metrics, stop it. Takes the options of serve."""
-    from cli.tour import tour as run
+    from octavo.cli.tools.tour import tour as run
 
     return run(resolved.settings)

@@ -2,11 +2,11 @@
 
 import typer
 
-from cli.help import PlainCommand
-from cli.options import with_settings
-from cli.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor
-from cli.resolve import Resolved
-from cli.settings import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.help import PlainCommand
+from octavo.cli.serve.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor
+from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.settings.options import with_settings
+from octavo.cli.settings.resolve import Resolved
 
 PANEL = "Run a service"
 
@@ -24,7 +24,7 @@ def serve(resolved: Resolved[ServeSettings]) -> int:
     The first Ctrl-C or SIGTERM drains (requests in flight finish), the second stops.
     """
     die_with_supervisor()
-    from cli.serve import serve as run
+    from octavo.cli.serve.serve import serve as run
 
     return run(resolved.settings)
 
@@ -33,10 +33,10 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     """One gateway process: gRPC in front, workers behind. For containers and several hosts; else use serve."""
     drained_code = EXIT_DRAINED if has_supervisor() else 0
     die_with_supervisor()
-    from cli.access_config import check_access
-    from cli.gateway_config import gateway_config
-    from cli.preflight import warn_of_variables
-    from gateway.main import main
+    from octavo.cli.serve.preflight import warn_of_variables
+    from octavo.cli.settings.access_config import check_access
+    from octavo.cli.settings.gateway_config import gateway_config
+    from octavo.gateway.main import main
 
     warn_of_variables()
     check_access(resolved.settings)
@@ -46,9 +46,9 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
 def worker(resolved: Resolved[WorkerSettings]) -> int:
     """One worker process: a model on a device, connected to gateways. For containers and several hosts."""
     die_with_supervisor()
-    from cli.preflight import check_device_here, check_model, check_numbers, warn_of_variables
-    from cli.worker_config import only_model, worker_config
-    from worker.main import main
+    from octavo.cli.serve.preflight import check_device_here, check_model, check_numbers, warn_of_variables
+    from octavo.cli.settings.worker_config import only_model, worker_config
+    from octavo.worker.main import main
 
     warn_of_variables()
     if resolved.settings.runner == "torch":

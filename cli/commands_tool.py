@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from cli.addresses import split_address
-from cli.help import PlainCommand, PlainGroup
-from cli.options import with_settings
-from cli.resolve import Resolved
-from cli.settings import ALL_KEYS, AllSettings, ClientSettings, ServeSettings
-from cli.settings_access import CredentialSettings
+from octavo.cli.help import PlainCommand, PlainGroup
+from octavo.cli.settings.access import CredentialSettings
+from octavo.cli.settings.gateway_config import split_address
+from octavo.cli.settings.groups import ALL_KEYS, AllSettings, ClientSettings, ServeSettings
+from octavo.cli.settings.options import with_settings
+from octavo.cli.settings.resolve import Resolved
 
 PANEL = "Tools"
 AS_SERVED = "As served"
@@ -89,11 +89,11 @@ def verify(
     Loads and runs as `octavo worker` with the same flags does, and once more in float32; positions go to the end of
     the context. Limits are in units of transformers' own error in the served type.
     """
-    from cli.verify import Served
-    from cli.verify import check_numerics as look
-    from cli.verify import rounding as run_rounding
-    from cli.verify import verify as run
-    from worker.config import Deterministic
+    from octavo.cli.tools.verify import Served
+    from octavo.cli.tools.verify import check_numerics as look
+    from octavo.cli.tools.verify import rounding as run_rounding
+    from octavo.cli.tools.verify import verify as run
+    from octavo.worker.config import Deterministic
 
     served = Served(
         model=model,
@@ -112,7 +112,7 @@ def verify(
     if rounding or against:
         return run_rounding(served, against=against, num_prompts=prompts, max_new_tokens=max_new_tokens)
     if address is not None:
-        from cli.verify_service import verify_service
+        from octavo.cli.tools.verify_service import verify_service
 
         host, port = split_address(address)
         settings = ClientSettings(**resolved.settings.model_dump(), host=host, port=port, model_name=model_name)
@@ -125,7 +125,7 @@ def doctor(resolved: Resolved[ServeSettings]) -> int:
 
     The exit code is 1 where something is missing that serving with these options needs.
     """
-    from cli.doctor import doctor as run
+    from octavo.cli.tools.doctor import doctor as run
 
     return run(resolved.settings)
 
@@ -135,14 +135,14 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Every setting with its value and source. Takes every flag, to see what it would do."""
-    from cli.config_show import show_config
+    from octavo.cli.settings.config_show import show_config
 
     return show_config(resolved, as_json=json)
 
 
 def docs() -> int:
     """Print docs/configuration.md."""
-    from cli.config_docs import configuration_page
+    from octavo.cli.settings.config_show import configuration_page
 
     print(configuration_page(), end="")  # noqa: T201
     return 0
@@ -153,7 +153,7 @@ def new(
     folder: Annotated[Path, typer.Option("--folder", help="Where to put them; made 0700 if new.")] = Path("keys"),
 ) -> int:
     """Make a CURVE key pair."""
-    from wire.keys import generate_keys, save_keys
+    from octavo.wire.keys import generate_keys, save_keys
 
     secret, public = save_keys(generate_keys(), folder, name)
     print(f"{secret}  (secret: for its owner only)\n{public}  (for its peers)")  # noqa: T201
@@ -173,7 +173,7 @@ def new_api(
     expires: Annotated[str | None, typer.Option("--expires", help="Until when, as 2027-01-31T00:00:00Z.")] = None,
 ) -> int:
     """Make an API key: its SHA-256 goes into the file, the key itself is printed once."""
-    from cli.api_key import add_api_key
+    from octavo.cli.tools.api_key import add_api_key
 
     key = add_api_key(name, file, tenant=tenant, scopes=scope or (), expires=expires)
     print(key)  # noqa: T201

@@ -6,8 +6,8 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from cli.errors import CliError, usage
-from cli.suggest import nearest
+from octavo.cli.errors import CliError, usage
+from octavo.cli.settings.suggest import nearest
 
 REPORT = "run it again with --debug for the traceback"
 _KNOWN = {

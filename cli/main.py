@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from cli import commands_client, commands_process, commands_tool
-from cli.errors import CliError
-from cli.explain import explain, show_error
-from cli.help import PlainGroup
-from cli.launch import DEBUG_VARIABLE
+from octavo.cli import commands_client, commands_process, commands_tool
+from octavo.cli.errors import CliError
+from octavo.cli.explain import explain, show_error
+from octavo.cli.help import PlainGroup
+from octavo.cli.serve.launch import DEBUG_VARIABLE
 
 INTERRUPTED = 130
 

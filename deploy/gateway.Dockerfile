@@ -7,7 +7,7 @@ RUN python -m venv /opt/octavo
 COPY deploy/locks deploy/locks
 RUN /opt/octavo/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
     -r deploy/locks/gateway.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY blockmgr blockmgr
 COPY cli cli
 COPY gateway gateway

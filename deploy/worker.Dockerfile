@@ -13,7 +13,7 @@ COPY deploy/locks deploy/locks
 RUN /opt/octavo/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
     -r "deploy/locks/worker-$DEVICE.txt"
 # torch's build for CPUs comes from PyTorch's own index, by its exact version.
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY deploy/install_torch.py deploy/install_torch.py
 RUN python deploy/install_torch.py --python /opt/octavo/bin/python --device "$DEVICE" --sha256 "$TORCH_CPU_SHA256"
 COPY blockmgr blockmgr

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from model import BACKENDS, Qwen2Config, Qwen2ForCausalLM, generate, get_backend
-from model.paged import paged_generate
+from octavo.model import BACKENDS, Qwen2Config, Qwen2ForCausalLM, generate, get_backend
+from octavo.model.attention.paged import paged_generate
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

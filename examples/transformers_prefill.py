@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from model import BACKENDS, Qwen2ForCausalLM, get_backend, load_model, resolve_checkpoint, write_kv
-from model.paged import PagedSequences
+from octavo.model import BACKENDS, Qwen2ForCausalLM, get_backend, load_model, resolve_checkpoint, write_kv
+from octavo.model.attention.paged import PagedSequences
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

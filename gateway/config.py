@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from gateway.text.render_pool import RenderLimits
-from gateway.workers.config import WorkerPoolConfig
-from grammar.limits import GrammarLimits
+from octavo.gateway.text.render_pool import RenderLimits
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.grammar.limits import GrammarLimits
 
 MIB = 1024 * 1024
 
@@ -95,7 +95,7 @@ class TlsConfig:
 class AccessConfig:
     """Who may call. Without a file of keys and without client certificates: everybody who reaches a listener.
 
-    public_scopes: names of gateway.access.scopes.Scope that need no key. prefix_salt_secret: the same on every gateway
+    public_scopes: names of gateway.auth.scopes.Scope that need no key. prefix_salt_secret: the same on every gateway
     of a service, so that their callers share cached prefixes; empty: drawn at the start.
     """
 

@@ -9,9 +9,9 @@ from enum import Enum
 
 import grpc
 
-from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, TooManyTokens, UnsupportedTokenizer
-from gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
-from wire.codec import MessageTooLarge
+from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, TooManyTokens, UnsupportedTokenizer
+from octavo.gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
+from octavo.wire.codec import MessageTooLarge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import structlog
 
-from gateway import grpc_logging  # noqa: F401  (before grpc)
-from gateway.access.file_errors import AccessFileError
-from gateway.config import AccessConfig, GatewayConfig
-from gateway.gateway import Gateway
-from gateway.logs import configure_logs
-from wire.host import raise_descriptor_limit
-from wire.keys import KeyFileError
-from wire.run_dir import RunDirError
+from octavo.gateway.app import Gateway
+from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.config import AccessConfig, GatewayConfig
+from octavo.gateway.observability import grpc_logging  # noqa: F401  (before grpc)
+from octavo.gateway.observability.logs import configure_logs
+from octavo.wire.host import raise_descriptor_limit
+from octavo.wire.keys import KeyFileError
+from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
 

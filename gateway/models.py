@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import structlog
 
-from gateway.errors import InvalidRequest, ModelNotFound, Violation
-from gateway.text.errors import UnsupportedTokenizer
-from gateway.text.model_text import ModelText
-from gateway.workers.errors import NoWorker
-from wire.messages import ModelCard
+from octavo.gateway.errors import InvalidRequest, ModelNotFound, Violation
+from octavo.gateway.text.errors import UnsupportedTokenizer
+from octavo.gateway.text.model_text import ModelText
+from octavo.gateway.workers.errors import NoWorker
+from octavo.wire.messages import ModelCard
 
 log = structlog.get_logger(__name__)
 KEPT_S = 600.0

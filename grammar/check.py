@@ -2,10 +2,10 @@
 
 from llguidance import LLMatcher
 
-from grammar.errors import GrammarRefused, Refusal, one_line
-from grammar.limits import GrammarLimits
-from grammar.source import to_llguidance
-from wire.messages import Grammar
+from octavo.grammar.errors import GrammarRefused, Refusal, one_line
+from octavo.grammar.limits import GrammarLimits
+from octavo.grammar.source import to_llguidance
+from octavo.wire.messages import Grammar
 
 _LIMIT_WORDS = ("too large", "too many", "too complex", "limit exceeded", "fuel", "recursion limit")
 _UNSUPPORTED_WORDS = ("not supported", "unimplemented", "unknown format", "not present in a registry", "lookaround")

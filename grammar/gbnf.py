@@ -8,12 +8,12 @@ single characters: exact, and slower.
 
 from collections.abc import Iterator
 
-from grammar.errors import GrammarRefused, Refusal
-from grammar.gbnf_borders import Call, Either, Many, Plan, Run, Series, broken_up, unclear
-from grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text, parse_gbnf
-from grammar.gbnf_reach import Reach, reach
-from grammar.lark import class_character, quoted
-from grammar.limits import GrammarLimits
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.gbnf_borders import Call, Either, Many, Plan, Run, Series, broken_up, unclear
+from octavo.grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text, parse_gbnf
+from octavo.grammar.gbnf_reach import Reach, reach
+from octavo.grammar.lark import class_character, quoted
+from octavo.grammar.limits import GrammarLimits
 
 ROOT = "root"
 MAX_DIVISIONS = 8  # each looks at the whole grammar

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text
-from grammar.gbnf_reach import Reach, overlap, reach
+from octavo.grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text
+from octavo.grammar.gbnf_reach import Reach, overlap, reach
 
 # Of larger grammars the borders are not looked at: this must stay a matter of milliseconds.
 MAX_RUNS = 64

@@ -5,7 +5,7 @@ root ::= "yes" | "no" ws number{1,3}     # rules, texts, classes, groups, * + ? 
 
 from dataclasses import dataclass
 
-from grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.errors import GrammarRefused, Refusal
 
 MAX_GROUP_DEPTH = 64
 MAX_REPEAT = 100_000

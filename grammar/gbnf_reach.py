@@ -6,7 +6,7 @@ For parts without recursion. Where a part is ambiguous within itself the answer 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text
+from octavo.grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text
 
 Ranges = tuple[tuple[int, int], ...]
 """Of code points, both ends included, in no order."""

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.errors import GrammarRefused, Refusal
 
 Json = dict[str, Any]
 Number = int | Decimal

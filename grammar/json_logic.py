@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, permutations, product
 from typing import Any
 
-from grammar.errors import GrammarRefused, Refusal
-from grammar.json_literals import BOUNDS, Json, bounds, is_number
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.json_literals import BOUNDS, Json, bounds, is_number
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 Schema = Json | bool

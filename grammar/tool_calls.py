@@ -10,12 +10,12 @@ call, and at most max_calls.
 
 from typing import Any
 
-from grammar.errors import GrammarRefused, Refusal
-from grammar.json_literals import Json, check_text, encode
-from grammar.json_schema import WHITE_SPACE, Place, read_json, rewrite
-from grammar.lark import quoted
-from grammar.limits import GrammarLimits
-from wire.messages import Grammar
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.json_literals import Json, check_text, encode
+from octavo.grammar.json_schema import WHITE_SPACE, Place, read_json, rewrite
+from octavo.grammar.lark import quoted
+from octavo.grammar.limits import GrammarLimits
+from octavo.wire.messages import Grammar
 
 CALL_TAGS = ("<tool_call>", "</tool_call>")
 OPENING, CLOSING = f"{CALL_TAGS[0]}\n", f"\n{CALL_TAGS[1]}"

@@ -9,19 +9,26 @@ Must not know: sockets, requests, schedulers, who owns a block.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from model.cpu.isa import hide_instructions
+from octavo.model.cpu.isa import hide_instructions
 
 if TYPE_CHECKING:
-    from model.attention import BACKENDS, AttentionBackend, AttentionInputs, BackendName, get_backend, make_inputs
-    from model.checkpoint import resolve_checkpoint
-    from model.config import Qwen2Config, load_config
-    from model.dtypes import DTYPES
-    from model.errors import CheckpointError, ConfigError
-    from model.generation import dense_logits, generate
-    from model.kv_pool import KvPool, kv_block_bytes, write_kv
-    from model.loading import WeightScan, load_model
-    from model.qwen2 import Qwen2ForCausalLM
-    from model.rope_scaling import YarnScaling
+    from octavo.model.attention.interface import (
+        BACKENDS,
+        AttentionBackend,
+        AttentionInputs,
+        BackendName,
+        get_backend,
+        make_inputs,
+    )
+    from octavo.model.attention.kv_pool import KvPool, kv_block_bytes, write_kv
+    from octavo.model.checkpoint.loading import WeightScan, load_model
+    from octavo.model.checkpoint.source import resolve_checkpoint
+    from octavo.model.config import Qwen2Config, load_config
+    from octavo.model.dtypes import DTYPES
+    from octavo.model.errors import CheckpointError, ConfigError
+    from octavo.model.families.qwen2 import Qwen2ForCausalLM
+    from octavo.model.generation import dense_logits, generate
+    from octavo.model.layers.rope_scaling import YarnScaling
 
 __all__ = [
     "BACKENDS",
@@ -48,27 +55,27 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AttentionBackend": "model.attention",
-    "AttentionInputs": "model.attention",
-    "BACKENDS": "model.attention",
-    "BackendName": "model.attention",
-    "CheckpointError": "model.errors",
-    "ConfigError": "model.errors",
-    "DTYPES": "model.dtypes",
-    "KvPool": "model.kv_pool",
-    "Qwen2Config": "model.config",
-    "Qwen2ForCausalLM": "model.qwen2",
-    "WeightScan": "model.loading",
-    "YarnScaling": "model.rope_scaling",
-    "dense_logits": "model.generation",
-    "generate": "model.generation",
-    "get_backend": "model.attention",
-    "kv_block_bytes": "model.kv_pool",
-    "load_config": "model.config",
-    "load_model": "model.loading",
-    "make_inputs": "model.attention",
-    "resolve_checkpoint": "model.checkpoint",
-    "write_kv": "model.kv_pool",
+    "AttentionBackend": "octavo.model.attention.interface",
+    "AttentionInputs": "octavo.model.attention.interface",
+    "BACKENDS": "octavo.model.attention.interface",
+    "BackendName": "octavo.model.attention.interface",
+    "CheckpointError": "octavo.model.errors",
+    "ConfigError": "octavo.model.errors",
+    "DTYPES": "octavo.model.dtypes",
+    "KvPool": "octavo.model.attention.kv_pool",
+    "Qwen2Config": "octavo.model.config",
+    "Qwen2ForCausalLM": "octavo.model.families.qwen2",
+    "WeightScan": "octavo.model.checkpoint.loading",
+    "YarnScaling": "octavo.model.layers.rope_scaling",
+    "dense_logits": "octavo.model.generation",
+    "generate": "octavo.model.generation",
+    "get_backend": "octavo.model.attention.interface",
+    "kv_block_bytes": "octavo.model.attention.kv_pool",
+    "load_config": "octavo.model.config",
+    "load_model": "octavo.model.checkpoint.loading",
+    "make_inputs": "octavo.model.attention.interface",
+    "resolve_checkpoint": "octavo.model.checkpoint.source",
+    "write_kv": "octavo.model.attention.kv_pool",
 }
 
 

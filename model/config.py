@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from model.config_fields import ConfigFields
-from model.dtypes import DTYPES
-from model.errors import CheckpointError, ConfigError
-from model.quantization.settings import GroupSettings, parse_quantization
-from model.rope_scaling import DEFAULT_THETA, YarnScaling, parse_rope
-from wire.checkpoint_files import FileRefused, find_file, read_small_file
+from octavo.model.config_fields import ConfigFields
+from octavo.model.dtypes import DTYPES
+from octavo.model.errors import CheckpointError, ConfigError
+from octavo.model.layers.rope_scaling import DEFAULT_THETA, YarnScaling, parse_rope
+from octavo.model.quantization.settings import GroupSettings, parse_quantization
+from octavo.wire.checkpoint_files import FileRefused, find_file, read_small_file
 
 MOST_JSON_BYTES = 64 << 20
 """Of config.json, and of the index of the shards: a published one has a megabyte for the largest models there are."""

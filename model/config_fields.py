@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from model.errors import ConfigError
+from octavo.model.errors import ConfigError
 
 
 class ConfigFields:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from model.qwen2 import Qwen2ForCausalLM
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
 
 
 def generate(

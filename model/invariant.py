@@ -10,16 +10,15 @@ Must not know: requests, batches.
 import torch
 from torch.nn import functional as F
 
-from model.config import Qwen2Config
-from model.cpu import invariant
-from model.cpu.native import kernels_fingerprint, native_library, why_missing
-from model.cpu.ops import silu_mul
-from model.cpu.panels import pack_bf16
-from model.layers import Mlp
-from model.linear import Linear, WeightFormat, packed
-from model.norm import RmsNorm
-from model.qwen2 import Qwen2ForCausalLM
-from model.rope import Rope, RopeAngles
+from octavo.model.config import Qwen2Config
+from octavo.model.cpu import invariant
+from octavo.model.cpu.native import kernels_fingerprint, native_library, why_missing
+from octavo.model.cpu.ops import silu_mul
+from octavo.model.cpu.panels import pack_bf16
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.layers.decoder import Mlp, RmsNorm
+from octavo.model.layers.linear import Linear, WeightFormat, packed
+from octavo.model.layers.rope import Rope, RopeAngles
 
 DTYPES = (torch.float32, torch.bfloat16)
 LANES = 32
@@ -71,7 +70,7 @@ class TabulatedRope(Rope):
 
 def make_invariant(model: Qwen2ForCausalLM, *, max_positions: int, wanted: WeightFormat = WeightFormat.BF16) -> None:
     """Once, after loading, instead of `pack_weights`; then use the backend "invariant". max_positions: tokens of the
-    longest request. Raises InvarianceUnavailable, model.linear.FormatUnavailable."""
+    longest request. Raises InvarianceUnavailable, model.layers.linear.FormatUnavailable."""
     check_available(model)
     for module in list(model.modules()):
         if isinstance(module, Linear) and module._packed is None:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from model.cpu.layer import LayerRest
-from model.qwen2 import Qwen2ForCausalLM
+from octavo.model.cpu.layer import LayerRest
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
 
 LARGEST_USUAL = 1e6
 """Published Qwen2.5 models have a few activations of about 1e4; nothing that works has 1e6."""

@@ -11,12 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from sim.journal import Report
-from sim.results import OtherRun, Results
 from sim.scenario import load, save
-from sim.shrink import shrink
+from sim.shrink import shrink, simulate_twice
 from sim.swarm import scenario_of
-from sim.totals import Progress, Totals
-from sim.twice import simulate_twice
+from sim.totals import OtherRun, Progress, Results, Totals
 
 KEPT = Path("tests/sim/regressions")
 

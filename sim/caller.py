@@ -10,7 +10,6 @@ from typing import Any
 
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-
 from sim.blame import Blame
 from sim.expectation import Expectation, outputs_of
 from sim.gateway import SimGateway

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gateway.errors import RequestAborted
-from gateway.workers.errors import PoolError
+from octavo.gateway.errors import RequestAborted
+from octavo.gateway.workers.errors import PoolError
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from sim.lurking import Lurking
 from sim.runner import ProcessDied
 from sim.scenario import LURKING, Fault, FaultKind
-from worker.runner import RunnerError, RunnerOutOfMemory
 
 if TYPE_CHECKING:
     from sim.world import World

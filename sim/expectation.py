@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from octavo.v1 import inference_pb2 as pb
 
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.oracle.model import oracle_tokens
 from sim.runner import NAN_OUTPUT_INDEX, NAN_TOKEN, POISON_TOKEN, oracle_model
 from sim.scenario import RequestSpec, SimConfig
-from wire.messages import Sampling
-from worker.oracle_model import oracle_tokens
 
 END_TOKEN = 2
 

@@ -1,15 +1,16 @@
 """Whether tenants that wait for one another get their shares, and each tenant's requests their order.
 
-Counts tokens by looking at requests after each step, never by what `worker.shares` has counted itself.
+Counts tokens by looking at requests after each step, never by what `worker.scheduler.request_queue` has counted
+itself.
 """
 
 from collections import Counter
 from itertools import permutations
 
+from octavo.worker.scheduler.request import Phase, Request
+from octavo.worker.scheduler.scheduler import Scheduler
 from sim.journal import Journal
 from sim.scenario import Scenario
-from worker.request import Phase, Request
-from worker.scheduler import Scheduler
 
 
 class FairnessWatch:

@@ -1,4 +1,4 @@
-"""A gateway's process, over all its lives: the real `gateway.gateway.Gateway` on simulated edges.
+"""A gateway's process, over all its lives: the real `gateway.app.Gateway` on simulated edges.
 
 Replaced: listeners and sockets, the threads that tokenize (their work is done at once, and takes virtual time), the
 watch over processes. Everything between is the product's.
@@ -10,18 +10,20 @@ from concurrent.futures import Future
 from typing import Any
 
 import grpc
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
-from gateway.gateway import Gateway
-from gateway.servicers.inference import InferenceServicer
-from gateway.stream import OutputStream
-from gateway.text.render_pool import InProcessRenderer
-from gateway.workers.config import WorkerPoolConfig
-from gateway.workers.decisions import Peer
-from gateway.workers.link import OnFrame, PeerFull, PeerGone
-from gateway.workers.pool import WorkerPool
-from gateway.workers.stats import PoolStats
+from octavo.gateway.app import Gateway
+from octavo.gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
+from octavo.gateway.servicers.inference import InferenceServicer
+from octavo.gateway.streams.stream import OutputStream
+from octavo.gateway.text.render_pool import InProcessRenderer
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.workers.decisions import Peer
+from octavo.gateway.workers.link import OnFrame, PeerFull, PeerGone
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.stats import PoolStats
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.codec import encode
+from octavo.wire.messages import Message
 from sim.identities import WatchedQuotas, access_list_of, metadata_of
 from sim.journal import Journal
 from sim.loop import SimLoop
@@ -29,8 +31,6 @@ from sim.network import Hub, Listener
 from sim.rpc import SimCall
 from sim.scenario import SimConfig
 from sim.watches import LOOK_EVERY_S, GatewayWatch
-from wire.codec import encode
-from wire.messages import Message
 
 DEATH_NOTICE_S = 0.002
 

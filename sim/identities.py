@@ -1,19 +1,19 @@
 """Callers with identities: a key for each tenant, its limits and weight, and an eye on its quota.
 
 What a tenant holds is counted again from the desk's own requests, and its tokens by fractions, never by what
-`gateway.quotas` has counted itself: nobody may hold more than the quota, nobody may be refused below it.
+`gateway.requests.admission` has counted itself: nobody may hold more than the quota, nobody may be refused below it.
 """
 
 from fractions import Fraction
 from typing import Any
 
-from gateway.access.caller import Caller, TenantLimits
-from gateway.access.key_file import AccessList
-from gateway.access.keys import KeyEntry, KeyRing, digest_of
-from gateway.access.scopes import Scope
-from gateway.desk import Desk
-from gateway.errors import ExceedsCapacity, TenantLimit
-from gateway.quotas import TenantQuotas
+from octavo.gateway.auth.caller import Caller, TenantLimits
+from octavo.gateway.auth.key_file import AccessList
+from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of
+from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.errors import ExceedsCapacity, TenantLimit
+from octavo.gateway.requests.admission import TenantQuotas
+from octavo.gateway.requests.tracker import Desk
 from sim.journal import Journal
 from sim.scenario import SimConfig, Tenant
 

@@ -6,12 +6,12 @@ Looks at workers and gateways after each turn of an engine. Knows what strikes a
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.errors import RequestAborted
+from octavo.gateway.errors import RequestAborted
+from octavo.worker.runners.interface import RunnerError
+from octavo.worker.scheduler.request import Phase, Request
 from sim.gateway import SimGateway
 from sim.rpc import SimCall
 from sim.scenario import Fault, FaultKind
-from worker.request import Phase, Request
-from worker.runner import RunnerError
 
 if TYPE_CHECKING:
     from sim.world import World

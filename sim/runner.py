@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from octavo.worker.runners.interface import RunnerError
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.oracle.runner import OracleRunner
+from octavo.worker.scheduler.plan import Join, StepPlan, StepResult
 from sim.journal import Journal
 from sim.scenario import SimConfig
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleRunner
-from worker.plan import Join, StepPlan, StepResult
-from worker.runner import RunnerError
 
 VOCAB_SIZE = 400
 POISON_TOKEN = VOCAB_SIZE - 1  # a prompt with it ends the process
@@ -39,7 +39,7 @@ class SimClock:
 
 
 def oracle_model(config: SimConfig) -> OracleModel:
-    """Token 2 is the end token (`worker.oracle_tokenizer`)."""
+    """Token 2 is the end token (`worker.runners.oracle.tokenizer`)."""
     return OracleModel(vocab_size=VOCAB_SIZE, eos_token_ids=(2,), eos_every=config.eos_every)
 
 

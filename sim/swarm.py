@@ -7,7 +7,7 @@ import random
 
 import msgspec
 
-from sim.lies import LIES
+from sim.dealer import LIES
 from sim.lurking import MOVING
 from sim.runner import NAN_TOKEN, POISON_TOKEN
 from sim.scenario import LURKING, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant

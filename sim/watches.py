@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gateway.workers.decisions import Peer
+from octavo.gateway.workers.decisions import Peer
+from octavo.wire.codec import ProtocolError, decode_to_gateway
+from octavo.wire.messages import Cancel, Message, Pause, Resume, Run, StepOutput
+from octavo.worker.engine.interfaces import GatewayIndex, GatewayLost, InboxMessage
+from octavo.worker.scheduler.plan import StepPlan
+from octavo.worker.scheduler.request import Phase, Request, RequestKey
+from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.scheduler import Scheduler
 from sim.journal import Journal
 from sim.loop import SimLoop
 from sim.rpc import SimCall
-from wire.codec import ProtocolError, decode_to_gateway
-from wire.messages import Cancel, Message, Pause, Resume, Run, StepOutput
-from worker.plan import StepPlan
-from worker.ports import GatewayIndex, GatewayLost, InboxMessage
-from worker.request import Phase, Request, RequestKey
-from worker.roster import Roster
-from worker.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from sim.gateway import SimGateway

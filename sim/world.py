@@ -4,21 +4,20 @@ import asyncio
 import gc
 from typing import Any
 
-from gateway.text.model_text import ModelText
+from octavo.gateway.text.model_text import ModelText
+from octavo.wire import fault_points
+from octavo.worker.runners.oracle.tokenizer import oracle_tokenizer_files
 from sim.blame import Blame
 from sim.caller import Caller
 from sim.chaos import Chaos
 from sim.expectation import Expectation
 from sim.gateway import Processes, SimGateway
-from sim.isolation import LogLine, isolated
 from sim.journal import Journal, Report
-from sim.loop import START_S, NothingHappens, SimLoop, TimeStandsStill
+from sim.life import Seat
+from sim.loop import START_S, LogLine, NothingHappens, SimLoop, TimeStandsStill, isolated
 from sim.network import Hub
 from sim.runner import VOCAB_SIZE
 from sim.scenario import FaultKind, RequestSpec, Scenario
-from sim.seat import Seat
-from wire import fault_points
-from worker.oracle_tokenizer import oracle_tokenizer_files
 
 READY_S = 30.0
 LIVENESS_S = 900.0

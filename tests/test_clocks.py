@@ -14,10 +14,12 @@ WALL = {
 # Moments that leave the process, or that a person wrote down.
 DATES = {
     "gateway/text/chat_template.py": ["datetime.now"],
-    "gateway/access/door.py": ["time.time"],  # an API key's expiry
-    "gateway/dialects/vllm_info.py": ["datetime.now", "datetime.now"],  # the dialect's own timestamps
-    "gateway/dialects/vllm_kv_events.py": ["time.time"],
-    "gateway/workers/prefixes.py": ["time.time_ns"],  # where numbers of KV events begin, above those of a former life
+    "gateway/auth/authenticator.py": ["time.time"],  # an API key's expiry
+    "gateway/dialects/vllm/info.py": ["datetime.now", "datetime.now"],  # the dialect's own timestamps
+    "gateway/dialects/vllm/messages.py": ["time.time"],
+    "gateway/workers/prefix_index.py": [
+        "time.time_ns"
+    ],  # where numbers of KV events begin, above those of a former life
 }
 
 

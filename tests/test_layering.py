@@ -7,81 +7,227 @@ from pathlib import Path
 
 import pytest
 
-OURS = {"octavo", "wire", "blockmgr", "grammar", "model", "worker", "gateway", "cli", "sim"}
-MODEL_FILES_OF_WORKER = ("torch_runner", "cuda_", "runner_", "memory", "main", "model_card")
-
-# folder -> (our folders that it may import, third-party packages that it may never import)
+# folder -> (folders that it may import, third-party packages that it may never import)
 ARROWS: dict[str, tuple[set[str], set[str]]] = {
-    "proto/octavo": ({"octavo"}, {"torch", "zmq", "transformers"}),
+    "proto/octavo": ({"client"}, {"torch", "zmq", "transformers"}),
     "wire": ({"wire"}, {"torch", "grpc", "transformers"}),
     "blockmgr": ({"blockmgr"}, {"torch", "zmq", "grpc", "transformers", "msgspec"}),
     "grammar": ({"grammar", "wire"}, {"torch", "zmq", "grpc", "transformers"}),
     "model": ({"model", "wire"}, {"zmq", "grpc", "msgspec"}),  # of wire only checkpoint_files: the test below
-    "worker": ({"worker", "blockmgr", "wire", "grammar"}, {"grpc"}),
-    "gateway": ({"gateway", "wire", "octavo", "grammar"}, {"torch"}),
-    "sim": ({"sim", "wire", "blockmgr", "worker", "gateway", "octavo"}, {"torch", "transformers"}),
+    "worker": ({"worker", "blockmgr", "wire", "grammar", "model"}, {"grpc"}),  # model: MODEL_FOLDERS alone
+    "gateway": ({"gateway", "wire", "client", "grammar"}, {"torch"}),
+    "cli": ({"cli", "wire", "grammar", "model", "worker", "gateway", "client"}, set()),
+    "sim": ({"sim", "wire", "blockmgr", "worker", "gateway", "client"}, {"torch", "transformers"}),
+}
+FOLDERS = {"wire", "blockmgr", "grammar", "model", "worker", "gateway", "cli", "sim"}
+MODEL_FOLDERS = ("worker/loading/", "worker/runners/", "worker/main.py")  # what of the worker knows tensors
+MODEL_FREE = ("worker/runners/interface.py", "worker/runners/oracle/")
+
+# Between the folders inside of a folder: which of its neighbours each may import. What stands in the folder itself
+# (config, errors, …) is "": everybody may import it, but it imports only what its own row has.
+INNER: dict[str, dict[str, set[str]]] = {
+    "worker": {
+        "": {"engine", "grammar", "loading", "scheduler", "transport"},  # main puts the parts together
+        "scheduler": {"engine"},
+        "engine": {"scheduler", "grammar", "runners"},
+        "transport": {"engine", "scheduler"},
+        "grammar": {"loading", "runners", "scheduler"},
+        "runners": {"scheduler"},
+        "runners/oracle": {"loading", "runners", "scheduler"},
+        "runners/torch": {"runners", "scheduler"},
+        "runners/cuda": {"loading", "runners", "runners/torch", "scheduler"},
+        "loading": {"runners", "runners/oracle", "runners/torch", "runners/cuda", "scheduler"},
+    },
+    "gateway": {
+        "": {"auth", "dialects/kserve", "dialects/vllm", "observability", "requests", "rpc", "servicers", "text"}
+        | {"peers", "validation", "workers"},  # app puts the parts together
+        "workers": set(),
+        "text": set(),
+        "peers": {"auth", "requests", "rpc", "workers"},
+        "validation": {"text"},
+        "auth": {"rpc"},
+        "rpc": {"auth", "observability", "validation"},
+        "streams": {"observability", "requests", "rpc", "text"},
+        "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
+        "servicers": {"observability", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
+        "dialects": {"dialects/kserve", "dialects/vllm"},
+        "dialects/kserve": {"observability", "requests", "rpc", "streams", "validation"},
+        "dialects/vllm": {"observability", "peers", "requests", "rpc", "servicers", "streams", "validation", "workers"},
+        "observability": {"requests", "rpc", "workers"},
+    },
+    "model": {
+        "": {"attention", "checkpoint", "cpu", "families", "layers", "quantization"},
+        "attention": {"cpu", "families", "layers", "quantization"},
+        "checkpoint": {"families", "layers", "quantization"},
+        "cpu": set(),
+        "families": {"attention", "checkpoint", "layers"},
+        "gpu": {"attention", "families", "kernels", "kernels/attention", "kernels/products", "kernels/sampling"}
+        | {"kernels/small_batch", "layers", "quantization", "sampling"},
+        "kernels": set(),
+        "kernels/attention": {"kernels"},
+        "kernels/products": {"kernels", "quantization"},
+        "kernels/sampling": {"kernels", "sampling"},
+        "kernels/small_batch": {"kernels", "kernels/attention"},
+        "layers": {"attention", "cpu", "quantization"},
+        "quantization": {"families", "layers"},
+        "sampling": {"cpu"},
+        "verify": {"attention", "checkpoint", "families", "layers", "quantization"},
+    },
+    "cli": {
+        "": {"client", "serve", "settings", "tools"},
+        "settings": set(),
+        "client": {"settings"},
+        "serve": {"settings"},
+        "tools": {"client", "serve", "settings"},
+    },
 }
 
 
-def imports(path: Path) -> set[str]:
-    """Top-level names of every module that a file imports, also inside functions."""
+def modules_of(path: Path) -> set[str]:
+    """Dotted names of every module that a file imports, also inside functions; a module of ours without `octavo.`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.split(".")[0])
-    return names
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("octavo.") if folder_of(name) in FOLDERS else name for name in names}
 
 
-def allowed(folder: str, path: Path) -> set[str]:
-    ours = ARROWS[folder][0]
-    if folder == "worker" and path.stem.startswith(MODEL_FILES_OF_WORKER):
-        return ours | {"model"}
-    return ours
+def folder_of(name: str) -> str:
+    """Of ours: the folder that a module is in, "client" for what is in proto. Of others: the package."""
+    first, _, rest = name.partition(".")
+    if first != "octavo":
+        return first
+    inner = rest.split(".")[0]
+    return inner if inner in FOLDERS else "client"
+
+
+def imports(path: Path) -> set[str]:
+    """Folders of ours and packages of others that a file imports."""
+    return {folder_of(name if name.split(".")[0] not in FOLDERS else f"octavo.{name}") for name in modules_of(path)}
+
+
+def knows_the_model(path: str) -> bool:
+    return path.startswith(MODEL_FOLDERS) and not path.startswith(MODEL_FREE)
 
 
 @pytest.mark.parametrize("folder", ARROWS)
 def test_a_folder_imports_only_what_its_arrow_allows(folder: str, repository: Path) -> None:
+    ours, never = ARROWS[folder]
+    wrong = {}
     files = sorted((repository / folder).rglob("*.py"))
-    wrong = {
-        str(path.relative_to(repository)): sorted(extra)
-        for path in files
-        if (extra := ((imports(path) & OURS) - allowed(folder, path)) | (imports(path) & ARROWS[folder][1]))
-    }
+    for file in files:
+        name, found = str(file.relative_to(repository)), imports(file)
+        allowed = ours - {"model"} if folder == "worker" and not knows_the_model(name) else ours
+        if extra := ((found & (FOLDERS | {"client"})) - allowed) | (found & never):
+            wrong[name] = sorted(extra)
     assert files
     assert wrong == {}
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_everything_of_ours_is_imported_by_its_installed_name(folder: str, repository: Path) -> None:
+    """`import gateway` would be another module than `octavo.gateway`, and found in a checkout only."""
+    bare = FOLDERS - {"sim"}
+    wrong = [
+        str(file.relative_to(repository))
+        for file in (repository / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.ImportFrom) and node.level == 0 and str(node.module).split(".")[0] in bare)
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] in bare for alias in node.names))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", INNER)
+def test_the_folders_inside_of_a_folder_import_only_what_their_arrows_allow(folder: str, repository: Path) -> None:
+    root, wrong = repository / folder, {}
+    places = {str(each.parent.relative_to(root)).replace(".", "", 1) for each in root.rglob("*.py")}
+    assert places == set(INNER[folder])
+    for file in sorted(root.rglob("*.py")):
+        place = str(file.parent.relative_to(root)).replace(".", "", 1)
+        found = {
+            _deepest(name.removeprefix(f"{folder}.").split("."), places)
+            for name in modules_of(file)
+            if name.startswith(f"{folder}.")
+        }
+        if extra := found - {"", place} - INNER[folder][place]:
+            wrong[str(file.relative_to(repository))] = sorted(extra)
+    assert wrong == {}
+
+
+def _deepest(parts: list[str], places: set[str]) -> str:
+    """The innermost folder that a dotted name leads to."""
+    return max(("/".join(parts[:depth]) for depth in range(3) if "/".join(parts[:depth]) in places), key=len)
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_no_folder_has_more_than_twenty_two_modules_side_by_side(folder: str, repository: Path) -> None:
+    folders = {repository / folder, *(each.parent for each in (repository / folder).rglob("*.py"))}
+    sizes = {str(each.relative_to(repository)): len([*each.glob("*.py")]) for each in folders}
+    assert {name: size for name, size in sizes.items() if size > 23} == {}  # with __init__.py
+
+
+def test_no_modules_import_one_another_in_a_circle(repository: Path) -> None:
+    files = {
+        ".".join(file.relative_to(repository).with_suffix("").parts).removesuffix(".__init__"): file
+        for folder in FOLDERS
+        for file in (repository / folder).rglob("*.py")
+    }
+    graph = {name: _imported_at_once(file, files) - {name} for name, file in files.items()}
+    while free := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        graph = {name: needs for name, needs in graph.items() if name not in free}
+    needed = set().union(*graph.values()) if graph else set()
+    assert {name: sorted(needs & graph.keys()) for name, needs in graph.items() if name in needed} == {}
+
+
+def _imported_at_once(file: Path, files: dict[str, Path]) -> set[str]:
+    """Modules of ours that a file imports when it is imported itself: not inside functions, not for types alone."""
+    found: set[str] = set()
+    body = list(ast.parse(file.read_text()).body)
+    while body:
+        node = body.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            body += node.body + node.orelse
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            module = node.module.removeprefix("octavo.")
+            for alias in node.names:
+                found |= (
+                    {f"{module}.{alias.name}", module} & files.keys()
+                    if f"{module}.{alias.name}" not in files
+                    else {f"{module}.{alias.name}"}
+                )
+    return found
+
+
 def test_of_the_wire_the_model_knows_only_which_files_a_checkpoint_may_have(repository: Path) -> None:
-    nodes = [node for path in (repository / "model").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in modules if name and name.split(".")[0] == "wire"} == {"wire.checkpoint_files"}
+    names = {name for path in (repository / "model").rglob("*.py") for name in modules_of(path)}
+    assert {name.rpartition(".")[0] for name in names if name.startswith("wire.")} == {"wire.checkpoint_files"}
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("gateway.main", {"torch", "model", "worker", "blockmgr"}),
-        ("wire.messages", {"torch", "grpc", "zmq"}),
-        ("blockmgr", {"torch", "zmq", "grpc", "msgspec"}),
-        ("worker.scheduler", {"torch", "zmq", "grpc"}),
-        ("worker.oracle_runner", {"torch", "zmq", "grpc"}),
-        ("model", {"zmq", "grpc", "msgspec", "transformers"}),
+        ("octavo.gateway.main", {"torch", "octavo.model", "octavo.worker", "octavo.blockmgr"}),
+        ("octavo.wire.messages", {"torch", "grpc", "zmq"}),
+        ("octavo.blockmgr", {"torch", "zmq", "grpc", "msgspec"}),
+        ("octavo.worker.scheduler.scheduler", {"torch", "zmq", "grpc"}),
+        ("octavo.worker.runners.oracle.runner", {"torch", "zmq", "grpc"}),
+        ("octavo.model", {"zmq", "grpc", "msgspec", "transformers"}),
         ("octavo.v1.inference_pb2_grpc", {"torch", "zmq"}),
-        ("cli.main", {"torch"}),
-        ("sim.world", {"torch", "model"}),
+        ("octavo", {"torch", "zmq", "transformers", "msgspec"}),
+        ("octavo.cli.main", {"torch"}),
+        ("sim.world", {"torch", "octavo.model"}),
     ],
 )
 def test_importing_a_module_brings_in_nothing_that_it_must_not_know(
     module: str, absent: set[str], repository: Path
 ) -> None:
-    code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"import sys, {module}; print(*sorted(sys.modules))"],
         cwd=repository,
-        env={"PYTHONPATH": f"{repository}:{repository / 'proto'}", "PATH": ""},
+        env={"PYTHONPATH": str(repository), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=120,
@@ -105,5 +251,5 @@ def test_generated_stubs_are_current(repository: Path, tmp_path: Path) -> None:
 def test_nothing_deserializes_code(repository: Path) -> None:
     forbidden = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
     ours = [path for folder in ARROWS for path in (repository / folder).rglob("*.py")]
-    assert {str(path) for path in [*ours, *(repository / "cli").rglob("*.py")] if imports(path) & forbidden} == set()
+    assert {str(path) for path in ours if imports(path) & forbidden} == set()
     assert [str(path) for path in ours if "torch.load(" in path.read_text() or "recv_pyobj" in path.read_text()] == []

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.messages import KvEvents, Message, PeerReply, Run, StepOutput, ToGateway, ToPeer, ToWorker
+from octavo.wire.messages import KvEvents, Message, PeerReply, Run, StepOutput, ToGateway, ToPeer, ToWorker
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024  # a tokenizer bundle is the largest message

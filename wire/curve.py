@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from wire.keys import KeyPair
-from wire.options import ZAP_DOMAIN
+from octavo.wire.keys import KeyPair
+from octavo.wire.options import ZAP_DOMAIN
 
 
 class AllowList:

@@ -5,7 +5,7 @@ Every send is NOBLOCK: a full queue or an absent peer is an error for the caller
 
 import zmq
 
-from wire.codec import MAX_FRAME_BYTES, MAX_TO_WORKER_BYTES
+from octavo.wire.codec import MAX_FRAME_BYTES, MAX_TO_WORKER_BYTES
 
 SEND_HIGH_WATER = 2_000  # messages per peer: some seconds of steps
 RECEIVE_HIGH_WATER = 2_000

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from grammar.limits import GrammarLimits
+from octavo.grammar.limits import GrammarLimits
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 """Tokens of a step by default: what a device computes without making those who decode wait for long."""

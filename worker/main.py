@@ -6,38 +6,92 @@ and it registers only after loading and warm-up.
 
 import gc
 import importlib
+import logging
 import os
 import secrets
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import metadata
+from types import FrameType
 
 import structlog
 from prometheus_client import CollectorRegistry
 
-from blockmgr.config import BlockManagerConfig
-from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
-from wire.endpoints import parse_endpoint, require_proof
-from wire.host import pid_namespace, raise_descriptor_limit
-from wire.keys import load_keys, load_public_key
-from wire.messages import Register
-from worker.busy_log import BusyLog
-from worker.config import PrefixCacheMode, RunnerKind, WorkerConfig
-from worker.engine import Engine, EngineConfig
-from worker.gateway_socket import CurveKeys
-from worker.grammar_loading import make_grammars
-from worker.heartbeat import HeartbeatThread
-from worker.link import WorkerLink
-from worker.loaded import Loaded, load_oracle
-from worker.logs import configure_logs
-from worker.metrics import CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
-from worker.progress import LoggedProgress, OnProgress
-from worker.scheduler import Scheduler
-from worker.shutdown import EXIT_FAILED, Shutdown
-from worker.watchdog import Watchdog
+from octavo.blockmgr.config import BlockManagerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.endpoints import parse_endpoint, require_proof
+from octavo.wire.host import pid_namespace, raise_descriptor_limit
+from octavo.wire.keys import load_keys, load_public_key
+from octavo.wire.messages import Register
+from octavo.worker.config import PrefixCacheMode, RunnerKind, WorkerConfig
+from octavo.worker.engine.engine import Engine, EngineConfig
+from octavo.worker.grammar.manager import make_grammars
+from octavo.worker.loading.loaded import Loaded, load_oracle
+from octavo.worker.loading.progress import LoggedProgress, OnProgress
+from octavo.worker.metrics import BusyLog, CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
+from octavo.worker.scheduler.scheduler import Scheduler
+from octavo.worker.transport.heartbeat import HeartbeatThread
+from octavo.worker.transport.link import WorkerLink
+from octavo.worker.transport.socket import CurveKeys
+from octavo.worker.transport.watchdog import Watchdog
+
+# How a worker is asked to end: the first signal drains, the second stops; a gateway's refusal stops too.
+#
+# Handlers only set what the engine's loop reads, and wake it.
+
+
+EXIT_OK = 0
+EXIT_FAILED = 70
+EXIT_REFUSED = 76
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Shutdown:
+    """Installed before the model is loaded; knows the engine once there is one."""
+
+    def __init__(self, *, grace_s: float) -> None:
+        self.exit_code = EXIT_OK
+        self._grace_s = grace_s
+        self._num_signals = 0
+        self._engine: Engine | None = None
+        self._wake: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        """Take SIGTERM and SIGINT over. Main thread only."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def attach(self, engine: Engine, wake: Callable[[], None]) -> None:
+        """From now on signals go to this engine."""
+        self._engine, self._wake = engine, wake
+
+    def refuse(self, reason: str) -> None:
+        """A gateway sent us away for good."""
+        self.exit_code = EXIT_REFUSED
+        self._stop()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._engine is None or self._wake is None:
+            sys.exit(EXIT_OK)  # still loading: nobody waits for anything
+        if self._num_signals == 1:
+            log.info("draining", signal=signal.Signals(number).name, grace_s=self._grace_s)
+            self._engine.request_drain(self._grace_s)
+            self._wake()
+        else:
+            log.info("stopping", signal=signal.Signals(number).name)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._engine is not None and self._wake is not None:
+            self._engine.request_stop()
+            self._wake()
+
 
 log = structlog.get_logger(__name__)
 
@@ -45,9 +99,32 @@ GOODBYE_S = 1.0  # for the last message to go out
 CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
 
 
+# Log lines of a worker: to stderr, one per transition of its life, JSON for programs or key=value for people.
+
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure_logs(log_format: str, log_level: str) -> None:
+    """log_format: "auto" looks whether stderr is a terminal; "console" or "json". Raises ValueError."""
+    if log_format not in ("auto", "console", "json") or log_level not in _LEVELS:
+        raise ValueError(f"unknown log format {log_format!r} or level {log_level!r}")
+    is_console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer() if is_console else structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[log_level]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 76 (a gateway refused us);
-    a hang ends the process with 75 or 1 (`worker.watchdog`).
+    a hang ends the process with 75 or 1 (`worker.transport.watchdog`).
 
     on_progress: told how far the start is; by default it is logged. Raises what makes a start impossible:
     CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.
@@ -72,8 +149,8 @@ def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if config.cpu_isa is not None:
         os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
-    importlib.import_module("model")  # before torch: it hides instructions from it
-    from worker.runner_loading import load_torch  # torch: only where it is wanted
+    importlib.import_module("octavo.model")  # before torch: it hides instructions from it
+    from octavo.worker.loading.loader import load_torch  # torch: only where it is wanted
 
     return load_torch(config, on_progress)
 

@@ -4,19 +4,21 @@ Gauges and counters are read from the engine's snapshot when somebody scrapes; a
 a finished request three, whatever the batch. Labels come from closed sets.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from wire.messages import Capacity, Finished, ModelCard, WireFinishReason
-from wire.scrape_server import ScrapeServer, pages_of
-from worker.link import LinkStats
-from worker.ports import StepReport
-from worker.stats import EngineStats
+from octavo.wire.messages import Capacity, Finished, ModelCard, WireFinishReason
+from octavo.wire.scrape_server import ScrapeServer, pages_of
+from octavo.worker.engine.interfaces import Observer, StepReport
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.link import LinkStats
 
 STEP_BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
@@ -44,6 +46,54 @@ ERROR_REASONS = frozenset(
 )
 
 
+# One INFO line every ten seconds while there is work: rates since the line before, and where things stand.
+
+
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 10.0
+
+
+class BusyLog:
+    """An Observer in front of another one."""
+
+    def __init__(
+        self, inner: Observer, snapshot: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._inner = inner
+        self._snapshot = snapshot
+        self._clock = clock
+        self._since_s = clock()
+        self._former = EngineStats()
+
+    def on_step(self, report: StepReport) -> None:
+        """Pass on, and speak where it is time."""
+        self._inner.on_step(report)
+        now_s = self._clock()
+        if now_s - self._since_s >= INTERVAL_S:
+            self._speak(now_s)
+
+    def on_finished(self, finished: Finished) -> None:
+        """Pass on."""
+        self._inner.on_finished(finished)
+
+    def _speak(self, now_s: float) -> None:
+        stats, former, elapsed_s = self._snapshot(), self._former, now_s - self._since_s
+        queried = stats.num_queried_tokens - former.num_queried_tokens
+        hits = stats.num_hit_tokens - former.num_hit_tokens
+        log.info(
+            "busy",
+            prompt_tokens_per_s=round((stats.num_prefill_tokens - former.num_prefill_tokens) / elapsed_s, 1),
+            generation_tokens_per_s=round((stats.num_generated_tokens - former.num_generated_tokens) / elapsed_s, 1),
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            paused=stats.num_paused,
+            kv_percent=round(100 * stats.num_active_blocks / max(stats.num_blocks, 1), 1),
+            hit_percent=round(100 * hits / max(queried, 1), 1),
+        )
+        self._since_s, self._former = now_s, stats
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
     """What else is told of the KV cache. dtype: as it was asked for, "auto" for the model's own."""
@@ -53,7 +103,7 @@ class CacheInfo:
 
 
 class StepMetrics:
-    """Implements `worker.ports.Observer` with histograms."""
+    """Implements `worker.engine.interfaces.Observer` with histograms."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

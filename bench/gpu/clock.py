@@ -1,4 +1,4 @@
-"""The device's own clock. Recorded work is timed by `model.gpu.choice.time_graph`.
+"""The device's own clock. Recorded work is timed by `model.gpu.autotune.time_graph`.
 
 Must not know: models, steps.
 """

@@ -9,12 +9,12 @@ from bench.gpu.steps import Bench, time_decode, time_prefill
 from bench.gpu.workloads import nano
 from bench.modes import MODES
 from bench.shapes import NUM_IDS, PUBLISHED
-from blockmgr.ids import PrefixCache
-from model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
-from model.gpu.weights import GpuWeights
-from worker.config import Deterministic
-from worker.cuda_programs import CudaRunnerConfig, PathChoice
-from worker.cuda_runner import CudaRunner
+from octavo.blockmgr.ids import PrefixCache
+from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
+from octavo.model.gpu.weights import GpuWeights
+from octavo.worker.config import Deterministic
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, PathChoice
+from octavo.worker.runners.cuda.runner import CudaRunner
 
 DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
 PREFILLS = [(1, 512), (1, 8192), (8, 2048)]

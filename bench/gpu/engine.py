@@ -12,9 +12,9 @@ import torch
 from bench.assembly import assemble, run_of
 from bench.gpu.spent import Stopwatch
 from bench.mailbox import GATEWAY, Mailbox
-from blockmgr.ids import PrefixCache
-from wire.messages import StepOutput
-from worker.cuda_runner import CudaRunner
+from octavo.blockmgr.ids import PrefixCache
+from octavo.wire.messages import StepOutput
+from octavo.worker.runners.cuda.runner import CudaRunner
 
 
 class CountingMail(Mailbox):

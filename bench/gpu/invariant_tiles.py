@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from bench.shapes import PUBLISHED
-from model.config import Qwen2Config
-from model.gpu.choice import time_graph
-from model.kernels.invariant_product import ProductTiles, invariant_product, part_elements
+from octavo.model.config import Qwen2Config
+from octavo.model.gpu.autotune import time_graph
+from octavo.model.kernels.products.invariant import ProductTiles, invariant_product, part_elements
 
 TILES = [
     ProductTiles(outputs=outputs, tokens=tokens, inputs=inputs, warps=warps, stages=stages)

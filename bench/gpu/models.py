@@ -6,10 +6,10 @@ Must not know: steps, engines.
 import torch
 
 from bench.shapes import MAX_POSITIONS
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.gpu.weights import GpuWeights
-from model.linear import Linear, WeightFormat
-from model.quantization.rounding import round_to_groups
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.layers.linear import Linear, WeightFormat
+from octavo.model.quantization.rounding import round_to_groups
 
 WEIGHTS = {
     "bf16": WeightFormat.BF16,

@@ -11,13 +11,13 @@ import torch
 
 from bench.gpu.models import random_model
 from bench.shapes import NUM_IDS, PUBLISHED
-from model.gpu.weights import GpuWeights
-from worker.cuda_ahead import compile_kernels
-from worker.cuda_memory import cuda_memory_needs
-from worker.cuda_programs import CudaRunnerConfig, PathChoice
-from worker.cuda_runner import CudaRunner
-from worker.memory import size_pool
-from worker.runner_warmup import warm_up
+from octavo.model.gpu.weights import GpuWeights
+from octavo.worker.loading.memory import size_pool
+from octavo.worker.loading.warmup import warm_up
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, PathChoice
+from octavo.worker.runners.cuda.memory import cuda_memory_needs
+from octavo.worker.runners.cuda.precompile import compile_kernels
+from octavo.worker.runners.cuda.runner import CudaRunner
 
 BLOCK_SIZE = 16
 

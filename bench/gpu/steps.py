@@ -13,12 +13,12 @@ import torch
 from bench.gpu.clock import elapsed_ms
 from bench.gpu.models import random_model, take_weights
 from bench.shapes import NUM_IDS, PUBLISHED
-from model import KvPool, Qwen2Config
-from model.gpu.decode_step import DecodeStep
-from model.gpu.mixed_step import MixedInputs, MixedStep
-from model.gpu.state import RowState
-from model.kernels.prefill_attention import list_tiles
-from model.kv_pool import kv_block_bytes
+from octavo.model import KvPool, Qwen2Config
+from octavo.model.attention.kv_pool import kv_block_bytes
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
+from octavo.model.gpu.state import RowState
+from octavo.model.kernels.attention.prefill import list_tiles
 
 BLOCK_SIZE = 16
 

@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from gateway.config import AccessConfig, Exposure
+from octavo.gateway.config import AccessConfig, Exposure
 
 
 class AddressError(ValueError):

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 
 import structlog
 
-from gateway.config import ConnectionConfig
+from octavo.gateway.config import ConnectionConfig
 
 log = structlog.get_logger(__name__)
 

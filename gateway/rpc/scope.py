@@ -4,12 +4,84 @@ A context variable, because the guard stands around handlers of libraries too (h
 have no room for it, and because log lines pick up the same context.
 """
 
+import asyncio
+import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 
-from gateway.access.caller import ANYBODY, Caller
-from gateway.validation.table import REQUEST_ID
+from octavo.gateway.auth.caller import ANYBODY, Caller
+from octavo.gateway.errors import DeadlinePassed
+from octavo.gateway.validation.table import REQUEST_ID
+
+# When a request has to end, and what its caller gets then. Must not know requests, nor workers.
+
+
+PARTIAL_MARGIN_S = 0.05
+"""A partial output leaves so long before the wire's deadline: its way through the loop, the network, the caller's
+library. Callers who are further away than that set `timeout_s` themselves."""
+BACKSTOP_S = 0.03
+"""So long after the worker should have ended the output, the gateway does: a step of the model may be long."""
+FIGURES_S = 0.2
+"""So long after that a partial answer waits for the worker's figures, where the wire's deadline is further away: its
+text is with the caller by then."""
+
+
+class AtDeadline(Enum):
+    """What the caller gets."""
+
+    STATUS = "status"  # DEADLINE_EXCEEDED
+    PARTIAL = "partial"  # what there is, as a complete answer with reason DEADLINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """end_s: monotonic seconds at which the worker stops; None: never. needs_backstop: nobody but the gateway ends the
+    request where the worker is late (the gRPC library ends calls at the wire's deadline, with the status). figures_s:
+    seconds that the end of a partial answer then waits for the worker's figures."""
+
+    end_s: float | None = None
+    at_end: AtDeadline = AtDeadline.STATUS
+    needs_backstop: bool = False
+    figures_s: float = 0.0
+
+
+def deadline_of(
+    *, arrived_s: float, wire_timeout_s: float | None, timeout_s: float | None, at_end: AtDeadline
+) -> Deadline:
+    """The earlier one of the wire's and the request's own. Both are seconds from arrival; None: not given."""
+    is_partial = at_end is AtDeadline.PARTIAL
+    ends = []
+    if wire_timeout_s is not None:
+        ends.append(arrived_s + wire_timeout_s - (min(PARTIAL_MARGIN_S, wire_timeout_s / 2) if is_partial else 0.0))
+    wire_s = ends[0] if ends else math.inf
+    if timeout_s is not None:
+        ends.append(arrived_s + timeout_s)
+    end_s = min(ends, default=None)
+    return Deadline(
+        end_s=end_s,
+        at_end=at_end,
+        needs_backstop=end_s is not None and (timeout_s is not None or is_partial),
+        figures_s=max(0.0, min(FIGURES_S, wire_s - end_s - BACKSTOP_S)) if end_s is not None and is_partial else 0.0,
+    )
+
+
+@asynccontextmanager
+async def until(end_s: float | None) -> AsyncIterator[None]:
+    """end_s: monotonic; None: never. Raises DeadlinePassed where the time is over before the block."""
+    try:
+        async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
+            yield
+    except TimeoutError:
+        raise unsent() from None
+
+
+def unsent() -> DeadlinePassed:
+    """The time was over before a worker had the request."""
+    return DeadlinePassed("the deadline passed before the request was sent to a worker")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

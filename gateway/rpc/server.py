@@ -2,9 +2,9 @@
 
 import grpc
 
-from gateway.config import GatewayConfig, PortSharing
-from gateway.rpc.addresses import BindError, check_exposure
-from gateway.rpc.tls import TlsListener
+from octavo.gateway.config import GatewayConfig, PortSharing
+from octavo.gateway.rpc.addresses import BindError, check_exposure
+from octavo.gateway.rpc.tls import TlsListener
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
 

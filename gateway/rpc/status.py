@@ -7,8 +7,8 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
-from gateway.rpc.scope import RpcScope
+from octavo.gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
+from octavo.gateway.rpc.scope import RpcScope
 
 DOMAIN = "octavo"
 REASON_TRAILER = "x-error-reason"

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from gateway.access.file_errors import AccessFileError, read_private, unreadable
-from gateway.config import TlsConfig
+from octavo.gateway.auth.key_file import AccessFileError, read_private, unreadable
+from octavo.gateway.config import TlsConfig
 
 CERT, KEY, CLIENT_CA = "--tls-cert-file", "--tls-key-file", "--tls-client-ca-file"
 

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import structlog
 
-from gateway.rpc.connections import Address, address_of, hang_up
+from octavo.gateway.rpc.connections import Address, address_of, hang_up
 
 log = structlog.get_logger(__name__)
 MAX_UNREAD = 512  # below what the server lets in besides requests in flight

@@ -1,14 +1,14 @@
 """AdminService: for operators, on a listener of its own."""
 
 import grpc
+
+from octavo.gateway.peers.control import Control
+from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.validation.fields import check
+from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import admin_pb2 as pb
 from octavo.v1 import admin_pb2_grpc
-
-from gateway.control import Control
-from gateway.desk import Desk
-from gateway.rpc.scope import current_rpc
-from gateway.validation.fields import check
-from gateway.workers.views import WorkerView
 
 Context = grpc.aio.ServicerContext
 QUERY_TIMEOUT_S = 2.0  # as the contract says

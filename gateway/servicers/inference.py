@@ -5,23 +5,27 @@ from collections.abc import Callable
 
 import grpc
 from google.protobuf.message import Message
+
+from octavo.gateway.peers.control import Control
+from octavo.gateway.requests.embedding import Embedder
+from octavo.gateway.requests.submit import Opener
+from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.rpc.status import REQUEST_ID_TRAILER
+from octavo.gateway.servicers.messages import (
+    collect,
+    delta_event,
+    embedding_message,
+    finished_event,
+    reason_of,
+    started_event,
+)
+from octavo.gateway.streams.response import close, count_finished, error_behind, pump, pump_all, write
+from octavo.gateway.text.model_text import Bounds
+from octavo.gateway.validation.fields import check
+from octavo.gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-
-from gateway.collected import collect
-from gateway.control import Control
-from gateway.delivery import close, count_finished, error_behind, pump, pump_all, write
-from gateway.desk import Desk
-from gateway.embedding import Embedder
-from gateway.embedding_events import embedding_message
-from gateway.events import delta_event, finished_event, reason_of, started_event
-from gateway.live import LiveRequest
-from gateway.opening import Opener
-from gateway.rpc.scope import RpcScope, current_rpc
-from gateway.rpc.status import REQUEST_ID_TRAILER
-from gateway.text.model_text import Bounds
-from gateway.validation.fields import check
-from gateway.validation.generate import check_complete, check_embed, check_generate, check_ids, check_tokenize
 
 Context = grpc.aio.ServicerContext
 

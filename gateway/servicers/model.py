@@ -1,20 +1,50 @@
 """ModelService: what is served, and what requests may ask for (the capability handshake)."""
 
+from collections.abc import Iterator
+from functools import cache
+
 import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from octavo.gateway.requests.submit import default_sampling
+from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.validation.fields import check
+from octavo.gateway.validation.table import MAX_LOGPROBS, MAX_STOP_STRINGS, TABLE, MessageRules, not_served
+from octavo.gateway.version import VERSION
+from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
-
-from gateway.desk import Desk
-from gateway.rpc.scope import current_rpc
-from gateway.sampling import default_sampling
-from gateway.validation.fields import check
-from gateway.validation.paths import supported_paths
-from gateway.validation.table import MAX_LOGPROBS, MAX_STOP_STRINGS
-from gateway.version import VERSION
-from gateway.workers.views import WorkerState, WorkerView
-from wire.messages import ModelCard
+from octavo.wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext
+
+
+# Paths of the fields of a message, as violations and the capability handshake name them.
+
+
+_NO_RULES = MessageRules()
+
+
+@cache
+def supported_paths(message: Descriptor) -> tuple[str, ...]:
+    """Every leaf that is served: "sampling.temperature", "chat.messages.role" (elements have no index here)."""
+    return tuple(_paths(message, ""))
+
+
+def _paths(message: Descriptor, prefix: str) -> Iterator[str]:
+    rules = TABLE.get(message.full_name, _NO_RULES)
+    for field in message.fields:
+        if rules.fields.get(field.name) is not_served:
+            continue
+        if field.message_type is None or _is_map(field):
+            yield prefix + field.name
+        else:
+            yield from _paths(field.message_type, f"{prefix}{field.name}.")
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):

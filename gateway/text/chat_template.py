@@ -13,7 +13,7 @@ import jinja2.ext
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.text.errors import PromptTooLong, TemplateError
+from octavo.gateway.text.errors import PromptTooLong, TemplateError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -20,8 +20,8 @@ import sys
 from collections import OrderedDict
 from typing import BinaryIO
 
-from gateway.text.chat_template import ChatInput, ChatTemplate
-from gateway.text.errors import PromptTooLong, TemplateError
+from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
+from octavo.gateway.text.errors import PromptTooLong, TemplateError
 
 RENDERED, REFUSED, TOO_LONG, NO_MEMORY = b"R", b"E", b"L", b"M"
 KNOWN_TEMPLATES = 16

@@ -14,19 +14,17 @@ import struct
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
-from gateway.text.chat_template import ChatInput, ChatTemplate
-from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
-from gateway.text.fair_queue import FairQueue, Share
-from gateway.text.render_child import KNOWN_TEMPLATES, NO_MEMORY, REFUSED, RENDERED, TOO_LONG
+from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
+from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
+from octavo.gateway.text.fair_queue import FairQueue, Share
+from octavo.gateway.text.render_child import KNOWN_TEMPLATES, NO_MEMORY, REFUSED, RENDERED, TOO_LONG
 
 log = structlog.get_logger(__name__)
-_FOLDER = str(Path(__file__).resolve().parents[2])
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME")  # no secrets for foreign code
+_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "HOME")  # no secrets for foreign code
 _ANYBODY = Share()
 _END_S = 5.0
 
@@ -196,18 +194,17 @@ class RenderPool:
     async def _new_child(self) -> _Child:
         """Raises TextQueueFull where the system has no room for one."""
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        folders = os.pathsep.join(filter(None, [_FOLDER, os.environ.get("PYTHONPATH")]))
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # nothing of the folder that we happen to be in
                 "-m",
-                "gateway.text.render_child",
+                "octavo.gateway.text.render_child",
                 str(os.getpid()),
                 str(self._limits.memory_bytes),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=environment | {"PYTHONPATH": folders},
+                env=environment,
             )
         except OSError as error:
             log.error("no_render_process", error=str(error))

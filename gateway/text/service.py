@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from gateway.text.errors import TextQueueFull
-from gateway.text.fair_queue import FairQueue, Share
+from octavo.gateway.text.errors import TextQueueFull
+from octavo.gateway.text.fair_queue import FairQueue, Share
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]

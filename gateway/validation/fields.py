@@ -6,9 +6,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from gateway.errors import InvalidRequest, Violation
-from gateway.validation.rules import not_served
-from gateway.validation.table import TABLE
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.validation.table import TABLE, not_served
 
 MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message does not make a long answer
 

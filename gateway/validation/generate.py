@@ -1,16 +1,67 @@
 """What concerns several fields of a GenerateRequest, or its model."""
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.errors import ExceedsCapacity, InvalidRequest, Violation
-from gateway.validation.fields import first_violations, raise_if_any, violations
-from wire.messages import Capacity, ModelCard
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, Violation
+from octavo.gateway.text.chat_template import ChatInput
+from octavo.gateway.validation.fields import first_violations, raise_if_any, violations
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import Capacity, ModelCard
 
 _FORCED_CHOICES = (pb.TOOL_CHOICE_REQUIRED, pb.TOOL_CHOICE_NAMED)
+
+
+# A validated Chat in the form that templates expect.
+
+
+_ROLES = {
+    pb.CHAT_ROLE_SYSTEM: "system",
+    pb.CHAT_ROLE_USER: "user",
+    pb.CHAT_ROLE_ASSISTANT: "assistant",
+    pb.CHAT_ROLE_TOOL: "tool",
+}
+
+
+def chat_input(chat: pb.Chat) -> ChatInput:
+    """Messages and tools as OpenAI's API has them; checked before (`generate`)."""
+    return ChatInput(
+        messages=[_message(message) for message in chat.messages],
+        tools=[_tool(tool) for tool in chat.tools] if may_call_tools(chat) else None,
+        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+    )
+
+
+def may_call_tools(chat: pb.Chat) -> bool:
+    """Whether the model is told of tools."""
+    return bool(chat.tools) and chat.tool_choice != pb.TOOL_CHOICE_NONE
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": _ROLES[message.role], "content": message.content}
+    if message.tool_calls:
+        entry["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        entry["tool_call_id"] = message.tool_call_id
+    return entry
+
+
+def _call(call: pb.ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.loads(call.arguments_json)}
+    return ({"id": call.id} if call.id else {}) | {"type": "function", "function": function}
+
+
+def _tool(tool: pb.ToolDefinition) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters_json:
+        function["parameters"] = json.loads(tool.parameters_json)
+    return {"type": "function", "function": function}
 
 
 def check_generate(request: pb.GenerateRequest) -> None:

@@ -1,9 +1,9 @@
 """The gateway's side of the wire: who the workers are, which one gets a request, and where its output goes."""
 
-from gateway.workers.config import WorkerPoolConfig
-from gateway.workers.errors import NoWorker, PoolError, WorkerBusy, WorkerGone
-from gateway.workers.pool import WorkerPool
-from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.workers.errors import NoWorker, PoolError, WorkerBusy, WorkerGone
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
 
 __all__ = [
     "LostReason",

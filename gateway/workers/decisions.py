@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.workers.views import LostReason
-from wire.messages import ModelCard
+from octavo.gateway.workers.views import LostReason
+from octavo.wire.messages import ModelCard
 
 
 class Peer(NamedTuple):

@@ -8,34 +8,137 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import structlog
 
-from gateway.workers import router
-from gateway.workers.block_feed import BlockSubscription
-from gateway.workers.config import WorkerPoolConfig
-from gateway.workers.decisions import Peer
-from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
-from gateway.workers.executor import Executor, OnModel
-from gateway.workers.inbound import Inbound
-from gateway.workers.link import OnFrame, RouterLink
-from gateway.workers.migration import Migration
-from gateway.workers.outputs import Output, Outputs
-from gateway.workers.prefixes import Prefixes
-from gateway.workers.queries import Queries
-from gateway.workers.records import WorkerRecord
-from gateway.workers.registry import Registry, RegistryLimits
-from gateway.workers.reins import Reins
-from gateway.workers.runs import new_output, run_message
-from gateway.workers.stats import PoolStats
-from gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
-from gateway.workers.watch import ProcessWatch
-from wire.fault_points import fault_point
-from wire.messages import AdminReply, Drain, ModelCard
-from wire.run_dir import RunDirError
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.workers.decisions import Peer
+from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from octavo.gateway.workers.events import BlockSubscription
+from octavo.gateway.workers.inbound import Executor, Inbound, OnModel
+from octavo.gateway.workers.link import OnFrame, Post, RouterLink
+from octavo.gateway.workers.migration import Migration
+from octavo.gateway.workers.outputs import Output, Outputs, new_output, run_message
+from octavo.gateway.workers.prefix_index import Prefixes
+from octavo.gateway.workers.queries import Queries
+from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
+from octavo.gateway.workers.stats import PoolStats
+from octavo.gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from octavo.gateway.workers.watch import ProcessWatch
+from octavo.wire.fault_points import fault_point
+from octavo.wire.messages import AdminReply, Drain, ModelCard, Pause, Resume
+from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
+
+
+# Which worker gets a request: the longest cached prefix, then the least load.
+#
+# Pure. A hot prefix does not pin its traffic to one worker: where the holder is much busier than the idlest worker,
+# the request goes there instead, computes the prefix again, and from then on two workers hold it.
+
+
+MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
+IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
+IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
+
+
+class RouteReason(StrEnum):
+    """Why a worker was chosen; a closed label set."""
+
+    ONLY = "only"
+    PREFIX = "prefix"
+    LOAD = "load"  # nobody had a prefix
+    BALANCE = "balance"  # the holder of the longest prefix was too busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A ready worker of the model. load: requests over the number that run at once (above 1: it queues)."""
+
+    incarnation: int
+    load: float
+    cached_tokens: int
+
+
+def choose(candidates: Sequence[Candidate], *, turn: int) -> tuple[Candidate, RouteReason]:
+    """The best of at least one candidate. turn: any counter; equals take turns by it."""
+    if len(candidates) == 1:
+        return candidates[0], RouteReason.ONLY
+    rotated = [candidates[(turn + offset) % len(candidates)] for offset in range(len(candidates))]
+    least_load = min(candidate.load for candidate in rotated)
+    fair = [candidate for candidate in rotated if not _is_overloaded(candidate, least_load)]
+    best = min(fair, key=lambda candidate: (-candidate.cached_tokens, candidate.load))
+    longest = max(candidate.cached_tokens for candidate in rotated)
+    if best.cached_tokens < longest:
+        return best, RouteReason.BALANCE
+    return best, RouteReason.PREFIX if best.cached_tokens else RouteReason.LOAD
+
+
+def _is_overloaded(candidate: Candidate, least_load: float) -> bool:
+    return candidate.load > IMBALANCE_RATIO * least_load + IMBALANCE_SLACK
+
+
+# What is said to the worker of an output that is under way: end, pause, go on.
+#
+# A wish goes with the output wherever it moves, and waits where no worker has it. Must not know sockets, nor why its
+# reader wants what it wants.
+
+
+class Reins:
+    """Handles that are unknown or have ended are ignored."""
+
+    def __init__(self, outputs: Outputs, migration: Migration, post: Post, stats: PoolStats) -> None:
+        self._outputs = outputs
+        self._migration = migration
+        self._post = post
+        self._stats = stats
+
+    def cancel(self, handle: int) -> None:
+        """No more tokens; on_finished(CANCELLED) or on_lost follows."""
+        output = self._outputs.get(handle)
+        if output is None or output.is_cancelled:
+            return
+        output.is_cancelled = True
+        if self._migration.is_waiting(output):
+            self._migration.forget(output)
+            self._outputs.lose(output, LostReason.WORKER_LOST, "cancelled while no worker had it")
+        else:
+            self._post.cancel(output.incarnation, output.handle)
+
+    def pause(self, handle: int) -> None:
+        """No more steps until `resume`; tokens of those in flight still come."""
+        output = self._outputs.get(handle)
+        if output is not None and not output.is_paused:
+            output.is_paused = True
+            self._stats.pauses += 1
+            # One on probation has to show with a token that it kills nobody: others wait for that.
+            if not output.is_on_probation:
+                self._tell_pace(output)
+
+    def resume(self, handle: int) -> None:
+        """Go on where it was; nothing for one that is not paused."""
+        output = self._outputs.get(handle)
+        if output is not None and output.is_paused:
+            output.is_paused = False
+            self._tell_pace(output)
+
+    def moved(self, output: Output, record: WorkerRecord) -> None:
+        """This worker gets the output now, and does not know yet that it is paused."""
+        if output.is_paused and not output.is_on_probation:
+            self._post.pace(record.incarnation, output.handle, Pause)
+
+    def passed(self, output: Output) -> None:
+        """It is on probation no more: what was not said for that is said now."""
+        if output.is_paused:
+            self._tell_pace(output)
+
+    def _tell_pace(self, output: Output) -> None:
+        if not self._migration.is_waiting(output) and not output.is_cancelled:
+            self._post.pace(output.incarnation, output.handle, Pause if output.is_paused else Resume)
 
 
 class WorkerPool:
@@ -144,7 +247,7 @@ class WorkerPool:
         ready = [record for record in ready if not self._migration.is_trying(record)] or ready
         cached = self._prefixes.match(ready, prompt_ids, salt)
         candidates = [
-            router.Candidate(
+            Candidate(
                 incarnation=record.incarnation,
                 load=record.load,
                 cached_tokens=cached.get(record.incarnation, 0),
@@ -152,7 +255,7 @@ class WorkerPool:
             for record in ready
         ]
         self._turn += 1
-        best, reason = router.choose(candidates, turn=self._turn)
+        best, reason = choose(candidates, turn=self._turn)
         self.stats.routed[reason.value] += 1
         record = self._registry.get(best.incarnation)
         assert record is not None

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from gateway.workers.records import WorkerRecord
-from wire.messages import AdminQuery, AdminReply, Message
+from octavo.gateway.workers.registry import WorkerRecord
+from octavo.wire.messages import AdminQuery, AdminReply, Message
 
 Answer = asyncio.Future[AdminReply]
 

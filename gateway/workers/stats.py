@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gateway.workers.views import LostReason
+from octavo.gateway.workers.views import LostReason
 
 # What the counters below have as keys, so that each has its series, at 0, before the first of its kind.
 LOSSES = (LostReason.WORKER_LOST, LostReason.WORKER_STALLED, LostReason.DRAINING)

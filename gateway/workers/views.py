@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from wire.messages import Capacity, Finished, ModelCard, Pooling, Sampling, TokenLogprobs
+from octavo.wire.messages import Capacity, Finished, ModelCard, Pooling, Sampling, TokenLogprobs
 
 
 class LostReason(StrEnum):

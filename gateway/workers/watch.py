@@ -8,7 +8,7 @@ import os
 import select
 from collections.abc import Callable
 
-from wire.host import pid_namespace
+from octavo.wire.host import pid_namespace
 
 
 class ProcessWatch:

@@ -1,7 +1,8 @@
 """Checked launchers of the kernels in `invariant.c`: products, norm, SiLU and attention in fp32.
 
-Each has a slow twin in torch: the product ``F.linear``, `rms_norm` model.norm.plain_rms_norm, `silu_mul` the expression
-in model.layers.Mlp, `attention` model.attention_reference. A row's bits depend on nothing but the row.
+Each has a slow twin in torch: the product ``F.linear``, `rms_norm` model.layers.decoder.plain_rms_norm, `silu_mul` the
+expression in model.layers.decoder.Mlp, `attention` model.attention.reference. A row's bits depend on nothing but the
+row.
 
 Legend: T tokens · S sequences · N outputs, or query heads · K inputs, or kv heads · H head dim · D model dim ·
 I intermediate · P blocks · B block size · M table width. Must not know: layers, requests.
@@ -12,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from model.cpu.checks import LANES, require, require_attention
-from model.cpu.native import loaded_library
-from model.cpu.ops import threads_for, threads_for_product
+from octavo.model.cpu.native import loaded_library
+from octavo.model.cpu.ops import LANES, require, require_attention, threads_for, threads_for_product
 
 PANEL = 32
 """Outputs of a panel, as in invariant.c."""
@@ -22,7 +22,7 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InvariantWeight:
-    """panels: [P, K, PANEL], bias_N: fp32, filled up to whole panels. A `model.linear.Packed`."""
+    """panels: [P, K, PANEL], bias_N: fp32, filled up to whole panels. A `model.layers.linear.Packed`."""
 
     panels: torch.Tensor
     bias_N: torch.Tensor
@@ -64,7 +64,7 @@ class InvariantWeight:
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See model.norm.RmsNorm; fp32, D a multiple of LANES."""
+    """See model.layers.decoder.RmsNorm; fp32, D a multiple of LANES."""
     x_TD = x_TD.contiguous()
     num_rows, dim = x_TD.shape
     require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")

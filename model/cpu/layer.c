@@ -2,7 +2,7 @@
  * and back takes as long as they do.
  *
  * Each stage is the kernel that would be called alone, with as many threads, so the bits are the same (layer.py's twin
- * is model.layers.DecoderLayer). Legend: T tokens · D model dim · I intermediate. Must not know: torch, Python.
+ * is model.layers.decoder.DecoderLayer). Legend: T tokens · D model dim · I intermediate. Must not know: torch, Python.
  */
 
 #include "team.h"

@@ -1,5 +1,5 @@
-"""What follows attention in a decoder layer, as one call of `layer.c`; its slow twin: model.layers.DecoderLayer, whose
-stages give the same bits one by one.
+"""What follows attention in a decoder layer, as one call of `layer.c`; its slow twin:
+model.layers.decoder.DecoderLayer, whose stages give the same bits one by one.
 
 Legend: T tokens in this step · D model dim · I intermediate · C columns of all query heads.
 Must not know: attention, how many layers there are.
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.cpu.checks import LANES, require
-from model.cpu.native import loaded_library
-from model.cpu.ops import threads_for, threads_for_product
-from model.cpu.panels import PanelWeight
+from octavo.model.cpu.native import loaded_library
+from octavo.model.cpu.ops import LANES, require, threads_for, threads_for_product
+from octavo.model.cpu.panels import PanelWeight
 
 
 class _Weight(ctypes.Structure):

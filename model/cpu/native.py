@@ -15,8 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from model.cache_folder import VARIABLE, cache_folder, require_executable
-from model.cpu.isa import compiler_flags
+from octavo.model.cache_folder import VARIABLE, cache_folder, require_executable
+from octavo.model.cpu.isa import compiler_flags
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.c")

@@ -1,7 +1,7 @@
 """Checked launchers of the kernels in `kernels.c`, and when they can be used.
 
-Each has a slow twin in torch: `rms_norm` model.norm.RmsNorm, `rope_write` model.rope.rotate with KvPool's write,
-`silu_mul` the expression in model.layers.Mlp, `decode_attention` model.attention_reference.
+Each has a slow twin in torch: `rms_norm` model.layers.decoder.RmsNorm, `rope_write` model.layers.rope.rotate with
+KvPool's write, `silu_mul` the expression in model.layers.decoder.Mlp, `decode_attention` model.attention.reference.
 
 Legend: T tokens in this step · S sequences · N query heads · K kv heads · H head dim · D model dim · I intermediate ·
 P blocks · B block size · M table width. Must not know: layers, requests.
@@ -9,12 +9,47 @@ P blocks · B block size · M table width. Must not know: layers, requests.
 
 import torch
 
-from model.cpu.checks import LANES, require, require_attention
-from model.cpu.native import loaded_library, native_library
+from octavo.model.cpu.native import loaded_library, native_library
 
 _ENOUGH_BYTES = 128 * 1024
 """One thread reads them in some five microseconds. Below it, sharing costs as much as it saves even with threads that
 spin, and to wake one that sleeps takes ten times as long."""
+
+
+# What the launchers of the kernels in C require of their arguments. Must not know: which kernel is launched.
+#
+# Legend: S sequences · N query heads · K kv heads · H head dim · P blocks · B block size · M table width.
+
+
+LANES = 16
+"""Rows that the kernels work on are multiples of it."""
+
+
+def require(condition: bool, argument: str) -> None:
+    """Raises ValueError."""
+    if not condition:
+        raise ValueError(f"{argument}: shape, dtype or layout that the kernel does not take")
+
+
+def require_attention(
+    q_SNH: torch.Tensor,
+    k_pool_PKBH: torch.Tensor,
+    v_pool_PKBH: torch.Tensor,
+    table_SM: torch.Tensor,
+    context_S: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    multiple: int,
+) -> None:
+    """One query per sequence over paged keys and values of this dtype, the head dim a multiple. Raises ValueError."""
+    num_rows, num_heads, head_dim = q_SNH.shape
+    require(k_pool_PKBH.shape[3] == head_dim and head_dim % multiple == 0, "head_dim")
+    require(num_heads % k_pool_PKBH.shape[1] == 0 and v_pool_PKBH.shape == k_pool_PKBH.shape, "v_pool_PKBH")
+    require(table_SM.dtype == context_S.dtype == torch.int32, "table_SM")
+    require(table_SM.shape[0] == num_rows and context_S.shape == (num_rows,), "context_S")
+    require(q_SNH.dtype == k_pool_PKBH.dtype == v_pool_PKBH.dtype == dtype, "dtype")
+    for tensor in (q_SNH, k_pool_PKBH, v_pool_PKBH, table_SM, context_S):
+        require(tensor.is_contiguous(), "strides")
 
 
 def takes(x: torch.Tensor, *, width: int) -> bool:
@@ -23,7 +58,7 @@ def takes(x: torch.Tensor, *, width: int) -> bool:
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See model.norm.RmsNorm; bf16, D a multiple of LANES."""
+    """See model.layers.decoder.RmsNorm; bf16, D a multiple of LANES."""
     x_TD = x_TD.contiguous()
     num_rows, dim = x_TD.shape
     require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
@@ -137,3 +172,86 @@ def threads_for_product(num_rows: int, num_bytes: int) -> int:
     """How many are worth waking for a product of so many rows with weights of so many bytes: up to about eight rows, it
     takes the time of reading the weights."""
     return threads_for(num_bytes * (1 + num_rows // 8))
+
+
+# The largest logit of each row and its id: the kernel of `largest.c`, or torch's own ``max`` where there is none.
+#
+# Legend: S rows · V columns. Must not know: what is chosen from.
+
+
+def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``max(dim=-1)``: most_S of the dtype, the lowest index_S (int64) where there are several. Where a row has a
+    NaN, most_S is NaN and index_S some valid index."""
+    library = native_library()
+    if library is None or not logits_SV.is_cpu or logits_SV.dtype != torch.float32 or logits_SV.stride(1) != 1:
+        return logits_SV.max(dim=-1)
+    num_rows, width = logits_SV.shape
+    most_S = logits_SV.new_empty(num_rows)
+    index_S = torch.empty(num_rows, dtype=torch.int64)
+    library.octavo_largest(
+        logits_SV.data_ptr(),
+        logits_SV.stride(0),
+        most_S.data_ptr(),
+        index_S.data_ptr(),
+        num_rows,
+        width,
+        threads_for(logits_SV.numel() * logits_SV.element_size()),
+    )
+    return most_S, index_S
+
+
+# Checked launcher of the kernel in `prefill.c`, attention of a chunk; its slow twin: model.attention.reference.
+#
+# Legend: Q tokens of a chunk · N query heads · K kv heads · H head dim · P blocks · B block size · M table width.
+# Must not know: layers, requests.
+
+
+MOST_DIM = 256
+"""Of a head, as in prefill.c."""
+
+
+def takes_chunks(pool_PKBH: torch.Tensor) -> bool:
+    """Whether `chunk_attention` reads this cache."""
+    head_dim = pool_PKBH.shape[3]
+    return takes(pool_PKBH, width=head_dim) and head_dim <= MOST_DIM
+
+
+def chunk_attention(
+    q_QNH: torch.Tensor,
+    k_pool_PKBH: torch.Tensor,
+    v_pool_PKBH: torch.Tensor,
+    table_M: torch.Tensor,
+    scale: float,
+    *,
+    context_len: int,
+) -> torch.Tensor:
+    """The last Q tokens of a context, each over all before it and itself; [Q, N, H]. table_M: int32, the blocks of the
+    context in order. bf16. Raises ValueError, MemoryError."""
+    q_QNH, table_M = q_QNH.contiguous(), table_M.contiguous()
+    num_tokens, num_heads, head_dim = q_QNH.shape
+    num_kv_heads, block_size = k_pool_PKBH.shape[1], k_pool_PKBH.shape[2]
+    require(takes_chunks(k_pool_PKBH) and k_pool_PKBH.shape[3] == head_dim, "k_pool_PKBH")
+    require(num_heads % num_kv_heads == 0 and v_pool_PKBH.shape == k_pool_PKBH.shape, "v_pool_PKBH")
+    require(table_M.dtype == torch.int32 and table_M.numel() * block_size >= context_len, "table_M")
+    require(0 < num_tokens <= context_len, "context_len")
+    require(q_QNH.dtype == v_pool_PKBH.dtype == torch.bfloat16, "dtype")
+    require(k_pool_PKBH.is_contiguous() and v_pool_PKBH.is_contiguous(), "strides")
+    out_QNH = torch.empty_like(q_QNH)
+    failed = loaded_library().octavo_chunk_attention(
+        q_QNH.data_ptr(),
+        k_pool_PKBH.data_ptr(),
+        v_pool_PKBH.data_ptr(),
+        table_M.data_ptr(),
+        out_QNH.data_ptr(),
+        num_tokens,
+        context_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        scale,
+        threads_for(2 * num_tokens * num_heads * context_len),
+    )
+    if failed:
+        raise MemoryError("no memory for the keys and values of a prompt")
+    return out_QNH

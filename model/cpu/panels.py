@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from model.cpu.native import loaded_library, native_library
-from model.cpu.ops import threads_for_product
+from octavo.model.cpu.native import loaded_library, native_library
+from octavo.model.cpu.ops import threads_for_product
 
 PANEL = 32
 """Outputs of a panel, as in matmul.c."""

@@ -8,17 +8,17 @@ Legend: B sequences of the batch · R rows · N query heads · H head dim · D m
 
 import torch
 
-from model.gpu.choice import Narrow, Paths, Split, Wide
-from model.gpu.layers import Attend, LayerBuffers, run_layers
-from model.gpu.narrow_layers import NarrowLayers
-from model.gpu.split_layers import SplitLayers
-from model.gpu.state import RowState
-from model.gpu.weights import GpuWeights, LayerWeights
-from model.kernels.decode_attention import DecodeArgs, decode_attention, partial_buffers
-from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work
-from model.kernels.rows import embed, rms_norm
-from model.kernels.sample import SampleParts, sample_and_advance
-from model.kv_pool import KvPool
+from octavo.model.attention.kv_pool import KvPool
+from octavo.model.gpu.autotune import Narrow, Paths, Split, Wide
+from octavo.model.gpu.layers import Attend, LayerBuffers, run_layers
+from octavo.model.gpu.small_batch_layers import NarrowLayers
+from octavo.model.gpu.split_k_layers import SplitLayers
+from octavo.model.gpu.state import RowState
+from octavo.model.gpu.weights import GpuWeights, LayerWeights
+from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention, partial_buffers
+from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work
+from octavo.model.kernels.rows import embed, rms_norm
+from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 
 RESULT_BYTES = 5
 """Of each row: its token and whether its logits were finite."""

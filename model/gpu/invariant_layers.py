@@ -9,17 +9,17 @@ Legend: T tokens, decodes first · B decodes · S sampled tokens · N query head
 
 import torch
 
-from model.gpu.layers import LayerBuffers
-from model.gpu.state import RowState
-from model.gpu.weights import GpuWeights, LayerWeights
-from model.kernels.invariant_attention import AttentionParts, invariant_attention, tile_tokens
-from model.kernels.invariant_product import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
-from model.kernels.invariant_rows import invariant_silu_mul
-from model.kernels.invariant_work import InvariantWork, plan_invariant_work
-from model.kernels.prefill_attention import QUERY_TILE
-from model.kernels.rope_write import rope_write
-from model.kernels.rows import rms_norm
-from model.kv_pool import KvPool
+from octavo.model.attention.kv_pool import KvPool
+from octavo.model.gpu.layers import LayerBuffers
+from octavo.model.gpu.state import RowState
+from octavo.model.gpu.weights import GpuWeights, LayerWeights
+from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
+from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
+from octavo.model.kernels.attention.prefill import QUERY_TILE
+from octavo.model.kernels.attention.rope_write import rope_write
+from octavo.model.kernels.products.activation import invariant_silu_mul
+from octavo.model.kernels.products.invariant import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
+from octavo.model.kernels.rows import rms_norm
 
 
 class InvariantLayers:
@@ -74,7 +74,7 @@ class InvariantLayers:
         """Take x_TD, a view of the buffers', through every layer, in place, writing the caches of row_T.
 
         All int32. position_T: of all tokens, read behind the decodes (they stand where the state says). tiles_W4: of
-        the chunks (model/kernels/prefill_attention.py).
+        the chunks (model/kernels/attention/prefill.py).
         """
         B, T, state = num_decodes, len(x_TD), self._state
         places_T = self._position_T[:T]

@@ -6,15 +6,15 @@ Legend: B sequences of the batch · T tokens · D model dim.
 
 import torch
 
-from model.gpu.choice import Paths
-from model.gpu.decode_step import DecodeStep
-from model.gpu.invariant_layers import InvariantLayers
-from model.gpu.mixed_step import MixedInputs, MixedStep
-from model.gpu.state import RowState
-from model.gpu.weights import GpuWeights
-from model.invariant import InvarianceUnavailable
-from model.kernels.rows import embed
-from model.kv_pool import KvPool
+from octavo.model.attention.kv_pool import KvPool
+from octavo.model.gpu.autotune import Paths
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.invariant_layers import InvariantLayers
+from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
+from octavo.model.gpu.state import RowState
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.invariant import InvarianceUnavailable
+from octavo.model.kernels.rows import embed
 
 
 class InvariantDecodeStep(DecodeStep):

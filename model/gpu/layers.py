@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from model.gpu.quant_products import QuantProducts, matrices_of
-from model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
-from model.kernels.activation import silu_mul
-from model.kernels.gate_up_product import gate_up_product, is_faster
-from model.kernels.rows import rms_scale
+from octavo.model.gpu.quant_products import QuantProducts, matrices_of
+from octavo.model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
+from octavo.model.kernels.products.activation import silu_mul
+from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
+from octavo.model.kernels.rows import rms_scale
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""

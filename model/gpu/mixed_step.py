@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from model.gpu.decode_step import DecodeStep
-from model.gpu.layers import LayerBuffers, add_rest, attend_layers
-from model.gpu.weights import GpuWeights, LayerWeights
-from model.kernels.prefill_attention import prefill_attention
-from model.kernels.rope_write import rope_write
-from model.kernels.rows import embed, rms_norm
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.layers import LayerBuffers, add_rest, attend_layers
+from octavo.model.gpu.weights import GpuWeights, LayerWeights
+from octavo.model.kernels.attention.prefill import prefill_attention
+from octavo.model.kernels.attention.rope_write import rope_write
+from octavo.model.kernels.rows import embed, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class MixedInputs:
     """All int32 on the device. num_decodes: B, the first tokens.
 
     ids_T: -1 for decodes. row_T: every token's row. position_T: of chunk tokens (decodes' entries are not read).
-    tiles_W4: of the chunks (model/kernels/prefill_attention.py). last_S: index of each sampled row's token.
+    tiles_W4: of the chunks (model/kernels/attention/prefill.py). last_S: index of each sampled row's token.
     rows_S: the sampled rows, decodes first. ended_E, position_E: rows whose last chunk this is, their last position.
     """
 

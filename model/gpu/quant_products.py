@@ -1,9 +1,10 @@
 """Products of a step with matrices that have fewer bits.
 
 How a product is computed depends on the number of tokens alone. Few: weights are turned into numbers in registers
-(model/kernels/quant_product.py), which saves the time of reading them. Many: integers are unpacked into a matrix that
-all layers share and cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, a scale for each, where the device
-has instructions for it. Norms are folded into e4m3 weights before they are rounded, and into the inputs of integers.
+(model/kernels/products/quantized.py), which saves the time of reading them. Many: integers are unpacked into a matrix
+that all layers share and cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, a scale for each, where the
+device has instructions for it. Norms are folded into e4m3 weights before they are rounded, and into the inputs of
+integers.
 
 Legend: T tokens · D model dim · O outputs · I inputs.
 """
@@ -12,17 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
-from model.kernels.quant_product import (
+from octavo.model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
+from octavo.model.kernels.products.quantized import (
     QuantizedWeight,
     QuantScratch,
     can_multiply,
     quant_add_product,
     quant_product,
 )
-from model.kernels.quant_unpack import round_rows, unpack_weight
-from model.quantization.grouped import GroupedWeight
-from model.quantization.rounding import FP8, Fp8Weight
+from octavo.model.kernels.products.unpack import round_rows, unpack_weight
+from octavo.model.quantization.grouped import GroupedWeight
+from octavo.model.quantization.rounding import FP8, Fp8Weight
 
 FEW_TOKENS, FEW_TOKENS_FP8 = 64, 32
 """Up to here weights are turned into numbers in registers (bench/RESULTS.md)."""

@@ -66,8 +66,8 @@ class RowState:
     """position_R: tokens in the cache, which is where the row's last token will be written.
 
     last_token_R, position_R, num_prompt_R, table_RM: int32. temperature_R: float32, 0 is greedy. seed_R: int64 (bits of
-    a uint64). wish_columns: by name of WISH_COLUMNS, read behind the step alone (model/gpu/wishes.py). batch_A: int32,
-    the rows of the next decode step, then scratch. All are views of words_W, int32.
+    a uint64). wish_columns: by name of WISH_COLUMNS, read behind the step alone (model/gpu/sampling_state.py). batch_A:
+    int32, the rows of the next decode step, then scratch. All are views of words_W, int32.
     """
 
     def __init__(

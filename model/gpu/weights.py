@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.config import Qwen2Config
-from model.layers import DecoderLayer
-from model.linear import Linear, WeightFormat
-from model.quantization.grouped import GroupedWeight, join_outputs
-from model.quantization.rounding import Fp8Weight, round_to_groups
-from model.qwen2 import Qwen2ForCausalLM
-from model.rope import rotary_frequencies, yarn_amplitude
+from octavo.model.config import Qwen2Config
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.layers.decoder import DecoderLayer
+from octavo.model.layers.linear import Linear, WeightFormat
+from octavo.model.layers.rope import rotary_frequencies, yarn_amplitude
+from octavo.model.quantization.grouped import GroupedWeight, join_outputs
+from octavo.model.quantization.rounding import Fp8Weight, round_to_groups
 
 if TYPE_CHECKING:
-    from model.gpu.quant_products import QuantProducts
+    from octavo.model.gpu.quant_products import QuantProducts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class GpuWeights:
         )
         if all(layer.quantized is None for layer in weights.layers):
             return weights
-        from model.gpu.quant_products import QuantProducts  # which needs the types above
+        from octavo.model.gpu.quant_products import QuantProducts  # which needs the types above
 
         return replace(weights, products=QuantProducts.allocate(weights))
 
@@ -168,7 +168,7 @@ def fold(matrix_OD: torch.Tensor, norm_D: torch.Tensor) -> None:
 def rope_tables(
     config: Qwen2Config, max_positions: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 cosines and sines [max_positions, H / 2] (model/rope.py)."""
+    """float32 cosines and sines [max_positions, H / 2] (model/layers/rope.py)."""
     positions_L = torch.arange(max_positions, dtype=torch.float32)
     angle_LH = positions_L[:, None] * rotary_frequencies(config)[None, :]
     amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0

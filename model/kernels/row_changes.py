@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor
+from octavo.model.kernels.checks import check_tensor
 
 HEADER_WORDS = 4
 LANES = 1024

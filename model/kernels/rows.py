@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.checks import check_tensor, next_power_of_2
+from octavo.model.kernels.checks import check_tensor, next_power_of_2
 
 SCALED_TOKENS = 4  # a warp for each
 

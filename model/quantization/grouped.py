@@ -9,7 +9,7 @@ block of bytes has two plain blocks of codes by a mask and a shift:
     block of 2b inputs    | 0 … b-1 | b … 2b-1 |        byte j    code j in the low half, code b + j in the high half
 
 Legend: O outputs · I inputs · G groups · W bytes of a row.
-Must not know: how checkpoints pack (model/quantization/packing.py).
+Must not know: how checkpoints pack (model/checkpoint/packed.py).
 """
 
 from dataclasses import dataclass, replace

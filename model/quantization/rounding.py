@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from model.quantization.grouped import GroupedWeight
+from octavo.model.quantization.grouped import GroupedWeight
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

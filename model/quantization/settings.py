@@ -7,12 +7,12 @@ Must not know: tensors.
 from dataclasses import dataclass
 from enum import Enum
 
-from model.config_fields import ConfigFields
-from model.errors import ConfigError
+from octavo.model.config_fields import ConfigFields
+from octavo.model.errors import ConfigError
 
 
 class Packing(Enum):
-    """How integers lie in a checkpoint's int32 words (model/quantization/packing.py)."""
+    """How integers lie in a checkpoint's int32 words (model/checkpoint/packed.py)."""
 
     GPTQ = "gptq"
     AWQ = "awq"

@@ -15,7 +15,7 @@ from bench.cpu import Effort, Line, Workload, measure, show, write_json
 from bench.local_engine import LocalEngine
 from bench.machine import this_machine
 from bench.workloads import Ask, ask, mixed
-from model import Qwen2Config, Qwen2ForCausalLM, generate
+from octavo.model import Qwen2Config, Qwen2ForCausalLM, generate
 
 TOY = Qwen2Config(
     vocab_size=10_000,

@@ -3,8 +3,8 @@
 import torch
 
 from bench.cpu_step import CpuStep, measure
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.linear import Linear
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.layers.linear import Linear
 from tests.support.checkpoints import tiny_config
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from bench.quant_error import PIECE_TOKENS, pieces, recorded, table
-from model import resolve_checkpoint
-from model.rounding_error import RoundingError
+from octavo.model import resolve_checkpoint
+from octavo.model.verify.rounding_error import RoundingError
 
 FOLDER = resolve_checkpoint("folio-chat")
 

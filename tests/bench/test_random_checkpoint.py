@@ -9,8 +9,8 @@ import torch
 from bench import random_checkpoint
 from bench.random_checkpoint import tensor_shapes, write_checkpoint
 from bench.shapes import SHAPES
-from gateway.text.model_text import ModelText
-from model import load_model
+from octavo.gateway.text.model_text import ModelText
+from octavo.model import load_model
 
 NUM_PARAMETERS = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512}
 

@@ -10,9 +10,9 @@ from bench.in_process import InProcess
 from bench.soak import Soak, verdicts
 from bench.soak_load import Canary, Load, LoadSizes
 from bench.soak_watch import Sample, slope
-from worker.config import Deterministic
-from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleRunner
+from octavo.worker.config import Deterministic
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.oracle.runner import OracleRunner
 
 ONE = Sample(
     at_s=0.0, rss=0, cuda_allocated=0, cuda_reserved=0, cuda_used=0, num_free=0, num_cached=0, num_active=0,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from blockmgr import BlockManager, BlockManagerConfig, PrefixCache
-from blockmgr.hashing import HashBlock, hash_block
+from octavo.blockmgr import BlockManager, BlockManagerConfig, PrefixCache
+from octavo.blockmgr.prefix_index import HashBlock, hash_block
 
 MakeManager = Callable[..., BlockManager]
 

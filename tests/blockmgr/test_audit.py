@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockmgr import BlockAudit, BlockManager
+from octavo.blockmgr import BlockAudit, BlockManager
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager
-from blockmgr.fence import StepFence
+from octavo.blockmgr import BlockManager
+from octavo.blockmgr.pool import StepFence
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager, OutOfBlocks
+from octavo.blockmgr import BlockManager, OutOfBlocks
 from tests.support.kv_state import full_state
 
 MakeManager = Callable[..., BlockManager]

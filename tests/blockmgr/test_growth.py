@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockmgr import BlockManager, BlockManagerConfig, OutOfBlocks, PrefixCache
+from octavo.blockmgr import BlockManager, BlockManagerConfig, OutOfBlocks, PrefixCache
 from tests.support.kv_state import full_state
 
 

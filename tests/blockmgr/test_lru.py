@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockmgr.lru import LruQueue
+from octavo.blockmgr.pool import LruQueue
 
 NUM_BLOCKS = 7
 OPERATIONS = st.lists(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockmgr import Admission, BlockManager, BlockManagerConfig, OutOfBlocks, OutOfSlots, PrefixCache, SlotId
+from octavo.blockmgr import Admission, BlockManager, BlockManagerConfig, OutOfBlocks, OutOfSlots, PrefixCache, SlotId
 from tests.support.kv_state import full_state
 
 MakeManager = Callable[..., BlockManager]

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager
-from blockmgr.hashing import RootHasher
-from blockmgr.prefix_index import PrefixIndex
+from octavo.blockmgr import BlockManager
+from octavo.blockmgr.prefix_index import PrefixIndex, RootHasher
 from tests.support.kv_mutants import MUTANTS
 from tests.support.kv_walk import walk
 
@@ -72,5 +71,5 @@ def test_m7_a_predictable_hash_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return len({RootHasher(fingerprint=b"model", secret=b"").root("") for _ in range(2)}) == 2
 
     assert differ()
-    monkeypatch.setattr("blockmgr.hashing.secrets.token_bytes", lambda num: b"0" * num)
+    monkeypatch.setattr("octavo.blockmgr.prefix_index.secrets.token_bytes", lambda num: b"0" * num)
     assert not differ()

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from blockmgr import BlockEvent, BlockManager, EventKind
-from blockmgr.hashing import RootHasher, hash_block
+from octavo.blockmgr import BlockEvent, BlockManager, EventKind
+from octavo.blockmgr.prefix_index import RootHasher, hash_block
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from blockmgr import BlockManager
+from octavo.blockmgr import BlockManager
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager, OutOfBlocks
-from blockmgr import walk as walk_module
-from blockmgr.events import BlockEvent, EventKind
+from octavo.blockmgr import BlockManager, OutOfBlocks
+from octavo.blockmgr import prefix_index as walk_module
+from octavo.blockmgr.events import BlockEvent, EventKind
 from tests.blockmgr.conftest import MakeManager
 
 BLOCK_SIZE = 4

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cli.verify import check_numerics
+from octavo.cli.tools.verify import check_numerics
 from tests.support.checkpoints import write_tiny_checkpoint
 
 

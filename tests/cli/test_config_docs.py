@@ -2,9 +2,9 @@ from pathlib import Path
 
 import grpc
 
-from cli.config_docs import configuration_page
-from cli.settings import ALL_KEYS
-from gateway.errors import ERROR_TABLE, Retry
+from octavo.cli.settings.config_show import configuration_page
+from octavo.cli.settings.groups import ALL_KEYS
+from octavo.gateway.errors import ERROR_TABLE, Retry
 
 
 def test_the_page_is_current(repository: Path) -> None:

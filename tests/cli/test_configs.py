@@ -3,13 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.addresses import default_endpoint, join_address
-from cli.errors import CliError
-from cli.gateway_config import gateway_config
-from cli.model_names import name_of_model, split_model
-from cli.settings import GatewaySettings, WorkerSettings
-from cli.worker_config import default_batch_tokens, worker_config
-from gateway.config import (
+from octavo.cli.errors import CliError
+from octavo.cli.settings.gateway_config import default_endpoint, gateway_config, join_address
+from octavo.cli.settings.groups import GatewaySettings, WorkerSettings
+from octavo.cli.settings.model_names import name_of_model, split_model
+from octavo.cli.settings.worker_config import default_batch_tokens, worker_config
+from octavo.gateway.config import (
     AccessConfig,
     Dialects,
     Exposure,
@@ -19,10 +18,10 @@ from gateway.config import (
     PortSharing,
     TlsConfig,
 )
-from gateway.text.render_pool import RenderLimits
-from gateway.workers.config import WorkerPoolConfig
-from grammar.limits import GrammarLimits
-from worker.config import (
+from octavo.gateway.text.render_pool import RenderLimits
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.grammar.limits import GrammarLimits
+from octavo.worker.config import (
     CheckNumerics,
     CurveConfig,
     Deterministic,
@@ -31,7 +30,7 @@ from worker.config import (
     RunnerKind,
     WorkerConfig,
 )
-from worker.loaded import served_name
+from octavo.worker.loading.loaded import served_name
 
 RUN_DIR = Path("/run/octavo")
 

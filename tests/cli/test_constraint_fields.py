@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.constraint_fields import constraint_fields
-from cli.errors import CliError
+from octavo.cli.client.generate_options import constraint_fields
+from octavo.cli.errors import CliError
 
 NOTHING: dict[str, object] = {
     "json_schema": None, "format_as_annotation": False, "json_object": False, "regex": "", "ebnf": None, "choices": (),

@@ -4,18 +4,18 @@ import os
 
 import pytest
 
-from cli.doctor_checks import Verdict
-from cli.doctor_cpu import check_cpu
-from cli.settings import ServeSettings
-from model.cpu import isa
-from model.cpu.isa import Isa
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools.doctor_checks import Verdict
+from octavo.cli.tools.doctor_cpu import check_cpu
+from octavo.model.cpu import isa
+from octavo.model.cpu.isa import Isa
 
 
 @pytest.fixture(autouse=True)
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that has everything, and kernels that say one word; what the doctor sets is forgotten."""
     monkeypatch.setattr(isa, "machine_isa", lambda: Isa.AMX)
-    monkeypatch.setattr("model.cpu.native.kernels_arithmetic", lambda: "word")
+    monkeypatch.setattr("octavo.model.cpu.native.kernels_arithmetic", lambda: "word")
     monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != isa.VARIABLE})
 
 
@@ -37,7 +37,7 @@ def test_a_cpu_that_has_less_than_the_setting_is_bad_news(monkeypatch: pytest.Mo
 
 
 def test_without_kernels_it_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.cpu.native.kernels_arithmetic", lambda: "")
+    monkeypatch.setattr("octavo.model.cpu.native.kernels_arithmetic", lambda: "")
     (found,) = check_cpu(ServeSettings())
     assert found.verdict is Verdict.WARNING
     assert "torch alone is slower" in found.detail

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cli.doctor_checks import Verdict
-from cli.doctor_deterministic import check_deterministic
-from cli.settings import ServeSettings
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.tools.doctor import check_deterministic
+from octavo.cli.tools.doctor_checks import Verdict
 
 
 def test_it_is_silent_where_the_mode_is_off() -> None:
@@ -12,13 +12,13 @@ def test_it_is_silent_where_the_mode_is_off() -> None:
 
 
 def test_it_says_by_what_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.invariant.kernels_fingerprint", lambda: "kernels-abc")
+    monkeypatch.setattr("octavo.model.invariant.kernels_fingerprint", lambda: "kernels-abc")
     (found,) = check_deterministic(ServeSettings(deterministic=True, device="cpu"))
     assert (found.verdict, found.detail) == (Verdict.GOOD, "on: the same bits in any batch (cpu kernels-abc)")
 
 
 def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.invariant.kernels_fingerprint", lambda: "")
+    monkeypatch.setattr("octavo.model.invariant.kernels_fingerprint", lambda: "")
     (found,) = check_deterministic(ServeSettings(deterministic=True, device="cpu"))
     assert found.verdict is Verdict.BAD
     assert "C compiler" in found.advice

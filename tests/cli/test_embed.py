@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from cli import embed
-from cli.main import main
+from octavo.cli.client import embed
+from octavo.cli.main import main
 from tests.support.scripted_server import Script, running
 
 

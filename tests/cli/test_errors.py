@@ -7,20 +7,20 @@ from pathlib import Path
 
 import grpc
 import pytest
-from octavo.client_errors import FieldViolation, InvalidRequest, Unavailable
 
-from cli.doctor import examine, findings_table
-from cli.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
-from cli.errors import CliError
-from cli.explain import explain
-from cli.ports import busy_port, free_port, held_port, require_free
-from cli.run_folder import READY_FILE, run_folder
-from cli.settings import ServeSettings
-from cli.suggest import did_you_mean, nearest
-from model.errors import CheckpointError
-from wire.run_dir import RunDirError
-from worker.memory import DoesNotFit
-from worker.model_card import CardError
+from octavo.cli.errors import CliError
+from octavo.cli.explain import explain
+from octavo.cli.serve.launch import READY_FILE, run_folder
+from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.settings.suggest import did_you_mean, nearest
+from octavo.cli.tools.doctor import examine, findings_table
+from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
+from octavo.client_errors import FieldViolation, InvalidRequest, Unavailable
+from octavo.model.errors import CheckpointError
+from octavo.wire.run_dir import RunDirError
+from octavo.worker.loading.memory import DoesNotFit
+from octavo.worker.loading.model_card import CardError
 
 
 def lines(error: BaseException) -> tuple[str, str, str]:

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from cli.health import worker_health
-from cli.settings import HealthSettings
-from wire.scrape_server import ScrapeServer
+from octavo.cli.client.health import worker_health
+from octavo.cli.settings.groups import HealthSettings
+from octavo.wire.scrape_server import ScrapeServer
 
 Listen = Callable[[Callable[[], str | None] | None], int]
 

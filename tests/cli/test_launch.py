@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.launch import Role, command_line, environment, metrics_ports, plan_processes, write_settings
-from cli.parent import PARENT_VARIABLE
-from cli.resolve import resolve
-from cli.settings import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.serve.launch import Role, command_line, environment, metrics_ports, plan_processes, write_settings
+from octavo.cli.serve.parent import PARENT_VARIABLE
+from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.settings.resolve import resolve
 
 RUN = Path("/run/o")
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cli.launch import ProcessPlan, Role
-from cli.lines import LogLine, parse_line, render_line
-from cli.startup import LineStyle, StartupView
+from octavo.cli.serve.launch import ProcessPlan, Role
+from octavo.cli.serve.startup import LineStyle, LogLine, StartupView, parse_line, render_line
 
 RAW = '{"event": "loaded", "level": "info", "timestamp": "2026-01-02T03:04:05.6Z", "num_blocks": 3, "device": "cpu"}'
 PLANS = [ProcessPlan(name="worker-0", role=Role.WORKER, settings={"model": ["m"]}, metrics_port=1)]

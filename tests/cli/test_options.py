@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from cli.options import with_settings
-from cli.resolve import Resolved
-from cli.settings import ALL_KEYS, ClientSettings
+from octavo.cli.settings.groups import ALL_KEYS, ClientSettings
+from octavo.cli.settings.options import with_settings
+from octavo.cli.settings.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)

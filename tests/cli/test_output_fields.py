@@ -2,8 +2,8 @@
 
 import pytest
 
-from cli.errors import CliError
-from cli.output_fields import output_fields
+from octavo.cli.client.generate_options import output_fields
+from octavo.cli.errors import CliError
 
 
 def test_only_what_is_given_is_asked_for() -> None:

@@ -8,20 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from cli.doctor_checks import Finding, Verdict
-from cli.doctor_model import check_models
-from cli.explain import explain
-from cli.launch import environment
-from cli.main import main
-from cli.preflight import BACKENDS, OTHER_VARIABLES, check_device, check_device_here, check_workers, unknown_variables
-from cli.setting import variable_of
-from cli.settings import ALL_KEYS, ServeSettings
-from cli.summary import ModelSummary, summary_rows
-from gateway.workers.errors import NoWorker
-from model import BACKENDS as MODEL_BACKENDS
-from model.checkpoint import EMBEDDED
-from model.cpu.isa import CpuIsaError, Isa
-from model.linear import FormatUnavailable
+from octavo.cli.explain import explain
+from octavo.cli.main import main
+from octavo.cli.serve.launch import environment
+from octavo.cli.serve.preflight import (
+    BACKENDS,
+    OTHER_VARIABLES,
+    check_device,
+    check_device_here,
+    check_workers,
+    unknown_variables,
+)
+from octavo.cli.serve.summary import ModelSummary, summary_rows
+from octavo.cli.settings.groups import ALL_KEYS, ServeSettings
+from octavo.cli.settings.setting import variable_of
+from octavo.cli.tools.doctor_checks import Finding, Verdict
+from octavo.cli.tools.doctor_model import check_models
+from octavo.gateway.workers.errors import NoWorker
+from octavo.model import BACKENDS as MODEL_BACKENDS
+from octavo.model.checkpoint.source import EMBEDDED
+from octavo.model.cpu.isa import CpuIsaError, Isa
+from octavo.model.layers.linear import FormatUnavailable
 
 EVERYWHERE = ("serve", "worker")
 
@@ -39,10 +46,10 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Processes that would have been started, and models that would have been loaded."""
     started: list[object] = []
-    monkeypatch.setattr("cli.serve._serve", lambda *args: started.append(args))
-    monkeypatch.setattr("worker.main._load", lambda *args: started.append(args))
-    monkeypatch.setattr("worker.main.configure_logs", lambda *args: None)
-    monkeypatch.setattr("worker.main.Shutdown.install", lambda self: None)
+    monkeypatch.setattr("octavo.cli.serve.serve._serve", lambda *args: started.append(args))
+    monkeypatch.setattr("octavo.worker.main._load", lambda *args: started.append(args))
+    monkeypatch.setattr("octavo.worker.main.configure_logs", lambda *args: None)
+    monkeypatch.setattr("octavo.worker.main.Shutdown.install", lambda self: None)
     return started
 
 
@@ -95,14 +102,14 @@ def test_a_gpu_that_is_not_there_is_told_by_the_flag(
     monkeypatch: pytest.MonkeyPatch, starts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("cli.preflight._gpus", lambda: ("2.13.0", "no", "0"))
+    monkeypatch.setattr("octavo.cli.serve.preflight._gpus", lambda: ("2.13.0", "no", "0"))
     for command in EVERYWHERE:
         assert main([command, "--device", "cuda"]) == 1
         shown = lines(capsys)
         assert shown[0] == "error: there is no such GPU"
         assert shown[1].startswith("--device is cuda, and torch ")
     assert starts == []
-    monkeypatch.setattr("cli.preflight._gpus", lambda: ("2.13.0", "12.8", "2"))
+    monkeypatch.setattr("octavo.cli.serve.preflight._gpus", lambda: ("2.13.0", "12.8", "2"))
     check_device("cuda:1")
     with pytest.raises(Exception, match=r"torch 2\.13\.0 sees 2 GPUs"):
         check_device("cuda:2")
@@ -176,7 +183,7 @@ def test_sentences_name_the_flag_or_say_what_is_missing() -> None:
 
 
 def summary_rows_of(model: ModelSummary) -> list[tuple[str, str]]:
-    from cli.summary import ServiceSummary
+    from octavo.cli.serve.summary import ServiceSummary
 
     return summary_rows(
         ServiceSummary(address="h:1", admin_address=None, metrics=(), models=(model,), ready_after_s=0.0)
@@ -226,7 +233,7 @@ def test_doctor_asks_the_hub_and_looks_for_room(tmp_path: Path, monkeypatch: pyt
 
 
 def test_doctor_says_where_kernels_cannot_be_kept_or_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.doctor_model.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    monkeypatch.setattr("octavo.cli.tools.doctor_model.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
     assert found(ServeSettings())["kernel cache"].verdict is Verdict.BAD
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -234,8 +241,9 @@ def test_doctor_says_where_kernels_cannot_be_kept_or_made(tmp_path: Path, monkey
 
 
 def test_looking_at_a_checkpoint_needs_no_torch(repository: Path) -> None:
-    code = "import sys, cli.serve, model.checkpoint; model.checkpoint.look_for_checkpoint('folio-chat'); "
-    code += "assert 'torch' not in sys.modules; import model; assert model.load_model and 'torch' in sys.modules"
+    code = "import sys, octavo.cli.serve.serve; from octavo.model.checkpoint.source import look_for_checkpoint; "
+    code += "look_for_checkpoint('folio-chat'); assert 'torch' not in sys.modules; "
+    code += "import octavo.model; assert octavo.model.load_model and 'torch' in sys.modules"
     done = subprocess.run(
         [str(Path(__import__("sys").executable)), "-c", code],
         env=environment(),
@@ -249,6 +257,6 @@ def test_looking_at_a_checkpoint_needs_no_torch(repository: Path) -> None:
 
 
 def test_instructions_that_the_cpu_lacks_are_found_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.cpu.isa.machine_isa", lambda: Isa.AVX2)
+    monkeypatch.setattr("octavo.model.cpu.isa.machine_isa", lambda: Isa.AVX2)
     with pytest.raises(CpuIsaError, match="is 'amx', but this CPU has avx2"):
         check_workers(ServeSettings(cpu_isa="amx", device="cpu"))

@@ -1,8 +1,7 @@
+from octavo.cli.client.receipt import receipt_line, receipt_rows
+from octavo.cli.serve.readiness import Samples
+from octavo.cli.tools.tour import metric_rows
 from octavo.v1 import common_pb2, inference_pb2
-
-from cli.metrics_table import metric_rows
-from cli.readiness import Samples
-from cli.receipt import receipt_line, receipt_rows
 
 FINISHED = inference_pb2.Finished(
     reason=inference_pb2.FINISH_REASON_STOP,

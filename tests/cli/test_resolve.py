@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from cli.errors import CliError
-from cli.resolve import Origin, Source, resolve
-from cli.setting import flag_of, variable_of
-from cli.settings import ALL_KEYS, COMMANDS, ServeSettings
+from octavo.cli.errors import CliError
+from octavo.cli.settings.groups import ALL_KEYS, COMMANDS, ServeSettings
+from octavo.cli.settings.resolve import Origin, Source, resolve
+from octavo.cli.settings.setting import flag_of, variable_of
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from octavo.cli.main import main
+from octavo.cli.serve.readiness import read_metrics
 from octavo.client import Client
 from octavo.client_errors import OctavoError
-
-from cli.main import main
-from cli.readiness import read_metrics
 from tests.support.service import Service, environment, free_port, serve
 
 ORACLE = ("--runner=oracle", "--num-blocks=512", "--max-model-len=2048")
@@ -82,7 +82,7 @@ def test_a_prompt_may_come_from_stdin(
     assert main(["generate", "from a pipe"]) == 0
     expected = capsys.readouterr().out
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "generate", "-"],
+        [sys.executable, "-m", "octavo.cli.main", "generate", "-"],
         input="from a pipe",
         env=environment() | {name: os.environ[name] for name in os.environ if name.startswith("OCTAVO_")},
         capture_output=True,
@@ -96,7 +96,7 @@ def test_a_prompt_may_come_from_stdin(
 def test_a_chat_remembers_until_it_is_reset(service: Service) -> None:
     lines = ["one", "two", "/reset", "two", "/nonsense", "/exit", "never"]
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "chat", f"--port={service.port}", "--max-tokens=4", "--seed=7"],
+        [sys.executable, "-m", "octavo.cli.main", "chat", f"--port={service.port}", "--max-tokens=4", "--seed=7"],
         input="\n".join(lines),
         env=environment(),
         capture_output=True,
@@ -170,7 +170,7 @@ def start(folder: Path, *arguments: str, port: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "cli.main",
+        "octavo.cli.main",
         "serve",
         f"--port={port}",
         "--metrics-port=0",
@@ -197,7 +197,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], folder: Path) -> list[psu
 
 def num_services(children: list[psutil.Process]) -> int:
     """Gateways and workers, without the processes that gateways render chats in."""
-    return sum("gateway.text.render_child" not in each.cmdline() for each in children)
+    return sum("octavo.gateway.text.render_child" not in each.cmdline() for each in children)
 
 
 def test_a_supervisor_that_is_killed_leaves_no_orphan_and_its_ports_free(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_drain_lets_a_stream_end_and_the_second_signal_does_not(tmp_path: Path
 
 def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", "--metrics-port=0"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", "--metrics-port=0"]
     command += ["--worker-metrics-port=0", f"--run-dir={tmp_path / 'run'}", *ORACLE]
     reading, writing = os.pipe()
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=writing, stderr=writing)
@@ -310,7 +310,15 @@ def test_two_gateways_on_one_port_and_two_models(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "serve", "--port=0", "--metrics-port=0", "--worker-metrics-port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.cli.main",
+        "serve",
+        "--port=0",
+        "--metrics-port=0",
+        "--worker-metrics-port=0",
+    ]
     done = subprocess.run(
         [*command, "--max-num-seqs=64", "--max-batch-tokens=8", "--runner=oracle"],
         cwd=tmp_path,
@@ -331,7 +339,7 @@ def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(tmp_path: P
 
 def test_the_tour_ends_well_and_shows_answers_receipts_and_metrics(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "tour", "--runner=oracle"],
+        [sys.executable, "-m", "octavo.cli.main", "tour", "--runner=oracle"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

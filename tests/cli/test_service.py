@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-import cli.service
-from cli.children import Child
-from cli.launch import ProcessPlan, Role, environment
-from cli.parent import EXIT_DRAINED
-from cli.service import Service, keep
-from cli.supervisor import RestartPolicy
+import octavo.cli.serve.service
+from octavo.cli.serve.children import Child
+from octavo.cli.serve.launch import ProcessPlan, Role, environment
+from octavo.cli.serve.parent import EXIT_DRAINED
+from octavo.cli.serve.service import Service, keep
+from octavo.cli.serve.supervisor import RestartPolicy
 
 QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, fast_death_s=30.0)
 OBEDIENT = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('up', flush=True); time.sleep(60)"
@@ -124,8 +124,8 @@ async def test_a_process_that_dies_before_the_service_was_ready_ends_it() -> Non
 
 async def test_the_second_signal_stops_at_once_and_the_third_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the time of a stage to be over: it would be ten minutes."""
-    monkeypatch.setattr(cli.service, "STOP_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(cli.service, "WORKER_EXIT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(octavo.cli.serve.service, "STOP_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(octavo.cli.serve.service, "WORKER_EXIT_TIMEOUT_S", 600.0)
     stage = Stage(gateway_0=STUBBORN, worker_0=STUBBORN)
     running = asyncio.create_task(stage.service.run())
     await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)

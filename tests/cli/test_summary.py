@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from cli.summary import ModelSummary, ServiceSummary, boxed, plain
+from octavo.cli.serve.summary import ModelSummary, ServiceSummary, boxed, plain
 
 MODEL = ModelSummary(
     name="m", device="cuda", dtype="bfloat16", num_workers=2, num_blocks=1000, block_size=16, max_model_len=32768

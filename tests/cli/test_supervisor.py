@@ -1,7 +1,7 @@
 import pytest
 
-from cli.parent import EXIT_DRAINED
-from cli.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
+from octavo.cli.serve.parent import EXIT_DRAINED
+from octavo.cli.serve.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
 
 POLICY = RestartPolicy(first_delay_s=1.0, max_delay_s=5.0, fast_death_s=30.0)
 

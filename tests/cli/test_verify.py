@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from cli.verify import Served, compare_served
-from model.checkpoint import resolve_checkpoint
-from model.cpu.native import native_library
-from model.linear import FormatUnavailable
-from model.loading import load_model
-from model.qwen2 import Qwen2ForCausalLM
-from model.rope import Rope
-from model.verify_served import MISTAKE, ServedRow
+from octavo.cli.tools.verify import Served, compare_served
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.cpu.native import native_library
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.layers.linear import FormatUnavailable
+from octavo.model.layers.rope import Rope
+from octavo.model.verify.served import MISTAKE, ServedRow
+from octavo.worker.config import Deterministic
+from octavo.worker.loading import loader as runner_loading
+from octavo.worker.runners.torch.runner import TorchRunner
+from octavo.worker.scheduler.plan import StepPlan
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
-from worker import runner_loading
-from worker.config import Deterministic
-from worker.plan import StepPlan
-from worker.torch_runner import TorchRunner
 
 HALF, WIDE = "bfloat16", "float32"
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.addresses import split_address
-from cli.errors import CliError
+from octavo.cli.errors import CliError
+from octavo.cli.settings.gateway_config import split_address
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.service import Service, environment, serve
 
@@ -25,7 +25,7 @@ def service(folder: Path) -> Iterator[Service]:
 
 
 def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.main", "verify", *arguments, "--prompts", "3", "--max-new-tokens", "6"]
+    command = [sys.executable, "-m", "octavo.cli.main", "verify", *arguments, "--prompts", "3", "--max-new-tokens", "6"]
     variables = environment() | {"COLUMNS": "80"}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
 

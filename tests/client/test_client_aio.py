@@ -1,10 +1,10 @@
 import inspect
 
 import pytest
+
 from octavo.client import Client, TextStream
 from octavo.client_aio import AsyncClient, AsyncTextStream
 from octavo.client_errors import InvalidRequest, Overloaded, Unavailable
-
 from tests.support.scripted_server import Script, finished
 
 

@@ -1,9 +1,10 @@
 import json
 
 import pytest
+from pydantic import BaseModel
+
 from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-from pydantic import BaseModel
 
 
 class Fish(BaseModel):

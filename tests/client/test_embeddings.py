@@ -1,13 +1,13 @@
 """Embed of both clients."""
 
 import pytest
+
 from octavo.client import Client
 from octavo.client_aio import AsyncClient
 from octavo.client_embeddings import embed_request
 from octavo.client_errors import InvalidRequest
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-
 from tests.support.scripted_server import Script
 
 

@@ -1,4 +1,5 @@
 import pytest
+
 from octavo.client_requests import GenerateFields, chat_message, generate_request
 from octavo.v1 import inference_pb2
 

@@ -6,16 +6,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from gateway.meters import GatewayMeters
-from gateway.metrics import GatewayCollector, registry_of
-from gateway.rpc.connections import ConnectionLimiter, ConnectionLimits, PeerUse
-from gateway.workers.stats import PoolStats
-from wire.messages import Capacity, ModelCard
-from worker.grammar_cache import GrammarCache
-from worker.grammar_metrics import GrammarMetrics
-from worker.link import LinkStats
-from worker.metrics import CacheInfo, InfoCollector, SnapshotCollector, StepMetrics
-from worker.stats import EngineStats
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.metrics import GatewayCollector, registry_of
+from octavo.gateway.rpc.connections import ConnectionLimiter, ConnectionLimits, PeerUse
+from octavo.gateway.workers.stats import PoolStats
+from octavo.wire.messages import Capacity, ModelCard
+from octavo.worker.grammar.compiler import GrammarCache
+from octavo.worker.grammar.manager import GrammarMetrics
+from octavo.worker.metrics import CacheInfo, InfoCollector, SnapshotCollector, StepMetrics
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.link import LinkStats
 
 SUFFIXES = {
     "counter": ("_total", "_created"),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from jsonschema.validators import validator_for  # type: ignore[import-untyped]
 
-from cli.settings import COMMANDS
+from octavo.cli.settings.groups import COMMANDS
 
 ROLES = ("gateway", "worker")
 

@@ -198,7 +198,7 @@ def test_one_place_says_which_torch_is_installed(repository: Path, script: Path)
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     (allowed,) = [Requirement(each) for each in project["dependencies"] if Requirement(each).name == "torch"]
     assert found[1] in allowed.specifier
-    others = ("Makefile", "deploy/worker.Dockerfile", "cli/doctor_checks.py")
+    others = ("Makefile", "deploy/worker.Dockerfile", "cli/tools/doctor_checks.py")
     assert [name for name in others if re.search(r"torch==\d", (repository / name).read_text())] == []
     assert all("deploy/install_torch.py" in (repository / name).read_text() for name in others)
 

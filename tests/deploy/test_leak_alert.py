@@ -13,11 +13,11 @@ import structlog
 import yaml
 from prometheus_client import CollectorRegistry
 
-from blockmgr.pool import BlockPool
+from octavo.blockmgr.pool import BlockPool
+from octavo.worker.metrics import SnapshotCollector
+from octavo.worker.transport.link import LinkStats
 from tests.support.engine_rig import Rig, run_message
 from tests.support.scheduling import WorldConfig
-from worker.link import LinkStats
-from worker.metrics import SnapshotCollector
 
 COMPARISONS = {"!=": operator.ne, ">": operator.gt, "==": operator.eq}
 

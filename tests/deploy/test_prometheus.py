@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from octavo.client import Client
 
+from octavo.client import Client
 from tests.support.service import Service, free_port, serve
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from octavo.client import Client
 
+from octavo.client import Client
 from tests.support.service import REPOSITORY, STOP_TIMEOUT_S, Service, environment, free_port, stop_by_force
 
 # $1 is the folder of the test. Its `cache` is a volume, `tmp` and `run` are as Docker makes them, `home` has nothing.
@@ -68,7 +68,7 @@ def command(place: Path, *arguments: str) -> list[str]:
 def served(place: Path, **more: str) -> Iterator[Service]:
     """Both roles, ready."""
     port, log = free_port(), place / "service.log"
-    serve = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", f"--run-dir={place / 'run'}"]
+    serve = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", f"--run-dir={place / 'run'}"]
     serve += ["--metrics-port=0", "--worker-metrics-port=0", "--dtype=bfloat16", "--num-blocks=256", "--device=cpu"]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -150,7 +150,7 @@ def test_a_worker_on_a_gpu_does_not_start_without_a_cache_for_its_kernels(
     """The device is never reached: caches are looked at first, before a checkpoint is downloaded for nothing."""
     pytest.importorskip("triton", reason="triton is not installed")
     code = (
-        "from worker.config import WorkerConfig; from worker.runner_loading import load_torch; "
+        "from octavo.worker.config import WorkerConfig; from octavo.worker.loading.loader import load_torch; "
         "load_torch(WorkerConfig(model='nobody/no-such-model', gateway_endpoints=(), device='cuda'), print)"
     )
     more = {} if folder is None else {"TRITON_CACHE_DIR": str(place / folder)}
@@ -159,14 +159,14 @@ def test_a_worker_on_a_gpu_does_not_start_without_a_cache_for_its_kernels(
         cwd=REPOSITORY, env=variables(place, **more), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     last = done.stderr.strip().splitlines()[-1]
-    assert last == f"model.cache_folder.CacheUnusable: {place}/{why}: name another folder with TRITON_CACHE_DIR"
+    assert last == f"octavo.model.cache_folder.CacheUnusable: {place}/{why}: name another folder with TRITON_CACHE_DIR"
 
 
 def test_a_cache_that_was_filled_before_may_be_read_only(place: Path) -> None:
     """As an image that brings its kernels along."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
-    code = "from model.cpu.native import native_library; assert native_library() is not None"
+    code = "from octavo.model.cpu.native import native_library; assert native_library() is not None"
     cached = variables(place, XDG_CACHE_HOME=str(place / "filled"))
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=cached, timeout=300, check=True)
     assert os.listdir(place / "filled/octavo/native")

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
-from octavo.client_requests import generate_request
-from octavo.v1 import inference_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from gateway.dialects.sampling_json import apply_sampling
-from gateway.dialects.vllm_fields import SERVED, check_served
-from gateway.errors import InvalidRequest
-from gateway.validation.generate import check_generate
-from gateway.validation.paths import supported_paths
+from octavo.client_requests import generate_request
+from octavo.gateway.dialects.kserve.sampling import apply_sampling
+from octavo.gateway.dialects.vllm.translate import SERVED, check_served
+from octavo.gateway.errors import InvalidRequest
+from octavo.gateway.servicers.model import supported_paths
+from octavo.gateway.validation.generate import check_generate
+from octavo.v1 import inference_pb2 as pb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parameters.md").read_text()
 NONE = "—"

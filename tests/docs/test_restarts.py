@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
+from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
 
 PAGES = ("docs/operations.md", "docs/decisions/0003-supervisor-and-settings.md")
 

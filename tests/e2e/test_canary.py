@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import psutil
 import zmq
-from octavo import Client
 
-from gateway.access.scopes import SCOPE_OF
+from octavo import Client
+from octavo.gateway.auth.scopes import SCOPE_OF
 from tests.support.service import Service, serve
 
 

@@ -6,10 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from octavo import AsyncClient, OctavoError
-
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.service import serve
-from wire.messages import Sampling
-from worker.oracle_model import OracleModel, oracle_tokens
 
 NUM_CANCELS = 1000
 BYSTANDER_TOKENS = 1500

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+
 from octavo import AsyncClient, DeadlineExceeded
 from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.service import REPOSITORY, Service, serve
-from wire.messages import Sampling
-from worker.oracle_model import OracleModel, oracle_tokens
 
 INJECTED = REPOSITORY / "tests/faults/injected"
 STEP_S = 0.01

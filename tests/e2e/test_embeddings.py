@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from octavo import AsyncClient
 from transformers import AutoModel
 
+from octavo import AsyncClient
 from tests.support.service import serve
 
 INPUTS = [[(7 * index + position * position) % 300 for position in range(3 + 9 * index)] for index in range(12)]

@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from octavo import AsyncClient
-from octavo.v1 import inference_pb2, inference_pb2_grpc
 
-from model import Qwen2ForCausalLM, generate, load_model
+from octavo import AsyncClient
+from octavo.model import Qwen2ForCausalLM, generate, load_model
+from octavo.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.service import serve
 
 NUM_STREAMS = 64

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from octavo import AsyncClient, OctavoError
 
+from octavo import AsyncClient, OctavoError
 from tests.support.service import Service, serve
 
 ORACLE = ("--runner=oracle", "--oracle-step-delay-s=0.01", "--num-blocks=512", "--max-num-seqs=64")

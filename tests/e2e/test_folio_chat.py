@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli.main import main
+from octavo.cli.main import main
 from tests.support.service import REPOSITORY, Service, environment, serve
 
 
@@ -28,7 +28,7 @@ def command(service: Service, prompt: str) -> list[str]:
 def by_a_process(service: Service, prompt: str) -> dict[str, Any]:
     """As a user types it."""
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", *command(service, prompt)],
+        [sys.executable, "-m", "octavo.cli.main", *command(service, prompt)],
         env=environment(), capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     return dict(json.loads(done.stdout))

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from octavo import Client, Unauthorized, tls_credentials
-from octavo.client_errors import Unavailable
 
-from cli.main import main
+from octavo import Client, Unauthorized, tls_credentials
+from octavo.cli.main import main
+from octavo.client_errors import Unavailable
 from tests.support.certificates import Authority
 from tests.support.guarded_service import GuardedService, guarded_service, octavo
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from octavo import AsyncClient
 
+from octavo import AsyncClient
 from tests.support.service import serve
 
 PROMPT = [7, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62]

@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+
 from octavo import AsyncClient, Cancelled, OctavoError
+from octavo.cli.main import main
 from octavo.client_aio import AsyncTextStream
 from octavo.v1 import admin_pb2, admin_pb2_grpc
-
-from cli.main import main
 from tests.support.service import Service, launch, serve
 
 ORACLE = ("--runner=oracle", "--model=one=x", "--oracle-eos-every=1000000", "--oracle-step-delay-s=0.02")

@@ -11,9 +11,9 @@ from pathlib import Path
 import grpc
 import jsonschema
 import pytest
-from octavo import Client, InvalidRequest, OctavoError
 from pydantic import BaseModel, ConfigDict, Field
 
+from octavo import Client, InvalidRequest, OctavoError
 from tests.support.schemas import SchemaMaker
 from tests.support.service import Service, serve
 

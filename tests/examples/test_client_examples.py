@@ -14,9 +14,9 @@ from google.protobuf import json_format
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from octavo import Client
 
 from examples.client import cancellation, chat, embeddings, streaming, structured_output, tools
+from octavo import Client
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.service import REPOSITORY, Service, serve
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.fault_bench import FaultBench
 from tests.support.service import Service, free_port, serve
-from worker.oracle_model import OracleModel
 
 INJECTED = Path(__file__).parent / "injected"
 ORACLE = (

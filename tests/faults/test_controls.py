@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from octavo import OctavoError
 
+from octavo import OctavoError
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.fault_bench import FaultBench, Resources
 from tests.support.fault_callers import Call, golden
 from tests.support.scrape import Page
-from worker.oracle_model import OracleModel
 
 MODEL = OracleModel()
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from octavo import AsyncClient
 
+from octavo import AsyncClient
 from tests.support.fault_bench import FaultBench
 from tests.support.fault_callers import Call, calls, golden, request, run
 from tests.support.figures import percentile, record

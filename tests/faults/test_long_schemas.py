@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from octavo import Client, OctavoError
 
+from octavo import Client, OctavoError
 from tests.support.figures import record
 from tests.support.schemas import Json, SchemaMaker
 from tests.support.siege import besiege, settle

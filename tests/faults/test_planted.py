@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 import zmq
 
-from gateway.errors import SlowConsumer
-from gateway.output import OutputAssembler, OutputFormat
-from gateway.stream import OutputStream
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop_matcher import StopMatcher, StopStrings
-from gateway.workers.decisions import Lose, Peer
-from gateway.workers.outputs import Output, Outputs
-from gateway.workers.registry import Registry, RegistryLimits
-from gateway.workers.stats import PoolStats
+from octavo.gateway.errors import SlowConsumer
+from octavo.gateway.streams.output_processor import Detokenizer, OutputAssembler, OutputFormat
+from octavo.gateway.streams.stream import OutputStream
+from octavo.gateway.text.stop_matcher import StopMatcher, StopStrings
+from octavo.gateway.workers.decisions import Lose, Peer
+from octavo.gateway.workers.outputs import Output, Outputs
+from octavo.gateway.workers.registry import Registry, RegistryLimits
+from octavo.gateway.workers.stats import PoolStats
+from octavo.wire import options
+from octavo.wire.bundle import bundle_digest
+from octavo.wire.messages import Heartbeat, TokenizerBundle
+from octavo.worker.scheduler import scheduler as scheduler_module
 from tests.support.scheduling import World, WorldConfig
 from tests.support.workers import FILES, RecordingSink, finished, register, request, step_output
-from wire import options
-from wire.bundle import bundle_digest
-from wire.messages import Heartbeat, TokenizerBundle
-from worker import scheduler as scheduler_module
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 EPOCH = "1" * 32
@@ -94,7 +93,7 @@ async def a_message_for_nobody_is_an_error() -> None:
 
 async def a_clock_that_is_set_ends_nothing() -> None:
     """The clocks of the gateway's deadlines, while somebody sets the machine's an hour ahead."""
-    from gateway import deadline
+    from octavo.gateway.rpc import scope as deadline
 
     start_s, wall_s = deadline.time.monotonic(), time.time
     time.time = lambda: wall_s() + 3600  # type: ignore[assignment]
@@ -184,7 +183,7 @@ def m20_deadlines_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
         def monotonic() -> float:
             return time.time() + offset_s
 
-    patch.setattr("gateway.deadline.time", WallClock)
+    patch.setattr("octavo.gateway.rpc.scope.time", WallClock)
 
 
 def m21_a_queue_without_a_bound(patch: pytest.MonkeyPatch) -> None:

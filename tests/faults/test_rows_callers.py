@@ -11,17 +11,17 @@ from typing import Any
 
 import grpc
 import psutil
+
 from octavo import AsyncClient
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.oracle.model import oracle_tokens
 from tests.support.fault_bench import NO_RETRIES, FaultBench
 from tests.support.fault_callers import Call, calls, golden, request, run
 from tests.support.figures import percentile, record
 from tests.support.h2_caller import UnreadingCaller
 from tests.support.service import environment
-from wire.messages import Sampling
-from worker.oracle_model import oracle_tokens
 
 STREAM = """
 import asyncio, sys

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from octavo import AsyncClient
 
-from cli.main import main
+from octavo import AsyncClient
+from octavo.cli.main import main
 from tests.support.fault_bench import NO_RETRIES, FaultBench
 from tests.support.fault_callers import Call, calls, request, run
 from tests.support.figures import percentile, record

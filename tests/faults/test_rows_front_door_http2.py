@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from hyperframe.frame import DataFrame, PingFrame, SettingsFrame, WindowUpdateFrame
-from octavo import AsyncClient
 
+from octavo import AsyncClient
 from tests.support import hostile_http2 as hostile
 from tests.support.crowd import Crowd, Manner
 from tests.support.fault_bench import NO_RETRIES, FaultBench

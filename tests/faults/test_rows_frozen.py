@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+
 from octavo import AsyncClient
 from octavo.v1 import inference_pb2_grpc
-
 from tests.support.fault_bench import NO_RETRIES, FaultBench
 from tests.support.fault_callers import Call, calls, request, run
 from tests.support.figures import percentile, record

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from octavo import AsyncClient, OctavoError
-
 from tests.support.fault_callers import Call, calls, run
 from tests.support.figures import percentile, record
 from tests.support.service import REPOSITORY, environment, free_port
@@ -33,9 +32,9 @@ EVENTS = ("open", "os.listdir", "os.scandir", "subprocess.Popen", "os.system", "
 def hook(event, arguments):
     if event in EVENTS:
         opened.append((event, str(arguments[0])))
-from model.checkpoint import resolve_checkpoint
-from model.errors import CheckpointError
-import huggingface_hub, model.loading
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.errors import CheckpointError
+import huggingface_hub, octavo.model.checkpoint.loading
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.addaudithook(hook)
 outcomes = {}
@@ -143,7 +142,8 @@ async def test_row_59_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) 
         port, folder = free_port(), tmp_path / kind
         folder.mkdir()
         command = [
-            sys.executable, "-m", "cli.main", "serve", f"--port={port}", "--metrics-port=0", "--worker-metrics-port=0",
+            sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", "--metrics-port=0",
+            "--worker-metrics-port=0",
             f"--run-dir={folder / 'run'}", "--model=oracle", "--runner=oracle", "--num-blocks=256",
         ]  # fmt: skip
         reader, writer = os.pipe()

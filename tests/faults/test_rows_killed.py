@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from octavo import AsyncClient
 
+from octavo import AsyncClient
 from tests.support.fault_bench import NO_RETRIES, FaultBench
 from tests.support.fault_callers import Call, calls, run
 from tests.support.figures import percentile, record

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from octavo import AsyncClient
 
-from gateway.access.keys import digest_of
+from octavo import AsyncClient
+from octavo.gateway.auth.keys import digest_of
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.fault_bench import NO_RETRIES
 from tests.support.fault_callers import Call, calls, golden, run_all
 from tests.support.figures import percentile, record
 from tests.support.guarded_service import GuardedService, guarded_service
-from worker.oracle_model import OracleModel
 
 KEYS = {name: f"octavo-the-key-of-{name}-0123456789" for name in ("crowd", "small")}
 SLOTS, TOKENS = 4, 30

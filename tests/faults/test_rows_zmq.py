@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import zmq
 
-from gateway.workers import WorkerPool
+from octavo.gateway.workers import WorkerPool
+from octavo.wire.codec import MAX_FRAME_BYTES, encode
+from octavo.wire.messages import Heartbeat
+from octavo.wire.options import new_dealer
 from tests.support.fault_callers import calls
 from tests.support.figures import record
 from tests.support.siege import besiege
 from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, step_output, until
-from wire.codec import MAX_FRAME_BYTES, encode
-from wire.messages import Heartbeat
-from wire.options import new_dealer
 
 ONE = "--workers=1"
 LONG = pytest.mark.long

@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 from tokenizers import Tokenizer
 
-from gateway.config import GatewayConfig, RequestLimits
-from gateway.gateway import Gateway
-from gateway.text.model_text import ModelText
-from gateway.text.render_pool import InProcessRenderer, Renderer
-from gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.app import Gateway
+from octavo.gateway.config import GatewayConfig, RequestLimits
+from octavo.gateway.text.model_text import ModelText
+from octavo.gateway.text.render_pool import InProcessRenderer, Renderer
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 from tests.support.fake_pool import FakePool
 from tests.support.tokenizers_tiny import tiny_files
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission import Admission, AdmissionCounts
-from gateway.errors import DuplicateRequest, ExceedsCapacity, QueueFull
+from octavo.gateway.errors import DuplicateRequest, ExceedsCapacity, QueueFull
+from octavo.gateway.requests.admission import Admission, AdmissionCounts
 
 
 def state(admission: Admission) -> tuple[object, ...]:

@@ -2,11 +2,18 @@
 
 import asyncio
 
-from gateway.bell import Bell
-from gateway.coalescing import CALM_SHARE, LEAST_INTERVAL_S, MOST_INTERVAL_S, STALE_S, WINDOW_S, Coalescer
-from gateway.output import OutputAssembler, OutputFormat
-from gateway.stream import OutputStream
-from wire.messages import Finished, WireFinishReason
+from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat
+from octavo.gateway.streams.stream import (
+    CALM_SHARE,
+    LEAST_INTERVAL_S,
+    MOST_INTERVAL_S,
+    STALE_S,
+    WINDOW_S,
+    Bell,
+    Coalescer,
+    OutputStream,
+)
+from octavo.wire.messages import Finished, WireFinishReason
 
 
 class Clock:

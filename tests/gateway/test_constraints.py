@@ -1,10 +1,9 @@
 """From a request's fields to the grammar that the worker gets."""
 
+from octavo.gateway.dialects.kserve.sampling import apply_sampling
+from octavo.gateway.requests.input_processor import grammar_of
 from octavo.v1 import inference_pb2 as pb
-
-from gateway.constraints import grammar_of
-from gateway.dialects.sampling_json import apply_sampling
-from wire.messages import Grammar, GrammarKind
+from octavo.wire.messages import Grammar, GrammarKind
 
 FORMATTED = '{"format": "int32"}'
 

@@ -1,6 +1,6 @@
 """The rate that GetLoads tells."""
 
-from gateway.control import Throughput
+from octavo.gateway.peers.control import Throughput
 
 
 def test_it_is_the_rate_of_the_last_whole_window() -> None:

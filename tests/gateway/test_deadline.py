@@ -8,17 +8,17 @@ from typing import Any, TypeVar, cast
 import grpc
 import pytest
 import structlog
+
+import octavo.gateway.rpc.scope
+from octavo.gateway.rpc.scope import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
+from octavo.gateway.streams.stream import OutputStream
+from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-
-import gateway.deadline
-from gateway.deadline import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
-from gateway.stream import OutputStream
-from gateway.text.model_text import ModelText
+from octavo.wire.messages import WireFinishReason
 from tests.support import kserve_calls
 from tests.support.fake_pool import FakePool, FakeRun
 from tests.support.rpc_errors import refused
-from wire.messages import WireFinishReason
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def test_a_partial_answer_comes_before_the_wires_deadline(
 ) -> None:
     """The margin is two seconds here, not 50 ms: on a busy machine the answer may be long under way."""
     wire_s, margin_s = 4.0, 2.0
-    monkeypatch.setattr(gateway.deadline, "PARTIAL_MARGIN_S", margin_s)
+    monkeypatch.setattr(octavo.gateway.rpc.scope, "PARTIAL_MARGIN_S", margin_s)
     request = pb.GenerateRequest(text="x", return_partial_on_deadline=True, timeout_s=own_s)
     async with serve(pool := hello(tiny_text, ends=ends)) as served:
 

@@ -6,15 +6,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+
+from octavo.gateway.requests import embedding
+from octavo.gateway.servicers.messages import normalized
+from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
-
-from gateway import embedding
-from gateway.embedding_events import normalized
-from gateway.text.model_text import ModelText
+from octavo.wire.messages import Pooling, WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun, busy
 from tests.support.rpc_errors import refused
-from wire.messages import Pooling, WireFinishReason
 
 
 def vector_of(run: FakeRun) -> list[float]:

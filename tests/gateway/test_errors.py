@@ -2,12 +2,12 @@
 
 import grpc
 import pytest
-from octavo.v1 import common_pb2
 
-from gateway import errors
-from gateway.errors import ERROR_TABLE, INTERNAL, RequestError, Retry, from_reason, row_of
-from gateway.text import errors as text_errors
-from gateway.workers import errors as pool_errors
+from octavo.gateway import errors
+from octavo.gateway.errors import ERROR_TABLE, INTERNAL, RequestError, Retry, from_reason, row_of
+from octavo.gateway.text import errors as text_errors
+from octavo.gateway.workers import errors as pool_errors
+from octavo.v1 import common_pb2
 
 
 def subclasses(module: object, base: type) -> set[type]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.text.render_pool import RenderLimits, RenderPool
+from octavo.gateway.text.render_pool import RenderLimits, RenderPool
+from octavo.v1 import inference_pb2 as pb
 from tests.gateway.text.test_render_pool import HOSTILE
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.rpc_errors import refused

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from gateway.delivery import error_behind
-from gateway.errors import Draining, RequestError, WorkerLost
-from gateway.live import LiveRequest
-from gateway.output import OutputAssembler, OutputFormat
-from gateway.stream import OutputStream, StreamState
+from octavo.gateway.errors import Draining, RequestError, WorkerLost
+from octavo.gateway.requests.tracker import LiveRequest
+from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat
+from octavo.gateway.streams.response import error_behind
+from octavo.gateway.streams.stream import OutputStream, StreamState
+from octavo.wire.messages import Finished, Sampling, WireFinishReason
 from tests.support.fake_pool import model_card, worker_view
-from wire.messages import Finished, Sampling, WireFinishReason
 
 
 async def live_in_a_write() -> LiveRequest:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 GATEWAY = """
-from gateway.config import LogFormat
-from gateway.logs import configure_logs
+from octavo.gateway.config import LogFormat
+from octavo.gateway.observability.logs import configure_logs
 writer = configure_logs(LogFormat(sys.argv[1]), "debug")
 close = writer.close
 """
 WORKER = """
-from worker.logs import configure_logs
+from octavo.worker.main import configure_logs
 configure_logs(sys.argv[1], "debug")
 close = lambda: None
 """

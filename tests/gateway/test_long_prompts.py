@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
-from octavo.v1 import inference_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 
-from gateway.text.service import STEP_BYTES
+from octavo.gateway.text.service import STEP_BYTES
+from octavo.v1 import inference_pb2 as pb
 from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
 from tests.support.kserve_calls import request as kserve_request
 from tests.support.kserve_calls import stub_of as kserve_stub

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import grpc
 import pytest
+
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-
 from tests.support.rpc_errors import refused
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing
-from gateway.main import main
-from gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.config import AccessConfig, Exposure, GatewayConfig, LogFormat, PortSharing
+from octavo.gateway.main import main
+from octavo.gateway.workers.config import WorkerPoolConfig
 run_dir, arguments = sys.argv[1], eval(sys.argv[2])
 workers = WorkerPoolConfig(endpoints=(f"ipc://{run_dir}/gateway-{arguments.pop('index', 0)}.sock",))
 sys.exit(main(GatewayConfig(workers=workers, metrics_address=None, log_format=LogFormat.JSON, **arguments)))
@@ -150,9 +150,9 @@ def test_several_gateways_share_one_port_and_strangers_do_not(repository: Path, 
 def test_rendering_a_chat_brings_no_torch_into_the_process(repository: Path) -> None:
     program = """
 import sys
-import gateway.main
-from gateway.text.chat_template import ChatInput
-from gateway.text.model_text import ModelText
+import octavo.gateway.main
+from octavo.gateway.text.chat_template import ChatInput
+from octavo.gateway.text.model_text import ModelText
 from tests.support.tokenizers_tiny import tiny_files
 text = ModelText(tiny_files(), num_ids=600)
 tool = {"type": "function", "function": {"name": "f"}}

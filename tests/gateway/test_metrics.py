@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.meters import GatewayMeters
-from gateway.metrics import GatewayCollector
-from gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.metrics import GatewayCollector
+from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
 from tests.support.fake_pool import worker_view
 
 GENERATE = "/octavo.v1.InferenceService/Generate"

@@ -5,15 +5,15 @@ import time
 from typing import Any
 
 import pytest
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.errors import InvalidRequest, ModelNotFound
-from gateway.models import KEPT_S, ServedModels
-from gateway.text.errors import TextQueueFull, UnsupportedTokenizer
-from gateway.text.service import TextService
-from gateway.ticker import drop_tokenizers
-from gateway.workers.errors import NoWorker
-from gateway.workers.views import WorkerState
+from octavo.gateway.errors import InvalidRequest, ModelNotFound
+from octavo.gateway.models import KEPT_S, ServedModels
+from octavo.gateway.observability.ticker import drop_tokenizers
+from octavo.gateway.text.errors import TextQueueFull, UnsupportedTokenizer
+from octavo.gateway.text.service import TextService
+from octavo.gateway.workers.errors import NoWorker
+from octavo.gateway.workers.views import WorkerState
+from octavo.v1 import inference_pb2 as pb
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.tokenizers_tiny import tiny_files
 

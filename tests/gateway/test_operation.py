@@ -8,18 +8,18 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from octavo.v1 import admin_pb2, common_pb2, model_pb2
-from octavo.v1 import inference_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.config import Exposure, RequestLimits
-from gateway.meters import GatewayMeters
-from gateway.metrics import GatewayCollector
-from gateway.rpc.addresses import AddressError, check_exposure, is_local, split_host_port
-from gateway.workers.views import WorkerState
+from octavo.gateway.config import Exposure, RequestLimits
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.metrics import GatewayCollector
+from octavo.gateway.rpc.addresses import AddressError, check_exposure, is_local, split_host_port
+from octavo.gateway.workers.views import WorkerState
+from octavo.v1 import admin_pb2, common_pb2, model_pb2
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import AdminReply, WireFinishReason
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.rpc_errors import refused
-from wire.messages import AdminReply, WireFinishReason
 
 REQUEST = pb.GenerateRequest(request_id="r1", token_ids=common_pb2.TokenIds(ids=[4]))
 

@@ -6,10 +6,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.output import OutputAssembler, OutputFormat, Piece
-from gateway.text.byte_table import ByteTable
-from gateway.text.stop_matcher import StopStrings
-from wire.messages import TokenLogprobs
+from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat, Piece
+from octavo.gateway.text.pieces import ByteTable
+from octavo.gateway.text.stop_matcher import StopStrings
+from octavo.wire.messages import TokenLogprobs
 
 # One token a byte for some, several characters or parts of one for others; 0 is an end token, 9 is special.
 ROWS = [b"<end>", b"a", b"b", b"ab", b"ba", "é".encode()[:1], "é".encode()[1:], "🦙".encode(), b"\n", b"<special>"]

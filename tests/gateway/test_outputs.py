@@ -6,14 +6,14 @@ from typing import Any
 
 import grpc
 import pytest
+
+from octavo.gateway.config import RequestLimits
+from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-
-from gateway.config import RequestLimits
-from gateway.text.model_text import ModelText
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
 from tests.support.rpc_errors import refused
-from wire.messages import TokenLogprobs, WireFinishReason
 
 BOTH = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.quarantine import Quarantine, Verdict
+from octavo.gateway.workers.migration import Quarantine, Verdict
 
 
 def test_suspects_take_turns_on_a_worker_and_the_queued_do_not_wait() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.access.caller import ANYBODY, Caller, TenantLimits
-from gateway.errors import ExceedsCapacity, TenantLimit
-from gateway.quotas import NotEnough, TenantCounts, TenantQuotas, TokenBucket
+from octavo.gateway.auth.caller import ANYBODY, Caller, TenantLimits
+from octavo.gateway.errors import ExceedsCapacity, TenantLimit
+from octavo.gateway.requests.admission import NotEnough, TenantCounts, TenantQuotas, TokenBucket
 
 MINUTE_NS = 60_000_000_000
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.config import RequestLimits
-from gateway.text.model_text import ModelText
+from octavo.gateway.config import RequestLimits
+from octavo.gateway.text.model_text import ModelText
+from octavo.v1 import inference_pb2 as pb
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.figures import percentile, record
 from tests.support.rpc_errors import refused

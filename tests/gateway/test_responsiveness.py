@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+
+from octavo.gateway.config import RequestLimits
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-
-from gateway.config import RequestLimits
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.held_up import held_up_s
 from tests.support.rpc_errors import Refusal, refused

@@ -10,18 +10,18 @@ import grpc
 import pytest
 import structlog
 import zmq
+
+from octavo.gateway.auth.keys import digest_of
+from octavo.gateway.config import AccessConfig, PeerConfig
+from octavo.gateway.peers import control
+from octavo.gateway.peers.peers import Peers, name_of
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
-
-from gateway import control
-from gateway.access.keys import digest_of
-from gateway.config import AccessConfig, PeerConfig
-from gateway.peers import Peers, name_of
+from octavo.wire.endpoints import EndpointError
+from octavo.wire.keys import generate_keys, save_keys
+from octavo.wire.messages import PeerAskLoad, PeerReply, ToPeer
 from tests.support.fake_pool import FakePool
 from tests.support.rpc_errors import Refusal, refused
-from wire.endpoints import EndpointError
-from wire.keys import generate_keys, save_keys
-from wire.messages import PeerAskLoad, PeerReply, ToPeer
 
 C = grpc.StatusCode
 IDS = common_pb2.TokenIds(ids=[4])

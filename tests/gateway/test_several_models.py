@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc as oip_grpc
 from octavo.v1 import common_pb2, inference_pb2_grpc, model_pb2
 from octavo.v1 import inference_pb2 as pb
-
-from gateway.workers.views import WorkerState, WorkerView
 from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
 from tests.support.rpc_errors import refused
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from gateway.errors import Draining, InternalDefect, NumericalFault, RequestAborted, SlowConsumer, WorkerLost
-from gateway.output import OutputAssembler, OutputFormat
-from gateway.stream import OutputStream, StreamState
-from gateway.text.stop_matcher import StopStrings
-from wire.messages import Finished, WireFinishReason
+from octavo.gateway.errors import Draining, InternalDefect, NumericalFault, RequestAborted, SlowConsumer, WorkerLost
+from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat
+from octavo.gateway.streams.stream import OutputStream, StreamState
+from octavo.gateway.text.stop_matcher import StopStrings
+from octavo.wire.messages import Finished, WireFinishReason
 
 ROWS = [b"<end>", b"a", b"b"]
 

@@ -5,13 +5,13 @@ import json
 from typing import Any
 
 import pytest
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.text.model_text import ModelText
+from octavo.gateway.text.model_text import ModelText
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun
 from tests.support.rpc_errors import refused
 from tests.support.tokenizers_tiny import tiny_files
-from wire.messages import WireFinishReason
 
 TOOLS = [pb.ToolDefinition(name="weather", description="d", parameters_json='{"type": "object"}')]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -138,8 +138,8 @@ def test_qwens_own_tags_are_one_token_each(qwen_text: ModelText) -> None:
 
 
 def test_qwens_own_template_writes_what_is_parsed(qwen_text: ModelText) -> None:
-    from gateway.text.chat_template import ChatInput
-    from gateway.text.tool_calls import parse_whole
+    from octavo.gateway.text.chat_template import ChatInput
+    from octavo.gateway.text.tool_calls import parse_whole
 
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So:", "tool_calls": [call, call]}]

@@ -6,14 +6,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.worker.config import Deterministic, WorkerConfig
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.loading.loader import load_torch
+from octavo.worker.loading.memory import DoesNotFit
+from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.torch.runner import TorchRunner
 from tests.support.scheduling import World, WorldConfig
-from worker.config import Deterministic, WorkerConfig
-from worker.cuda_runner import CudaRunner
-from worker.loaded import Loaded
-from worker.memory import DoesNotFit
-from worker.oracle_model import OracleModel
-from worker.runner_loading import load_torch
-from worker.torch_runner import TorchRunner
 
 pytestmark = [
     pytest.mark.gpu,

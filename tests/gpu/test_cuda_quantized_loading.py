@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.loading.loader import load_torch
+from octavo.worker.runners.cuda.runner import CudaRunner
 from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
-from worker.config import WorkerConfig
-from worker.cuda_runner import CudaRunner
-from worker.loaded import Loaded
-from worker.runner_loading import load_torch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import Qwen2Config
+from octavo.model import Qwen2Config
+from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from octavo.worker.scheduler.plan import StepPlan
 from tests.support.cuda_twins import WISHES, Hand, chunk, prompt, twins, world
-from worker.cuda_graphs import Launching
-from worker.plan import StepPlan
-from worker.runner import RunnerError, RunnerOutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -102,8 +102,8 @@ def test_memory_stays_where_it_was_after_many_steps() -> None:
 LOST = """
 import numpy as np, torch
 from tests.support.cuda_twins import Hand, chunk, prompt, twins
-from worker.cuda_errors import DeviceLost
-from worker.cuda_graphs import Launching
+from octavo.worker.runners.cuda.runner import DeviceLost
+from octavo.worker.runners.cuda.graphs import Launching
 hand = Hand(twins(launching=Launching.GRAPHS))
 hand.join(0, prompt(0, 5))
 hand.step(prefill=(chunk(0, 0, 5),))

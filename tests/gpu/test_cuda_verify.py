@@ -8,14 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from cli.verify import Served, compare_served
-from model.checkpoint import resolve_checkpoint
-from model.gpu import weights as gpu_weights
-from model.verify_served import ServedRow
+from octavo.cli.tools.verify import Served, compare_served
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.gpu import weights as gpu_weights
+from octavo.model.verify.served import ServedRow
+from octavo.worker.config import Deterministic
+from octavo.worker.loading.loader import FP8_CAPABILITY
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
-from worker.config import Deterministic
-from worker.runner_weights import FP8_CAPABILITY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import Qwen2Config
+from octavo.model import Qwen2Config
+from octavo.worker.config import Deterministic
+from octavo.worker.runners.cuda.graphs import Launching
 from tests.support.cuda_twins import cuda_runner
 from tests.support.invariance import Invariance, Limits, check
-from worker.config import Deterministic
-from worker.cuda_graphs import Launching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPE = Qwen2Config(

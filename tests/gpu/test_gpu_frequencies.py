@@ -6,10 +6,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.gpu.wish_plan import plan_row
-from model.gpu.wishes import SampledBatch, WishState
-from model.kernels.sample import SampleParts, sample_and_advance
-from model.sampling import SamplingParams
+from octavo.model.gpu.sampling_columns import plan_row
+from octavo.model.gpu.sampling_state import SampledBatch, WishState
+from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
+from octavo.model.sampling.params import SamplingParams
 from tests.support.frequencies import LOGITS_V, MANY_WISHES, assert_follows, exact_distribution
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

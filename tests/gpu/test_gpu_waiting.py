@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.mask import num_words
+from octavo.model.kernels.sampling.mask import num_words
+from octavo.wire.messages import Grammar, GrammarKind
+from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.interface import StepMasks
+from octavo.worker.scheduler.plan import StepPlan
 from tests.support.cuda_twins import VOCAB, Hand, chunk, prompt, twins
-from wire.messages import Grammar, GrammarKind
-from worker.cuda_graphs import Launching
-from worker.masks import StepMasks
-from worker.plan import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, source="unread here")

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from grammar.check import check_grammar
-from grammar.errors import GrammarRefused, Refusal
-from grammar.json_literals import encode
-from grammar.json_schema import read_json
-from grammar.limits import GrammarLimits
-from grammar.source import to_llguidance
+from octavo.grammar.check import check_grammar
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.json_literals import encode
+from octavo.grammar.json_schema import read_json
+from octavo.grammar.limits import GrammarLimits
+from octavo.grammar.source import to_llguidance
+from octavo.wire.messages import Grammar, GrammarKind
+from octavo.worker.grammar.matcher import GrammarMatcher
+from octavo.worker.grammar.vocabulary import Vocabulary
 from tests.support.grammar_models import oracle_speaker
-from wire.messages import Grammar, GrammarKind
-from worker.grammar_matcher import GrammarMatcher
-from worker.grammar_vocabulary import Vocabulary
 
 LIMITS = GrammarLimits()
 

@@ -11,13 +11,13 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from grammar.check import check_grammar
-from grammar.errors import GrammarRefused, Refusal
-from grammar.limits import GrammarLimits
-from grammar.source import to_llguidance
+from octavo.grammar.check import check_grammar
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.limits import GrammarLimits
+from octavo.grammar.source import to_llguidance
+from octavo.wire.messages import Grammar, GrammarKind
+from octavo.worker.grammar.vocabulary import Vocabulary
 from tests.support.grammar_models import oracle_speaker
-from wire.messages import Grammar, GrammarKind
-from worker.grammar_vocabulary import Vocabulary
 
 LIMITS = GrammarLimits()
 ABSENT = object()

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from grammar.check import check_grammar
-from grammar.errors import GrammarRefused, Refusal
-from grammar.json_schema import Place, rewrite
-from grammar.limits import GrammarLimits
-from wire.messages import Grammar, GrammarKind
+from octavo.grammar.check import check_grammar
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.json_schema import Place, rewrite
+from octavo.grammar.limits import GrammarLimits
+from octavo.wire.messages import Grammar, GrammarKind
 
 LIMITS = GrammarLimits()
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from octavo import Client
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
+from octavo import Client
 from tests.support.interop import PINS, run_inside
 from tests.support.scrape import scrape
 from tests.support.service import Service

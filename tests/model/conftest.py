@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
 from tests.support.checkpoints import tiny_config, write_tiny_checkpoint
 from tests.support.interpreter import WARNINGS, let_comparisons_be_booleans
 

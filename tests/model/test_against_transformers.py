@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from model import BACKENDS, dense_logits, generate, get_backend
-from model.paged import PagedSequences, cut, paged_generate, paged_logits
+from octavo.model import BACKENDS, dense_logits, generate, get_backend
+from octavo.model.attention.paged import PagedSequences, cut, paged_generate, paged_logits
 from tests.support.qwen import NARROW, SHAPES, YARN, Pair, make_pair, random_ids, raw_config
 
 LIMIT = 1e-4
@@ -107,7 +107,9 @@ def test_half_precision_stays_near_transformers_in_float32(dtype: torch.dtype, l
 def test_bfloat16_prefill_by_sdpa_is_as_near_to_transformers_as_fused_matrices_allow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("model.attention_sdpa.takes_chunks", lambda pool_PKBH: False)  # transformers' own attention
+    monkeypatch.setattr(
+        "octavo.model.attention.sdpa.takes_chunks", lambda pool_PKBH: False
+    )  # transformers' own attention
     pair = make_pair(raw_config("0.5B: 14 heads on 2, of 64, tied", num_hidden_layers=2), dtype=torch.bfloat16)
     ids = random_ids([40], seed=8)[0]
     with torch.inference_mode():

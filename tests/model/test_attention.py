@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import BACKENDS, AttentionInputs, BackendName, get_backend, make_inputs
+from octavo.model import BACKENDS, AttentionInputs, BackendName, get_backend, make_inputs
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.cache_folder import CacheUnusable, cache_folder, require_executable, require_writable
+from octavo.model.cache_folder import CacheUnusable, cache_folder, require_executable, require_writable
 
 
 def test_it_is_where_the_variable_says_or_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model import KvPool, Qwen2Config, Qwen2ForCausalLM
-from model.attention import get_backend, make_inputs
-from model.cache_scales import cache_scales, fold_cache_scales, power_of_two
-from model.kv_pool import WriteRows
-from model.quantization.rounding import FP8, FP8_MAX, round_to_groups
+from octavo.model import KvPool, Qwen2Config, Qwen2ForCausalLM
+from octavo.model.attention.interface import get_backend, make_inputs
+from octavo.model.attention.kv_pool import WriteRows
+from octavo.model.quantization.cache_scales import cache_scales, fold_cache_scales, power_of_two
+from octavo.model.quantization.rounding import FP8, FP8_MAX, round_to_groups
 from tests.support.checkpoints import tiny_config
 
 CONFIG = Qwen2Config.from_dict(tiny_config())

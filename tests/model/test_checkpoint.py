@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from model import CheckpointError, load_model, resolve_checkpoint
-from model import checkpoint as checkpoint_module
-from model.checkpoint import progress_bar
+from octavo.model import CheckpointError, load_model, resolve_checkpoint
+from octavo.model.checkpoint import source as checkpoint_module
+from octavo.model.checkpoint.source import progress_bar
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -160,7 +160,7 @@ def test_an_id_that_the_hub_does_not_have_is_refused_in_one_line(hub: Hub, tmp_p
     done = ask(hub, "Qwen/Qwen2.5-0.5B-Instuct", tmp_path / "home", repository)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "model.errors.CheckpointError: Qwen/Qwen2.5-0.5B-Instuct: there is no such model on the hub: "
+        "octavo.model.errors.CheckpointError: Qwen/Qwen2.5-0.5B-Instuct: there is no such model on the hub: "
         "did you mean Qwen/Qwen2.5-0.5B-Instruct or Qwen/Qwen2.5-1.5B-Instruct or Qwen/Qwen2.5-7B-Instruct?"
     )
 

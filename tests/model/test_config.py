@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from model import CheckpointError, ConfigError, Qwen2Config, YarnScaling, load_config
+from octavo.model import CheckpointError, ConfigError, Qwen2Config, YarnScaling, load_config
 from tests.support.checkpoints import tiny_config
 
 

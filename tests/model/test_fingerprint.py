@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.fingerprint import fingerprint
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.checkpoint.fingerprint import fingerprint
 from tests.support.checkpoints import tiny_config
 
 CONFIG = Qwen2Config.from_dict(tiny_config())

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from model import BACKENDS, KvPool, Qwen2Config, Qwen2ForCausalLM, dense_logits, generate, get_backend, make_inputs
-from model.paged import PagedSequences, cut, paged_generate
+from octavo.model import (
+    BACKENDS,
+    KvPool,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    dense_logits,
+    generate,
+    get_backend,
+    make_inputs,
+)
+from octavo.model.attention.paged import PagedSequences, cut, paged_generate
 from tests.support.checkpoints import tiny_config
 
 

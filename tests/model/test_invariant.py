@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import Qwen2ForCausalLM, dense_logits
-from model.attention import get_backend, make_inputs
-from model.cpu import invariant
-from model.cpu.native import kernels_fingerprint, native_library
-from model.invariant import InvarianceUnavailable, TabulatedRope, arithmetic, make_invariant
-from model.kv_pool import KvPool
-from model.linear import WeightFormat
-from model.norm import plain_rms_norm
-from model.rope import Rope
+from octavo.model import Qwen2ForCausalLM, dense_logits
+from octavo.model.attention.interface import get_backend, make_inputs
+from octavo.model.attention.kv_pool import KvPool
+from octavo.model.cpu import invariant
+from octavo.model.cpu.native import kernels_fingerprint, native_library
+from octavo.model.invariant import InvarianceUnavailable, TabulatedRope, arithmetic, make_invariant
+from octavo.model.layers.decoder import plain_rms_norm
+from octavo.model.layers.linear import WeightFormat
+from octavo.model.layers.rope import Rope
 from tests.support.invariant_model import CONFIG, random_model
 
 BLOCK = 4
@@ -121,7 +121,7 @@ def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InvarianceUnavailable, match="float16"):
         make_invariant(Qwen2ForCausalLM.random(CONFIG, seed=0, dtype=torch.float16), max_positions=9)
     with monkeypatch.context() as patch:
-        patch.setattr("model.invariant.native_library", lambda: None)
+        patch.setattr("octavo.model.invariant.native_library", lambda: None)
         with pytest.raises(InvarianceUnavailable, match="needs kernels, and OCTAVO_NATIVE is off"):
             make_invariant(random_model(torch.float32), max_positions=9)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
-from model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
-from model.linear import FormatUnavailable, Linear, OneDnnWeight, WeightFormat, can_pack, packed
+from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
+from octavo.model.layers.linear import FormatUnavailable, Linear, OneDnnWeight, WeightFormat, can_pack, packed
 
 needs_packing = pytest.mark.skipif(
     packed(torch.ones(2, 2).bfloat16(), None, WeightFormat.BF16) is None, reason="neither a C compiler nor oneDNN"
@@ -171,7 +171,7 @@ def test_integers_of_what_is_not_bf16_are_refused() -> None:
 def test_a_cpu_with_amx_multiplies_by_onednn_and_one_without_by_our_own(
     has_tiles: bool, layout: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.linear.has_amx", lambda: has_tiles)
+    monkeypatch.setattr("octavo.model.layers.linear.has_amx", lambda: has_tiles)
     if has_tiles and not can_pack(torch.ones(2, 2).bfloat16()):
         pytest.skip("this CPU, or what is left of it, is none for oneDNN's bf16")
     weight, x = (torch.randn(48, 64) * 0.1).bfloat16(), torch.randn(130, 64).bfloat16()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model import CheckpointError, WeightScan, dense_logits, load_model
+from octavo.model import CheckpointError, WeightScan, dense_logits, load_model
 from tests.support.checkpoints import write_tiny_checkpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from model.norm import RmsNorm
+from octavo.model.layers.decoder import RmsNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

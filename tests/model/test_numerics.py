@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
-from model.numerics import NumericFault, NumericFinding, NumericsWatch, default_limit, watch_numerics
+from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from octavo.model.numerics import NumericFault, NumericFinding, NumericsWatch, default_limit, watch_numerics
 from tests.support.checkpoints import tiny_config
 
 IDS = torch.arange(10)

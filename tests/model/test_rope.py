@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config as TransformersConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from model import Qwen2Config
-from model.rope import Rope, rotary_frequencies, rotate, yarn_amplitude
+from octavo.model import Qwen2Config
+from octavo.model.layers.rope import Rope, rotary_frequencies, rotate, yarn_amplitude
 from tests.support.checkpoints import tiny_config
 
 LIMIT = 1e-5

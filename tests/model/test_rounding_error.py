@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.attention import get_backend
-from model.paged import paged_logits
-from model.rounding_error import Rounding, common_prefix, measure, round_model, until_end
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.attention.interface import get_backend
+from octavo.model.attention.paged import paged_logits
+from octavo.model.verify.rounding_error import Rounding, common_prefix, measure, round_model, until_end
 from tests.support.checkpoints import tiny_config
 
 TEXTS = [list(range(5, 70)), list(range(100, 20, -3))]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from model.errors import CheckpointError
-from model.safetensors_file import TORCH_DTYPES, SafetensorsFile
+from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsFile
+from octavo.model.errors import CheckpointError
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

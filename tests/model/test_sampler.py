@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampler import Sampler
-from model.sampling import SamplingParams
-from model.sampling_penalties import TokenHistory
+from octavo.model.sampling.params import SamplingParams
+from octavo.model.sampling.penalties import TokenHistory
+from octavo.model.sampling.sampler import Sampler
 from tests.support import slow_sampler
 
 V = 300

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.sampler import Sampler
-from model.sampling import SamplingParams
-from model.sampling_noise import hash_bits, log_exponential, row_keys
-from model.sampling_penalties import TokenHistory
+from octavo.model.sampling.noise import hash_bits, log_exponential, row_keys
+from octavo.model.sampling.params import SamplingParams
+from octavo.model.sampling.penalties import TokenHistory
+from octavo.model.sampling.sampler import Sampler
 from tests.support import slow_sampler
 from tests.support.frequencies import LOGITS_V, MANY_WISHES, V, assert_follows, exact_distribution
 

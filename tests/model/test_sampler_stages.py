@@ -18,12 +18,11 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from model.sampler import scaled
-from model.sampling import SamplingParams, SamplingRows
-from model.sampling_choice import AllowedIds, BadWords, LogitBias
-from model.sampling_filters import TOP_K_OFF, Filters, largest, masses, thresholds
-from model.sampling_penalties import Penalties, TokenHistory
-from model.sampling_typical import keep_typical
+from octavo.model.sampling.filters import TOP_K_OFF, Filters, keep_typical, largest, masses, thresholds
+from octavo.model.sampling.params import SamplingParams, SamplingRows
+from octavo.model.sampling.penalties import Penalties, TokenHistory
+from octavo.model.sampling.sampler import scaled
+from octavo.model.sampling.token_rules import AllowedIds, BadWords, LogitBias
 
 V = 300
 S = 16

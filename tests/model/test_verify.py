@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from model import BackendName, CheckpointError, Qwen2ForCausalLM, load_model, verify
-from model.verify import VerifyReport, verify_checkpoint
+from octavo.model import BackendName, CheckpointError, Qwen2ForCausalLM, load_model
+from octavo.model.verify import verify
+from octavo.model.verify.verify import VerifyReport, verify_checkpoint
 from tests.support.checkpoints import write_tiny_checkpoint
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cli.verify import Served, rounding
-from model.errors import CheckpointError
-from model.verify_rounding import verify_rounding
+from octavo.cli.tools.verify import Served, rounding
+from octavo.model.errors import CheckpointError
+from octavo.model.verify.rounding import verify_rounding
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.packed_checkpoints import GPTQ_CONFIG, write_packed_checkpoint
 

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from blockmgr.manager import BlockManager
-from gateway.delivery import pump as real_pump
-from gateway.rpc.guard import Guard
-from gateway.stream import OutputStream
-from sim.lies import LyingOutbox
+from octavo.blockmgr.manager import BlockManager
+from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.streams.response import pump as real_pump
+from octavo.gateway.streams.stream import OutputStream
+from octavo.wire.messages import StepOutput
+from sim.dealer import LyingOutbox
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
-from wire.messages import StepOutput
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 assert real_pump

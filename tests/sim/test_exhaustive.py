@@ -2,11 +2,11 @@
 
 import pytest
 
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
+from octavo.worker.scheduler.admission import Entrance
+from octavo.worker.scheduler.in_flight import Pipeline
+from octavo.worker.scheduler.planner import Planner
 from tests.support.scheduler_explore import Scope, explore
-from worker.entrance import Entrance
-from worker.pipeline import Pipeline
-from worker.planner import Planner
 
 LONG, SHORT = (5, 6, 7), (5, 6, 8)
 SCOPES = {

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from sim.isolation import isolated
-from sim.loop import START_S, NothingHappens, SimLoop, TimeStandsStill
+from sim.loop import START_S, NothingHappens, SimLoop, TimeStandsStill, isolated
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

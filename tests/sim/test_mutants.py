@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from blockmgr.manager import BlockManager
-from gateway.admission import Admission
-from gateway.rpc.guard import Guard
-from gateway.workers.registry import Registry
+from octavo.blockmgr.manager import BlockManager
+from octavo.gateway.requests.admission import Admission
+from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.workers.registry import Registry
+from octavo.worker.scheduler.in_flight import Flight
+from octavo.worker.scheduler.results import Landing
 from sim.runner import NAN_TOKEN
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
-from worker.flights import Flight
-from worker.landing import Landing
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -9,22 +9,21 @@ from typing import Any
 
 import pytest
 
-from gateway.desk import Desk
-from gateway.live import LiveRequest
-from gateway.stream import OutputStream, StreamState
-from gateway.workers.migration import Migration
-from gateway.workers.outputs import Output
-from gateway.workers.post import Post
-from gateway.workers.reins import Reins
-from gateway.workers.views import LostReason
+from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.streams.stream import OutputStream, StreamState
+from octavo.gateway.workers.link import Post
+from octavo.gateway.workers.migration import Migration
+from octavo.gateway.workers.outputs import Output
+from octavo.gateway.workers.pool import Reins
+from octavo.gateway.workers.views import LostReason
+from octavo.wire.messages import Cancel, Pause, Resume, WireFinishReason
+from octavo.worker.engine.engine import Engine
+from octavo.worker.scheduler.request import Ending, Phase, Request
+from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.scheduler import Scheduler
 from sim.lurking import PLACES
 from sim.swarm import scenario_of
 from sim.world import simulate
-from wire.messages import Cancel, Pause, Resume, WireFinishReason
-from worker.engine import Engine
-from worker.request import Ending, Phase, Request
-from worker.roster import Roster
-from worker.scheduler import Scheduler
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS = range(100_000, 100_012)

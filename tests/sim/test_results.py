@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sim.journal import Report
-from sim.results import OtherRun, Results
+from sim.totals import OtherRun, Results
 
 REPORT = Report(
     seed=7,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sim.scenario import FaultKind, load
+from sim.shrink import simulate_twice
 from sim.swarm import scenario_of
-from sim.twice import simulate_twice
 
 SEEDS = range(100_000, 100_018)
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from gateway.desk import Desk
-from gateway.quotas import TenantQuotas, TokenBucket
+from octavo.gateway.requests.admission import TenantQuotas, TokenBucket
+from octavo.gateway.requests.tracker import Desk
+from octavo.worker.scheduler.request import Request
+from octavo.worker.scheduler.request_queue import Line, Shares
 from sim.scenario import RequestSpec, Scenario, SimConfig, Tenant
 from sim.swarm import scenario_of
 from sim.world import simulate
-from worker.line import Line
-from worker.request import Request
-from worker.shares import Shares
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 CROWD = Tenant(name="crowd", weight=1, max_requests=60, max_queued=58, tokens_per_minute=12_000, burst_tokens=1000)

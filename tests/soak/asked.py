@@ -10,10 +10,9 @@ from typing import Any
 from octavo import AsyncClient, OctavoError
 from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.fault_callers import Ending, without_call
-from wire.messages import Sampling
-from worker.oracle_model import OracleModel, oracle_tokens
 
 MODEL_LEN = 1024
 PATTERN = r"[ab]{3,6}-[0-9]{2,4}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import psutil
 
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.soak.asked import Asked
 from tests.soak.bench import SoakBench
 from tests.soak.config import INJECTED, LENGTHY, NUM_SLOTS, SETTINGS, SHARE, SoakConfig
@@ -24,7 +25,6 @@ from tests.soak.probes import Probes
 from tests.soak.processes import NUM_WORKERS, Processes
 from tests.soak.strangers import OUTER
 from tests.support.service import free_port, serve
-from worker.oracle_model import OracleModel
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from octavo import AsyncClient
-
 from tests.soak.asked import KINDS, PATIENCE_S, Asked, ask, draw
 from tests.support.fault_bench import NO_RETRIES
 

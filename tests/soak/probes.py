@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo import AsyncClient
-
 from tests.soak.load import OWN_CONNECTION
 from tests.support.fault_bench import NO_RETRIES
 from tests.support.fault_callers import Call, run

@@ -17,17 +17,17 @@ from typing import Any
 import msgspec
 import psutil
 import zmq
-from octavo import AsyncClient, OctavoError
 
+from octavo import AsyncClient, OctavoError
+from octavo.wire.codec import encode
+from octavo.wire.messages import Heartbeat
+from octavo.wire.options import new_dealer
 from tests.soak.faults import Fault, Field
 from tests.soak.load import OWN_CONNECTION
 from tests.support import hostile_http2 as hostile
 from tests.support.fault_bench import NO_RETRIES
 from tests.support.h2_caller import UnreadingCaller
 from tests.support.raw_http2 import PREFACE, RawHttp2, generate, grpc_headers, grpc_message
-from wire.codec import encode
-from wire.messages import Heartbeat
-from wire.options import new_dealer
 
 MIB = 1 << 20
 PING = bytes.fromhex("000008060000000000") + b"12345678"

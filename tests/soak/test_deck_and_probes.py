@@ -4,8 +4,8 @@ import random
 from collections import Counter
 
 import grpc
-from octavo import OctavoError
 
+from octavo import OctavoError
 from tests.soak.config import FAULTS
 from tests.soak.deck import Deck
 from tests.soak.faults import Takes

@@ -6,8 +6,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from octavo import AsyncClient
 
+from octavo import AsyncClient
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.soak.asked import draw
 from tests.soak.bench import SoakBench
 from tests.soak.config import FAULTS, SoakConfig
@@ -17,7 +18,6 @@ from tests.soak.report import figures, whole
 from tests.support.fault_bench import NO_RETRIES
 from tests.support.figures import show
 from tests.support.service import Service
-from worker.oracle_model import OracleModel
 
 SHORT: dict[str, Any] = {"round_s": 2.0, "capacity_s": 1.5, "min_life_s": 0.0, "rehearses": False}
 QUICK = (

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.gpu.weights import GpuWeights
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.gpu.weights import GpuWeights
+from octavo.wire.messages import Sampling
+from octavo.worker.config import Deterministic
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
+from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
+from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
 from tests.support.invariance import Limits
 from tests.support.scheduling import World, WorldConfig
 from tests.support.twin_runner import TwinRunner
-from wire.messages import Sampling
-from worker.config import Deterministic
-from worker.cuda_graphs import Launching
-from worker.cuda_programs import CudaRunnerConfig
-from worker.cuda_runner import CudaRunner
-from worker.oracle_model import OracleModel
-from worker.plan import Chunk, Join, Slot, StepPlan
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 120

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from blockmgr.manager import BlockManager
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.messages import Finished, Run, Sampling, StepOutput
+from octavo.worker.engine.engine import Engine, EngineConfig
+from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage, StepReport
+from octavo.worker.scheduler.scheduler import Scheduler
 from tests.support.scheduling import WorldConfig
-from wire.messages import Finished, Run, Sampling, StepOutput
-from worker.engine import Engine, EngineConfig
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage, StepReport
-from worker.scheduler import Scheduler
 
 
 class ListInbox:

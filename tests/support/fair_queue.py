@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from octavo.wire.messages import Sampling
+from octavo.worker.scheduler.plan import Slot
+from octavo.worker.scheduler.request import AddRequest, Phase, Request
+from octavo.worker.scheduler.request_queue import Shares, WaitingQueue
+from octavo.worker.scheduler.slot_state import Rows
 from tests.support.fair_twin import FairTwin, TwinEntry
 from tests.support.scheduling import key
-from wire.messages import Sampling
-from worker.plan import Slot
-from worker.request import AddRequest, Phase, Request
-from worker.rows import Rows
-from worker.shares import Shares
-from worker.waiting import WaitingQueue
 
 NUM_SLOTS = 4
 AGING_S = 10.0

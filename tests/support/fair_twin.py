@@ -4,7 +4,7 @@ fractions, nothing remembered that could be looked up. Written from docs/decisio
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from worker.request import Request
+from octavo.worker.scheduler.request import Request
 
 
 @dataclass(slots=True)

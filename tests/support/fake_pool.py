@@ -7,12 +7,12 @@ from typing import cast
 
 import numpy as np
 
-from gateway.workers.block_feed import BlockSubscription
-from gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
-from gateway.workers.prefixes import Prefixes
-from gateway.workers.stats import PoolStats
-from gateway.workers.views import EmbeddingSink, OutputSink, RunRequest, WorkerState, WorkerView
-from wire.messages import AdminReply, Capacity, Finished, ModelCard, TokenLogprobs, WireFinishReason
+from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
+from octavo.gateway.workers.events import BlockSubscription
+from octavo.gateway.workers.prefix_index import Prefixes
+from octavo.gateway.workers.stats import PoolStats
+from octavo.gateway.workers.views import EmbeddingSink, OutputSink, RunRequest, WorkerState, WorkerView
+from octavo.wire.messages import AdminReply, Capacity, Finished, ModelCard, TokenLogprobs, WireFinishReason
 
 
 def model_card(name: str = "tiny", **changes: object) -> ModelCard:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from octavo import AsyncClient
 
+from octavo import AsyncClient
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.fault_callers import Call, golden, run, run_all
 from tests.support.scrape import Page, scrape
 from tests.support.service import Service
-from worker.oracle_model import OracleModel
 
 CANARY_S = 30.0  # wanted: 2; far less on a quiet machine
 RSS_SHARE = 0.05

@@ -9,9 +9,8 @@ from itertools import pairwise
 from octavo import AsyncClient, OctavoError
 from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-
-from wire.messages import Sampling
-from worker.oracle_model import OracleModel, oracle_tokens
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 
 MODEL_LEN = 4096
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from model.sampling import SamplingParams
+from octavo.model.sampling.params import SamplingParams
 from tests.support import slow_sampler
 
 V = 12

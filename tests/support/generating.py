@@ -3,11 +3,10 @@
 import asyncio
 from typing import Any
 
+from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import inference_pb2 as pb
-
-from gateway.text.model_text import ModelText
+from octavo.wire.messages import WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun
-from wire.messages import WireFinishReason
 
 REQUEST = pb.GenerateRequest(request_id="r1", text="Hello world", sampling=pb.SamplingParams(seed=7))
 

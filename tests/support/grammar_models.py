@@ -7,17 +7,17 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from model import Qwen2Config, Qwen2ForCausalLM, load_model
+from octavo.model import Qwen2Config, Qwen2ForCausalLM, load_model
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
+from octavo.worker.loading.model_card import describe
+from octavo.worker.runners.interface import Runner
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.oracle.runner import OracleRunner
+from octavo.worker.runners.oracle.tokenizer import END_TOKEN_ID, oracle_tokenizer_files
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.checkpoints import train_tokenizer
 from tests.support.grammar_rig import GrammarRig
-from worker.config import SchedulerConfig
-from worker.grammar_vocabulary import Vocabulary, load_vocabulary
-from worker.model_card import describe
-from worker.oracle_model import OracleModel
-from worker.oracle_runner import OracleRunner
-from worker.oracle_tokenizer import END_TOKEN_ID, oracle_tokenizer_files
-from worker.runner import Runner
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 BLOCK_SIZE = 16
 TINY = Qwen2Config(

@@ -8,27 +8,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from blockmgr.config import BlockManagerConfig
-from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
-from grammar.errors import Refusal
-from grammar.limits import GrammarLimits
-from wire.messages import Cancel, Finished, Grammar, GrammarKind, Pause, Resume, Run, Sampling, StepOutput
-from worker.config import SchedulerConfig
-from worker.engine import Engine, EngineConfig
-from worker.grammar_cache import GrammarCache
-from worker.grammar_compiler import GrammarCompiler, LoadVocabulary
-from worker.grammar_desk import GrammarDesk
-from worker.ports import GatewayIndex, InboxMessage, OutboxMessage
-from worker.runner import Runner
-from worker.scheduler import Scheduler
+from octavo.blockmgr.config import BlockManagerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.grammar.errors import Refusal
+from octavo.grammar.limits import GrammarLimits
+from octavo.wire.messages import Cancel, Finished, Grammar, GrammarKind, Pause, Resume, Run, Sampling, StepOutput
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.engine.engine import Engine, EngineConfig
+from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage
+from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, LoadVocabulary
+from octavo.worker.grammar.manager import GrammarDesk
+from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.scheduler import Scheduler
 
 GATEWAY = GatewayIndex(0)
 
 
 @dataclass(eq=False)
 class Counting:
-    """Implements `worker.grammar_desk.GrammarObserver`."""
+    """Implements `worker.grammar.manager.GrammarObserver`."""
 
     mask_s: list[float] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)

@@ -37,7 +37,7 @@ def octavo(*arguments: object, folder: Path, **variables: str) -> "subprocess.Co
     """Run a command of the command line; variables are OCTAVO_… without the prefix."""
     extra = {f"OCTAVO_{name}": value for name, value in variables.items()}
     return subprocess.run(
-        [sys.executable, "-m", "cli.main", *map(str, arguments)],
+        [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)],
         cwd=folder,
         env=environment() | extra | {"COLUMNS": "200"},
         capture_output=True,
@@ -51,7 +51,7 @@ def octavo(*arguments: object, folder: Path, **variables: str) -> "subprocess.Co
 def guarded_service(folder: Path, *arguments: object) -> Iterator[GuardedService]:
     """Ready when its supervisor says so, which asks past the door; stopped by SIGTERM, which has to exit with 0."""
     port, admin_port, log = free_port(), free_port(), folder / "service.log"
-    command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
     command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *map(str, arguments)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)

@@ -9,8 +9,8 @@ from functools import cache
 
 from hpack import Encoder
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
-from octavo.v1 import inference_pb2 as pb
 
+from octavo.v1 import inference_pb2 as pb
 from tests.support.raw_http2 import GENERATE, PREFACE, RawHttp2, generate, grpc_headers, grpc_message
 
 TLS_HELLO = (

@@ -20,7 +20,7 @@ WARNINGS = [
 def cut_decodes_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs programs one after the other, also those without work: few of them then, and chunks so short that short
     contexts have several."""
-    from model.kernels import decode_work
+    from octavo.model.kernels.attention import decode_work
 
     limits = decode_work.WorkLimits(target_items=8, min_chunk_tokens=16)
     monkeypatch.setattr(decode_work.WorkLimits, "of", lambda num_kv_heads: limits)

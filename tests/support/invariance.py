@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.runners.interface import Runner
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.scheduling import World, WorldConfig
-from worker.config import SchedulerConfig
-from worker.oracle_model import OracleModel
-from worker.runner import Runner
 
 Outcome = tuple[tuple[int, ...], tuple[object, ...]]
 """Ids, and log-probabilities where they were asked for, to the last bit."""

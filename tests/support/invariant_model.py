@@ -2,7 +2,7 @@
 
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
 
 CONFIG = Qwen2Config(
     vocab_size=330,

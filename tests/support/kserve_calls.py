@@ -6,12 +6,11 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
+from octavo.gateway.dialects.kserve.model import OUTPUTS
 from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc
-
-from gateway.dialects.kserve_model import OUTPUTS
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun
-from wire.messages import TokenLogprobs, WireFinishReason
 
 
 def stub_of(served: Any) -> Any:

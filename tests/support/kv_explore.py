@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from blockmgr import PrefixCache
+from octavo.blockmgr import PrefixCache
 from tests.support.kv_machine import KvMachine
 from tests.support.kv_walk import check
 

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from blockmgr import BlockManager, BlockManagerConfig, PrefixCache
+from octavo.blockmgr import BlockManager, BlockManagerConfig, PrefixCache
 from tests.support.kv_shadow import KvShadow, expected
 from tests.support.kv_state import full_state
 from tests.support.kv_twin import BLOCK_SIZE, WIDTH, KvTwin, Request, Step, ToggledHash

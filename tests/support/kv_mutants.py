@@ -4,15 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from blockmgr.chain import Chain
-from blockmgr.errors import OutOfBlocks
-from blockmgr.fence import StepFence
-from blockmgr.growth import Growth
-from blockmgr.manager import BlockManager
-from blockmgr.pool import BlockPool
-from blockmgr.prefix_index import PrefixIndex
-from blockmgr.tables import SlotTables
-from blockmgr.updates import UpdateLog
+from octavo.blockmgr.errors import OutOfBlocks
+from octavo.blockmgr.manager import BlockManager, Growth
+from octavo.blockmgr.pool import BlockPool, StepFence
+from octavo.blockmgr.prefix_index import Chain, PrefixIndex
+from octavo.blockmgr.tables import SlotTables, UpdateLog
 
 Patch = tuple[type, str, Any]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from blockmgr import BlockManager
+from octavo.blockmgr import BlockManager
 
 
 def full_state(manager: BlockManager) -> tuple[Any, ...]:

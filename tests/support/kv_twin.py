@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 
-from blockmgr import BlockManager, EventKind, OutOfBlocks, OutOfSlots, PrefixCache
-from blockmgr.hashing import hash_block
+from octavo.blockmgr import BlockManager, EventKind, OutOfBlocks, OutOfSlots, PrefixCache
+from octavo.blockmgr.prefix_index import hash_block
 from tests.support.kv_shadow import KvShadow, expected
 from tests.support.kv_state import full_state
 

@@ -3,7 +3,7 @@ but many times the steps per second, and weights that keep the pool busy."""
 
 import random
 
-from blockmgr import PrefixCache
+from octavo.blockmgr import PrefixCache
 from tests.support.kv_machine import MAX_REQUESTS, KvMachine
 
 _WEIGHTS = {"admit": 4, "grow": 1, "grow_many": 1, "plan": 10, "end_step": 7, "fork": 1, "release": 3, "rare": 1}

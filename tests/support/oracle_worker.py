@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from worker.config import CurveConfig, RunnerKind, WorkerConfig
-from worker.main import main
+from octavo.worker.config import CurveConfig, RunnerKind, WorkerConfig
+from octavo.worker.main import main
 
 
 def config_of(fields: dict[str, Any]) -> WorkerConfig:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockmgr.manager import BlockManager
-from worker.plan import StepPlan
-from worker.request import Request
+from octavo.blockmgr.manager import BlockManager
+from octavo.worker.scheduler.plan import StepPlan
+from octavo.worker.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from transformers import Qwen2Config as TransformersConfig
 from transformers import Qwen2ForCausalLM as TransformersQwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.weight_names import destinations
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.checkpoint.weight_names import destinations
 
 VOCAB = 1000
 

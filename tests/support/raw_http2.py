@@ -20,6 +20,7 @@ from hyperframe.frame import (
     SettingsFrame,
     WindowUpdateFrame,
 )
+
 from octavo.client_requests import generate_request
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from tests.support.scheduling import World, WorldConfig, key
-from worker.runner import RunnerError, RunnerOutOfMemory
 
 BLOCK_SIZE = 2
 State = tuple[Any, ...]

@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from blockmgr.config import BlockManagerConfig
-from blockmgr.ids import PrefixCache
-from blockmgr.manager import BlockManager
+from octavo.blockmgr.config import BlockManagerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.messages import Finished, Pooling, Sampling, TokenLogprobs, WireFinishReason
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel, oracle_embedding, oracle_tokens
+from octavo.worker.runners.oracle.runner import OracleRunner
+from octavo.worker.scheduler.outputs import StepOutputs
+from octavo.worker.scheduler.plan import StepPlan
+from octavo.worker.scheduler.request import AddRequest, Request, RequestKey
+from octavo.worker.scheduler.scheduler import Scheduler
 from tests.support.plan_checks import BlocksInFlight, Seen, seen
-from wire.messages import Finished, Pooling, Sampling, TokenLogprobs, WireFinishReason
-from worker.config import SchedulerConfig
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel, oracle_embedding, oracle_tokens
-from worker.oracle_runner import OracleRunner
-from worker.outputs import StepOutputs
-from worker.plan import StepPlan
-from worker.ports import GatewayIndex
-from worker.request import AddRequest, Request, RequestKey
-from worker.runner import RunnerError, RunnerOutOfMemory
-from worker.scheduler import Scheduler
 
 GATEWAY = GatewayIndex(0)
 

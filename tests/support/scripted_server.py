@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 

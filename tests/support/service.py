@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -124,7 +125,7 @@ def launch(
         variables["PYTHONPATH"] = f"{injector}:{variables['PYTHONPATH']}"
         variables["FAULTS_INJECTED"] = json.dumps(injected or {})
     port, admin_port, log = free_port(), free_port(), folder / "service.log"
-    command = [sys.executable, "-m", "cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
     command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import psutil
-from octavo import AsyncClient
 
+from octavo import AsyncClient
 from tests.support.fault_bench import NO_RETRIES, POOL_THREADS, FaultBench
 from tests.support.fault_callers import Call, run
 from tests.support.figures import percentile

@@ -1,11 +1,11 @@
-"""The sampler, one row at a time in plain Python and float64: the obvious twin of `model.sampler`."""
+"""The sampler, one row at a time in plain Python and float64: the obvious twin of `model.sampling.sampler`."""
 
 import math
 from collections import Counter
 
 import numpy as np
 
-from model.sampling import SamplingParams
+from octavo.model.sampling.params import SamplingParams
 
 _WORD = 0xFFFF_FFFF
 _LONG = 0xFFFF_FFFF_FFFF_FFFF

@@ -4,9 +4,8 @@ from collections import deque
 
 import numpy as np
 
-from worker.masks import StepMasks
-from worker.plan import StepPlan, StepResult
-from worker.runner import Runner
+from octavo.worker.runners.interface import Runner, StepMasks
+from octavo.worker.scheduler.plan import StepPlan, StepResult
 
 
 class TwinRunner:

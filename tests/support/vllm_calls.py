@@ -6,8 +6,8 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
+from octavo.wire.messages import WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun
-from wire.messages import WireFinishReason
 
 Stub = Callable[[Any], Any]
 

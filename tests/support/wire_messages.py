@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from wire import messages as m
+from octavo.wire import messages as m
 
 int32s = st.integers(-(2**31), 2**31 - 1)
 counts = st.integers(0, 2**40)

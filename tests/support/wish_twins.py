@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.gpu.wish_plan import Stage
-from model.gpu.wishes import DeviceMasks, SampledBatch, WishState
-from model.kernels.filter_sample import EXHAUSTED
-from model.kernels.logprobs import MAX_TOP
-from model.kernels.sample import SampleParts, sample_and_advance
-from model.sampler import Sampled, Sampler
-from model.sampling import SamplingParams
-from model.sampling_masks import TokenMasks
-from model.sampling_penalties import TokenHistory
+from octavo.model.gpu.sampling_columns import Stage
+from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, WishState
+from octavo.model.kernels.sampling.filter import EXHAUSTED
+from octavo.model.kernels.sampling.logprobs import MAX_TOP
+from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
+from octavo.model.sampling.masks import TokenMasks
+from octavo.model.sampling.params import SamplingParams
+from octavo.model.sampling.penalties import TokenHistory
+from octavo.model.sampling.sampler import Sampled, Sampler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

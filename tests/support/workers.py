@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import zmq
 
-from gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
-from wire.bundle import bundle_digest
-from wire.codec import decode_to_worker, encode
-from wire.messages import (
+from octavo.gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
+from octavo.wire.bundle import bundle_digest
+from octavo.wire.codec import decode_to_worker, encode
+from octavo.wire.messages import (
     Capacity,
     Finished,
     Message,
@@ -29,7 +29,7 @@ from wire.messages import (
     ToWorker,
     WireFinishReason,
 )
-from wire.options import new_dealer
+from octavo.wire.options import new_dealer
 
 FILES = {"tokenizer.json": b"{}"}
 WAIT_S = 5.0

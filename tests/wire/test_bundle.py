@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.bundle import BUNDLE_FILES, BundleError, bundle_digest, check_bundle
+from octavo.wire.bundle import BUNDLE_FILES, BundleError, bundle_digest, check_bundle
 
 bundles = st.dictionaries(st.sampled_from(BUNDLE_FILES), st.binary(max_size=8), min_size=1, max_size=4)
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.wire_messages import peer_replies, to_gateway, to_peer, to_worker
-from wire import codec, messages
-from wire.codec import (
+from octavo.wire import codec, messages
+from octavo.wire.codec import (
     MessageTooLarge,
     ProtocolError,
     decode_peer_reply,
@@ -21,7 +20,7 @@ from wire.codec import (
     decode_to_worker,
     encode,
 )
-from wire.messages import (
+from octavo.wire.messages import (
     Cancel,
     Heartbeat,
     KvEvent,
@@ -37,6 +36,7 @@ from wire.messages import (
     ToWorker,
     Welcome,
 )
+from tests.support.wire_messages import peer_replies, to_gateway, to_peer, to_worker
 
 DECODERS = (decode_to_gateway, decode_to_worker, decode_to_peer, decode_peer_reply)
 

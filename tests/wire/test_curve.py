@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from wire.curve import CurveGuard, secure_client, secure_server
-from wire.keys import KeyPair, generate_keys
-from wire.options import new_dealer, new_router
+from octavo.wire.curve import CurveGuard, secure_client, secure_server
+from octavo.wire.keys import KeyPair, generate_keys
+from octavo.wire.options import new_dealer, new_router
 
 WAIT_MS = 30_000  # for what comes: the machine may pause
 HANDSHAKE_MS = 1_000

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint, require_proof
+from octavo.wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint, require_proof
 
 
 def test_an_ipc_address_has_a_path() -> None:

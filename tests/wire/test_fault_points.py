@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from wire import fault_points
-from wire.fault_points import fault_point
+from octavo.wire import fault_points
+from octavo.wire.fault_points import fault_point
 
 
 @pytest.fixture(autouse=True)

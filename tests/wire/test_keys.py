@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.keys import KeyFileError, KeyPair, generate_keys, load_keys, load_public_key, save_keys
+from octavo.wire.keys import KeyFileError, KeyPair, generate_keys, load_keys, load_public_key, save_keys
 
 
 def test_keys_come_back_from_their_files(tmp_path: Path) -> None:

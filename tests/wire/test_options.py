@@ -7,8 +7,8 @@ from typing import TypeAlias
 import pytest
 import zmq
 
-from wire.codec import MAX_FRAME_BYTES, MAX_TO_WORKER_BYTES
-from wire.options import new_dealer, new_router
+from octavo.wire.codec import MAX_FRAME_BYTES, MAX_TO_WORKER_BYTES
+from octavo.wire.options import new_dealer, new_router
 
 WAIT_MS = 30_000  # for what comes: the machine may pause
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"

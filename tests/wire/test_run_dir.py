@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.run_dir import RunDirError, check_run_dir, clear_stale_socket, default_run_dir, ensure_run_dir
+from octavo.wire.run_dir import RunDirError, check_run_dir, clear_stale_socket, default_run_dir, ensure_run_dir
 
 
 def test_a_new_run_directory_is_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from wire import scrape_server
-from wire.scrape_server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_REST_S, PageFormat, ScrapeServer
+from octavo.wire import scrape_server
+from octavo.wire.scrape_server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_REST_S, PageFormat, ScrapeServer
 
 Serve = Callable[[Callable[[PageFormat], bytes]], ScrapeServer]
 

@@ -9,12 +9,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.gpu.state import WISH_COLUMNS, RowLayout, RowState
-from model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
-from wire.messages import Sampling
-from worker.cuda_changes import RowChanges
-from worker.cuda_upload import Upload
-from worker.plan import Join, Slot
+from octavo.model.gpu.state import WISH_COLUMNS, RowLayout, RowState
+from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.cuda.staging import RowChanges, Upload
+from octavo.worker.scheduler.plan import Join, Slot
 
 SLOTS, WIDTH = 5, 4
 

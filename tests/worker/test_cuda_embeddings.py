@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.wire.messages import Pooling
 from tests.support.cuda_twins import VOCAB, twins, world
 from tests.support.interpreter import WARNINGS
-from wire.messages import Pooling
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 

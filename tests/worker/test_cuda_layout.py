@@ -6,8 +6,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from worker.cuda_layout import MixedLayout, MixedShapes, worst_layout
-from worker.plan import Chunk, Slot, StepPlan
+from octavo.worker.runners.cuda.layout import MixedLayout, MixedShapes, worst_layout
+from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
 
 SHAPES = MixedShapes.of(max_slots=12, max_batch_tokens=100)
 

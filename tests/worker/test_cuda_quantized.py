@@ -6,16 +6,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.gpu.weights import GpuWeights
-from model.linear import Linear
-from model.quantization.rounding import FP8, round_to_groups
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.layers.linear import Linear
+from octavo.model.quantization.rounding import FP8, round_to_groups
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
+from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.cuda_twins import BLOCK, CONFIG, DEVICE, VOCAB, Hand, chunk, prompt, random_model
 from tests.support.interpreter import WARNINGS, convert_to_e4m3_as_devices_do
 from tests.support.twin_runner import TwinRunner
-from worker.cuda_graphs import Launching
-from worker.cuda_programs import CudaRunnerConfig
-from worker.cuda_runner import CudaRunner
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 pytestmark = WARNINGS
 LAUNCHING = Launching.GRAPHS if DEVICE == "cuda" else Launching.EAGER

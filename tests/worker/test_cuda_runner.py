@@ -6,14 +6,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.mask import packed_mask
+from octavo.model.kernels.sampling.mask import packed_mask
+from octavo.wire.messages import Grammar, GrammarKind
+from octavo.worker.runners.cuda.graphs import batch_sizes
+from octavo.worker.runners.interface import RunnerError, StepMasks
+from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
 from tests.support.cuda_twins import VOCAB, WISHES, Hand, chunk, prompt, twins, world
 from tests.support.interpreter import WARNINGS
-from wire.messages import Grammar, GrammarKind
-from worker.cuda_graphs import batch_sizes
-from worker.masks import StepMasks
-from worker.plan import Chunk, Slot, StepPlan
-from worker.runner import RunnerError
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 

@@ -4,12 +4,12 @@ in Triton's interpreter (the GPU itself: tests/gpu/test_gpu_deterministic.py).""
 import pytest
 import torch
 
-from model import Qwen2ForCausalLM
-from model.cpu.native import native_library
-from model.invariant import make_invariant
+from octavo.model import Qwen2ForCausalLM
+from octavo.model.cpu.native import native_library
+from octavo.model.invariant import make_invariant
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.invariance import Invariance, Limits, check
 from tests.support.invariant_model import random_model
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 LIMITS = Limits(num_blocks=400, block_size=4, max_slots=40, max_batch_tokens=96, max_model_len=120, vocab_size=301)
 

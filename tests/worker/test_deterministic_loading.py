@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from model.cpu.native import native_library
-from model.invariant import InvarianceUnavailable
-from worker.config import CheckNumerics, Deterministic, WorkerConfig
-from worker.loaded import Loaded
-from worker.runner_loading import load_torch
+from octavo.model.cpu.native import native_library
+from octavo.model.invariant import InvarianceUnavailable
+from octavo.worker.config import CheckNumerics, Deterministic, WorkerConfig
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.loading.loader import load_torch
 
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
 
@@ -30,7 +30,7 @@ def test_it_says_so_and_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert (plain.device, fixed.device) == ("cpu", "cpu, deterministic")
     assert fixed.fingerprint != plain.fingerprint
     assert load(deterministic=Deterministic.ON).fingerprint == fixed.fingerprint
-    monkeypatch.setattr("model.invariant.kernels_fingerprint", lambda: "compiled elsewhere")
+    monkeypatch.setattr("octavo.model.invariant.kernels_fingerprint", lambda: "compiled elsewhere")
     assert load(deterministic=Deterministic.ON).fingerprint != fixed.fingerprint
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from octavo.wire.messages import Pooling
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel, oracle_embedding, state_vector
 from tests.support.scheduling import World, WorldConfig
-from wire.messages import Pooling
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel, oracle_embedding, state_vector
 
 LAST, MEAN = Pooling.LAST_TOKEN, Pooling.MEAN
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

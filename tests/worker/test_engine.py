@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.engine_rig import Rig, run_message
-from tests.support.scheduling import WorldConfig
-from wire.messages import (
+from octavo.wire.messages import (
     AdminQuery,
     AdminReply,
     Cancel,
@@ -19,12 +17,14 @@ from wire.messages import (
     Sampling,
     WireFinishReason,
 )
-from worker import cache_telling
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel, oracle_tokens
-from worker.plan import StepPlan
-from worker.ports import GatewayJoined, GatewayLost
-from worker.runner import RunnerError
+from octavo.worker.engine import codec as kv_events
+from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
+from octavo.worker.runners.interface import RunnerError
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
+from octavo.worker.scheduler.plan import StepPlan
+from tests.support.engine_rig import Rig, run_message
+from tests.support.scheduling import WorldConfig
 
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))
 
@@ -128,7 +128,7 @@ def test_stored_blocks_are_told_to_every_gateway() -> None:
 
 
 def test_a_gateway_that_joins_late_hears_the_whole_cache_a_part_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_telling, "MAX_PART_BLOCKS", 2)
+    monkeypatch.setattr(kv_events, "MAX_PART_BLOCKS", 2)
     rig = Rig(WorldConfig(model=MODEL, block_size=2))
     rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
     rig.steps()
@@ -147,7 +147,7 @@ def test_a_gateway_that_joins_late_hears_the_whole_cache_a_part_a_step(monkeypat
 
 
 def test_an_idle_engine_tells_its_cache_without_resting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_telling, "MAX_PART_BLOCKS", 1)
+    monkeypatch.setattr(kv_events, "MAX_PART_BLOCKS", 1)
     rig = Rig(WorldConfig(model=MODEL, block_size=2))
     rig.inbox.put(run_message(1, [3, 4, 5, 6, 7, 8], max_tokens=1))
     rig.steps()

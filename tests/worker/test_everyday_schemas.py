@@ -8,13 +8,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from grammar.check import check_grammar
-from grammar.errors import GrammarRefused
-from grammar.limits import GrammarLimits
+from octavo.grammar.check import check_grammar
+from octavo.grammar.errors import GrammarRefused
+from octavo.grammar.limits import GrammarLimits
+from octavo.wire.messages import WireFinishReason
 from tests.support.everyday_schemas import REFUSED, SCHEMAS
 from tests.support.grammar_models import Speaker, oracle_speaker, tiny_speaker
 from tests.support.grammar_rig import json_schema
-from wire.messages import WireFinishReason
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SERVED = {name: schema for name, schema in SCHEMAS.items() if name not in REFUSED}

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from grammar.errors import Refusal
+from octavo.grammar.errors import Refusal
+from octavo.wire.messages import Finished, Grammar, GrammarKind, WireFinishReason
+from octavo.worker.grammar import manager
+from octavo.worker.grammar.vocabulary import Vocabulary
+from octavo.worker.scheduler.request import Phase
 from tests.support.grammar_models import Speaker, as_json, oracle_speaker, tiny_speaker
 from tests.support.grammar_rig import GrammarRig, Output, json_schema
 from tests.support.schemas import SchemaMaker
-from wire.messages import Finished, Grammar, GrammarKind, WireFinishReason
-from worker import grammar_desk
-from worker.grammar_vocabulary import Vocabulary
-from worker.request import Phase
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -293,7 +293,7 @@ def test_hostile_grammars_cost_their_own_requests_and_little_time(
     tiny: Speaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Work, not time: while the machine does other things, or pauses, a mask takes as long as that.
-    monkeypatch.setattr(grammar_desk, "time", SimpleNamespace(perf_counter=time.process_time))
+    monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=time.process_time))
     calm = tiny.rig()
     calm.ask(99, [1, 2, 3], max_tokens=120, seed=1)
     expected = tokens_of(calm)[99]

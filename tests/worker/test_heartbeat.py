@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from wire.codec import decode_to_gateway
-from wire.messages import Heartbeat
-from wire.options import new_router
-from worker.heartbeat import HeartbeatThread
-from worker.stats import EngineStats
-from worker.watchdog import EXIT_STALLED, Watchdog
+from octavo.wire.codec import decode_to_gateway
+from octavo.wire.messages import Heartbeat
+from octavo.wire.options import new_router
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.heartbeat import HeartbeatThread
+from octavo.worker.transport.watchdog import EXIT_STALLED, Watchdog
 
 EPOCH = "e" * 32
 
@@ -69,9 +69,9 @@ def test_a_stall_is_work_without_steps_for_too_long() -> None:
 
 HANG = """
 import ctypes, re, sys, time
-from worker.heartbeat import HeartbeatThread
-from worker.stats import EngineStats
-from worker.watchdog import Watchdog
+from octavo.worker.transport.heartbeat import HeartbeatThread
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.watchdog import Watchdog
 stats = EngineStats(num_running=1)
 watchdog = Watchdog(stall_timeout_s=0.5)
 HeartbeatThread([], "e", lambda: stats, lambda: (), interval_s=INTERVAL_S, watchdog=watchdog).start()

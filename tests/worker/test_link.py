@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.support.workers import FILES, finished, register, step_output
-from wire.codec import decode_to_gateway, encode
-from wire.messages import (
+from octavo.wire.codec import decode_to_gateway, encode
+from octavo.wire.messages import (
     AdminReply,
     Cancel,
     Drain,
@@ -25,11 +24,11 @@ from wire.messages import (
     TokenizerBundle,
     Welcome,
 )
-from wire.options import new_router
-from worker import gateway_socket
-from worker.link import WorkerLink
-from worker.ports import GatewayIndex, GatewayJoined, GatewayLost
-from worker.registration import REGISTER_INTERVAL_S
+from octavo.wire.options import new_router
+from octavo.worker.engine.interfaces import GatewayIndex, GatewayJoined, GatewayLost
+from octavo.worker.transport import socket
+from octavo.worker.transport.link import REGISTER_INTERVAL_S, WorkerLink
+from tests.support.workers import FILES, finished, register, step_output
 
 EPOCH = "e" * 32
 G0, G1 = GatewayIndex(0), GatewayIndex(1)
@@ -245,7 +244,7 @@ def test_garbage_is_counted_and_dropped(joined: Bench) -> None:
 
 
 def test_a_gateway_that_takes_nothing_any_more_is_given_up(joined: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_socket, "MAX_BACKLOG_MESSAGES", 100)
+    monkeypatch.setattr(socket, "MAX_BACKLOG_MESSAGES", 100)
     (gateway,) = joined.gateways
     large = AdminReply(epoch=EPOCH, query_id=1, violations=("x" * 10_000,))
     num_sent = 0

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gateway.workers import RunRequest, WorkerPool
+from octavo.gateway.workers import RunRequest, WorkerPool
+from octavo.wire.keys import generate_keys, save_keys
+from octavo.wire.messages import Sampling, WireFinishReason
+from octavo.worker.main import EXIT_REFUSED
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.service import free_port
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.support.workers import RecordingSink, pool_config, until
-from wire.keys import generate_keys, save_keys
-from wire.messages import Sampling, WireFinishReason
-from worker.oracle_model import OracleModel, oracle_tokens
-from worker.shutdown import EXIT_REFUSED
 
 START_S = 30.0
 Start = Callable[..., WorkerProcess]

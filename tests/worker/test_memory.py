@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.memory import GIB, DoesNotFit, MemoryNeeds, PoolSize, available_host_bytes, size_pool
+from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, PoolSize, available_host_bytes, size_pool
 
 NEEDS = MemoryNeeds(
     available_bytes=8 * GIB,

@@ -7,13 +7,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from octavo.wire.messages import Capacity, WireFinishReason
+from octavo.worker.engine.interfaces import NullObserver, StepReport
+from octavo.worker.metrics import (
+    INTERVAL_S,
+    BusyLog,
+    CacheInfo,
+    InfoCollector,
+    MetricsServer,
+    SnapshotCollector,
+    StepMetrics,
+)
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.link import LinkStats
 from tests.support.workers import card, finished
-from wire.messages import Capacity, WireFinishReason
-from worker.busy_log import INTERVAL_S, BusyLog
-from worker.link import LinkStats
-from worker.metrics import CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
-from worker.ports import NullObserver, StepReport
-from worker.stats import EngineStats
 
 
 def report(**changes: object) -> StepReport:

@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from octavo.wire.bundle import bundle_digest, check_bundle
+from octavo.worker.config import RunnerKind, WorkerConfig
+from octavo.worker.loading.loaded import load_oracle, served_name
+from octavo.worker.loading.model_card import (
+    CardError,
+    context_len,
+    default_sampling,
+    describe,
+    end_token_ids,
+    tokenizer_vocab_size,
+)
 from tests.support.checkpoints import tiny_config, write_tokenizer
-from wire.bundle import bundle_digest, check_bundle
-from worker.config import RunnerKind, WorkerConfig
-from worker.loaded import load_oracle, served_name
-from worker.model_card import CardError, context_len, default_sampling, describe, end_token_ids, tokenizer_vocab_size
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from wire.messages import Sampling
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel, choose_token, mix_token, oracle_tokens
-from worker.oracle_runner import OracleRunner
-from worker.oracle_store import OracleViolation, mix_tokens
-from worker.plan import Chunk, Join, Slot, StepPlan
-from worker.runner import RunnerError
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.interface import RunnerError
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel, choose_token, mix_token, oracle_tokens
+from octavo.worker.runners.oracle.runner import OracleRunner, OracleViolation, mix_tokens
+from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
 
 MODEL = OracleModel(vocab_size=100_000, eos_token_ids=(2,))
 SAMPLING = Sampling(seed=5, max_tokens=8)

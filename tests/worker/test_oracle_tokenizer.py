@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from worker.oracle_tokenizer import END_TOKEN_ID, MIN_VOCAB_SIZE, oracle_tokenizer_files
+from octavo.worker.runners.oracle.tokenizer import END_TOKEN_ID, MIN_VOCAB_SIZE, oracle_tokenizer_files
 
 TOKENIZER = Tokenizer.from_str(oracle_tokenizer_files(1000)["tokenizer.json"].decode())
 

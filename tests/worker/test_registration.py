@@ -1,6 +1,6 @@
 """Where a worker stands with one gateway."""
 
-from worker.registration import REGISTER_INTERVAL_S, LinkState, Registration
+from octavo.worker.transport.link import REGISTER_INTERVAL_S, LinkState, Registration
 
 
 def presenting() -> Registration:

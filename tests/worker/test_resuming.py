@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.wire.messages import Finished, Run, Sampling, WireFinishReason
+from octavo.worker.engine.codec import asked_by
+from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
+from octavo.worker.scheduler.request import AddRequest, RequestKey
 from tests.support.scheduling import GATEWAY, Stream, World, WorldConfig, key
-from wire.messages import Finished, Run, Sampling, WireFinishReason
-from worker.oracle_model import OracleModel, oracle_tokens
-from worker.request import AddRequest, RequestKey
-from worker.translate import asked_by
 
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,), eos_every=9)
 

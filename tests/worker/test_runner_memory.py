@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from worker.memory import size_pool
-from worker.runner_memory import activation_bytes, memory_needs, weights_bytes
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.worker.loading.memory import activation_bytes, memory_needs, size_pool, weights_bytes
 
 CONFIG = Qwen2Config(
     vocab_size=128,  # whole panels of 32 outputs, as every other matrix here

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from wire.messages import Pooling, Sampling
-from worker.plan import Chunk, Join, Slot, StepPlan
-from worker.runner_pooling import Pooler
+from octavo.wire.messages import Pooling, Sampling
+from octavo.worker.runners.pooling import Pooler
+from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
 
 HIDDEN_TD = torch.arange(60, dtype=torch.float32).reshape(20, 3)
 

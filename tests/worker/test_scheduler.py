@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.scheduler.plan import StepResult
+from octavo.worker.scheduler.request import Phase
 from tests.support.plan_checks import Seen
 from tests.support.scheduling import World, WorldConfig, key
-from worker.oracle_model import OracleModel
-from worker.plan import StepResult
-from worker.request import Phase
 
 
 def test_decode_goes_first_and_prefill_takes_what_is_left() -> None:

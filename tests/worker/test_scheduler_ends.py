@@ -2,11 +2,11 @@
 
 import pytest
 
+from octavo.wire.messages import Finished, WireFinishReason
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.scheduler.request import Ending
 from tests.support.plan_checks import Seen
 from tests.support.scheduling import World, WorldConfig, key
-from wire.messages import Finished, WireFinishReason
-from worker.oracle_model import OracleModel
-from worker.request import Ending
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

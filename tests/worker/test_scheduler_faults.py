@@ -2,10 +2,10 @@
 
 import pytest
 
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.scheduling import World, WorldConfig, key
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel
-from worker.runner import RunnerError, RunnerOutOfMemory
 
 NAN_TOKEN = 40
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
+from octavo.worker.scheduler.request import Phase
 from tests.support.plan_checks import Seen
 from tests.support.scheduling import World, WorldConfig, key
-from worker.request import Phase
 
 PROMPT = [3, 4, 5, 6, 7]
 

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.scheduler.request import Phase, RequestKey
 from tests.support.scheduling import Stream, World, WorldConfig
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel
-from worker.ports import GatewayIndex
-from worker.request import Phase, RequestKey
-from worker.runner import RunnerError, RunnerOutOfMemory
 
 MAX_ADDED = 12
 NAN_TOKEN = 6  # no prompt of other requests has it

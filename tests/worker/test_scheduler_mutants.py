@@ -10,22 +10,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from blockmgr.manager import BlockManager
+from octavo.blockmgr.manager import BlockManager
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.runners.interface import RunnerError
+from octavo.worker.runners.oracle.faults import OracleFaults
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.scheduler import scheduler as scheduler_module
+from octavo.worker.scheduler.in_flight import Flight, Pipeline
+from octavo.worker.scheduler.plan import StepPlan, StepResult
+from octavo.worker.scheduler.planner import Planner
+from octavo.worker.scheduler.request import Ending, Request
+from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.scheduler import Scheduler
+from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.stats import SchedulerCounters
 from tests.support.scheduling import World, WorldConfig, key
-from worker import scheduler as scheduler_module
-from worker.flights import Flight
-from worker.oracle_faults import OracleFaults
-from worker.oracle_model import OracleModel
-from worker.pipeline import Pipeline
-from worker.plan import StepPlan, StepResult
-from worker.planner import Planner
-from worker.ports import GatewayIndex
-from worker.request import Ending, Request
-from worker.roster import Roster
-from worker.rows import Rows
-from worker.runner import RunnerError
-from worker.scheduler import Scheduler
-from worker.stats import SchedulerCounters
 
 NAN_TOKEN = 40
 
@@ -233,7 +232,7 @@ def the_oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
     def most_important(running: list[Request]) -> Request:
         return min(running, key=lambda request: request.rank)
 
-    patch.setattr("worker.planner.least_important", most_important)
+    patch.setattr("octavo.worker.scheduler.planner.least_important", most_important)
 
 
 def tokens_not_verified_are_committed(patch: pytest.MonkeyPatch) -> None:
@@ -260,7 +259,7 @@ def ends_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def paused_requests_keep_their_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("worker.entrance.paused_first", lambda paused, others: list(others))
+    patch.setattr("octavo.worker.scheduler.admission.paused_first", lambda paused, others: list(others))
 
 
 def paused_requests_stay_in_the_steps(patch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from blockmgr.ids import PrefixCache
+from octavo.blockmgr.ids import PrefixCache
+from octavo.wire.messages import WireFinishReason
+from octavo.worker.scheduler.request import Phase, failure
 from tests.support.scheduling import GATEWAY, World, WorldConfig, key
-from wire.messages import WireFinishReason
-from worker.request import Phase, failure
 
 WIDE = WorldConfig(num_blocks=64, block_size=2, max_num_seqs=4, max_batch_tokens=32)
 

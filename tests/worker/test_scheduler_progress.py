@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.scheduling import World, WorldConfig, key
-from worker.oracle_model import OracleModel
 
 
 def _random_world(seed: int, max_in_flight: int, tenants: Sequence[str] = ("",)) -> World:

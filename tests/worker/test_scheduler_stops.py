@@ -5,16 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.wire.messages import Finished, Sampling, TokenLogprobs, WireFinishReason
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.scheduler.outputs import GatewayOutput, OutputBuffer
+from octavo.worker.scheduler.plan import Slot
+from octavo.worker.scheduler.request import AddRequest, Phase, Request
+from octavo.worker.scheduler.request_queue import Shares, WaitingQueue
+from octavo.worker.scheduler.request_table import TokenVerdict, find_ends, judge, stop_ids
+from octavo.worker.scheduler.slot_state import Rows
 from tests.support.scheduling import key
-from wire.messages import Finished, Sampling, TokenLogprobs, WireFinishReason
-from worker.outputs import GatewayOutput, OutputBuffer
-from worker.plan import Slot
-from worker.ports import GatewayIndex
-from worker.request import AddRequest, Phase, Request
-from worker.rows import Rows
-from worker.shares import Shares
-from worker.stops import TokenVerdict, find_ends, judge, stop_ids
-from worker.waiting import WaitingQueue
 
 EOS = (2, 3)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from grammar.tool_calls import CALL_TAGS, CLOSING, OPENING
+from octavo.grammar.tool_calls import CALL_TAGS, CLOSING, OPENING
+from octavo.wire.messages import Grammar, GrammarKind, WireFinishReason
 from tests.support.grammar_models import Speaker, as_json, folder_speaker, oracle_speaker, tiny_speaker
 from tests.support.grammar_rig import json_schema
 from tests.support.schemas import SchemaMaker
-from wire.messages import Grammar, GrammarKind, WireFinishReason
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.worker.scheduler.request import block_seconds, gap_percentiles, tick
 from tests.support.scheduling import World, WorldConfig
-from worker.token_times import block_seconds, gap_percentiles, tick
 
 
 @given(st.lists(st.integers(1, 10**9), max_size=50), st.integers(0, 2**33))

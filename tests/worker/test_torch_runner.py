@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM, dense_logits, generate
-from model.numerics import NumericFault, NumericFinding
-from model.sampling import SamplingParams
+from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits, generate
+from octavo.model.numerics import NumericFault, NumericFinding
+from octavo.model.sampling.params import SamplingParams
+from octavo.wire.messages import Sampling
+from octavo.worker.loading.warmup import warm_up
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
+from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
 from tests.support import slow_sampler
-from wire.messages import Sampling
-from worker.plan import Chunk, Join, Slot, StepPlan
-from worker.runner import RunnerError, RunnerOutOfMemory
-from worker.runner_warmup import warm_up
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM, dense_logits
-from model.attention import AttentionInputs, get_backend
-from model.kv_pool import KvPool
-from model.sampling import SamplingParams
+from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from octavo.model.attention.interface import AttentionInputs, get_backend
+from octavo.model.attention.kv_pool import KvPool
+from octavo.model.sampling.params import SamplingParams
+from octavo.wire.messages import Pooling
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support import slow_sampler
 from tests.support.scheduling import World, WorldConfig, key
-from wire.messages import Pooling
-from worker.oracle_model import OracleModel
-from worker.torch_runner import TorchRunner, TorchRunnerConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

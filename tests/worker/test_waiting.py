@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.worker.scheduler import request_queue as shares_module
+from octavo.worker.scheduler.request import Phase
 from tests.support.fair_queue import AGING_S, Twins, drawn_events
-from worker import shares as shares_module
-from worker.request import Phase
 
 
 @pytest.mark.parametrize("first", range(0, 300, 75))

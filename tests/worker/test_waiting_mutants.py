@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
+from octavo.worker.scheduler.request_queue import Line, Shares, WaitingQueue
 from tests.support.fair_queue import Twins, drawn_events
-from worker.line import Line
-from worker.shares import Shares
-from worker.waiting import WaitingQueue
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import load_model, resolve_checkpoint
-from model.cpu.panels import can_panel
-from model.errors import ConfigError
-from model.linear import FormatUnavailable, WeightFormat
+from octavo.model import load_model, resolve_checkpoint
+from octavo.model.cpu.panels import can_panel
+from octavo.model.errors import ConfigError
+from octavo.model.layers.linear import FormatUnavailable, WeightFormat
+from octavo.worker.config import Deterministic, WorkerConfig
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.loading.loader import check_format, check_head_dim, load_torch, rounding_of, with_rounding
+from octavo.worker.loading.memory import weights_bytes
 from tests.support.checkpoints import write_tiny_checkpoint
 from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
-from worker.config import Deterministic, WorkerConfig
-from worker.loaded import Loaded
-from worker.runner_loading import load_torch
-from worker.runner_memory import weights_bytes
-from worker.runner_weights import check_format, check_head_dim, rounding_of, with_rounding
 
 needs_panels = pytest.mark.skipif(not can_panel(torch.empty(1, 2, dtype=torch.bfloat16)), reason="no C compiler here")
 

@@ -8,11 +8,11 @@ import torch
 
 from bench.gpu.steps import Bench, time_prefill
 from bench.gpu.sweeps.step import ragged, take, time_step
-from model.gpu.choice import Wide
-from model.gpu.decode_step import DecodeStep
-from model.kernels import prefill_attention
-from model.kernels.decode_attention import DecodeTiles, partial_buffers
-from model.kernels.decode_work import DecodeWork, WorkLimits
+from octavo.model.gpu.autotune import Wide
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.kernels.attention import prefill
+from octavo.model.kernels.attention.decode import DecodeTiles, partial_buffers
+from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits
 
 DECODE_TILES = [
     (DecodeTiles(tokens=tokens, warps=warps, stages=stages), programs)
@@ -63,10 +63,10 @@ def sweep_prefill(bench: Bench) -> None:
     """Tiles of chunk attention."""
     print(f"prefill as it is {time_prefill(bench, 1, 8192):.3f} {time_prefill(bench, 8, 2048):.3f} ms", flush=True)
     for queries, keys, warps, stages in PREFILL_TILES:
-        tiles = prefill_attention.PrefillTiles(keys=keys, warps=warps, stages=stages)
+        tiles = prefill.PrefillTiles(keys=keys, warps=warps, stages=stages)
         with (
-            mock.patch.object(prefill_attention.PrefillTiles, "of", lambda _, tiles=tiles: tiles),
-            mock.patch.object(prefill_attention, "QUERY_TILE", queries),
+            mock.patch.object(prefill.PrefillTiles, "of", lambda _, tiles=tiles: tiles),
+            mock.patch.object(prefill, "QUERY_TILE", queries),
         ):
             times = time_prefill(bench, 1, 8192), time_prefill(bench, 8, 2048)
         print(f"prefill {queries}x{keys}x{warps}x{stages} {times[0]:.3f} {times[1]:.3f} ms", flush=True)

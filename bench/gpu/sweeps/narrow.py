@@ -7,9 +7,9 @@ from unittest import mock
 
 from bench.gpu.steps import Bench
 from bench.gpu.sweeps.step import take, time_step
-from model.gpu.choice import Narrow, Wide, candidates
-from model.gpu.narrow_layers import NarrowCuts, cuts_of
-from model.kernels.narrow import Cut, Overlap
+from octavo.model.gpu.autotune import Narrow, Wide, candidates
+from octavo.model.gpu.small_batch_layers import NarrowCuts, cuts_of
+from octavo.model.kernels.small_batch.launch import Cut, Overlap
 
 NARROW_ROWS = {
     "qkv": (2, 4, 8), "output": (2, 4, 8), "gate_up": (2, 4, 8), "down": (1, 2, 4), "head": (8, 16),

@@ -4,7 +4,7 @@ from unittest import mock
 
 from bench.gpu.steps import Bench
 from bench.gpu.sweeps.step import time_step
-from model.kernels import sample
+from octavo.model.kernels.sampling import sample
 
 
 def sweep_sampler(bench: Bench) -> None:

@@ -9,12 +9,12 @@ from triton.runtime.errors import OutOfResources
 
 from bench.gpu.steps import Bench
 from bench.gpu.sweeps.step import take, time_step
-from model.gpu import decode_step
-from model.gpu.choice import Wide
-from model.gpu.layers import Attend
-from model.gpu.split_layers import SplitCuts, SplitLayers
-from model.kernels.ahead import compiling
-from model.kernels.split_product import SplitCut, SplitRoom
+from octavo.model.gpu import decode_step
+from octavo.model.gpu.autotune import Wide
+from octavo.model.gpu.layers import Attend
+from octavo.model.gpu.split_k_layers import SplitCuts, SplitLayers
+from octavo.model.kernels.precompile import compiling
+from octavo.model.kernels.products.split_k import SplitCut, SplitRoom
 
 BATCHES = (8, 32, 64, 128, 256)
 

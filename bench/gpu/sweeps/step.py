@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from bench.gpu.steps import Bench, time_recorded
-from model.gpu.choice import StepPath
+from octavo.model.gpu.autotune import StepPath
 
 
 def ragged(batch: int) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def follow(file: Path) -> None:
             return cls.now(datetime.UTC).replace(tzinfo=None)
 
     def now_s() -> float:
-        is_grpc = sys._getframe(1).f_globals.get("__name__", "").startswith("gateway.servicers")
+        is_grpc = sys._getframe(1).f_globals.get("__name__", "").startswith("octavo.gateway.servicers")
         return _REAL_S() + (0.0 if is_grpc else offset_s())
 
     time.time = now_s

@@ -41,17 +41,18 @@ def _faults() -> dict[str, Any]:
 
 
 def _inject(wanted: dict[str, Any]) -> None:
-    from worker import loaded, oracle_runner
-    from worker.runner import RunnerError, RunnerOutOfMemory
+    from octavo.worker.loading import loaded
+    from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+    from octavo.worker.runners.oracle import runner
 
     known = {name: wanted[name] for name in ("crash_token_id", "nan_token_id", "nan_output_index") if name in wanted}
 
-    class FaultyRunner(oracle_runner.OracleRunner):
+    class FaultyRunner(runner.OracleRunner):
         def __init__(self, *positional: Any, **named: Any) -> None:
             time.sleep(wanted.get("load_sleep_s", 0.0))
             if "load_raises" in wanted:
                 raise RuntimeError(wanted["load_raises"])
-            super().__init__(*positional, **(named | {"faults": oracle_runner.OracleFaults(**known)}))
+            super().__init__(*positional, **(named | {"faults": runner.OracleFaults(**known)}))
             self._num_steps = 0  # since there is a file to hold for
 
         def launch(self, plan: Any) -> None:
@@ -93,7 +94,8 @@ def _inject(wanted: dict[str, Any]) -> None:
 
 
 def _change_gateway(wanted: dict[str, Any]) -> None:
-    from gateway import config, deadline
+    from octavo.gateway import config
+    from octavo.gateway.rpc import scope as deadline
 
     defaults = config.ConnectionConfig.__init__.__kwdefaults__
     assert wanted.get("connection", {}).keys() <= defaults.keys()

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from gateway.access.caller import ANYBODY, PUBLIC, Caller
-from gateway.access.door import ClientCertificates, Door
-from gateway.access.key_file import AccessList
-from gateway.access.keys import KeyEntry, KeyRing, digest_of
-from gateway.access.scopes import NOT_ADMIN, SCOPE_OF, Scope
-from gateway.errors import PermissionDenied, Unauthenticated
+from octavo.gateway.auth.authenticator import ClientCertificates, Door
+from octavo.gateway.auth.caller import ANYBODY, PUBLIC, Caller
+from octavo.gateway.auth.key_file import AccessList
+from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of
+from octavo.gateway.auth.scopes import NOT_ADMIN, SCOPE_OF, Scope
+from octavo.gateway.errors import PermissionDenied, Unauthenticated
 
 GENERATE = "/octavo.v1.InferenceService/Generate"
 CHECK = "/grpc.health.v1.Health/Check"

@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+
+from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.config import AccessConfig, Exposure, TlsConfig
+from octavo.gateway.rpc.addresses import AddressError, check_admin, check_exposure
+from octavo.gateway.rpc.tls import load_tls
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
-
-from gateway.access.file_errors import AccessFileError
-from gateway.config import AccessConfig, Exposure, TlsConfig
-from gateway.rpc.addresses import AddressError, check_admin, check_exposure
-from gateway.rpc.tls import load_tls
 from tests.support.certificates import Authority, Pair
 from tests.support.fake_pool import FakePool
 from tests.support.rpc_errors import refused

@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from octavo.kserve import inference_pb2 as oip
 
-from gateway.text.model_text import ModelText
+from octavo.gateway.text.model_text import ModelText
+from octavo.kserve import inference_pb2 as oip
+from octavo.wire.messages import Sampling, WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun
 from tests.support.kserve_calls import request, speaking, stream, stub_of, values
 from tests.support.rpc_errors import refused
-from wire.messages import Sampling, WireFinishReason
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from typing import Any
 
 import grpc
-from octavo.kserve import inference_pb2 as oip
 
-from gateway.config import Dialects
-from gateway.dialects.kserve_model import INPUTS, OUTPUTS
-from gateway.workers.views import WorkerState
+from octavo.gateway.config import Dialects
+from octavo.gateway.dialects.kserve.model import INPUTS, OUTPUTS
+from octavo.gateway.workers.views import WorkerState
+from octavo.kserve import inference_pb2 as oip
 from tests.support.fake_pool import worker_view
 from tests.support.kserve_calls import stub_of
 from tests.support.rpc_errors import refused

@@ -4,8 +4,8 @@ from typing import Any
 
 import grpc
 import pytest
-from octavo.kserve import inference_pb2 as oip
 
+from octavo.kserve import inference_pb2 as oip
 from tests.support.fake_pool import FakePool, busy
 from tests.support.kserve_calls import request, stream, stub_of
 from tests.support.rpc_errors import refused

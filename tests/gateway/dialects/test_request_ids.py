@@ -5,9 +5,9 @@ from typing import Any
 
 import grpc
 import pytest
+
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
-
 from tests.support import kserve_calls
 from tests.support.fake_pool import FakePool
 from tests.support.rpc_errors import Refusal, refused

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
-from gateway.text.model_text import ModelText
+from octavo.gateway.text.model_text import ModelText
+from octavo.wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
 from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
 from tests.support.vllm_calls import Stub, request, speaking
-from wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
 
 
 async def test_a_stream_is_chunks_of_new_tokens_and_one_complete(serve: Any, vllm_stub: Stub) -> None:

@@ -16,14 +16,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
-from gateway.config import Dialects
-from gateway.dialects import tokenizer_zip, vllm_fields
-from gateway.dialects.tokenizer_zip import archive_of
-from gateway.dialects.vllm_info import model_info
+from octavo.gateway.config import Dialects
+from octavo.gateway.dialects.vllm import servicer as tokenizer_zip
+from octavo.gateway.dialects.vllm import translate as vllm_fields
+from octavo.gateway.dialects.vllm.info import model_info
+from octavo.gateway.dialects.vllm.servicer import archive_of
+from octavo.wire.messages import AdminReply
 from tests.support.fake_pool import FakePool, model_card, worker_view
 from tests.support.rpc_errors import refused
 from tests.support.tokenizers_tiny import tiny_files
-from wire.messages import AdminReply
 
 Stub = Callable[[Any], Any]
 

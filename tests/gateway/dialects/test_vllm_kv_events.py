@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
-from gateway.config import RequestLimits
-from gateway.workers import block_feed
+from octavo.gateway.config import RequestLimits
+from octavo.gateway.workers import events
+from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
 from tests.support.fake_pool import FakePool, worker_view
 from tests.support.rpc_errors import Refusal, refusal_of, refused
-from wire.messages import KvEvent, KvEventKind, KvEvents
 
 Stub = Callable[[Any], Any]
 BLOCK = 16
@@ -109,7 +109,7 @@ async def test_a_lost_worker_takes_its_blocks_with_it(serve: Any, vllm_stub: Stu
 async def test_a_subscriber_that_does_not_read_is_cut(
     serve: Any, vllm_stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_feed, "MAX_WAITING_CHANGES", 3)
+    monkeypatch.setattr(events, "MAX_WAITING_CHANGES", 3)
     async with serve() as served:
         call = vllm_stub(served.channel).SubscribeKvEvents(common.SubscribeKvEventsRequest())
         await call.read()

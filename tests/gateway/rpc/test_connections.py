@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ConnectionConfig
-from gateway.rpc.connections import (
+from octavo.gateway.config import ConnectionConfig
+from octavo.gateway.rpc.connections import (
     MAX_BY_DEFAULT,
     Address,
     Connection,
@@ -30,9 +30,9 @@ from gateway.rpc.connections import (
     num_descriptors,
     num_reserved,
 )
+from octavo.wire.host import raise_descriptor_limit
 from tests.support.crowd import Crowd, Manner
 from tests.support.raw_http2 import RawHttp2
-from wire.host import raise_descriptor_limit
 
 LIMITS = ConnectionLimits(total=16, per_peer=16)  # 14 are kept
 TOTAL, PER_PEER = Reason.TOTAL, Reason.PER_PEER
@@ -136,7 +136,7 @@ def test_what_is_left_is_within_the_limits_and_no_request_is_lost_to_the_total(
 
 
 def test_use_is_known_by_its_order_and_for_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.rpc.connections.MAX_KNOWN_PEERS", 3)
+    monkeypatch.setattr("octavo.gateway.rpc.connections.MAX_KNOWN_PEERS", 3)
     use = PeerUse()
     for peer in "abca":
         use.begin(peer)
@@ -174,7 +174,7 @@ def test_settings_win_within_the_descriptors_and_are_refused_beyond_them() -> No
 
 def test_a_process_may_open_as_many_files_as_its_hard_limit_says() -> None:
     code = (
-        "import resource; from wire.host import raise_descriptor_limit; "
+        "import resource; from octavo.wire.host import raise_descriptor_limit; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); "
         "print(raise_descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE), raise_descriptor_limit())"
     )
@@ -185,7 +185,7 @@ def test_a_process_may_open_as_many_files_as_its_hard_limit_says() -> None:
 
 def test_a_gateway_that_may_open_too_few_files_says_so(repository: Path) -> None:
     command = 'ulimit -n 100 && exec "$@"'
-    arguments = [sys.executable, "-m", "cli.main", "gateway", "--port=0", "--metrics-port=0"]
+    arguments = [sys.executable, "-m", "octavo.cli.main", "gateway", "--port=0", "--metrics-port=0"]
     told = subprocess.run(
         ["sh", "-c", command, "sh", *arguments],
         capture_output=True,
@@ -230,7 +230,7 @@ async def test_a_connection_without_a_call_is_closed_though_it_answers_pings(ser
 
 
 async def test_a_crowd_is_thinned_out_told_once_and_counted(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.rpc.connections.EASED_AFTER_S", 0.2)
+    monkeypatch.setattr("octavo.gateway.rpc.connections.EASED_AFTER_S", 0.2)
     config = ConnectionConfig(max_connections=32, max_connections_per_peer=20)
     async with serve(listen_address="127.0.0.1:0", connection=config) as served:
         limiter: ConnectionLimiter = served.gateway._limiter

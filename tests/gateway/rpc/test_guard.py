@@ -7,17 +7,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from octavo.v1 import inference_pb2 as pb
 
-from gateway.access.door import Door
-from gateway.access.key_file import AccessList
-from gateway.access.keys import KeyRing
-from gateway.config import Dialects
-from gateway.errors import QueueFull
-from gateway.meters import GatewayMeters
-from gateway.rpc.guard import Guard
-from gateway.rpc.scope import RpcScope
-from gateway.rpc.status import status_of
+from octavo.gateway.auth.authenticator import Door
+from octavo.gateway.auth.key_file import AccessList
+from octavo.gateway.auth.keys import KeyRing
+from octavo.gateway.config import Dialects
+from octavo.gateway.errors import QueueFull
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.scope import RpcScope
+from octavo.gateway.rpc.status import status_of
+from octavo.v1 import inference_pb2 as pb
 from tests.support.fake_pool import FakePool
 from tests.support.rpc_errors import refused
 

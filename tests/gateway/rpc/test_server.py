@@ -1,8 +1,8 @@
 """The options that the gRPC server is made with."""
 
-from gateway.config import ConnectionConfig, GatewayConfig
-from gateway.rpc.server import server_options
-from gateway.workers.config import WorkerPoolConfig
+from octavo.gateway.config import ConnectionConfig, GatewayConfig
+from octavo.gateway.rpc.server import server_options
+from octavo.gateway.workers.config import WorkerPoolConfig
 
 
 def test_gateways_that_ping_idle_connections_are_not_sent_away() -> None:

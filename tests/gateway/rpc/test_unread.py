@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.meters import GatewayMeters
-from gateway.rpc.connections import Address, address_of
-from gateway.rpc.guard import Guard
-from gateway.rpc.unread import UnreadEndings
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.rpc.connections import Address, address_of
+from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.unread import UnreadEndings
 from tests.support.h2_caller import GENERATE, UnreadingCaller
 
 PLACES = 8

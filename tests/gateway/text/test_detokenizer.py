@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.text.byte_table import byte_alphabet, byte_level_config, token_bytes
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.errors import UnsupportedTokenizer
-from gateway.text.model_text import ModelText
+from octavo.gateway.streams.output_processor import Detokenizer
+from octavo.gateway.text.errors import UnsupportedTokenizer
+from octavo.gateway.text.model_text import ModelText
+from octavo.gateway.text.pieces import byte_alphabet, byte_level_config, token_bytes
 from tests.support.tokenizers_tiny import tiny_files
 
 PIECES = [

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.text.chat_template import ChatInput, ChatTemplate
-from gateway.text.errors import PromptTooLong, TemplateError
-from gateway.text.model_text import Bounds, ModelText, finish
+from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
+from octavo.gateway.text.errors import PromptTooLong, TemplateError
+from octavo.gateway.text.model_text import Bounds, ModelText, finish
 from tests.support.tokenizers_tiny import TEMPLATE, tiny_files
 
 LIMIT = 1 << 20

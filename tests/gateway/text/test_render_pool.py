@@ -17,11 +17,11 @@ import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.text.chat_template import ChatInput, ChatTemplate
-from gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
-from gateway.text.fair_queue import Share
-from gateway.text.model_text import ModelText
-from gateway.text.render_pool import InProcessRenderer, RenderLimits, RenderPool, chat_json
+from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
+from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
+from octavo.gateway.text.fair_queue import Share
+from octavo.gateway.text.model_text import ModelText
+from octavo.gateway.text.render_pool import InProcessRenderer, RenderLimits, RenderPool, chat_json
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
 from tests.support.tokenizers_tiny import TEMPLATE
 
@@ -186,8 +186,8 @@ async def test_closing_leaves_no_process_and_nobody_waiting() -> None:
 def test_nothing_is_left_when_its_parent_is_killed(repository: Path) -> None:
     program = f"""
 import asyncio
-from gateway.text.chat_template import ChatInput, ChatTemplate
-from gateway.text.render_pool import RenderLimits, RenderPool, chat_json
+from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
+from octavo.gateway.text.render_pool import RenderLimits, RenderPool, chat_json
 async def main():
     pool, chat = RenderPool(RenderLimits(cpu_s=600.0, wall_s=600.0)), chat_json(ChatInput(messages=[]))
     attack = asyncio.create_task(pool.render(ChatTemplate({LOOPS!r}, {{}}), chat, max_bytes=9))

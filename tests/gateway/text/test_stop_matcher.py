@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.stop_matcher import StopMatcher, StopStrings
+from octavo.gateway.text.stop_matcher import StopMatcher, StopStrings
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers import WorkerPool
+from octavo.gateway.workers import WorkerPool
 from tests.support.workers import Dial, FakeWorker, open_pool
 
 

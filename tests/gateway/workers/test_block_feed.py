@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.workers import block_feed
-from gateway.workers.block_feed import BlockChange, BlockFeed, BlockSubscription, ChangeKind, Chunk
-from gateway.workers.errors import FeedCut, FeedFull
-from gateway.workers.prefix_index import PrefixIndex
-from wire.messages import KvEvent, KvEventKind
+from octavo.gateway.workers import events
+from octavo.gateway.workers.errors import FeedCut, FeedFull
+from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind, Chunk
+from octavo.gateway.workers.prefix_index import PrefixIndex
+from octavo.wire.messages import KvEvent, KvEventKind
 
 BLOCK = 2
 
@@ -118,7 +118,7 @@ async def test_other_salts_are_not_heard() -> None:
 
 
 async def test_a_large_state_comes_in_chunks_with_changes_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "CHUNK_CHANGES", 3)
+    monkeypatch.setattr(events, "CHUNK_CHANGES", 3)
     rig = Rig()
     rig.apply(1, *(stored(f"n{index}", (index, index)) for index in range(8)))
     follower = rig.follow()
@@ -134,7 +134,7 @@ async def test_a_large_state_comes_in_chunks_with_changes_between(monkeypatch: p
 
 
 async def test_a_slow_follower_is_cut_and_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "MAX_WAITING_CHANGES", 4)
+    monkeypatch.setattr(events, "MAX_WAITING_CHANGES", 4)
     rig = Rig()
     follower = rig.follow()
     rig.apply(1, *(stored(f"n{index}", (index, index)) for index in range(5)))
@@ -145,7 +145,7 @@ async def test_a_slow_follower_is_cut_and_costs_nothing_more(monkeypatch: pytest
 
 
 def test_followers_are_counted_and_leave_twice_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(events, "MAX_FOLLOWERS", 1)
     rig = Rig()
     only = rig.follow()
     with pytest.raises(FeedFull):

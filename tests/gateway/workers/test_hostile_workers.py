@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gateway.workers import WorkerPool
+from octavo.gateway.workers import WorkerPool
+from octavo.wire.codec import encode
+from octavo.wire.messages import Cancel, Heartbeat, NeedTokenizer, Run, TokenizerBundle, Welcome
 from tests.support.workers import Dial, card, finished, open_one, until
-from wire.codec import encode
-from wire.messages import Cancel, Heartbeat, NeedTokenizer, Run, TokenizerBundle, Welcome
 
 
 async def test_a_lie_costs_its_victim_and_the_worker_is_told_to_stop_it(pool: WorkerPool, dial: Dial) -> None:

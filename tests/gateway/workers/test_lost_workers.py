@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers import NoWorker, WorkerGone, WorkerPool
+from octavo.gateway.workers import NoWorker, WorkerGone, WorkerPool
+from octavo.wire.host import pid_namespace
+from octavo.wire.messages import Heartbeat, Leaving, Refused, Run, Welcome
 from tests.support.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request
-from wire.host import pid_namespace
-from wire.messages import Heartbeat, Leaving, Refused, Run, Welcome
 
 Sleeper = subprocess.Popen[bytes]
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gateway.workers import WorkerPool
-from gateway.workers.link import PeerFull
-from gateway.workers.views import LostReason
+from octavo.gateway.workers import WorkerPool
+from octavo.gateway.workers.link import PeerFull
+from octavo.gateway.workers.views import LostReason
+from octavo.wire.host import pid_namespace
+from octavo.wire.messages import Cancel, Leaving, Run, WireFinishReason
 from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, until
-from wire.host import pid_namespace
-from wire.messages import Cancel, Leaving, Run, WireFinishReason
 
 Served = tuple[WorkerPool, list[FakeWorker]]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from gateway.workers.outputs import Output, Outputs
-from gateway.workers.stats import PoolStats
-from gateway.workers.views import LostReason
+from octavo.gateway.workers.outputs import Output, Outputs
+from octavo.gateway.workers.stats import PoolStats
+from octavo.gateway.workers.views import LostReason
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
 from tests.support.workers import RecordingSink, finished, request, step_output
-from wire.messages import TokenLogprobs, WireFinishReason
 
 OURS, OTHER = 1, 2  # incarnations
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from gateway.workers.decisions import Peer
-from gateway.workers.records import WorkerRecord
-from gateway.workers.views import WorkerState
+from octavo.gateway.workers.decisions import Peer
+from octavo.gateway.workers.registry import WorkerRecord
+from octavo.gateway.workers.views import WorkerState
+from octavo.wire.messages import Cancel, Heartbeat, Pause, Resume, Run, WireFinishReason
 from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, register, request, until
-from wire.messages import Cancel, Heartbeat, Pause, Resume, Run, WireFinishReason
 
 EPOCH = "e" * 32
 

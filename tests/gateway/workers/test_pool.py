@@ -7,23 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gateway.workers import NoWorker, WorkerBusy, WorkerGone, WorkerPool, WorkerState
-from tests.support.workers import (
-    FILES,
-    PROMPT,
-    Dial,
-    FakeWorker,
-    RecordingSink,
-    capacity,
-    card,
-    finished,
-    open_one,
-    open_pool,
-    pool_config,
-    request,
-    until,
-)
-from wire.messages import (
+from octavo.gateway.workers import NoWorker, WorkerBusy, WorkerGone, WorkerPool, WorkerState
+from octavo.wire.messages import (
     AdminQuery,
     AdminReply,
     Cancel,
@@ -40,6 +25,21 @@ from wire.messages import (
     TokenizerBundle,
     Welcome,
     WireFinishReason,
+)
+from tests.support.workers import (
+    FILES,
+    PROMPT,
+    Dial,
+    FakeWorker,
+    RecordingSink,
+    capacity,
+    card,
+    finished,
+    open_one,
+    open_pool,
+    pool_config,
+    request,
+    until,
 )
 
 

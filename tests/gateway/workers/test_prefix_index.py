@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.workers.prefix_index import PrefixIndex
-from wire.messages import KvEvent, KvEventKind
+from octavo.gateway.workers.prefix_index import PrefixIndex
+from octavo.wire.messages import KvEvent, KvEventKind
 
 BLOCK = 2
 

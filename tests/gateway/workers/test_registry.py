@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from gateway.workers.decisions import Accept, Announce, AskTokenizer, Lose, Peer, Refuse, Watch
-from gateway.workers.registry import GIVEN_UP, MAX_REMEMBERED, Registry, RegistryLimits
-from gateway.workers.views import LostReason, WorkerState
+from octavo.gateway.workers.decisions import Accept, Announce, AskTokenizer, Lose, Peer, Refuse, Watch
+from octavo.gateway.workers.registry import GIVEN_UP, MAX_REMEMBERED, Registry, RegistryLimits
+from octavo.gateway.workers.views import LostReason, WorkerState
+from octavo.wire.bundle import BundleError, bundle_digest
+from octavo.wire.messages import Heartbeat, TokenizerBundle
 from tests.support.workers import FILES, capacity, card, register
-from wire.bundle import BundleError, bundle_digest
-from wire.messages import Heartbeat, TokenizerBundle
 
 ALICE, BOB, CAROL = (Peer(0, bytes([0, n])) for n in range(3))
 E1, E2, E3 = ("1" * 32, "2" * 32, "3" * 32)

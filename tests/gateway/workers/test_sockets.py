@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers import WorkerPool
+from octavo.gateway.workers import WorkerPool
+from octavo.wire.endpoints import EndpointError
+from octavo.wire.messages import Refused
+from octavo.wire.run_dir import RunDirError
 from tests.support.workers import Dial, FakeWorker, finished, open_one, open_pool, pool_config, until
-from wire.endpoints import EndpointError
-from wire.messages import Refused
-from wire.run_dir import RunDirError
 
 
 async def test_an_open_run_directory_stops_the_start(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.cpu import isa, native
-from model.cpu.isa import BOUNDS, CpuIsaError, Isa
-from model.cpu.panels import PanelWeight, pack_bf16, pack_int8
-from model.linear import WeightFormat
-from model.paged import PagedSequences
+from octavo.model.attention.paged import PagedSequences
+from octavo.model.cpu import isa, native
+from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
+from octavo.model.cpu.panels import PanelWeight, pack_bf16, pack_int8
+from octavo.model.layers.linear import WeightFormat
 from tests.model.cpu import test_layer, test_prefill
 from tests.support.invariant_model import random_model
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 
 SEEN = """
 import torch, model, os
-from model.cpu.native import kernels_arithmetic
+from octavo.model.cpu.native import kernels_arithmetic
 print(torch.backends.cpu.get_cpu_capability(), os.environ["ONEDNN_MAX_CPU_ISA"], kernels_arithmetic())
 """
 
@@ -176,7 +176,7 @@ def test_a_fused_layer_has_the_bits_of_its_stages(wanted: WeightFormat, of_class
 
 
 def test_a_packed_model_steps_as_the_plain_one(of_class: str) -> None:
-    from model import dense_logits, get_backend
+    from octavo.model import dense_logits, get_backend
 
     plain, packed = random_model(torch.bfloat16), random_model(torch.bfloat16)
     packed.pack_weights()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.cpu.largest import largest
-from model.cpu.native import native_library
+from octavo.model.cpu.native import native_library
+from octavo.model.cpu.ops import largest
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
 

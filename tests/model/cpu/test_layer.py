@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.attention import get_backend
-from model.cpu.layer import LayerRest
-from model.cpu.panels import PanelWeight, can_panel, pack_bf16
-from model.layers import DecoderLayer
-from model.linear import WeightFormat
-from model.paged import PagedSequences
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.attention.interface import get_backend
+from octavo.model.attention.paged import PagedSequences
+from octavo.model.cpu.layer import LayerRest
+from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16
+from octavo.model.layers.decoder import DecoderLayer
+from octavo.model.layers.linear import WeightFormat
 from tests.support.checkpoints import tiny_config
 
 pytestmark = pytest.mark.skipif(not can_panel(torch.ones(2, 2).bfloat16()), reason="no C compiler here")

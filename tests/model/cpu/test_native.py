@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.cpu import native
+from octavo.model.cpu import native
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model.cpu import ops
-from model.cpu.native import native_library
-from model.kv_pool import write_kv
-from model.norm import plain_rms_norm
-from model.rope import RopeAngles, rotate
+from octavo.model.attention.kv_pool import write_kv
+from octavo.model.cpu import ops
+from octavo.model.cpu.native import native_library
+from octavo.model.layers.decoder import plain_rms_norm
+from octavo.model.layers.rope import RopeAngles, rotate
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model.attention import AttentionInputs, make_inputs
-from model.attention_reference import ReferenceAttention
-from model.attention_sdpa import attend_chunk, make_plan
-from model.cpu.prefill import chunk_attention, takes_chunks
-from model.kv_pool import write_kv
+from octavo.model.attention.interface import AttentionInputs, make_inputs
+from octavo.model.attention.kv_pool import write_kv
+from octavo.model.attention.reference import ReferenceAttention
+from octavo.model.attention.sdpa import attend_chunk, make_plan
+from octavo.model.cpu.ops import chunk_attention, takes_chunks
 
 NAN = float("nan")
 
@@ -114,7 +114,7 @@ def test_what_the_kernel_does_not_take_is_refused_by_name() -> None:
 def test_a_cpu_with_amx_attends_by_sdpa_and_one_without_by_our_own(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.attention_sdpa.has_amx", lambda: has_tiles)
+    monkeypatch.setattr("octavo.model.attention.sdpa.has_amx", lambda: has_tiles)
     k_pool, v_pool, table_M = make_cache(40, 2, 64, 16)
     q_QNH = normal(8, 14, 64)
     _, inputs = make_inputs([table_M.tolist()[:3]], [32], [8], block_size=16)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.cpu import native
-from model.cpu.invariant import InvariantWeight
+from octavo.model.cpu import native
+from octavo.model.cpu.invariant import InvariantWeight
 
 FOLDER = Path(native.__file__).parent
 STRESS = Path(__file__).with_name("team_stress.c")
@@ -127,7 +127,7 @@ def test_an_interpreter_ends_while_a_thread_works() -> None:
     """The thread calls nothing of torch's, whose functions may abort when their interpreter has ended."""
     script = (
         "import threading, time, torch\n"
-        "from model.cpu.native import loaded_library\n"
+        "from octavo.model.cpu.native import loaded_library\n"
         "norm, x, out = loaded_library().octavo_rms_norm_f32, torch.randn(512, 512), torch.empty(512, 512)\n"
         "arguments = (x.data_ptr(), x.data_ptr(), out.data_ptr(), 512, 512, 1e-6, 2)\n"
         "def work():\n"

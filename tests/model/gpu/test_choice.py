@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import Qwen2Config
-from model.gpu.choice import (
+from octavo.model import Qwen2Config
+from octavo.model.gpu.autotune import (
     FACTORS,
     Narrow,
     Paths,
@@ -20,8 +20,8 @@ from model.gpu.choice import (
     read_names,
     write_names,
 )
-from model.gpu.narrow_layers import cuts_of
-from model.kernels.narrow import Cut
+from octavo.model.gpu.small_batch_layers import cuts_of
+from octavo.model.kernels.small_batch.launch import Cut
 
 CONFIG = Qwen2Config.from_dict(
     {

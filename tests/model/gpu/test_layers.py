@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import Qwen2Config, Qwen2ForCausalLM
-from model.gpu import layers
-from model.gpu.layers import LayerBuffers, run_layers
-from model.gpu.weights import GpuWeights
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.gpu import layers
+from octavo.model.gpu.layers import LayerBuffers, run_layers
+from octavo.model.gpu.weights import GpuWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, LIMIT = (torch.bfloat16, 3e-2) if torch.cuda.is_available() else (torch.float32, 1e-4)

@@ -8,18 +8,18 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import KvPool, Qwen2Config, Qwen2ForCausalLM
-from model.attention import get_backend, make_inputs
-from model.cache_scales import fold_cache_scales
-from model.gpu.choice import Narrow, Wide
-from model.gpu.decode_step import DecodeStep
-from model.gpu.mixed_step import MixedInputs, MixedStep
-from model.gpu.state import RowState
-from model.gpu.weights import GpuWeights
-from model.kernels.prefill_attention import list_tiles
-from model.layers import DecoderLayer
-from model.linear import Linear, WeightFormat
-from model.quantization.rounding import FP8, Fp8Weight, round_to_groups
+from octavo.model import KvPool, Qwen2Config, Qwen2ForCausalLM
+from octavo.model.attention.interface import get_backend, make_inputs
+from octavo.model.gpu.autotune import Narrow, Wide
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
+from octavo.model.gpu.state import RowState
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.layers.decoder import DecoderLayer
+from octavo.model.layers.linear import Linear, WeightFormat
+from octavo.model.quantization.cache_scales import fold_cache_scales
+from octavo.model.quantization.rounding import FP8, Fp8Weight, round_to_groups
 from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,12 +6,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model import KvPool, Qwen2Config, Qwen2ForCausalLM, generate
-from model.gpu.decode_step import DecodeStep
-from model.gpu.mixed_step import MixedInputs, MixedStep
-from model.gpu.state import RowState
-from model.gpu.weights import GpuWeights
-from model.kernels.prefill_attention import list_tiles
+from octavo.model import KvPool, Qwen2Config, Qwen2ForCausalLM, generate
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
+from octavo.model.gpu.state import RowState
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.attention.prefill import list_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12

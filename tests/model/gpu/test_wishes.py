@@ -11,10 +11,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.gpu.wish_plan import Stage, plan_row
-from model.kernels.mask import packed_mask
-from model.sampling import Feature, SamplingParams
-from model.sampling_masks import TokenMasks
+from octavo.model.gpu.sampling_columns import Stage, plan_row
+from octavo.model.kernels.sampling.mask import packed_mask
+from octavo.model.sampling.masks import TokenMasks
+from octavo.model.sampling.params import Feature, SamplingParams
 from tests.support.wish_twins import Outcome, WishTwins
 
 V = 300

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.bad_words import MAX_LENGTH, MAX_WORDS, RING, ban, banned_reference
+from octavo.model.kernels.sampling.bad_words import MAX_LENGTH, MAX_WORDS, RING, ban, banned_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V, SMALL = 40, 3  # of so few different tokens, words come up often

@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.bias import move_biased, move_biased_reference
-from model.kernels.columns import MAX_BIASES
+from octavo.model.kernels.sampling.columns import MAX_BIASES, move_biased, move_biased_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

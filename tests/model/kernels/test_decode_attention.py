@@ -5,13 +5,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.decode_attention import (
+from octavo.model.kernels.attention.decode import (
     DecodeArgs,
     decode_attention,
     decode_attention_reference,
     partial_buffers,
 )
-from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
+from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

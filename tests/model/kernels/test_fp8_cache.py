@@ -5,15 +5,25 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.decode_attention import DecodeArgs, decode_attention, decode_attention_reference, partial_buffers
-from model.kernels.decode_work import DecodeWork, WorkLimits, plan_work
-from model.kernels.narrow import Cut, Overlap
-from model.kernels.narrow_attention import narrow_attention, narrow_attention_reference, split_buffers
-from model.kernels.narrow_combine import combine, combine_reference
-from model.kernels.narrow_qkv import narrow_qkv, narrow_qkv_reference
-from model.kernels.prefill_attention import list_tiles, prefill_attention, prefill_attention_reference
-from model.kernels.rope_write import rope_write, rope_write_reference
-from model.quantization.rounding import FP8, to_fp8
+from octavo.model.kernels.attention.decode import (
+    DecodeArgs,
+    decode_attention,
+    decode_attention_reference,
+    partial_buffers,
+)
+from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work
+from octavo.model.kernels.attention.prefill import list_tiles, prefill_attention, prefill_attention_reference
+from octavo.model.kernels.attention.rope_write import rope_write, rope_write_reference
+from octavo.model.kernels.small_batch.attention import (
+    combine,
+    combine_reference,
+    narrow_attention,
+    narrow_attention_reference,
+    split_buffers,
+)
+from octavo.model.kernels.small_batch.launch import Cut, Overlap
+from octavo.model.kernels.small_batch.qkv import narrow_qkv, narrow_qkv_reference
+from octavo.model.quantization.rounding import FP8, to_fp8
 from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.gate_up_product import (
+from octavo.model.kernels.products.gate_up import (
     LEAST_TOKENS,
     TILES,
     GateUpTiles,

@@ -6,9 +6,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.invariant_attention import AttentionParts, invariant_attention, tile_tokens
-from model.kernels.invariant_work import CHUNK_TOKENS, InvariantWork, plan_invariant_reference, plan_invariant_work
-from model.kernels.prefill_attention import list_tiles, prefill_attention_reference
+from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
+from octavo.model.kernels.attention.invariant_work import (
+    CHUNK_TOKENS,
+    InvariantWork,
+    plan_invariant_reference,
+    plan_invariant_work,
+)
+from octavo.model.kernels.attention.prefill import list_tiles, prefill_attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]

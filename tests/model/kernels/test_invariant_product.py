@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels import invariant_product as invariant_product_module
-from model.kernels.activation import silu_mul_reference
-from model.kernels.invariant_product import (
+from octavo.model.kernels.products import invariant as invariant_product_module
+from octavo.model.kernels.products.activation import invariant_silu_mul, silu_mul_reference
+from octavo.model.kernels.products.invariant import (
     BY_TOKENS,
     MANY_TOKENS,
     MOST,
@@ -18,7 +18,6 @@ from model.kernels.invariant_product import (
     part_elements,
     product_reference,
 )
-from model.kernels.invariant_rows import invariant_silu_mul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]

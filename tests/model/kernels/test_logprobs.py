@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.columns import MAX_BIASES
-from model.kernels.logprobs import MAX_TOP, LogprobParts, find_largest, logprobs_reference, take_chosen
+from octavo.model.kernels.sampling.columns import MAX_BIASES
+from octavo.model.kernels.sampling.logprobs import MAX_TOP, LogprobParts, find_largest, logprobs_reference, take_chosen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.mask import (
+from octavo.model.kernels.sampling.mask import (
     ALWAYS,
     WHILE_SHORT,
     forbid,

@@ -5,23 +5,24 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.narrow import Cut, Overlap, block_of
-from model.kernels.narrow_attention import (
+from octavo.model.kernels.rows import rms_norm_reference
+from octavo.model.kernels.small_batch.attention import (
     MAX_SPLITS,
+    combine,
+    combine_reference,
     cut_context,
     narrow_attention,
     narrow_attention_reference,
     split_buffers,
 )
-from model.kernels.narrow_combine import combine, combine_reference
-from model.kernels.narrow_mlp import (
+from octavo.model.kernels.small_batch.launch import Cut, Overlap, block_of
+from octavo.model.kernels.small_batch.mlp import (
     narrow_add_product,
     narrow_gate_up,
     narrow_gate_up_reference,
     narrow_head,
 )
-from model.kernels.narrow_qkv import narrow_qkv, narrow_qkv_reference
-from model.kernels.rows import rms_norm_reference
+from octavo.model.kernels.small_batch.qkv import narrow_qkv, narrow_qkv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]

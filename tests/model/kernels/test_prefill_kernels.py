@@ -6,9 +6,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.activation import silu_mul, silu_mul_reference
-from model.kernels.prefill_attention import QUERY_TILE, list_tiles, prefill_attention, prefill_attention_reference
-from model.kernels.rope_write import rope_write, rope_write_reference
+from octavo.model.kernels.attention.prefill import (
+    QUERY_TILE,
+    list_tiles,
+    prefill_attention,
+    prefill_attention_reference,
+)
+from octavo.model.kernels.attention.rope_write import rope_write, rope_write_reference
+from octavo.model.kernels.products.activation import silu_mul, silu_mul_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.quant_product import (
+from octavo.model.kernels.products.quantized import (
     QuantizedWeight,
     QuantScratch,
     QuantTiles,
@@ -16,9 +16,9 @@ from model.kernels.quant_product import (
     quant_product_reference,
     splits_of,
 )
-from model.kernels.quant_unpack import round_rows, unpack_weight
-from model.quantization.grouped import GroupedWeight
-from model.quantization.rounding import FP8, Fp8Weight, quantize_rows, round_to_groups
+from octavo.model.kernels.products.unpack import round_rows, unpack_weight
+from octavo.model.quantization.grouped import GroupedWeight
+from octavo.model.quantization.rounding import FP8, Fp8Weight, quantize_rows, round_to_groups
 from tests.support.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

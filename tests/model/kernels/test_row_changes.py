@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.row_changes import HEADER_WORDS, apply_changes, apply_changes_reference
+from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes, apply_changes_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAYLOAD = 5

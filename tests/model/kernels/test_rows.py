@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.rows import embed, rms_norm, rms_norm_reference, rms_scale, rms_scale_reference
+from octavo.model.kernels.rows import embed, rms_norm, rms_norm_reference, rms_scale, rms_scale_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.sample import SampleParts, sample_and_advance, sample_reference
+from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance, sample_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

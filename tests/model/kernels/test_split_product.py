@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from model.kernels.split_product import (
+from octavo.model.kernels.products.split_k import (
     SplitCut,
     SplitRoom,
     add_product_reference,

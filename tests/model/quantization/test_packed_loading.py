@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model import load_model
-from model.errors import CheckpointError, ConfigError
-from model.packed_loading import Packed
-from model.quantization.grouped import GroupedWeight
-from model.weight_names import destinations
+from octavo.model import load_model
+from octavo.model.checkpoint.packed import Packed
+from octavo.model.checkpoint.weight_names import destinations
+from octavo.model.errors import CheckpointError, ConfigError
+from octavo.model.quantization.grouped import GroupedWeight
 from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, change_config, write_packed_checkpoint
 
 G32 = {"group_size": 32}

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.quantization.grouped import GroupedWeight, join_outputs, pack_nibbles, unpack_nibbles
-from model.quantization.packing import PackingError, packed_shapes, unpack
-from model.quantization.settings import GroupSettings, Packing
+from octavo.model.checkpoint.packed import PackingError, packed_shapes, unpack
+from octavo.model.quantization.grouped import GroupedWeight, join_outputs, pack_nibbles, unpack_nibbles
+from octavo.model.quantization.settings import GroupSettings, Packing
 from tests.support.packed_checkpoints import RandomMatrix
 
 

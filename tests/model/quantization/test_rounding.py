@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.quantization.rounding import FP8_MAX, Fp8Weight, quantize_rows, round_to_groups, to_fp8
+from octavo.model.quantization.rounding import FP8_MAX, Fp8Weight, quantize_rows, round_to_groups, to_fp8
 
 
 def test_e4m3_is_within_a_sixteenth_of_each_element() -> None:

@@ -1,0 +1,120 @@
+"""`octavo chat`: a conversation in the terminal."""
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from octavo.cli.client.connect import connect
+from octavo.cli.client.generate_options import request_fields
+from octavo.cli.client.receipt import receipt_line
+from octavo.cli.explain import explain, show_error
+from octavo.cli.settings.groups import ClientSettings
+from octavo.client import Client, TextStream
+from octavo.client_errors import OctavoError
+from octavo.v1 import model_pb2
+
+PROMPT = "\001\033[1;36m\002› \001\033[0m\002"  # 001 and 002 tell readline what takes no room
+HELP = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C stops an answer"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far. A turn that failed leaves nothing behind."""
+
+    system: str
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def messages(self, question: str) -> list[tuple[str, str]]:
+        """What to send for the next question."""
+        return [*([("system", self.system)] if self.system else []), *self.turns, ("user", question)]
+
+    def add(self, question: str, answer: str) -> None:
+        """Keep a turn."""
+        self.turns += [("user", question), ("assistant", answer)]
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.turns.clear()
+
+
+def chat(settings: ClientSettings, *, system: str, shows_receipts: bool) -> int:
+    """Talk until /exit or the end of input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() line editing and the arrow keys' history)
+    console = Console(highlight=False)
+    conversation = Conversation(system)
+    with connect(settings) as client:
+        models = client.models()
+        console.print(f"[bold]{_model_line(models, settings)}[/]\n[dim]{HELP}[/]")
+        while (question := _ask(console)) is not None:
+            if question in ("/exit", "/quit"):
+                break
+            if question.startswith("/"):
+                _command(question, conversation, console)
+            elif question:
+                _answer(client, settings, conversation, question, console, shows_receipts=shows_receipts)
+    return 0
+
+
+def _ask(console: Console) -> str | None:
+    """The next line; None at the end of input. Ctrl-C gives an empty one."""
+    try:
+        return input(PROMPT if sys.stdin.isatty() else "").strip()
+    except KeyboardInterrupt:
+        console.print()
+        return ""
+    except EOFError:
+        return None
+
+
+def _command(text: str, conversation: Conversation, console: Console) -> None:
+    if text == "/reset":
+        conversation.reset()
+        console.print("[dim]the conversation starts anew[/]")
+    else:
+        console.print(f"[dim]{HELP}[/]")
+
+
+def _answer(
+    client: Client,
+    settings: ClientSettings,
+    conversation: Conversation,
+    question: str,
+    console: Console,
+    *,
+    shows_receipts: bool,
+) -> None:
+    fields = request_fields(settings)
+    fields["messages"] = conversation.messages(question)
+    stream = client.stream(timeout_s=settings.timeout_s, **fields)
+    try:
+        conversation.add(question, _print_answer(stream))
+    except OctavoError as error:
+        console.print()
+        show_error(explain(error))
+    if shows_receipts and stream.finished is not None:
+        console.print(f"[dim]{receipt_line(stream.finished)}[/]")
+
+
+def _print_answer(stream: TextStream) -> str:
+    """Print as it comes; Ctrl-C ends the request and keeps what was said."""
+    pieces: list[str] = []
+    try:
+        for text in stream:
+            pieces.append(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        stream.cancel()
+        sys.stdout.write(" …")
+    sys.stdout.write("\n")
+    return "".join(pieces)
+
+
+def _model_line(models: list[model_pb2.ModelInfo], settings: ClientSettings) -> str:
+    for model in models:
+        if not settings.model_name or model.name == settings.model_name:
+            return f"{model.name} ({model.dtype}, {model.max_model_len:,} tokens)"
+    return settings.model_name

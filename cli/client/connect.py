@@ -1,0 +1,50 @@
+"""Connects the commands to a service as its settings say: address, TLS, API key."""
+
+import grpc
+
+from octavo.cli.errors import usage
+from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.groups import ClientSettings
+from octavo.client import Client
+from octavo.client_options import call_metadata, tls_credentials
+
+Metadata = tuple[tuple[str, str], ...] | None
+
+
+def connect(settings: ClientSettings) -> Client:
+    """The client; calls nothing yet. Raises CliError for files that cannot be read."""
+    metadata_of(settings)
+    return Client(
+        join_address(settings.host, settings.port),
+        credentials=credentials_of(settings),
+        api_key=settings.api_key or None,
+        options=channel_options_of(settings),
+    )
+
+
+def credentials_of(settings: ClientSettings) -> grpc.ChannelCredentials | None:
+    """None for plain text. Raises CliError."""
+    files = (settings.tls_ca_file, settings.client_cert_file, settings.client_key_file)
+    if settings.tls == "off" or (settings.tls == "auto" and not any(files)):
+        return None
+    try:
+        return tls_credentials(
+            ca_file=settings.tls_ca_file, cert_file=settings.client_cert_file, key_file=settings.client_key_file
+        )
+    except OSError as error:
+        raise usage("a TLS file cannot be read", f"{error.filename}: {error.strerror}", "give its path") from None
+    except ValueError as error:
+        raise usage("half a certificate", str(error), "give --client-cert-file and --client-key-file") from None
+
+
+def metadata_of(settings: ClientSettings) -> Metadata:
+    """What every call carries. Raises CliError."""
+    try:
+        return call_metadata(settings.api_key)
+    except ValueError as error:
+        raise usage("bad value for --api-key", str(error), "copy it whole, without blanks around it") from None
+
+
+def channel_options_of(settings: ClientSettings) -> list[tuple[str, str | int]]:
+    """Beside the client's own."""
+    return [("grpc.ssl_target_name_override", settings.tls_server_name)] if settings.tls_server_name else []

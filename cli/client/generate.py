@@ -1,0 +1,107 @@
+"""`octavo generate`: one request, streamed to stdout."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console
+
+from octavo.cli.client.connect import connect
+from octavo.cli.client.generate_options import request_fields
+from octavo.cli.client.receipt import receipt_table
+from octavo.cli.errors import usage
+from octavo.cli.settings.groups import ClientSettings
+from octavo.client import TextStream
+from octavo.client_events import OutputSoFar
+from octavo.client_requests import GenerateFields
+
+
+def prompt_fields(prompt: str, *, kind: str, system: str) -> GenerateFields:
+    """The input of a request from the command line: kind is text, chat or ids. Raises CliError."""
+    if kind == "text":
+        return GenerateFields(text=prompt)
+    if kind == "ids":
+        return GenerateFields(token_ids=parse_ids(prompt))
+    before = [("system", system)] if system else []
+    return GenerateFields(messages=[*before, ("user", prompt)])
+
+
+def parse_ids(text: str) -> list[int]:
+    """Ids separated by commas or blanks. Raises CliError."""
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise usage("bad token ids", f"{text!r} is not a list of numbers", "write them as 1,2,3")
+    return [int(word) for word in words]
+
+
+def generate(
+    settings: ClientSettings, fields: GenerateFields, *, output: str, wants_receipt: bool, wants_json: bool
+) -> int:
+    """Send the request and print what comes: text or ids as they come, or one JSON object at the end."""
+    fields = GenerateFields(**request_fields(settings), **fields, output=output)  # type: ignore[typeddict-item]
+    with connect(settings) as client:
+        stream = client.stream(timeout_s=settings.timeout_s, **fields)
+        if wants_json:
+            _print_json(stream)
+        else:
+            _print_stream(stream)
+            if wants_receipt and stream.finished is not None:
+                Console(stderr=True).print(receipt_table(stream.finished))
+    return 0
+
+
+def _print_stream(stream: TextStream) -> None:
+    """One output as it comes; of several each when it is complete, under its number."""
+    several = len(stream.outputs) > 1
+    for delta in stream.deltas():
+        if not several:
+            _write(_shown(delta.text, delta.token_ids))
+    for index, output in enumerate(stream.outputs if several else ()):
+        _write(f"[{index}] {_shown(output.text, output.token_ids)}\n")
+    _write("\n" * (not several))
+
+
+def _shown(text: str, token_ids: Sequence[int]) -> str:
+    return text or " ".join(map(str, token_ids)) + " " * bool(token_ids)
+
+
+def _print_json(stream: TextStream) -> None:
+    for _ in stream.deltas():
+        pass
+    content = _output_content(stream.outputs[0])
+    if stream.started is not None:
+        content |= MessageToDict(stream.started, preserving_proto_field_name=True)
+    if stream.prompt_logprobs:
+        content["prompt_logprobs"] = _dicts(stream.prompt_logprobs)
+    if len(stream.outputs) > 1:
+        content["further_outputs"] = [_output_content(output) for output in stream.outputs[1:]]
+    _write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def _output_content(output: OutputSoFar) -> dict[str, object]:
+    content: dict[str, object] = {"text": output.text, "token_ids": output.token_ids}
+    if output.logprobs:
+        content["logprobs"] = _dicts(output.logprobs)
+    if output.finished is not None:
+        content["finished"] = MessageToDict(output.finished, preserving_proto_field_name=True)
+    return content
+
+
+def _dicts(messages: Iterable[Message]) -> list[dict[str, object]]:
+    return [MessageToDict(message, preserving_proto_field_name=True) for message in messages]
+
+
+def read_prompt(words: Sequence[str]) -> str:
+    """The prompt: the words of the command line, or stdin for `-` or none."""
+    if list(words) not in ([], ["-"]):
+        return " ".join(words)
+    if sys.stdin.isatty():
+        raise usage("no prompt", "neither the command line nor stdin has one", 'octavo generate "Once upon a time"')
+    return sys.stdin.read()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

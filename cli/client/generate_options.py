@@ -1,0 +1,152 @@
+"""Options of `octavo generate` that become fields of the request, in groups: each attribute is an option."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.errors import usage
+from octavo.cli.settings.groups import ClientSettings
+from octavo.client_requests import GenerateFields
+
+# From the client's settings to the fields of a request. Pure.
+
+
+_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+
+
+def request_fields(settings: ClientSettings) -> GenerateFields:
+    """Everything but the input; what is unset is left out, so that the model's defaults hold."""
+    values = settings.model_dump()
+    fields = {name: values[name] for name in _NAMES if values[name] is not None}
+    if settings.model_name:
+        fields["model"] = settings.model_name
+    if settings.stop:
+        fields["stop"] = settings.stop
+    return GenerateFields(**fields)  # type: ignore[typeddict-item]
+
+
+# What the command line says an output must look like.
+
+
+def constraint_fields(
+    *,
+    json_schema: Path | None,
+    format_as_annotation: bool,
+    json_object: bool,
+    regex: str,
+    ebnf: Path | None,
+    choices: Sequence[str] | None,
+) -> GenerateFields:
+    """The fields that are given; the files are read. Raises CliError."""
+    fields = GenerateFields()
+    if json_schema is not None:
+        fields["json_schema"] = _read(json_schema, "--json-schema")
+    if json_object:
+        fields["json_object"] = True
+    if regex:
+        fields["regex"] = regex
+    if ebnf is not None:
+        fields["ebnf"] = _read(ebnf, "--ebnf")
+    if choices:
+        fields["choice"] = list(choices)
+    if len(fields) > 1:
+        raise usage("an output has one constraint at most", f"given were {', '.join(fields)}", "give one of them")
+    if format_as_annotation:
+        if json_schema is None:
+            raise usage(
+                "--format-as-annotation is for JSON schemas", "no --json-schema is given", "give one, or leave it out"
+            )
+        fields["format_as_annotation"] = True
+    return fields
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise usage(f"cannot read the file of {flag}", f"{path}: {error}", "give a file of UTF-8 text") from None
+
+
+# From options of `octavo generate` to fields of a request: what is sampled, and what is told. Pure.
+
+
+def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> GenerateFields:
+    """Fields of the same names; what is None, empty or False is left out. logit_bias: as ID=BIAS. allowed_ids: ids
+    separated by commas or blanks. Raises CliError."""
+    fields = {name: value for name, value in given.items() if not (value is None or value is False or value == [])}
+    if logit_bias:
+        fields["logit_bias"] = dict(map(_bias, logit_bias))
+    if allowed_ids:
+        fields["allowed_token_ids"] = _ids(allowed_ids)
+    return GenerateFields(**fields)  # type: ignore[typeddict-item]
+
+
+def _bias(word: str) -> tuple[int, float]:
+    token, _, bias = word.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise usage("bad logit bias", f"{word!r} is not ID=BIAS", "write it as 151643=-100") from None
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise usage("bad token ids", f"{text!r} is not a list of numbers", "write them as 1,2,3")
+    return [int(word) for word in words]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintOptions:
+    """What the output must look like; see `cli.client.generate_options`."""
+
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="File of a JSON schema that the output must satisfy.")
+    ] = None
+    format_as_annotation: Annotated[
+        bool, typer.Option("--format-as-annotation", help="Formats of the schema that are not known mean nothing.")
+    ] = False
+    json_object: Annotated[bool, typer.Option("--json-object", help="The output must be a JSON object.")] = False
+    regex: Annotated[str, typer.Option("--regex", help="Regular expression that the output must match.")] = ""
+    ebnf: Annotated[
+        Path | None, typer.Option("--ebnf", help="File of a grammar (GBNF) that the output must be of.")
+    ] = None
+    choices: Annotated[
+        list[str] | None, typer.Option("--choice", help="What the output may be; repeat for several.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What is sampled and what is told; see `cli.client.generate_options`."""
+
+    num_outputs: Annotated[
+        int | None, typer.Option("--num-outputs", "-n", help="Outputs; each is printed when it is complete.")
+    ] = None
+    min_tokens: Annotated[int | None, typer.Option("--min-tokens", help="No end before so many tokens.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="Leave what ended the text in it.")] = False
+    typical_p: Annotated[float | None, typer.Option("--typical-p", help="Locally typical sampling, in (0, 1].")] = None
+    bad_words: Annotated[
+        list[str] | None, typer.Option("--bad-word", help="Never in the output; repeat for several.")
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None, typer.Option("--logit-bias", help="ID=BIAS added to a token's logit; repeat for several.")
+    ] = None
+    allowed_ids: Annotated[str, typer.Option("--allowed-ids", help="Only these token ids, 1,2,3.")] = ""
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", help="Log-probabilities, and of so many likely tokens; with --json.")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, typer.Option("--prompt-logprobs", help="The same of the prompt; with --json.")
+    ] = None
+    echo: Annotated[bool, typer.Option("--echo", help="Begin with the prompt.")] = False
+    return_prompt: Annotated[
+        bool, typer.Option("--return-prompt", help="Tell the rendered prompt and its ids; with --json.")
+    ] = False
+    truncate_prompt_tokens: Annotated[
+        int | None, typer.Option("--truncate-prompt-tokens", help="Keep so many last tokens of the prompt.")
+    ] = None

@@ -1,0 +1,117 @@
+"""`octavo health`: one question to grpc.health.v1 of a gateway, or to /ready of a worker."""
+
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli.client.connect import channel_options_of, connect, credentials_of, metadata_of
+from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.groups import ClientSettings, HealthSettings
+from octavo.client_options import open_channel
+
+TIMEOUT_S = 3.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+# `octavo cancel`: ends a request of one's own.
+
+
+def cancel(settings: ClientSettings, request_id: str) -> int:
+    """Print what became of it; 0 where it was in flight, 1 where it was not, or may go on."""
+    with connect(settings) as client:
+        response = client.cancel(request_id)
+    print("cancelled" if response.found else "not in flight")  # noqa: T201
+    if response.num_unreachable_gateways:
+        print(  # noqa: T201
+            f"{response.num_unreachable_gateways} gateways did not answer, where it may go on: cancel again",
+            file=sys.stderr,
+        )
+        return 1
+    return 0 if response.found else 1
+
+
+# `octavo models`: what a service serves.
+
+
+def show_models(settings: ClientSettings, *, as_json: bool) -> int:
+    """Print a table, one row per model, or one JSON object a line."""
+    with connect(settings) as client:
+        models = client.models()
+    if as_json:
+        for model in models:
+            print(json.dumps(_fields(model)))  # noqa: T201
+        return 0
+    table = Table()
+    for title in ("model", "dtype", "max tokens", "workers", "KV tokens", "fingerprint"):
+        table.add_column(title, overflow="fold")
+    for model in models:
+        table.add_row(
+            model.name,
+            model.dtype,
+            f"{model.max_model_len:,}",
+            str(model.num_workers),
+            f"{model.kv_capacity_tokens:,}",
+            model.fingerprint[:12],
+        )
+    Console().print(table)
+    return 0
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """Every field, also those that are empty; 64 bits as numbers, which protobuf's own JSON writes as text."""
+    fields: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for field in message.DESCRIPTOR.fields:
+        if field.cpp_type in (field.CPPTYPE_UINT64, field.CPPTYPE_INT64) and not field.is_repeated:
+            fields[field.name] = getattr(message, field.name)
+        elif field.message_type is not None and not field.is_repeated and message.HasField(field.name):
+            fields[field.name] = _fields(getattr(message, field.name))
+    return fields
+
+
+def gateway_health(settings: HealthSettings, *, service: str) -> int:
+    """Print the state; 0 where it is SERVING. service: a gRPC service, or "" for the process as such."""
+    state = _ask(settings, service)
+    print(state)  # noqa: T201
+    return 0 if state == "SERVING" else 1
+
+
+def worker_health(settings: HealthSettings) -> int:
+    """Print what the worker says of itself, or UNREACHABLE, as while it loads; 0 where it is ready."""
+    address = join_address(reachable(settings.metrics_host), settings.worker_metrics_port)
+    try:
+        with _OPENER.open(f"http://{address}/ready", timeout=TIMEOUT_S) as answer:
+            print(answer.read().decode().strip())  # noqa: T201
+            return 0
+    except urllib.error.HTTPError as error:
+        print(error.read().decode(errors="replace").strip())  # noqa: T201
+    except (OSError, http.client.HTTPException):
+        print("UNREACHABLE")  # noqa: T201
+    return 1
+
+
+def _ask(settings: HealthSettings, service: str) -> str:
+    """SERVING, NOT_SERVING, SERVICE_UNKNOWN, REFUSED (no key, or not the right one) or UNREACHABLE."""
+    options, metadata = channel_options_of(settings), metadata_of(settings)
+    with open_channel(join_address(settings.host, settings.port), credentials_of(settings), options) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            answer = stub.Check(request, timeout=TIMEOUT_S, metadata=metadata)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return "SERVICE_UNKNOWN"
+            return "REFUSED" if error.code() in _REFUSALS else "UNREACHABLE"
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -1,0 +1,88 @@
+"""One process of the service: started in a process group of its own, its lines handed on, signalled, waited for.
+
+Decides nothing: `cli.serve.supervisor` does.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+LINE_LIMIT_BYTES = 2**20
+EXIT_POLL_S = 0.02
+OnLine = Callable[[str, str], None]
+
+
+class Child:
+    """A process by name. `on_line(name, line)` gets everything that it writes."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], on_line: OnLine) -> None:
+        self.name = name
+        self._command = command
+        self._environment = environment
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the present process."""
+        return self._process.pid if self._process else None
+
+    async def run(self) -> int:
+        """Start it and wait for its end; the exit code, negative for a signal."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the supervisor only, which then drains in order
+            limit=LINE_LIMIT_BYTES,
+        )
+        assert self._process.stdout is not None
+        pump = asyncio.create_task(self._pump(self._process.stdout))
+        try:
+            return await self._exit_code(self._process)
+        finally:
+            self._kill_group()
+            # What the process wrote last says why it died; a grandchild that keeps the pipe open must not hold us.
+            await asyncio.wait([pump], timeout=1.0)
+            pump.cancel()
+
+    def terminate(self) -> None:
+        """SIGTERM: it drains, or stops at the second one. Nothing where it has ended."""
+        if self.is_running and self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to its whole group. Nothing where it has ended."""
+        if self.is_running:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @staticmethod
+    async def _exit_code(process: asyncio.subprocess.Process) -> int:
+        """asyncio's own wait() goes on while anybody, such as a grandchild, holds the pipe open."""
+        while process.returncode is None:  # noqa: ASYNC110  (there is no event for it)
+            await asyncio.sleep(EXIT_POLL_S)
+        return process.returncode
+
+    async def _pump(self, stream: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than the limit: dropped by the reader
+                continue
+            if not line:
+                return
+            self._on_line(self.name, line.decode("utf-8", "replace").rstrip("\n"))

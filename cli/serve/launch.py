@@ -1,0 +1,204 @@
+"""Which processes a service is made of, and what each is told. Pure, but for writing the files that tell them.
+
+Each process gets its settings as a TOML file in the run directory (0600): nothing is lost between the supervisor's
+flags, environment and file, and no secret stands in a command line.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.errors import CliError
+from octavo.cli.serve.parent import PARENT_VARIABLE
+from octavo.cli.settings.groups import GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.settings.setting import ENV_PREFIX, Settings, flag_of
+from octavo.wire.run_dir import RunDirError, ensure_run_dir
+
+DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
+_PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
+GATEWAY_PORT_STRIDE = 100
+
+
+# The folder where the processes of one service meet: 0700, and gone afterwards.
+
+
+READY_FILE = "ready"
+"""In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
+
+
+@contextmanager
+def run_folder(given: Path | None) -> Iterator[Path]:
+    """The folder given, checked (and left where it is), or a new one that is removed at the end.
+
+    Raises CliError where the folder given cannot be trusted.
+    """
+    if given is None:
+        with tempfile.TemporaryDirectory(prefix="octavo-", ignore_cleanup_errors=True) as made:
+            yield Path(made)
+        return
+    existed = given.exists()
+    try:
+        folder = ensure_run_dir(given.absolute())
+    except RunDirError as error:
+        raise CliError(
+            "the run directory cannot be used", str(error), f"mend it, or give another with {flag_of('run_dir')}"
+        ) from None
+    (folder / READY_FILE).unlink(missing_ok=True)  # of a supervisor that was killed
+    try:
+        yield folder
+    finally:
+        (folder / READY_FILE).unlink(missing_ok=True)
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Role(Enum):
+    """What a process does."""
+
+    GATEWAY = "gateway"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """One process: its name, its settings, where its metrics are, and where a gateway that guards its door can be
+    asked for health and models all the same."""
+
+    name: str
+    role: Role
+    settings: dict[str, Any]
+    metrics_port: int
+    status_socket: Path | None = None
+
+    @property
+    def label(self) -> str:
+        """For people: the name, and the model of a worker."""
+        return f"{self.name} ({self.settings['model'][0]})" if self.role is Role.WORKER else self.name
+
+
+def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
+    """(setting, port) of every process in the order of `plan_processes`; 0 stays 0."""
+    gateway, worker = settings.metrics_port, settings.worker_metrics_port
+    num_workers = settings.workers * len(settings.model)
+    return [("metrics_port", gateway and gateway + GATEWAY_PORT_STRIDE * n) for n in range(settings.gateways)] + [
+        ("worker_metrics_port", worker and worker + n) for n in range(num_workers)
+    ]
+
+
+def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: list[int]) -> tuple[ProcessPlan, ...]:
+    """Gateways, then workers. port: of the gRPC service. ports: of the metrics, none of them 0."""
+    endpoints = [f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.gateways)]
+    controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.gateways)]
+    gateways = [
+        ProcessPlan(
+            name=f"gateway-{n}",
+            role=Role.GATEWAY,
+            settings=_gateway_settings(
+                settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
+            )
+            | {"status_socket": status_socket(settings, run_dir, n)}
+            | _peers(controls, n)
+            | {"expected_model": list(settings.model)},
+            metrics_port=ports[n],
+            status_socket=status_socket(settings, run_dir, n),
+        )
+        for n, endpoint in enumerate(endpoints)
+    ]
+    models = [model for model in settings.model for _ in range(settings.workers)]
+    workers = [
+        ProcessPlan(
+            name=f"worker-{n}",
+            role=Role.WORKER,
+            settings=_worker_settings(settings, run_dir, f"worker-{n}", model, ports[settings.gateways + n], endpoints),
+            metrics_port=ports[settings.gateways + n],
+        )
+        for n, model in enumerate(models)
+    ]
+    return (*gateways, *workers)
+
+
+def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None:
+    """Of gateway n; None where its own port answers everybody."""
+    return run_dir / f"status-{n}.sock" if settings.guards_its_door else None
+
+
+def write_settings(values: Mapping[str, Any], path: Path) -> Path:
+    """Settings as a file that only we can read; None is left out."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.writelines(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None)
+    return path
+
+
+def command_line(command: str, settings_file: Path) -> list[str]:
+    """How to start `octavo COMMAND`: this Python, without the working directory on its path."""
+    return [sys.executable, "-P", "-m", "octavo.cli.main", command, "--config", str(settings_file)]
+
+
+def environment() -> dict[str, str]:
+    """The environment of the processes: ours, without settings (they are in the file)."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key in _PASSED_ON}
+    return kept | {PARENT_VARIABLE: str(os.getpid())}
+
+
+def _shared(settings: ServeSettings, group: type[Settings]) -> dict[str, Any]:
+    values = settings.model_dump()
+    return {name: values[name] for name in group.model_fields if name in values}
+
+
+def _gateway_settings(
+    settings: ServeSettings, run_dir: Path, port: int, metrics_port: int, endpoint: str, *, admin: int | None
+) -> dict[str, Any]:
+    return (
+        _shared(settings, GatewaySettings)
+        | {
+            "run_dir": str(run_dir),
+            "port": port,
+            "admin_port": admin,
+            "metrics_port": metrics_port,
+            "worker_endpoint": [endpoint],
+            "port_sharing": "shared" if settings.gateways > 1 else "exclusive",
+        }
+        | _logs(settings)
+    )
+
+
+def _peers(controls: list[str], n: int) -> dict[str, Any]:
+    """How gateway n and the others reach each other; nothing where it is the only one."""
+    if len(controls) == 1:
+        return {}
+    return {"control_endpoint": controls[n], "peer_endpoint": [each for each in controls if each != controls[n]]}
+
+
+def _worker_settings(
+    settings: ServeSettings, run_dir: Path, name: str, model: str, metrics_port: int, endpoints: list[str]
+) -> dict[str, Any]:
+    return (
+        _shared(settings, WorkerSettings)
+        | {
+            "run_dir": str(run_dir),
+            "model": [model],
+            "worker_id": name,
+            "worker_metrics_port": metrics_port,
+            "gateway_endpoint": endpoints,
+        }
+        | _logs(settings)
+    )
+
+
+def _logs(settings: ServeSettings) -> dict[str, Any]:
+    """The supervisor reads how far the start is from their lines, and shows people what --log-level lets through."""
+    return {"log_format": "json", "log_level": "debug" if settings.log_level == "debug" else "info"}
+
+
+def _toml(value: object) -> str:
+    # JSON's strings, numbers, booleans and lists of strings are TOML's too.
+    return json.dumps(str(value) if isinstance(value, Path) else value)

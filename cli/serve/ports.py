@@ -1,0 +1,59 @@
+"""Ports before anything starts: whether they are free, and which one to take for 0."""
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from octavo.cli.errors import CliError
+from octavo.cli.settings.setting import flag_of
+
+
+def require_free(host: str, port: int, setting: str) -> None:
+    """Raises CliError naming the flag where something listens there, or where the address is not ours."""
+    with _socket_for(host) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise busy_port(host, port, setting, error) from None
+
+
+def busy_port(host: str, port: int, setting: str, error: OSError) -> CliError:
+    """What to tell about an address that cannot be bound."""
+    if error.errno == errno.EADDRINUSE:
+        return CliError(
+            f"port {port} is busy",
+            f"another process listens on {host}:{port}",
+            f"stop it, or choose another port with {flag_of(setting)} (0 takes a free one)",
+        )
+    advice = (
+        f"choose another port with {flag_of(setting)}"
+        if error.errno == errno.EACCES
+        else "give an address of this host"
+    )
+    return CliError(f"cannot listen on {host}:{port}", error.strerror or str(error), advice)
+
+
+def free_port(host: str, taken: set[int]) -> int:
+    """A port that is free now and not among those taken; adds it to them."""
+    while True:
+        with _socket_for(host) as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            taken.add(port)
+            return port
+
+
+@contextmanager
+def held_port(host: str, port: int) -> Iterator[int]:
+    """Holds a port for processes that will share it (SO_REUSEPORT), without listening; gives the port for 0."""
+    with _socket_for(host) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, port))
+        yield int(holder.getsockname()[1])
+
+
+def _socket_for(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)

@@ -1,0 +1,176 @@
+"""What can be seen to be wrong before a process is started: models, device, variables that no setting reads.
+
+A mistake that every worker would die of costs a second here, and a quarter of a minute and two errors there.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from octavo.cli.errors import CliError, usage
+from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
+from octavo.cli.settings.setting import ENV_PREFIX
+from octavo.cli.settings.suggest import nearest
+from octavo.cli.settings.worker_config import split_model
+
+OTHER_VARIABLES = frozenset(
+    f"{ENV_PREFIX}{name}"
+    for name in (
+        *("CONFIG", "DEBUG", "SUPERVISOR_PID"),  # of the command line
+        "NATIVE",  # of the kernels
+        *(
+            "SHARED",
+            "HYPOTHESIS",
+            "INTEROP",
+            "INTEROP_DIR",
+            "FIGURES",
+            "SCHEMAS",
+            "KILLS",
+            "CANCELS",
+            "SEED",
+        ),  # of tests
+    )
+)
+BACKENDS = ("auto", "reference", "sdpa")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_CUDA_TIMEOUT_S = 60.0
+_COUNT_GPUS = "import torch; print(torch.__version__, torch.version.cuda or 'no', torch.cuda.device_count())"
+
+
+def check_workers(settings: ServeSettings | WorkerSettings) -> None:
+    """Models and device. Raises CliError, CheckpointError, CardError."""
+    check_device(settings.device)
+    if settings.runner == "torch":
+        check_isa(settings.cpu_isa)
+        check_numbers(settings)
+        check_names(settings.model)
+        for model in settings.model:
+            check_model(model, settings)
+
+
+def check_isa(cpu_isa: str) -> None:
+    """That this CPU has what it may use at best. Raises model.cpu.isa.CpuIsaError."""
+    from octavo.model.cpu.isa import hidden_above
+
+    hidden_above(cpu_isa)
+
+
+def check_device(device: str) -> None:
+    """That there is such a device. Raises CliError."""
+    _check_name(device)
+    if device.startswith("cuda"):
+        _check_gpu(device, *_gpus())
+
+
+def check_device_here(device: str) -> None:
+    """The same in a process that uses torch itself."""
+    _check_name(device)
+    if device.startswith("cuda"):
+        import torch
+
+        _check_gpu(device, torch.__version__, torch.version.cuda or "no", str(torch.cuda.device_count()))
+
+
+def _check_name(device: str) -> None:
+    if not _DEVICE.fullmatch(device):
+        advice = "give auto, cpu, cuda or cuda:N"
+        raise usage("bad value for --device", f"--device is {device!r}, which is no device", advice)
+
+
+def check_numbers(settings: ServeSettings | WorkerSettings) -> None:
+    """Settings that go with each other. Raises CliError."""
+    tokens, seqs = settings.max_batch_tokens, settings.max_num_seqs
+    if tokens is not None and tokens < seqs:
+        numbers = f"--max-batch-tokens is {tokens}, and --max-num-seqs is {seqs}: each of them takes a token of a step"
+        advice = f"give --max-batch-tokens {seqs} or more, or --max-num-seqs {tokens} or less"
+        raise usage("too few tokens in a step", numbers, advice)
+    if settings.attention_backend not in BACKENDS:
+        numbers = f"--attention-backend is {settings.attention_backend!r}, which is none of them"
+        raise usage("bad value for --attention-backend", numbers, f"give one of {', '.join(BACKENDS)}")
+
+
+def _check_gpu(device: str, version: str, cuda: str, count: str) -> None:
+    if int(count) <= int(device.partition(":")[2] or 0):
+        has = f"torch {version} is built without CUDA" if cuda == "no" else f"torch {version} sees {count} GPUs"
+        advice = "leave --device out, or give cpu; `octavo doctor` lists the devices"
+        raise CliError("there is no such GPU", f"--device is {device}, and {has}", advice)
+
+
+def _gpus() -> tuple[str, str, str]:
+    """torch's version, that of its CUDA or "no", the number of GPUs: asked in a process that ends, since torch is large
+    and what only supervises has no use for it."""
+    command = [sys.executable, "-P", "-c", _COUNT_GPUS]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CUDA_TIMEOUT_S, check=True)
+        version, cuda, count = done.stdout.split()[-3:]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        last = str(detail).strip().splitlines()[-1:] or ["no details"]
+        raise CliError("torch cannot be asked for GPUs", last[0], "`octavo doctor` looks at torch") from None
+    return version, cuda, count
+
+
+def check_names(models: Sequence[str]) -> None:
+    """That no two are served by one name. Raises CliError."""
+    from octavo.worker.loading.loaded import served_name
+
+    taken: dict[str, str] = {}
+    for model in models:
+        given, checkpoint = split_model(model)
+        name = given or served_name(checkpoint)
+        if name in taken:
+            same = f"--model {taken[name]} and --model {model} are both served as {name!r}"
+            advice = "leave one out, or name it: --model NAME=CHECKPOINT; several workers of one model: --workers"
+            raise usage("two models with one name", same, advice)
+        taken[name] = model
+
+
+def check_model(model: str, settings: ServeSettings | WorkerSettings) -> Path | None:
+    """Its folder where it is on this machine, None where the hub has it. Raises CheckpointError, CardError,
+    CliError."""
+    from octavo.model.checkpoint.source import look_for_checkpoint
+    from octavo.worker.loading.model_card import describe
+
+    _, checkpoint = split_model(model)
+    folder = look_for_checkpoint(checkpoint, revision=settings.revision)
+    if folder is None:  # it is yet to be downloaded
+        return None
+    described = describe(folder)
+    longest = settings.max_model_len or described.max_model_len
+    if longest > described.max_model_len:
+        numbers = f"--max-model-len is {longest:,}, and {checkpoint} has {described.max_model_len:,} positions"
+        raise usage("the context is longer than the model's", numbers, "give less, or leave --max-model-len out")
+    if settings.num_blocks is not None and settings.num_blocks * settings.block_size < longest:
+        raise too_few_blocks(settings.num_blocks, settings.block_size, longest)
+    return folder
+
+
+def too_few_blocks(num_blocks: int, block_size: int, longest: int) -> CliError:
+    """A pool that has no room for one request of the longest kind."""
+    wanted = -(-longest // block_size)
+    return usage(
+        "the KV pool is smaller than one request may be",
+        f"--num-blocks {num_blocks} × --block-size {block_size} = {num_blocks * block_size:,} tokens, and requests may "
+        f"have {longest:,}",
+        f"give --num-blocks {wanted} or more, or --max-model-len {num_blocks * block_size}, or leave --num-blocks out",
+    )
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """Variables that look like ours and that nothing reads, each with advice."""
+    found = []
+    for name in sorted(environment):
+        key = name.removeprefix(ENV_PREFIX).lower()
+        if name.startswith(ENV_PREFIX) and key not in ALL_KEYS and name not in OTHER_VARIABLES:
+            meant = nearest(key, ALL_KEYS)
+            found.append((name, f"did you mean {ENV_PREFIX}{meant.upper()}?" if meant else "unset it"))
+    return found
+
+
+def warn_of_variables() -> None:
+    """A line on stderr for each of them."""
+    for name, advice in unknown_variables():
+        print(f"warning: {name} is no setting, so nothing reads it; {advice}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,132 @@
+"""Waits until a service answers as a whole, and reads from it what its summary tells."""
+
+import asyncio
+import contextlib
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.cli.serve.launch import ProcessPlan, Role
+from octavo.cli.serve.summary import ModelSummary, ServiceSummary
+from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.groups import ServeSettings
+from octavo.client_aio import AsyncClient
+from octavo.client_errors import OctavoError
+from octavo.v1 import model_pb2
+
+POLL_S = 0.1
+IMPATIENT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))
+"""Options of a client that waits for a server to start."""
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+async def wait_until_ready(
+    address: str, plans: Sequence[ProcessPlan], *, metrics_host: str
+) -> list[model_pb2.ModelInfo]:
+    """The models, as soon as every gateway answers and every worker is registered. Waits without end."""
+    num_workers = sum(each.role is Role.WORKER for each in plans)
+    gateways = [each for each in plans if each.role is Role.GATEWAY]
+    await _wait_until_serving(address)
+    async with AsyncClient(address, options=IMPATIENT) as client:
+        while True:
+            models = await _models(client)
+            if sum(each.num_workers for each in models) >= num_workers and await _all_know(
+                [join_address(metrics_host, each.metrics_port) for each in gateways], num_workers
+            ):
+                return models
+            await asyncio.sleep(5 * POLL_S)  # each of these calls is a line in the gateway's log
+
+
+async def _wait_until_serving(address: str) -> None:
+    """Until the health service says that requests are taken."""
+    request = health_pb2.HealthCheckRequest(service="octavo.v1.InferenceService")
+    async with grpc.aio.insecure_channel(address, options=list(IMPATIENT)) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                answer = await stub.Check(request, timeout=2.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(POLL_S)
+
+
+def read_metrics(url: str) -> Samples:
+    """The samples of a /metrics page by name; empty where it does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            text = response.read().decode()
+    except (OSError, urllib.error.URLError):
+        return {}
+    samples: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return samples
+
+
+async def _models(client: AsyncClient) -> list[model_pb2.ModelInfo]:
+    try:
+        return await client.models(timeout_s=2.0)
+    except OctavoError:
+        return []
+
+
+async def _all_know(addresses: Sequence[str], num_workers: int) -> bool:
+    """Whether each of several gateways has all workers: on one port, a call cannot choose whom it asks."""
+    if len(addresses) == 1:
+        return True
+    pages = await asyncio.gather(*(asyncio.to_thread(read_metrics, f"http://{each}/metrics") for each in addresses))
+    return all(sum(value for _, value in page.get("octavo_worker_up", ())) >= num_workers for page in pages)
+
+
+def service_summary(
+    settings: ServeSettings,
+    address: str,
+    plans: Sequence[ProcessPlan],
+    models: Sequence[ModelSummary],
+    *,
+    ready_after_s: float,
+) -> ServiceSummary:
+    """What the box shows."""
+    host = settings.metrics_host
+    return ServiceSummary(
+        address=address,
+        admin_address=join_address(settings.host, settings.admin_port) if settings.admin_port else None,
+        metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans],
+        models=models,
+        ready_after_s=ready_after_s,
+        access=_access(settings),
+    )
+
+
+def _access(settings: ServeSettings) -> tuple[str, ...]:
+    """What callers have to show."""
+    parts = [("TLS", settings.tls_cert_file), ("client certificate", settings.tls_client_ca_file)]
+    return tuple(name for name, file in [*parts, ("API key", settings.api_keys_file)] if file is not None)
+
+
+def model_summaries(served: Sequence[model_pb2.ModelInfo], loaded: Sequence[dict[str, Any]]) -> list[ModelSummary]:
+    """Each served model, with what its workers said when they had loaded it."""
+    return [_model_summary(info, [each for each in loaded if each.get("model") == info.name]) for info in served]
+
+
+def _model_summary(info: model_pb2.ModelInfo, loaded: Sequence[dict[str, Any]]) -> ModelSummary:
+    first = loaded[0] if loaded else {}
+    block_size = int(first.get("block_size", 1))
+    return ModelSummary(
+        name=info.name,
+        device=str(first.get("device", "unknown device")),
+        products=str(first.get("products", "")),
+        dtype=info.dtype,
+        num_workers=info.num_workers,
+        num_blocks=info.kv_capacity_tokens // block_size,
+        block_size=block_size,
+        max_model_len=info.max_model_len,
+        notes=tuple(str(note) for note in first.get("notes") or ()),
+    )

@@ -1,0 +1,175 @@
+"""`octavo serve`: one host's service, from settings to the last process."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from octavo.cli.errors import CliError
+from octavo.cli.serve.children import Child
+from octavo.cli.serve.launch import (
+    READY_FILE,
+    ProcessPlan,
+    command_line,
+    environment,
+    metrics_ports,
+    plan_processes,
+    run_folder,
+    write_settings,
+)
+from octavo.cli.serve.ports import free_port, held_port, require_free
+from octavo.cli.serve.preflight import check_workers, warn_of_variables
+from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
+from octavo.cli.serve.service import Notice, Service, Stage, keep
+from octavo.cli.serve.startup import LineStyle, StartupView
+from octavo.cli.serve.summary import ServiceSummary, boxed, plain
+from octavo.cli.serve.supervisor import RestartPolicy
+from octavo.cli.settings.access_config import check_access
+from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.settings.model_names import model_ports
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until a signal ends it. Exit code 0, or 1 where the service could not start or go on.
+
+    Raises CliError, AccessFileError, CheckpointError, CardError for what is wrong before anything was started.
+    """
+    warn_of_variables()
+    check_access(settings)
+    check_workers(settings)
+    if not settings.registration_token:  # only workers that were started here may register
+        settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
+    if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
+        settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(run_folder(settings.run_dir))
+        ports = _pick_ports(settings)
+        require_free(settings.host, settings.port, "port")
+        port = stack.enter_context(held_port(settings.host, settings.port)) if settings.gateways > 1 else settings.port
+        port = port or free_port(settings.host, set(ports))
+        plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports)
+        return asyncio.run(_serve(settings, plans, run_dir, port))
+
+
+async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, port: int) -> int:
+    started_s = time.monotonic()
+    console = Console(stderr=True)
+    view = StartupView(plans, console=console, level=settings.log_level, style=_line_style(settings, console))
+    notice = view.notice
+    service = _make_service(settings, plans, run_dir, view, notice)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _on_signal, service, notice)
+    announcer = asyncio.create_task(_announce(settings, plans, run_dir, port, started_s, service, view))
+    announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
+    try:
+        code = await service.run()
+    finally:
+        announcer.cancel()
+        await asyncio.gather(announcer, return_exceptions=True)
+        view.close()
+    if service.failure:
+        raise CliError("the service could not go on", service.failure, "the lines above say why")
+    return code
+
+
+def _make_service(
+    settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, view: StartupView, notice: Notice
+) -> Service:
+    kept = []
+    for plan in plans:
+        command = command_line(plan.role.value, write_settings(plan.settings, run_dir / f"{plan.name}.toml"))
+        kept.append(keep(plan, Child(plan.name, command, environment(), view.on_line), RestartPolicy()))
+    return Service(kept, drain_grace_s=settings.drain_grace_s, notice=notice)
+
+
+async def _announce(
+    settings: ServeSettings,
+    plans: Sequence[ProcessPlan],
+    run_dir: Path,
+    port: int,
+    started_s: float,
+    service: Service,
+    view: StartupView,
+) -> None:
+    """Print the summary once the service answers; end the service where that takes too long."""
+    address = join_address(reachable(settings.host), port)
+    try:
+        waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
+        served = await asyncio.wait_for(waiting, settings.startup_timeout_s)
+    except TimeoutError:
+        service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
+        service.advance(Stage.STOPPING)
+        return
+    service.on_ready()
+    view.on_ready()
+    ready_after_s = time.monotonic() - started_s
+    models = model_summaries(served, list(view.loaded.values()))
+    with contextlib.suppress(OSError):  # nobody reads stdout
+        show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
+    (run_dir / READY_FILE).write_text(address + "\n")
+
+
+def _asked_at(plans: Sequence[ProcessPlan]) -> str | None:
+    """Where gateways that guard their door are asked whether they are ready; None where their port tells."""
+    sockets = [each.status_socket for each in plans if each.status_socket is not None]
+    return f"unix:{sockets[0].absolute()}" if sockets else None
+
+
+def _on_announced(announcer: asyncio.Task[None], notice: Notice) -> None:
+    """A summary that could not be made is told; the service goes on."""
+    if not announcer.cancelled() and (error := announcer.exception()) is not None:
+        notice(f"no summary: {type(error).__name__}: {error}")
+
+
+def show_summary(summary: ServiceSummary) -> None:
+    """To stdout: a box on a terminal, plain lines elsewhere."""
+    if sys.stdout.isatty():
+        Console().print(boxed(summary))
+    else:
+        print(plain(summary), flush=True)  # noqa: T201
+
+
+def _pick_ports(settings: ServeSettings) -> list[int]:
+    """A metrics port for each process; raises CliError naming the flag of one that is busy."""
+    taken = {settings.port}
+    ports = []
+    for name, port in metrics_ports(settings):
+        if port:
+            require_free(settings.metrics_host, port, name)
+        ports.append(port or free_port(settings.metrics_host, taken))
+    if settings.admin_port:
+        require_free(settings.host, settings.admin_port, "admin_port")
+    of_models = [port for _, port in model_ports(settings)]
+    for port in of_models:
+        require_free(settings.host, port, "model_port")
+    numbers = [*ports, *of_models, *(each for each in (settings.port, settings.admin_port) if each)]
+    if len(set(numbers)) != len(numbers):
+        raise CliError(
+            "two listeners want one port",
+            f"ports are {sorted(numbers)}",
+            "change --port, --model-port, --metrics-port or --worker-metrics-port",
+        )
+    return ports
+
+
+def _on_signal(service: Service, notice: Notice) -> None:
+    service.on_signal()
+    if service.stage is Stage.DRAINING:
+        notice("draining: requests in flight finish, new ones are refused; once more stops at once")
+    else:
+        notice("stopping")
+
+
+def _line_style(settings: ServeSettings, console: Console) -> LineStyle:
+    if settings.log_format == "auto":
+        return LineStyle.PEOPLE if console.is_terminal else LineStyle.PROGRAMS
+    return LineStyle.PROGRAMS if settings.log_format == "json" else LineStyle.PEOPLE

@@ -1,0 +1,145 @@
+"""Keeps the processes of one service alive, and ends them in order.
+
+    starting → serving → draining → stopped        first signal: drain, second: stop, third: kill
+
+The shell around `cli.serve.supervisor`: it starts, signals and waits, and reads the clock; it decides nothing about
+restarts.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from octavo.cli.serve.children import Child
+from octavo.cli.serve.launch import ProcessPlan, Role
+from octavo.cli.serve.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy
+
+STOP_TIMEOUT_S = 5.0
+WORKER_EXIT_TIMEOUT_S = 10.0
+Notice = Callable[[str], None]
+
+
+class Stage(IntEnum):
+    """Where the service stands; it only goes up."""
+
+    RUNNING = 0
+    DRAINING = 1
+    STOPPING = 2
+    KILLING = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One process that is kept alive, with its history."""
+
+    plan: ProcessPlan
+    child: Child
+    lifetimes: Lifetimes
+
+
+class Service:
+    """All processes of one host. `notice(text)` gets what people must know, a line each."""
+
+    def __init__(self, kept: Sequence[Kept], *, drain_grace_s: float, notice: Notice) -> None:
+        self.failure: str | None = None
+        self._kept = kept
+        self._drain_grace_s = drain_grace_s
+        self._notice = notice
+        self.stage = Stage.RUNNING
+        self._woken = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""
+        keepers = {asyncio.create_task(self._keep(each), name=each.plan.name): each.plan.role for each in self._kept}
+        try:
+            while self.stage is Stage.RUNNING and set(keepers.values()) == {Role.GATEWAY, Role.WORKER}:
+                for task in await self._next_ended(keepers):
+                    task.result()
+                    keepers.pop(task)
+            self.advance(Stage.DRAINING)
+            await self._end()
+        finally:
+            for each in self._kept:
+                each.child.kill()
+            await asyncio.gather(*keepers, return_exceptions=True)
+        return 1 if self.failure else 0
+
+    async def _next_ended(self, keepers: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """Keepers that gave up or saw their process leave; empty where the stage changed."""
+        woken = asyncio.create_task(self._woken.wait(), name="woken")
+        done, _ = await asyncio.wait([*keepers, woken], return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+        return {task for task in keepers if task in done}
+
+    def on_signal(self) -> None:
+        """Ctrl-C or SIGTERM: one stage further."""
+        self.advance(Stage(min(self.stage + 1, Stage.KILLING)))
+
+    def advance(self, stage: Stage) -> None:
+        """Go to a later stage; an earlier one changes nothing."""
+        if stage > self.stage:
+            self.stage = stage
+            self._woken.set()
+
+    def on_ready(self) -> None:
+        """The whole service answers."""
+        for each in self._kept:
+            each.lifetimes.on_ready()
+
+    async def _keep(self, kept: Kept) -> None:
+        while self.stage is Stage.RUNNING:
+            kept.lifetimes.on_start(time.monotonic())
+            code = await kept.child.run()
+            if self.stage is not Stage.RUNNING:
+                return
+            match kept.lifetimes.on_exit(code, time.monotonic()):
+                case Left():
+                    self._notice(f"{kept.plan.label} has left, drained by an operator")
+                    return
+                case GiveUp(why=why):
+                    self.failure = why
+                    self._notice(f"giving up: {why}")
+                    return
+                case Restart(delay_s=delay_s):
+                    self._notice(f"{kept.plan.label} {_ended(code)}; starting it again in {delay_s:g} s")
+                    await self._sleep(delay_s)
+
+    async def _end(self) -> None:
+        """Gateways first, while the workers finish their requests; then the workers; then whoever is left."""
+        gateways = [each.child for each in self._kept if each.plan.role is Role.GATEWAY]
+        workers = [each.child for each in self._kept if each.plan.role is Role.WORKER]
+        if self.stage is Stage.DRAINING:
+            await self._terminate(gateways, timeout_s=self._drain_grace_s + STOP_TIMEOUT_S, until=Stage.STOPPING)
+            await self._terminate(workers, timeout_s=WORKER_EXIT_TIMEOUT_S, until=Stage.STOPPING)
+        if self.stage < Stage.KILLING:
+            self.advance(Stage.STOPPING)
+            await self._terminate([*gateways, *workers], timeout_s=STOP_TIMEOUT_S, until=Stage.KILLING)
+
+    async def _terminate(self, children: Sequence[Child], *, timeout_s: float, until: Stage) -> None:
+        """SIGTERM, then wait until all have ended, the time is over, or the service is at stage `until`."""
+        deadline_s = time.monotonic() + timeout_s
+        for child in children:
+            child.terminate()
+        while any(child.is_running for child in children):
+            if time.monotonic() >= deadline_s or self.stage >= until:
+                return
+            await asyncio.sleep(0.02)
+
+    async def _sleep(self, delay_s: float) -> None:
+        """Until the time is over or the stage changes."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), delay_s)
+
+
+def keep(plan: ProcessPlan, child: Child, policy: RestartPolicy) -> Kept:
+    """A process with an empty history."""
+    return Kept(plan=plan, child=child, lifetimes=Lifetimes(name=plan.label, policy=policy))
+
+
+def _ended(code: int) -> str:
+    if code == 0:
+        return "ended, though nobody asked the service to"
+    return f"died (signal {-code})" if code < 0 else f"died (exit code {code})"

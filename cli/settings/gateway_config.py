@@ -1,0 +1,103 @@
+"""From settings to the gateway's frozen configuration. Pure; knows nothing of workers' models."""
+
+from pathlib import Path
+
+from octavo.cli.errors import usage
+from octavo.cli.settings.access_config import access_config
+from octavo.cli.settings.groups import GatewaySettings
+from octavo.cli.settings.model_names import model_ports, name_of_model
+from octavo.gateway.config import (
+    ConnectionConfig,
+    Dialects,
+    Exposure,
+    GatewayConfig,
+    LogFormat,
+    PeerConfig,
+    PortSharing,
+    RequestLimits,
+)
+from octavo.gateway.text.render_pool import RenderLimits
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.wire.run_dir import default_run_dir
+
+# Addresses as the processes write and find them. Pure.
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def default_endpoint(run_dir: Path | None) -> str:
+    """Where a single gateway and its workers meet when nobody says otherwise."""
+    return f"ipc://{(run_dir or default_run_dir()).absolute()}/gateway-0.sock"
+
+
+def reachable(host: str) -> str:
+    """An address to call a listener of this host at."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """HOST:PORT into its parts, the host without brackets. Raises CliError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise usage("bad value for --address", f"{text!r} is not HOST:PORT", "write it as 127.0.0.1:50051")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def gateway_config(settings: GatewaySettings) -> GatewayConfig:
+    """The gateway's configuration."""
+    return GatewayConfig(
+        workers=_pool_config(settings),
+        expected_models=tuple(map(name_of_model, settings.expected_model)),
+        peers=PeerConfig(
+            endpoint=settings.control_endpoint, others=settings.peer_endpoint, key_file=settings.gateway_key_file
+        ),
+        listen_address=join_address(settings.host, settings.port),
+        model_addresses=tuple((name, join_address(settings.host, port)) for name, port in model_ports(settings)),
+        admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
+        metrics_address=join_address(settings.metrics_host, settings.metrics_port),
+        status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
+        exposure=Exposure(settings.exposure),
+        access=access_config(settings),
+        dialects=Dialects(settings.dialects),
+        port_sharing=PortSharing(settings.port_sharing),
+        limits=RequestLimits(
+            max_message_bytes=settings.max_message_bytes,
+            max_streams_per_connection=settings.max_streams_per_connection,
+            max_requests=settings.max_requests,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            tokenizer_threads=settings.tokenizer_threads,
+            pause_pending_tokens=settings.pause_pending_tokens,
+            max_pending_tokens=settings.max_pending_tokens,
+            write_stall_s=settings.write_stall_s,
+            pushback_ms=settings.pushback_ms,
+            grammar=settings.grammar_limits,
+            constraint_timeout_s=settings.constraint_timeout_s,
+            render=RenderLimits(cpu_s=settings.template_cpu_s),
+        ),
+        connection=ConnectionConfig(
+            keepalive_time_s=settings.keepalive_time_s,
+            keepalive_timeout_s=settings.keepalive_timeout_s,
+            max_idle_s=settings.max_connection_idle_s,
+            max_connections=settings.max_connections,
+            max_connections_per_peer=settings.max_connections_per_peer,
+        ),
+        drain_grace_s=settings.drain_grace_s,
+        log_format=LogFormat(settings.log_format),
+        log_level=settings.log_level,
+    )
+
+
+def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:
+    return WorkerPoolConfig(
+        endpoints=settings.worker_endpoint or (default_endpoint(settings.run_dir),),
+        registration_token=settings.registration_token,
+        server_key_file=settings.gateway_key_file,
+        allowed_key_files=tuple(Path(each) for each in settings.allowed_worker_keys),
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        max_migrations=settings.max_migrations,
+        migration_timeout_s=settings.migration_timeout_s,
+    )

@@ -1,0 +1,172 @@
+"""The settings of each command, put together from the groups. Each setting is written once, in one of the groups;
+its flag, its variable OCTAVO_… and its key in octavo.toml all have its name."""
+
+from pathlib import Path
+from typing import Literal
+
+from octavo.cli.settings.access import AccessSettings, CredentialSettings
+from octavo.cli.settings.gateway import (
+    AddressSettings,
+    LimitSettings,
+    ListenSettings,
+    PeerSettings,
+    SupervisionSettings,
+    WorkerDoorSettings,
+)
+from octavo.cli.settings.model import (
+    ConstraintCheckSettings,
+    GrammarSettings,
+    MemorySettings,
+    ModelSettings,
+    OracleSettings,
+    SchedulingSettings,
+)
+from octavo.cli.settings.setting import Names, Settings, setting
+
+
+class ProcessSettings(Settings):
+    """What every process of the service has."""
+
+    run_dir: Path | None = setting(
+        None, "Folder of the sockets between processes (0700); unset: serve makes a new one", panel="Process"
+    )
+    registration_token: str = setting(
+        "", "Word that workers must give to gateways; set it through the environment; serve draws one", panel="Workers",
+        secrecy="secret",
+    )  # fmt: skip
+    drain_grace_s: float = setting(30.0, "Seconds that requests in flight get at shutdown", panel="Faults", ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe log lines", panel="Process")
+    log_format: Literal["auto", "console", "json"] = setting(
+        "auto", "Log lines for people (console) or programs (json); auto looks at the terminal", panel="Process"
+    )
+
+
+class WorkerLinkSettings(Settings):
+    """How a worker finds its gateways."""
+
+    gateway_endpoint: Names = setting(
+        (), "Gateways to connect to; unset: gateway-0.sock in the run directory", panel="Workers"
+    )
+    worker_id: str = setting("", "Name of this worker; unset: host name and process id", panel="Workers")
+    worker_key_file: Path | None = setting(None, "Secret CURVE key of this worker, for tcp", panel="Workers")
+    gateway_public_key_file: Path | None = setting(None, "Public CURVE key of the gateways, for tcp", panel="Workers")
+
+
+class MetricsHostSettings(Settings):
+    """Where /metrics is, on every process."""
+
+    metrics_host: str = setting("127.0.0.1", "Address of /metrics, of gateways and workers", panel="Watching")
+
+
+class WorkerMetricsSettings(MetricsHostSettings):
+    """Where a worker's /metrics and /ready are."""
+
+    worker_metrics_port: int = setting(
+        9091,
+        "Port of the worker's /metrics; worker n of serve adds n; 0 takes a free one",
+        panel="Watching",
+        ge=0,
+        le=65535,
+    )
+
+
+class WorkerWatchSettings(WorkerMetricsSettings):
+    """What a worker tells about itself."""
+
+    heartbeat_interval_s: float = setting(0.5, "Seconds between a worker's heartbeats", panel="Faults", gt=0)
+    stall_exit_s: float = setting(
+        40.0, "Seconds without a step, with work, after which a worker ends itself", panel="Faults", gt=0
+    )
+    audit_every_steps: int = setting(
+        1000,
+        "Engine steps between two audits of all KV blocks, beside those without work; 0: no audits",
+        panel="Watching",
+        ge=0,
+    )
+
+
+class WorkerSettings(
+    OracleSettings,
+    WorkerWatchSettings,
+    WorkerLinkSettings,
+    ProcessSettings,
+    GrammarSettings,
+    SchedulingSettings,
+    MemorySettings,
+    ModelSettings,
+):
+    """`octavo worker`."""
+
+
+class GatewaySettings(
+    MetricsHostSettings,
+    ProcessSettings,
+    SupervisionSettings,
+    ConstraintCheckSettings,
+    LimitSettings,
+    PeerSettings,
+    WorkerDoorSettings,
+    AccessSettings,
+    ListenSettings,
+):
+    """`octavo gateway`."""
+
+
+class ServeSettings(
+    OracleSettings,
+    WorkerWatchSettings,
+    ProcessSettings,
+    SupervisionSettings,
+    ConstraintCheckSettings,
+    GrammarSettings,
+    LimitSettings,
+    AccessSettings,
+    ListenSettings,
+    SchedulingSettings,
+    MemorySettings,
+    ModelSettings,
+):
+    """`octavo serve`."""
+
+    workers: int = setting(1, "Workers of each model", panel="Service", ge=1, le=64)
+    gateways: int = setting(1, "Gateway processes, all on one port", panel="Service", ge=1, le=64)
+    startup_timeout_s: float = setting(600.0, "Seconds until the service must be ready", panel="Service", gt=0)
+
+
+class ClientSettings(CredentialSettings, AddressSettings):
+    """The commands that call a service."""
+
+    model_name: str = setting("", "Name of the served model; unset: the only one", panel="Request")
+    timeout_s: float | None = setting(None, "Deadline of a request in seconds; unset: none", panel="Request", gt=0)
+    max_tokens: int | None = setting(
+        None, "Tokens to generate at most; unset: to the end of the context", panel="Request", ge=1
+    )
+    temperature: float | None = setting(None, "0 is greedy; unset: the model's default", panel="Request", ge=0)
+    top_p: float | None = setting(None, "Keep the most probable tokens that reach this", panel="Request", gt=0, le=1)
+    top_k: int | None = setting(None, "Keep this many most probable tokens; 0 keeps all", panel="Request", ge=0)
+    min_p: float | None = setting(
+        None, "Drop tokens less probable than this times the best", panel="Request", ge=0, le=1
+    )
+    seed: int | None = setting(None, "The same seed gives the same tokens", panel="Request", ge=0)
+    repetition_penalty: float | None = setting(None, "Divides logits of tokens seen; 1 is off", panel="Request", gt=0)
+    stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")
+
+
+class HealthSettings(WorkerMetricsSettings, ClientSettings):
+    """`octavo health`."""
+
+
+class AllSettings(ClientSettings, WorkerSettings, GatewaySettings, ServeSettings):
+    """Every setting, for `octavo config show`."""
+
+
+COMMANDS: dict[str, type[Settings]] = {
+    "serve": ServeSettings,
+    "gateway": GatewaySettings,
+    "worker": WorkerSettings,
+    "client": ClientSettings,
+}
+"""The groups by the command that uses them; `client` is chat, generate and tour."""
+
+ALL_KEYS = frozenset(AllSettings.model_fields)
+"""Every key that the configuration file may have."""

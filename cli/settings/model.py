@@ -1,0 +1,137 @@
+"""Settings of a worker's model, memory and scheduler: what `octavo worker` and `octavo serve` share."""
+
+from typing import Literal
+
+from octavo.cli.settings.setting import Names, Settings, setting
+from octavo.grammar.limits import GrammarLimits
+
+DEFAULT_MODEL = "folio-chat"
+
+
+# Settings of constraints on outputs: JSON schemas, regular expressions, grammars, choices.
+
+
+PANEL = "Constraints"
+MIB = 1024 * 1024
+
+
+class ConstraintSettings(Settings):
+    """How large a constraint may be; gateways refuse more, and workers compile no more."""
+
+    max_schema_bytes: int = setting(65_536, "Bytes of a JSON schema, EBNF grammar or tools", panel=PANEL, ge=1)
+    max_schema_depth: int = setting(16, "Schemas inside schemas", panel=PANEL, ge=1, le=64)
+
+    @property
+    def grammar_limits(self) -> GrammarLimits:
+        """As the grammar folder takes them."""
+        return GrammarLimits(max_source_bytes=self.max_schema_bytes, max_depth=self.max_schema_depth)
+
+
+class ConstraintCheckSettings(ConstraintSettings):
+    """Of a gateway."""
+
+    constraint_timeout_s: float = setting(2.0, "Seconds that checking a constraint may take", panel=PANEL, gt=0)
+
+
+class GrammarSettings(ConstraintSettings):
+    """Of a worker."""
+
+    grammar_timeout_s: float = setting(
+        10.0, "Seconds that a request waits for its constraint to be compiled", panel=PANEL, gt=0
+    )
+    grammar_threads: int = setting(2, "Threads that compile constraints, per worker", panel=PANEL, ge=1)
+    grammar_cache_entries: int = setting(256, "Compiled constraints that a worker keeps", panel=PANEL, ge=0)
+    grammar_cache_bytes: int = setting(256 * MIB, "Bytes that they may take, estimated", panel=PANEL, ge=0)
+
+
+class ModelSettings(Settings):
+    """What to load, and how it computes."""
+
+    model: Names = setting(
+        (DEFAULT_MODEL,),
+        "Checkpoint folder, folio-chat (embedded), or Hugging Face id; NAME=CHECKPOINT serves it as NAME. "
+        "serve: repeat for several models",
+        panel="Model",
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face id", panel="Model")
+    device: str = setting(
+        "auto", "Device: auto, cpu, cuda or cuda:N; auto takes a GPU where there is one", panel="Model"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "Type of weights and activations; auto is the checkpoint's own", panel="Model"
+    )
+    quantization: Literal["none", "int8", "fp8"] = setting(
+        "none",
+        "Round a plain checkpoint's weights to 8 bits at loading: int8 (GPUs; CPUs with a C compiler) or fp8 (GPUs of "
+        "compute capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
+        panel="Model",
+    )
+    deterministic: bool = setting(
+        False, "The same bits for a request whatever else is in the batch, at a price", panel="Model"
+    )
+    attention_backend: str = setting("auto", "Attention backend: auto, reference or sdpa", panel="Model")
+    max_model_len: int | None = setting(
+        None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1
+    )
+    num_threads: int | None = setting(None, "CPU threads of the model; unset: torch decides", panel="Model", ge=1)
+    cpu_isa: Literal["auto", "avx2", "avx512", "vnni", "bf16", "amx"] = setting(
+        "auto",
+        "Best CPU instructions to use; hides better ones, to test what lesser CPUs do. auto: all that there are",
+        panel="Model",
+    )
+    check_numerics: Literal["off", "on"] = setting(
+        "off", "Report the first layer whose activations exceed a limit or turn NaN or infinite; slow", panel="Model"
+    )
+    check_numerics_limit: float | None = setting(
+        None, "The limit; unset: half of what the type can hold, at most a million", panel="Model", gt=0
+    )
+
+
+class MemorySettings(Settings):
+    """The KV pool."""
+
+    memory_fraction: float = setting(
+        0.9, "Part of the memory that is free after loading which the KV pool takes", panel="Memory", gt=0, le=1
+    )
+    num_blocks: int | None = setting(None, "KV blocks, instead of sizing the pool from memory", panel="Memory", ge=1)
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "fp8 keeps keys and values as e4m3, twice as many tokens in the same memory; auto is the type of activations",
+        panel="Memory",
+    )
+    block_size: int = setting(16, "Tokens of a KV block", panel="Memory", ge=1, le=256)
+    prefix_cache: Literal["on", "off"] = setting(
+        "on", "Whether prompts reuse blocks that earlier requests computed", panel="Memory"
+    )
+
+
+class SchedulingSettings(Settings):
+    """How much runs at once."""
+
+    max_num_seqs: int = setting(256, "Requests that run at once, per worker", panel="Scheduling", ge=1)
+    max_waiting: int = setting(1024, "Requests that wait besides; more are refused", panel="Scheduling", ge=0)
+    max_batch_tokens: int | None = setting(
+        None,
+        "Tokens of one engine step; unset: 8192 on a GPU, 512 on a CPU, where a long step would stall who decodes, "
+        "or max_num_seqs where that is more",
+        panel="Scheduling",
+        ge=1,
+    )
+    max_chunk_tokens: int | None = setting(
+        None, "Prompt tokens of one request in one step; unset: the whole step", panel="Scheduling", ge=1
+    )
+    aging_s: float = setting(10.0, "Seconds of waiting after which a request goes first", panel="Scheduling", ge=0)
+
+
+class OracleSettings(Settings):
+    """A worker without a model, for tests of the system: tokens are hashes of what the block tables hold."""
+
+    runner: Literal["torch", "oracle"] = setting("torch", "What executes the steps", panel="Tests", visibility="hidden")
+    oracle_vocab_size: int = setting(1000, "Token ids of the oracle", panel="Tests", visibility="hidden", ge=2)
+    oracle_step_delay_s: float = setting(0.0, "Seconds of an oracle step", panel="Tests", visibility="hidden", ge=0)
+    oracle_eos_every: int | None = setting(
+        None, "One token in so many ends the oracle's output", panel="Tests", visibility="hidden", ge=1
+    )
+    preempt_every_steps: int | None = setting(
+        None, "Every so many steps a request gives way without need", panel="Tests", visibility="hidden", ge=2
+    )

@@ -1,0 +1,39 @@
+"""What a model is called, by what --model says. Pure, but for looking whether a folder is there."""
+
+from pathlib import Path
+
+from octavo.cli.errors import usage
+from octavo.cli.settings.groups import ListenSettings
+
+
+def split_model(text: str) -> tuple[str | None, str]:
+    """NAME=CHECKPOINT into its parts; the name is None where none is given."""
+    name, equals, checkpoint = text.partition("=")
+    if equals and checkpoint and "/" not in name:
+        return name, checkpoint
+    return None, text
+
+
+def name_of_model(text: str) -> str:
+    """As its workers name it: NAME of NAME=CHECKPOINT, a folder's last part, else as it is. A folder need not be on
+    this host where the way to it begins with a slash, a dot or a tilde."""
+    name, checkpoint = split_model(text)
+    if name is not None:
+        return name
+    path = Path(checkpoint).expanduser()
+    return path.resolve().name if path.is_dir() or checkpoint[0] in "/.~" else checkpoint
+
+
+def model_ports(settings: ListenSettings) -> list[tuple[str, int]]:
+    """Name and port of each --model-port. Raises CliError."""
+    found = []
+    for text in settings.model_port:
+        name, _, port = text.rpartition("=")
+        if not name or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+            raise usage(
+                "bad value for --model-port",
+                f"{text!r} is not NAME=PORT",
+                "give a model's name and a port from 1 to 65535",
+            )
+        found.append((name, int(port)))
+    return found

@@ -1,0 +1,127 @@
+"""Merges the sources of settings: flag before environment before file before default, and remembers which won.
+
+Must not know any particular setting.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from octavo.cli.errors import usage
+from octavo.cli.settings.setting import Settings, flag_of, help_of, read_environment, variable_of
+from octavo.cli.settings.suggest import did_you_mean
+
+DEFAULT_FILE = Path("octavo.toml")
+
+
+class Source(Enum):
+    """Where a value came from, strongest first."""
+
+    FLAG = "flag"
+    ENVIRONMENT = "environment"
+    FILE = "file"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The source of one value and its name there: `--port`, `OCTAVO_PORT`, `octavo.toml`."""
+
+    source: Source
+    where: str
+
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved(Generic[S]):
+    """A settings group with the origin of each of its values, and the file that was read, if any."""
+
+    settings: S
+    origins: Mapping[str, Origin]
+    file: Path | None
+
+
+def resolve(
+    group: type[S], flags: Mapping[str, Any], *, file: Path | None = None, known_keys: frozenset[str] | None = None
+) -> Resolved[S]:
+    """The settings of a group. known_keys: keys that the file may have besides this group's.
+
+    Raises CliError (exit code 2) for a file that cannot be read, an unknown key and a bad value.
+    """
+    path = find_file(file)
+    in_file = read_file(path, known_keys or frozenset(group.model_fields)) if path else {}
+    layers = (
+        (Source.FLAG, dict(flags)),
+        (Source.ENVIRONMENT, read_environment(group)),
+        (Source.FILE, {name: value for name, value in in_file.items() if name in group.model_fields}),
+    )
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for source, layer in layers:
+        for name, value in layer.items():
+            if name not in values:
+                values[name] = value
+                origins[name] = Origin(source=source, where=_name_in(source, name, path))
+    for name in group.model_fields:
+        origins.setdefault(name, Origin(source=Source.DEFAULT, where=""))
+    return Resolved(settings=_validated(group, values, origins), origins=origins, file=path)
+
+
+def find_file(given: Path | None) -> Path | None:
+    """The configuration file: the one given, $OCTAVO_CONFIG, ./octavo.toml; None where there is none.
+
+    Raises CliError where a file that was asked for is not there.
+    """
+    asked = given or (Path(os.environ["OCTAVO_CONFIG"]) if os.environ.get("OCTAVO_CONFIG") else None)
+    if asked is None:
+        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+    if not asked.is_file():
+        raise usage("no configuration file", f"{asked} is not a file", "give an existing file with --config")
+    return asked
+
+
+def read_file(path: Path, known_keys: frozenset[str]) -> dict[str, Any]:
+    """The keys of a configuration file. Raises CliError for bad TOML and for a key that no setting has."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise usage(
+            f"{path} is not TOML", str(error), "mend the file; `octavo config show` prints what is read"
+        ) from None
+    for key in content:
+        if key not in known_keys:
+            advice = did_you_mean(key, known_keys, otherwise="`octavo config show` lists every key")
+            raise usage("unknown key in the configuration file", f"{path} has {key!r}", advice)
+    return content
+
+
+def _name_in(source: Source, name: str, path: Path | None) -> str:
+    if source is Source.FLAG:
+        return flag_of(name)
+    return variable_of(name) if source is Source.ENVIRONMENT else str(path)
+
+
+def _validated(group: type[S], values: dict[str, Any], origins: Mapping[str, Origin]) -> S:
+    try:
+        return group(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        where = origins[name].where if name in origins else ""
+        field = group.model_fields.get(name)
+        is_secret = field is not None and help_of(field).secrecy == "secret"
+        given = "(hidden)" if is_secret else values.get(name)
+        complaint = first["msg"][0].lower() + first["msg"][1:]
+        raise usage(
+            f"bad value for {flag_of(name)}",
+            f"{where or flag_of(name)} is {given!r}: {complaint}",
+            field.description if field and field.description else "see --help",
+        ) from None

@@ -1,0 +1,91 @@
+"""What one setting is: a pydantic field with its help, from which flag, variable, file key and documentation follow.
+
+Must not know any particular setting.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, Field
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "OCTAVO_"
+
+
+class Settings(BaseSettings):
+    """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources and remembers them."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, validate_default=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in: the environment is read by `cli.settings.resolve`."""
+        return (init_settings,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingHelp:
+    """How a setting shows in help: the panel that it stands in, whether it shows at all, whether its value may be
+    printed (open) or not (secret)."""
+
+    panel: str
+    visibility: str = "shown"
+    secrecy: str = "open"
+
+
+def setting(
+    default: Any, description: str, *, panel: str, visibility: str = "shown", secrecy: str = "open", **limits: Any
+) -> Any:
+    """A field of a settings group. `limits` are pydantic's (ge, le, gt, lt)."""
+    help_ = SettingHelp(panel=panel, visibility=visibility, secrecy=secrecy)
+    return Field(default, description=description, json_schema_extra={"setting": help_}, **limits)  # type: ignore[dict-item]
+
+
+def help_of(field: FieldInfo) -> SettingHelp:
+    """The help part of a field made by `setting`."""
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    found = extra["setting"]
+    assert isinstance(found, SettingHelp)
+    return found
+
+
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+"""Several names: a repeated flag, a comma-separated variable, a string or list in the file."""
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def read_environment(group: type[Settings]) -> dict[str, Any]:
+    """The settings of this group that the environment sets, by name, not validated yet."""
+    return dict(EnvSettingsSource(group)())
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a setting accepts, where it is a choice; else none."""
+    words = get_args(field.annotation)
+    return words if words and all(isinstance(word, str) for word in words) else ()

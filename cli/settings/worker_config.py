@@ -1,0 +1,110 @@
+"""From settings to the worker's frozen configuration. Pure, but for `auto`, which looks for a GPU."""
+
+from octavo.cli.errors import usage
+from octavo.cli.settings.gateway_config import default_endpoint
+from octavo.cli.settings.groups import WorkerSettings
+from octavo.cli.settings.model_names import split_model
+from octavo.worker.config import (
+    CPU_BATCH_TOKENS,
+    GPU_BATCH_TOKENS,
+    CheckNumerics,
+    CurveConfig,
+    Deterministic,
+    GrammarConfig,
+    PrefixCacheMode,
+    RunnerKind,
+    WorkerConfig,
+)
+
+
+def worker_config(settings: WorkerSettings) -> WorkerConfig:
+    """The worker's configuration. Raises CliError where there is not exactly one model."""
+    name, checkpoint = split_model(only_model(settings))
+    device = pick_device(settings.device) if settings.runner == "torch" else "cpu"
+    return WorkerConfig(
+        model=checkpoint,
+        served_name=name,
+        gateway_endpoints=settings.gateway_endpoint or (default_endpoint(settings.run_dir),),
+        worker_id=settings.worker_id,
+        revision=settings.revision,
+        runner=RunnerKind(settings.runner),
+        device=device,
+        dtype=None if settings.dtype == "auto" else settings.dtype,
+        attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
+        quantization=None if settings.quantization == "none" else settings.quantization,
+        deterministic=Deterministic.ON if settings.deterministic else Deterministic.OFF,
+        kv_cache_dtype=None if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
+        cpu_isa=None if settings.cpu_isa == "auto" else settings.cpu_isa,
+        check_numerics=CheckNumerics(settings.check_numerics),
+        check_numerics_limit=settings.check_numerics_limit,
+        num_threads=settings.num_threads,
+        memory_fraction=settings.memory_fraction,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        prefix_cache=PrefixCacheMode(settings.prefix_cache),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        max_batch_tokens=settings.max_batch_tokens or default_batch_tokens(device, settings.max_num_seqs),
+        max_chunk_tokens=settings.max_chunk_tokens,
+        aging_s=settings.aging_s,
+        grammars=GrammarConfig(
+            limits=settings.grammar_limits,
+            timeout_s=settings.grammar_timeout_s,
+            num_threads=settings.grammar_threads,
+            cache_entries=settings.grammar_cache_entries,
+            cache_bytes=settings.grammar_cache_bytes,
+        ),
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+        drain_grace_s=settings.drain_grace_s,
+        stall_exit_s=settings.stall_exit_s,
+        registration_token=settings.registration_token,
+        curve=_curve(settings),
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.worker_metrics_port,
+        audit_every_steps=settings.audit_every_steps,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+        oracle_vocab_size=settings.oracle_vocab_size,
+        oracle_step_delay_s=settings.oracle_step_delay_s,
+        oracle_eos_every=settings.oracle_eos_every,
+        preempt_every_steps=settings.preempt_every_steps,
+    )
+
+
+def only_model(settings: WorkerSettings) -> str:
+    """The one model of a worker."""
+    if len(settings.model) != 1:
+        raise usage(
+            "a worker serves one model",
+            f"--model was given {len(settings.model)} times: {', '.join(settings.model)}",
+            "start one `octavo worker` per model, or `octavo serve` with all of them",
+        )
+    return settings.model[0]
+
+
+def pick_device(device: str) -> str:
+    """`auto` is the first GPU, where there is one."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_batch_tokens(device: str, max_num_seqs: int) -> int:
+    """Tokens of a step: what a device computes without making those who decode wait for long (bench/RESULTS.md)."""
+    return max(CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS, max_num_seqs)
+
+
+def _curve(settings: WorkerSettings) -> CurveConfig | None:
+    secret, public = settings.worker_key_file, settings.gateway_public_key_file
+    if secret is None and public is None:
+        return None
+    if secret is None or public is None:
+        raise usage(
+            "CURVE needs two keys",
+            f"--worker-key-file is {secret}, --gateway-public-key-file is {public}",
+            "give both; `octavo keys new` makes them",
+        )
+    return CurveConfig(secret_key_file=secret, gateway_public_key_file=public)

@@ -1,0 +1,67 @@
+"""`octavo keys new-api`: a new API key, its digest in the file of keys, the key itself on the screen, once."""
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.cli.errors import CliError, usage
+from octavo.gateway.auth.key_file import load_access_list, parse_access_list
+from octavo.gateway.auth.keys import digest_of, new_key
+
+HEADER = "# Octavo API keys. For the gateway only (0600); docs/security.md says what may stand here.\n"
+
+
+def add_api_key(name: str, file: Path, *, tenant: str | None, scopes: Sequence[str], expires: str | None) -> str:
+    """Add an entry and return the key. The file is replaced as a whole, so that a gateway never reads half of it.
+    Raises CliError, AccessFileError; then the file is as it was."""
+    key = new_key()
+    entry = _entry(name, digest_of(key).hex(), tenant, scopes, expires)
+    if file.exists():
+        load_access_list(file)
+        before = file.read_text()
+    else:
+        before = HEADER
+    _check(before + entry, name)
+    _replace(file, before.rstrip("\n") + "\n" + entry)
+    return key
+
+
+def _entry(name: str, digest: str, tenant: str | None, scopes: Sequence[str], expires: str | None) -> str:
+    lines = [f"\n[keys.{_quoted(name)}]", f'sha256 = "{digest}"']
+    lines += [f"tenant = {_quoted(tenant)}"] if tenant else []
+    lines += [f"scopes = [{', '.join(_quoted(each) for each in scopes)}]"] if scopes else []
+    lines += [f"expires = {expires}"] if expires else []
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    if not text.isprintable() or set(text) & set('"\\'):
+        raise usage("bad name", f"{text!r} has characters that a name cannot have", "use letters, digits, - . _")
+    return f'"{text}"'
+
+
+def _check(text: str, name: str) -> None:
+    try:
+        parse_access_list(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        taken = "there is a key of that name already, or" if f'"{name}"' in text or f".{name}]" in text else ""
+        numbers = f"{taken} {error}".strip()
+        raise CliError("the key cannot be added", numbers, "choose another name, or an --expires with a zone") from None
+    except ValueError as error:
+        raise CliError("the key cannot be added", str(error), "see docs/security.md") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise CliError("the file of keys cannot be written", f"{path}: {error.strerror}", "give --file") from None

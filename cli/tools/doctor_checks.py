@@ -1,0 +1,191 @@
+"""What `octavo doctor` looks at. Each check gives a finding and breaks nothing, whatever it finds."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import psutil
+
+from octavo.cli.errors import CliError
+from octavo.cli.serve.ports import require_free
+from octavo.cli.serve.preflight import unknown_variables
+from octavo.cli.settings.groups import ServeSettings
+from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir
+
+GIB = 2**30
+MIN_PYTHON = (3, 11)
+MIN_SHM_BYTES = 64 * 2**20
+
+
+class Verdict(Enum):
+    """How a finding is meant."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report; advice where there is something to do."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    advice: str = ""
+
+
+def check_python() -> Finding:
+    """3.11 or later."""
+    is_good = sys.version_info[:2] >= MIN_PYTHON
+    return Finding(
+        name="python",
+        verdict=Verdict.GOOD if is_good else Verdict.BAD,
+        detail=f"{platform.python_version()} at {sys.executable}",
+        advice="" if is_good else "Octavo needs Python 3.11 or later",
+    )
+
+
+def check_packages() -> list[Finding]:
+    """Every package that pyproject.toml asks for is there, in a version that it allows."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(each) for each in importlib.metadata.requires("octavo") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        advice = "pip install -e . in the checkout (make demo does it)"
+        return [Finding(name="octavo", verdict=Verdict.WARNING, detail="not installed as a package", advice=advice)]
+    required = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    wrong = [found for each in required if (found := _package(each.name, str(each.specifier), each.specifier.contains))]
+    return wrong or [Finding(name="packages", verdict=Verdict.GOOD, detail=f"all {len(required)} in allowed versions")]
+
+
+def _package(name: str, wanted: str, allows: Callable[..., bool]) -> Finding | None:
+    advice = f"pip install '{name}{wanted}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name=name, verdict=Verdict.BAD, detail="missing", advice=advice)
+    if allows(version, prereleases=True):
+        return None
+    return Finding(name=name, verdict=Verdict.WARNING, detail=f"{version}, wanted {wanted}", advice=advice)
+
+
+def check_torch() -> list[Finding]:
+    """torch, and what it computes on."""
+    try:
+        import torch
+    except ImportError as error:
+        advice = "python deploy/install_torch.py in the checkout, which takes the build for this machine"
+        return [Finding(name="torch", verdict=Verdict.BAD, detail=str(error), advice=advice)]
+    found = [
+        Finding(name="torch", verdict=Verdict.GOOD, detail=f"{torch.__version__}, {torch.get_num_threads()} threads")
+    ]
+    if not torch.cuda.is_available():
+        has_driver = shutil.which("nvidia-smi") is not None
+        verdict = Verdict.WARNING if has_driver else Verdict.GOOD
+        advice = "this torch has no CUDA, or its driver is too old" if has_driver else ""
+        return [*found, Finding(name="device", verdict=verdict, detail=f"CPU, {_cpu()}", advice=advice)]
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        detail = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        found.append(Finding(name=f"cuda:{index}", verdict=Verdict.GOOD, detail=detail))
+    return found
+
+
+def check_memory() -> Finding:
+    """Main memory that is free."""
+    memory = psutil.virtual_memory()
+    is_good = memory.available > 2 * GIB
+    return Finding(
+        name="memory",
+        verdict=Verdict.GOOD if is_good else Verdict.WARNING,
+        detail=f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available",
+        advice="" if is_good else "give a small --num-blocks, or close other programs",
+    )
+
+
+def check_shared_memory() -> Finding:
+    """/dev/shm, which torch and CUDA use between processes."""
+    if not Path("/dev/shm").is_dir():
+        return Finding(name="/dev/shm", verdict=Verdict.WARNING, detail="absent", advice="only Linux has it")
+    free = shutil.disk_usage("/dev/shm").free
+    is_good = free >= MIN_SHM_BYTES
+    return Finding(
+        name="/dev/shm",
+        verdict=Verdict.GOOD if is_good else Verdict.WARNING,
+        detail=f"{free / GIB:.2f} GiB free",
+        advice="" if is_good else "in a container: --shm-size 1g",
+    )
+
+
+def check_run_folder(settings: ServeSettings) -> Finding:
+    """The run directory is ours alone, or can be made."""
+    folder = settings.run_dir or default_run_dir()
+    if not folder.exists():
+        return Finding(name="run directory", verdict=Verdict.GOOD, detail=f"{folder} will be made")
+    try:
+        check_run_dir(folder)
+    except RunDirError as error:
+        advice = "mend it, or give another with --run-dir"
+        return Finding(name="run directory", verdict=Verdict.BAD, detail=str(error), advice=advice)
+    return Finding(name="run directory", verdict=Verdict.GOOD, detail=f"{folder} is 0700 and ours")
+
+
+def check_ports(settings: ServeSettings) -> list[Finding]:
+    """The ports that `octavo serve` would listen on are free."""
+    wanted = [
+        (settings.host, "port", settings.port),
+        (settings.metrics_host, "metrics_port", settings.metrics_port),
+        (settings.metrics_host, "worker_metrics_port", settings.worker_metrics_port),
+    ]
+    found = []
+    for host, name, port in wanted:
+        try:
+            require_free(host, port, name)
+        except CliError as error:
+            found.append(Finding(name="port", verdict=Verdict.WARNING, detail=error.numbers, advice=error.change))
+    free = ", ".join(str(port) for _, _, port in wanted)
+    return found or [Finding(name="ports", verdict=Verdict.GOOD, detail=f"{free} are free")]
+
+
+def check_file_limit() -> Finding:
+    """Each connection takes a file descriptor."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_good = soft >= 4096
+    return Finding(
+        name="open files",
+        verdict=Verdict.GOOD if is_good else Verdict.WARNING,
+        detail=f"at most {soft:,} (hard limit {hard:,})",
+        advice="" if is_good else "ulimit -n 65536 before serving many clients",
+    )
+
+
+def check_variables() -> list[Finding]:
+    """Variables that look like ours, and are not."""
+    return [
+        Finding(name="environment", verdict=Verdict.WARNING, detail=f"{name} is no setting", advice=advice)
+        for name, advice in unknown_variables()
+    ]
+
+
+def _cpu() -> str:
+    flags = _cpu_flags()
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{os.cpu_count()} cores" + (f", {' '.join(features)}" if features else "")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in text.splitlines() if line.startswith("flags")), set())

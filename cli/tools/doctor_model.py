@@ -1,0 +1,127 @@
+"""What serving the models of --model needs: checkpoint, device, disk, memory, compiler, kernels, hub."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from octavo.cli.explain import explain
+from octavo.cli.serve.preflight import check_device, check_model, check_names
+from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.settings.worker_config import split_model
+from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict
+
+KERNEL_CACHE_BYTES = 64 << 20
+
+
+def check_models(settings: ServeSettings) -> list[Finding]:
+    """Everything that has to be there to serve them."""
+    found = [_told("device", lambda: check_device(settings.device), f"--device {settings.device} can be had")]
+    found.append(_told("models", lambda: check_names(settings.model), f"{len(settings.model)} with names of their own"))
+    for model in settings.model:
+        found += _check_checkpoint(model, settings)
+    return [*found, _check_kernel_cache(), *_check_kernels(settings)]
+
+
+def _told(name: str, look: Callable[[], object], good: str) -> Finding:
+    """Good, or what the check raised as `octavo serve` would tell it."""
+    try:
+        look()
+    except Exception as error:
+        told = explain(error)
+        return Finding(name=name, verdict=Verdict.BAD, detail=f"{told.what}: {told.numbers}", advice=told.change)
+    return Finding(name=name, verdict=Verdict.GOOD, detail=good)
+
+
+def _check_checkpoint(model: str, settings: ServeSettings) -> list[Finding]:
+    _, checkpoint = split_model(model)
+    try:
+        folder = check_model(model, settings)
+    except Exception as error:
+        told = explain(error)
+        detail = f"{checkpoint}: {told.what}: {told.numbers}"
+        name = "hub" if type(error).__name__ == "HubUnreachable" else "checkpoint"
+        return [Finding(name=name, verdict=Verdict.BAD, detail=detail, advice=told.change)]
+    if folder is None or not list(folder.glob("*.safetensors")):
+        return _check_download(checkpoint, settings.revision)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    good = Finding(name="checkpoint", verdict=Verdict.GOOD, detail=f"{folder}, {_gib(num_bytes)} of weights")
+    return [good, _check_room(num_bytes, settings)]
+
+
+def _check_download(checkpoint: str, revision: str | None) -> list[Finding]:
+    """The hub answers, and its cache has room for what is to be fetched."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    try:
+        info = HfApi().model_info(checkpoint, revision=revision, files_metadata=True, timeout=10.0)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        advice = "give a folder with --model, or mend the network (HF_ENDPOINT names another hub)"
+        detail = f"{checkpoint} is not complete on this machine, and the hub does not answer: {reason[0]}"
+        return [Finding(name="hub", verdict=Verdict.BAD, detail=detail, advice=advice)]
+    num_bytes = sum(each.size or 0 for each in info.siblings or () if each.rfilename.endswith(".safetensors"))
+    hub = Finding(name="hub", verdict=Verdict.GOOD, detail=f"has {checkpoint}, {_gib(num_bytes)} of weights")
+    return [hub, _check_disk("disk", Path(HF_HUB_CACHE), num_bytes, "set HF_HOME to a folder on a larger disk")]
+
+
+def _check_disk(name: str, folder: Path, num_bytes: int, advice: str) -> Finding:
+    """That so many bytes can be written there; the folder need not exist yet."""
+    there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    if not os.access(there, os.W_OK):
+        return Finding(name=name, verdict=Verdict.BAD, detail=f"{there} cannot be written to", advice=advice)
+    is_good = free >= num_bytes
+    return Finding(
+        name=name,
+        verdict=Verdict.GOOD if is_good else Verdict.BAD,
+        detail=f"{folder}: {_gib(free)} free, {_gib(num_bytes)} wanted",
+        advice="" if is_good else advice,
+    )
+
+
+def _check_room(num_bytes: int, settings: ServeSettings) -> Finding:
+    """Main memory for the weights of each worker, unless a GPU has them."""
+    available, wanted = psutil.virtual_memory().available, num_bytes * settings.workers
+    if settings.device.startswith("cuda"):
+        return Finding(name="weights", verdict=Verdict.GOOD, detail=f"{_gib(num_bytes)}, into the GPU's memory")
+    is_good = wanted <= available
+    return Finding(
+        name="weights",
+        verdict=Verdict.GOOD if is_good else Verdict.BAD,
+        detail=f"{_gib(wanted)} for {settings.workers} workers, {_gib(available)} of memory available",
+        advice="" if is_good else "close other programs, give fewer --workers, or take a smaller model",
+    )
+
+
+def _check_kernel_cache() -> Finding:
+    """Where compiled kernels are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    advice = "set XDG_CACHE_HOME to a folder that can be written to"
+    return _check_disk("kernel cache", Path(base) / "octavo", KERNEL_CACHE_BYTES, advice)
+
+
+def _check_kernels(settings: ServeSettings) -> list[Finding]:
+    """A compiler and what it makes. Without them torch serves, slower: a warning."""
+    if settings.device.startswith("cuda"):
+        return []
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        advice = "install a C compiler (apt install gcc): without one a CPU serves several times slower"
+        return [Finding(name="compiler", verdict=Verdict.WARNING, detail="there is no cc", advice=advice)]
+    found = [Finding(name="compiler", verdict=Verdict.GOOD, detail=compiler)]
+    if os.environ.get("OCTAVO_NATIVE") == "off":
+        return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail="off", advice="unset OCTAVO_NATIVE")]
+    from octavo.model.cpu.native import native_library
+
+    if native_library() is None:
+        advice = f"`{compiler} --version` tells whether it runs; without kernels a CPU serves several times slower"
+        return [*found, Finding(name="kernels", verdict=Verdict.WARNING, detail="could not be compiled", advice=advice)]
+    return [*found, Finding(name="kernels", verdict=Verdict.GOOD, detail="compiled, and loaded")]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,159 @@
+"""`octavo tour`: a whole service seen at work by one command: started, asked three questions, measured, stopped."""
+
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli.client.receipt import receipt_table
+from octavo.cli.errors import CliError
+from octavo.cli.serve.launch import READY_FILE, command_line, environment, write_settings
+from octavo.cli.serve.ports import free_port
+from octavo.cli.serve.readiness import Samples, read_metrics
+from octavo.cli.settings.groups import ServeSettings
+from octavo.client import Client
+
+QUESTIONS = ("What is your name?", "Do you like music?", "Tell me a story about a fox.")
+MAX_TOKENS = 200
+NUM_BLOCKS = 1024  # enough for three questions; the default would take most of the memory
+NUM_THREADS = 1  # on a busy machine, two threads that wait for each other made a step of this model ten times longer
+STOP_TIMEOUT_S = 60.0
+READY_POLL_S = 0.05
+HOST = "127.0.0.1"
+OPEN_DOOR = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": None, "api_keys_file": None}
+
+
+# A few figures of /metrics pages, for people. Pure; a figure that no page has is left out.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A line of the table: its label, the sample that it sums, and how it is printed."""
+
+    label: str
+    sample: str
+    show: Callable[[float], str] = "{:,.0f}".format
+
+
+FIGURES = (
+    Figure(label="requests finished", sample="octavo_request_success_total"),
+    Figure(label="prompt tokens", sample="octavo_prompt_tokens_total"),
+    Figure(label="generated tokens", sample="octavo_generation_tokens_total"),
+    Figure(label="prefix cache hits (tokens)", sample="octavo_prefix_cache_hits_total"),
+    Figure(label="preemptions", sample="octavo_num_preemptions_total"),
+    Figure(label="KV blocks leaked", sample="octavo_kv_blocks_leaked"),
+)
+MEANS = (
+    ("time to first token, mean", "octavo_time_to_first_token_seconds"),
+    ("inter-token latency, mean", "octavo_inter_token_latency_seconds"),
+    ("engine step, mean", "octavo_step_time_seconds"),
+)
+
+
+def metric_rows(pages: Sequence[Samples]) -> list[tuple[str, str]]:
+    """Label and value of each figure that is there."""
+    rows = []
+    for figure in FIGURES:
+        values = [value for page in pages for _, value in page.get(figure.sample, ())]
+        rows += [(figure.label, figure.show(sum(values)))] if values else []
+    for label, name in MEANS:
+        total, count = _sum(pages, name + "_sum"), _sum(pages, name + "_count")
+        rows += [(label, f"{total / count * 1000:,.2f} ms")] if count else []
+    return rows
+
+
+def metrics_table(pages: Sequence[Samples]) -> Table:
+    """For a terminal."""
+    table = Table("from /metrics", "value", title_justify="left")
+    for label, value in metric_rows(pages):
+        table.add_row(label, value)
+    return table
+
+
+def _sum(pages: Sequence[Samples], name: str) -> float:
+    return sum(value for page in pages for _, value in page.get(name, ()))
+
+
+def tour(settings: ServeSettings) -> int:
+    """Run the tour on free ports; 0 where every step worked. Raises CliError where the service does not start."""
+    console = Console()
+    taken: set[int] = set()
+    port, gateway_metrics, worker_metrics = (free_port(HOST, taken) for _ in range(3))
+    changes = {"port": port, "metrics_port": gateway_metrics, "worker_metrics_port": worker_metrics}
+    with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}") as client:
+        for question in QUESTIONS:
+            _ask(client, question, console)
+        pages = [read_metrics(f"http://{HOST}:{each}/metrics") for each in (gateway_metrics, worker_metrics)]
+        console.print(metrics_table(pages))
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(STOP_TIMEOUT_S)
+    console.print(f"[dim]the service has drained and stopped with exit code {code}[/]")
+    return 0 if code == 0 else 1
+
+
+def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSettings:
+    """The settings given, on our ports, with a small pool and a quiet log unless others were asked for."""
+    small = {} if settings.num_blocks else {"num_blocks": NUM_BLOCKS}
+    small |= {} if settings.num_threads else {"num_threads": NUM_THREADS}
+    quiet = {"log_level": "error"} if settings.log_level == "info" else {}
+    quiet |= {"log_format": "console"} if settings.log_format == "auto" else {}
+    return settings.model_copy(
+        update={"host": HOST, "metrics_host": HOST, "admin_port": None, "model_port": ()}
+        | OPEN_DOOR
+        | small
+        | quiet
+        | changes
+    )
+
+
+@contextmanager
+def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
+    """`octavo serve` in a process of its own, ready; nothing of it is left at the end."""
+    with tempfile.TemporaryDirectory(prefix="octavo-tour-") as made:
+        run_dir = Path(made) / "run"
+        file = write_settings(settings.model_dump() | {"run_dir": run_dir}, Path(made) / "serve.toml")
+        process = subprocess.Popen(command_line("serve", file), env=environment(), start_new_session=True)
+        try:
+            _wait_until_ready(process, run_dir / READY_FILE, settings.startup_timeout_s)
+            yield process
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], ready_file: Path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not ready_file.exists():
+        if process.poll() is not None:
+            numbers = f"`octavo serve` ended with exit code {process.returncode}"
+            raise CliError("the service did not start", numbers, "its own lines above say why")
+        if time.monotonic() > deadline_s:
+            raise CliError("the service is not ready", f"after {timeout_s:g} s", "give a longer --startup-timeout-s")
+        time.sleep(READY_POLL_S)
+
+
+def _ask(client: Client, question: str, console: Console) -> None:
+    """Print the question, the answer as it comes, and the receipt."""
+    console.rule(f"[bold cyan]{question}", align="left")
+    stream = client.stream(messages=[("user", question)], max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=120.0)
+    for text in stream:
+        console.out(text, end="", highlight=False)
+    console.print()
+    if stream.finished is not None:
+        console.print(receipt_table(stream.finished))

@@ -1,0 +1,277 @@
+"""`octavo verify`: a checkpoint as a worker serves it, and a service that runs, against transformers, as a table."""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli.serve.preflight import check_device_here
+from octavo.cli.settings.worker_config import default_batch_tokens, pick_device
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.config import Qwen2Config, load_config
+from octavo.model.dtypes import parse_dtype
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.verify.checks import VerifyRow
+from octavo.model.verify.prompts import make_prompts
+from octavo.model.verify.reference import Reference, Rounded
+from octavo.model.verify.rounding import verify_rounding
+from octavo.model.verify.rounding_error import RoundingError
+from octavo.model.verify.served import MISTAKE, ServedPass, ServedRow, judge
+from octavo.model.verify.verify import VerifyReport, find_numeric_fault, verify_checkpoint
+from octavo.worker.config import Deterministic, WorkerConfig
+from octavo.worker.loading.loader import load_torch
+from octavo.worker.loading.memory import available_host_bytes
+from octavo.worker.loading.model_card import Described, describe
+from octavo.worker.loading.verification import blocks_wanted, serve_known_tokens
+from octavo.worker.loading.warmup import WarmRunner
+from octavo.worker.main import configure_logs
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What is verified: the checkpoint, and how it is served. Names as the flags of `octavo worker` have them."""
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    deterministic: Deterministic = Deterministic.OFF
+    attention_backend: str | None = None
+    max_model_len: int | None = None
+    num_threads: int | None = None
+
+    @property
+    def rounded(self) -> Rounded:
+        """What has fewer bits than the dtype."""
+        is_gpu = pick_device(self.device) != "cpu" and self.attention_backend is None
+        return Rounded(weights=self.quantization, cache=self.kv_cache_dtype, on_gpu=is_gpu)
+
+
+def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new_tokens: int) -> int:
+    """Compare and print; the exit code is 0 where every row is within its limit, else 1."""
+    configure_logs("auto", "warning")
+    check_device_here(served.device)
+    console, start_s = Console(), time.monotonic()
+    folder = resolve_checkpoint(served.model, revision=served.revision)
+    config = load_config(folder)
+    verdicts: list[bool] = []
+    if (why := _why_no_layers(config)) is None:
+        with console.status(f"comparing the layers of {folder} with transformers, in float32"):
+            report = verify_checkpoint(
+                folder,
+                dtype=torch.float32,
+                num_prompts=min(num_prompts, 3),
+                max_new_tokens=min(max_new_tokens, 8),
+                context_len=_context_len(served, describe(folder)),
+                **({"backends": tuple(backends)} if backends else {}),
+            )
+        console.print(report_table(report))
+        verdicts += [row.is_ok for row in report.rows]
+    else:
+        console.print(f"[dim]layers are not compared one by one: {why}[/]")
+    with console.status(f"running {folder} as a worker does, and by transformers"):
+        rows = compare_served(served, folder, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
+    print_rows(console, rows)
+    verdicts += [row.is_ok for row in rows]
+    return print_verdict(console, verdicts.count(False), len(verdicts), time.monotonic() - start_s)
+
+
+def compare_served(served: Served, folder: Path, *, num_prompts: int, max_new_tokens: int) -> list[ServedRow]:
+    """Load and run as a worker does, as asked for and in float32, and compare with transformers on the same tokens.
+    One model is in memory at a time. Raises what a worker's start raises, CheckpointError."""
+    config, described = load_config(folder), describe(folder)
+    longest = max(_context_len(served, described) // 2, 1)
+    prompts = [
+        [token % described.vocab_size for token in prompt[:longest]]
+        for prompt in make_prompts(folder, config, num_prompts)
+    ]
+    passes = [_serve(each, folder, prompts, max_new_tokens) for each in _passes(served, config)]
+    return judge(Reference(folder), passes, vocab_size=described.vocab_size)
+
+
+def _context_len(served: Served, described: Described) -> int:
+    return min(served.max_model_len or described.max_model_len, described.max_model_len)
+
+
+def print_verdict(console: Console, failed: int, num_rows: int, seconds: float) -> int:
+    """The last line, and the exit code."""
+    if failed:
+        console.print(f"[bold red]{failed} of {num_rows} comparisons are beyond their limit[/]")
+        return 1
+    console.print(f"[bold green]all {num_rows} comparisons are within their limits[/] [dim]({seconds:.0f} s)[/]")
+    return 0
+
+
+def _why_no_layers(config: Qwen2Config) -> str | None:
+    """Why transformers' layers cannot stand beside ours; None where they can."""
+    if config.quantization is not None:
+        return "transformers does not load packed checkpoints without more packages"
+    wanted = 9 * _num_parameters(config)  # two models in float32, and what their steps need
+    if wanted > (available := available_host_bytes()):
+        return f"two models in float32 need {wanted / 1e9:.0f} GB, {available / 1e9:.0f} are free"
+    return None
+
+
+def _num_parameters(config: Qwen2Config) -> int:
+    return sum(parameter.numel() for parameter in Qwen2ForCausalLM(config, device="meta").parameters())
+
+
+def _passes(served: Served, config: Qwen2Config) -> list[Served]:
+    """As asked for; and in float32, where nothing that is wrong can be taken for rounding."""
+    dtype = parse_dtype(served.dtype) or (None if config.quantization else config.dtype) or torch.bfloat16
+    as_asked = replace(served, dtype=str(dtype).removeprefix("torch."))
+    if dtype == torch.float32 and not served.quantization and not served.kv_cache_dtype:
+        return [as_asked]
+    exact = replace(served, dtype="float32", quantization=None, kv_cache_dtype=None)
+    if config.quantization is not None and pick_device(served.device) != "cpu":  # its kernels multiply halves only
+        exact = replace(exact, attention_backend="sdpa", deterministic=Deterministic.OFF)
+    return [as_asked, exact]
+
+
+def _serve(served: Served, folder: Path, prompts: list[list[int]], max_new_tokens: int) -> ServedPass:
+    """Load as a worker does, run, and give the memory back."""
+    device = pick_device(served.device)
+    max_num_seqs = max(len(prompts), 8)
+    config = WorkerConfig(
+        model=str(folder),
+        gateway_endpoints=(),
+        device=device,
+        dtype=served.dtype,
+        quantization=served.quantization,
+        kv_cache_dtype=served.kv_cache_dtype,
+        deterministic=served.deterministic,
+        attention_backend=served.attention_backend,
+        num_threads=served.num_threads,
+        max_model_len=served.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=default_batch_tokens(device, max_num_seqs),
+        block_size=BLOCK_SIZE,
+        num_blocks=blocks_wanted(prompts, max_new_tokens=max_new_tokens, block_size=BLOCK_SIZE),
+    )
+    loaded = load_torch(config, lambda _stage, _done, _total: None)
+    try:
+        sequences = serve_known_tokens(
+            cast(WarmRunner, loaded.runner),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            max_batch_tokens=config.max_batch_tokens,
+        )
+    finally:
+        loaded.runner.close()
+        label = f"{loaded.device}, {served.dtype}"
+        del loaded
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    dtype = parse_dtype(served.dtype)
+    assert dtype is not None
+    return ServedPass(
+        label=label,
+        dtype=dtype,
+        sequences=sequences,
+        rounded=served.rounded,
+        is_deterministic=served.deterministic is Deterministic.ON,
+    )
+
+
+def check_numerics(name: str, *, revision: str | None, dtype: str | None, limit: float | None, num_prompts: int) -> int:
+    """Run prompts and name the first bad layer; the exit code is 1 where there is one."""
+    console = Console()
+    folder = resolve_checkpoint(name, revision=revision)
+    with console.status(f"watching every activation of {folder}"):
+        finding = find_numeric_fault(folder, dtype=dtype, limit=limit, num_prompts=num_prompts)
+    if finding is None:
+        console.print("[bold green]every activation is finite and within the limit[/]")
+        return 0
+    console.print(f"[bold red]{finding}[/]", soft_wrap=True)
+    return 1
+
+
+def rounding(served: Served, *, against: str | None, num_prompts: int, max_new_tokens: int) -> int:
+    """Print what rounding costs; there is no limit to be beyond, so the exit code is 0."""
+    console = Console()
+    folder = resolve_checkpoint(served.model, revision=served.revision)
+    with console.status(f"comparing {folder} with itself before it was rounded"):
+        error = verify_rounding(
+            folder,
+            against=None if against is None else resolve_checkpoint(against),
+            quantization=served.quantization,
+            kv_cache_dtype=served.kv_cache_dtype,
+            dtype=parse_dtype(served.dtype),
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+        )
+    console.print(rounding_table(error))
+    return 0
+
+
+def rounding_table(error: RoundingError) -> Table:
+    """One line per figure."""
+    table = Table("against float32", "")
+    table.add_row("perplexity of the prompts", f"{error.perplexity:.3f} (before: {error.before:.3f})")
+    table.add_row("logits, relative error", f"{error.relative_error:.2e}")
+    table.add_row("divergence, nats a token", f"{error.divergence:.2e}")
+    table.add_row("same first choice", f"{error.same_choice:.1%}")
+    prefix = f"{error.mean_prefix:.1f} tokens alike on average"
+    table.add_row("greedy outputs", f"{error.same_outputs} of {error.num_outputs} equal; {prefix}")
+    return table
+
+
+def report_table(report: VerifyReport) -> Table:
+    """One row per comparison of the layers."""
+    table = _table("layer by layer, in float32", "largest error", "relative", "limit", "greedy")
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: VerifyRow) -> tuple[str, ...]:
+    equal = "" if row.num_compared is None else f"{row.num_equal}/{row.num_compared}"
+    errors = (f"{row.max_abs_error:.2e}", f"{row.relative_error:.2e}", f"{row.limit:.0e}")
+    where = row.mode if row.backend == "-" else f"{row.mode}, {row.backend}"
+    return (f"{row.check}: {where}", *errors, equal, _verdict(row.is_ok))
+
+
+def print_rows(console: Console, rows: Sequence[ServedRow]) -> None:
+    """A table for each way of serving."""
+    for label in dict.fromkeys(row.label for row in rows):
+        console.print(served_table(label, [row for row in rows if row.label == label]))
+    console.print(
+        "[dim]errors are of log-probabilities, in nats (root mean square), against transformers in float32[/]"
+    )
+
+
+def served_table(label: str, rows: Sequence[ServedRow]) -> Table:
+    """One row per comparison of what was served this way."""
+    table = _table(f"as served: {label}", "error", "transformers", "limit", "greedy")
+    for row in rows:
+        if row.check == MISTAKE:
+            figures = tuple(f"{100 * share:.3g} %" for share in (row.error, row.own, row.limit))
+        else:
+            figures = tuple(f"{error:.2e}" for error in (row.error, row.own, row.limit))
+        equal = f"{row.num_equal}/{row.num_sampled}" if row.num_sampled else ""
+        beyond = f" {row.gap:.2g} off" if row.gap > row.gap_limit else ""
+        table.add_row(f"{row.check}: {row.mode}", *figures, equal + beyond, _verdict(row.is_ok))
+    return table
+
+
+def _table(title: str, *figures: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("check", overflow="fold")
+    for name in (*figures, ""):
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _verdict(is_ok: bool) -> str:
+    return "[green]ok[/]" if is_ok else "[bold red]beyond[/]"

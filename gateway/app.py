@@ -1,0 +1,295 @@
+"""One gateway: owns every part and every task; starts, drains, stops them in order.
+
+start: pool (workers may register) -> tasks -> listeners
+drain: health NOT_SERVING -> new requests refused -> those in flight finish, or end with DRAINING after the grace
+stop:  listeners (GOAWAY) -> tasks -> pool -> metrics
+"""
+
+import asyncio
+import contextlib
+
+import grpc
+import structlog
+from grpc_reflection.v1alpha import reflection
+
+from octavo.gateway.auth.authenticator import Door
+from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.auth.reloader import Keeper
+from octavo.gateway.config import Dialects, GatewayConfig
+from octavo.gateway.dialects import kserve, vllm
+from octavo.gateway.errors import Draining
+from octavo.gateway.models import ServedModels
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
+from octavo.gateway.observability.ticker import GarbageWatch, measure_loop_lag, refresh, report
+from octavo.gateway.peers.control import Control
+from octavo.gateway.peers.peers import name_of
+from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
+from octavo.gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit
+from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.readiness import Readiness
+from octavo.gateway.rpc.server import bind, new_server
+from octavo.gateway.rpc.unread import UnreadEndings
+from octavo.gateway.servicers.admin import AdminServicer
+from octavo.gateway.servicers.inference import InferenceServicer
+from octavo.gateway.servicers.model import ModelServicer
+from octavo.gateway.text.render_pool import Renderer, RenderPool
+from octavo.gateway.text.service import TextService
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+
+log = structlog.get_logger(__name__)
+_HEALTH = "grpc.health.v1.Health"
+_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _HEALTH)
+_END_S = 2.0  # for streams that were ended to write their status
+_POLL_S = 0.02
+
+
+class Gateway:
+    """Create, start and stop it on one event loop. listen_address, model_addresses, admin_address,
+    metrics_port: what was bound."""
+
+    def __init__(
+        self, config: GatewayConfig, *, pool: WorkerPool | None = None, renderer: Renderer | None = None
+    ) -> None:
+        """pool, renderer: for tests; made from the configuration otherwise."""
+        self.config = config
+        self.meters = GatewayMeters()
+        self.models = ServedModels(config.expected_models)
+        self.pool = pool or WorkerPool(config.workers, on_model=self.models.on_model)
+        self.text = TextService(
+            num_threads=config.limits.tokenizer_threads,
+            max_waiting=config.limits.max_tokenizing,
+            max_bytes=config.limits.max_tokenizing_bytes,
+        )
+        self.renderer: Renderer = renderer or RenderPool(config.limits.render)
+        self.desk = Desk(
+            pool=self.pool,
+            models=self.models,
+            text=self.text,
+            limits=config.limits,
+            meters=self.meters,
+            receipt_timeout_s=config.stop_receipt_timeout_s,
+            prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
+            renderer=self.renderer,
+        )
+        self.keeper = Keeper(config.access)
+        self._limiter = ConnectionLimiter(connection_limits(config.connection, descriptor_limit()), self.desk.peers)
+        self.collector = GatewayCollector(
+            self.meters,
+            lambda: getattr(self.pool, "stats", None),
+            reloads=self.keeper.reloads,
+            connections=self._limiter,
+        )
+        self.control = Control(self.desk, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator)
+        self.readiness = Readiness(self.is_ready, self._ready_models)
+        self.listen_address = ""
+        self.model_addresses: dict[str, str] = {}
+        self.admin_address = ""
+        self.metrics_port: int | None = None
+        self.drained = asyncio.Event()
+        self.is_drained_by_operator = False
+        self._servers: list[grpc.aio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drain_task: asyncio.Task[None] | None = None
+        self._metrics: MetricsEndpoint | None = None
+        self._guard = self._new_guard(self.keeper.door)
+        self._endings = UnreadEndings()
+
+    def is_ready(self) -> bool:
+        """Whether requests for all expected models could be answered now; where none is expected, for any."""
+        return not self.desk.is_draining and self.models.are_ready(self.pool.cards())
+
+    def _ready_models(self) -> dict[str, bool]:
+        cards = self.pool.cards()
+        return {
+            name: not self.desk.is_draining and self.models.is_ready(name, cards) for name in self.models.names(cards)
+        }
+
+    async def start(self) -> None:
+        """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's and the peers'
+        start raises; then all is closed."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        self.keeper.load()
+        self.pool.on_change(self.readiness.changed)
+        self.models.on_change(self.readiness.changed)
+        await self.pool.start()
+        await self.control.peers.start()
+        self._tasks = [
+            asyncio.create_task(self.readiness.run(), name="readiness"),
+            asyncio.create_task(self.keeper.run(), name="keeper"),
+            asyncio.create_task(refresh(self.desk, self.collector), name="refresh"),
+            asyncio.create_task(report(self.desk), name="report"),
+            *self._watch_process(),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_log_defect)
+        await self._listen()
+        await self.renderer.start()
+        log.info(
+            "listening",
+            address=self.listen_address,
+            admin=self.admin_address or None,
+            metrics_port=self.metrics_port,
+            max_connections=self._limiter.limits.total,
+        )
+
+    def _watch_process(self) -> list["asyncio.Task[None]"]:
+        return [
+            asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
+            asyncio.create_task(GarbageWatch().run(), name="garbage"),
+            asyncio.create_task(self._endings.run(), name="unread endings"),
+            asyncio.create_task(self._limiter.run(), name="connections"),
+        ]
+
+    async def _listen(self) -> None:
+        config = self.config
+        if config.metrics_address is not None:
+            check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
+            self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
+            self.metrics_port = self._metrics.port
+        self.listen_address = self._listen_at(config.listen_address, self._guard, setting="--port")
+        for name, address in config.model_addresses:
+            guard = self._new_guard(self.keeper.door, model=name)
+            self.model_addresses[name] = self._listen_at(address, guard, setting="--model-port")
+        if config.admin_address is not None:
+            self._servers.append(self._admin_server(config.admin_address))
+        if config.status_address is not None:
+            self._servers.append(self._status_server(config.status_address))
+        for each in self._servers:
+            await each.start()
+
+    def _listen_at(self, address: str, guard: Guard, *, setting: str) -> str:
+        """All that callers may call, at one more address; as it was bound."""
+        config = self.config
+        num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
+        max_connections = max(1, self._limiter.limits.total // num_listeners)
+        server = new_server(config, self._endings, guard, max_connections=max_connections)
+        self._servers.append(server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk, self.control), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        self.readiness.attach(server)
+        dialects = self._attach_dialects(server)
+        reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
+        bound = bind(server, config, address, self.keeper.listener(), setting=setting)
+        if not bound.startswith("unix:"):
+            self._limiter.watch(split_host_port(bound)[1])
+        return bound
+
+    def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        """Names of the services that were added."""
+        if self.config.dialects is Dialects.NONE:
+            return ()
+        kserve.attach(server, self.desk, self.is_ready)
+        services = [kserve.SERVICE]
+        if vllm.is_installed():
+            vllm.attach(server, self.desk, self.control, self.is_ready)
+            services.append(vllm.SERVICE)
+        for service in services:
+            self.readiness.add(service)
+        return tuple(services)
+
+    def _admin_server(self, address: str) -> grpc.aio.Server:
+        check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
+        server = new_server(self.config, self._guard)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.control), server)
+        self.readiness.attach(server)
+        reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
+        self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
+        return server
+
+    def _new_guard(self, door: Door, *, model: str = "") -> Guard:
+        limits = self.config.limits
+        return Guard(
+            self.meters,
+            pushback_ms=limits.pushback_ms,
+            door=door,
+            max_metadata_bytes=limits.max_metadata_bytes,
+            message_timeout_s=self.config.connection.message_timeout_s,
+            model=model,
+        )
+
+    def _status_server(self, address: str) -> grpc.aio.Server:
+        """Health and models for the supervisor, on a socket in the run directory: closed to all but our user."""
+        server = new_server(self.config, self._new_guard(Door()))
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        self.readiness.attach(server)
+        bind(server, self.config, address, None, setting="the status socket")
+        return server
+
+    def _drain_for_operator(self, grace_s: float | None) -> None:
+        self.is_drained_by_operator = True
+        self.begin_drain(grace_s)
+
+    def begin_drain(self, grace_s: float | None = None) -> None:
+        """Start to drain; `drained` is set when nothing is in flight any more. A second call changes nothing."""
+        if self._drain_task is None:
+            grace_s = self.config.drain_grace_s if grace_s is None else grace_s
+            self._drain_task = asyncio.create_task(self._drain(grace_s), name="drain")
+            self._drain_task.add_done_callback(_log_defect)
+
+    async def _drain(self, grace_s: float) -> None:
+        log.info("draining", in_flight=self.desk.admission.counts().num_entered, grace_s=grace_s)
+        self.desk.is_draining = True  # readiness is false from here on
+        await self.readiness.publish()
+        try:
+            if not await self._empty_within(grace_s):
+                ended = self.desk.fail_all(Draining("this gateway shuts down and its grace is over"))
+                log.warning("ended_by_drain", requests=ended)
+                await self._empty_within(_END_S)
+        finally:
+            self.drained.set()
+
+    async def _empty_within(self, limit_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        while self.desk.admission.counts().num_entered:
+            if loop.time() >= end_s:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def stop(self) -> None:
+        """At once; streams that are still open end with DRAINING. Idempotent."""
+        self.desk.is_draining = True
+        if self.desk.fail_all(Draining("this gateway shuts down")):
+            await self._empty_within(_END_S)
+        await self.readiness.close()
+        await asyncio.gather(*(server.stop(0.5) for server in self._servers))
+        self._servers.clear()
+        await self._cancel_tasks()
+        await self.control.peers.close()
+        await self.pool.close()
+        await self.models.close()
+        self.text.close()
+        await self.renderer.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+            self._metrics = None
+        self.drained.set()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = [*self._tasks, *([self._drain_task] if self._drain_task else [])]
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+
+def _name_of(config: GatewayConfig) -> str:
+    """What people and other gateways call it: after where it is reached, by them or by its workers."""
+    endpoints = (config.peers.endpoint, *config.workers.endpoints)
+    return next((name_of(each) for each in endpoints if each), "gateway")
+
+
+def _log_defect(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("defect", task=task.get_name(), exc_info=error)

@@ -1,0 +1,131 @@
+"""Keeps the front door's files in force: loads them at the start, loads them again when they change.
+
+A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and the next
+change is tried again. Streams that were let in go on.
+"""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from octavo.gateway.auth.authenticator import ClientCertificates, Door
+from octavo.gateway.auth.key_file import AccessFileError, AccessList, load_access_list
+from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.config import AccessConfig
+from octavo.gateway.rpc.tls import TlsListener, TlsMaterial, load_tls
+
+log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Keeper:
+    """door: asked for every call. reloads: by (file, outcome), for metrics."""
+
+    def __init__(self, config: AccessConfig) -> None:
+        has_authority = config.tls is not None and config.tls.client_ca_file is not None
+        self.door = Door(
+            certificates=ClientCertificates.REQUIRED if has_authority else ClientCertificates.NONE,
+            public=frozenset(map(Scope, config.public_scopes)),
+        )
+        self.reloads: Counter[tuple[str, str]] = Counter()
+        self._config = config
+        self._material: TlsMaterial | None = None
+        self._listeners: list[TlsListener] = []
+        self._stamps: dict[str, Stamp] = {}
+        self._asked = asyncio.Event()
+
+    def load(self) -> None:
+        """At the start. Raises AccessFileError."""
+        config = self._config
+        if config.tls is not None:
+            self._watch("tls", self._tls_files())
+            self._material = load_tls(config.tls)
+        if config.api_keys_file is not None:
+            self._watch("keys", (config.api_keys_file,))
+            self.door.access = load_access_list(config.api_keys_file)
+
+    def _watch(self, name: str, paths: tuple[Path, ...]) -> None:
+        self._stamps[name] = _stamp(paths)
+        for outcome in ("taken", "failed"):  # series exist before the first of their kind
+            self.reloads[name, outcome] = 0
+
+    def listener(self) -> TlsListener | None:
+        """For one more address; None where there is no TLS."""
+        if self._material is None:
+            return None
+        listener = TlsListener(self._material)
+        self._listeners.append(listener)
+        return listener
+
+    def reload(self) -> None:
+        """Soon, whether the files look changed or not (SIGHUP)."""
+        self._stamps = dict.fromkeys(self._stamps, ())
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Look at the files again and again, until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._config.reload_interval_s):
+                    await self._asked.wait()
+            except TimeoutError:
+                pass
+            self._asked.clear()
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Take what has changed."""
+        tls, keys_file = self._config.tls, self._config.api_keys_file
+        if tls is not None:
+            await self._take("tls", self._tls_files(), lambda: load_tls(tls), self._take_material)
+        if keys_file is not None:
+            await self._take("keys", (keys_file,), lambda: load_access_list(keys_file), self._take_access)
+
+    async def _take(
+        self, name: str, paths: tuple[Path, ...], load: Callable[[], _T], use: Callable[[_T], None]
+    ) -> None:
+        stamp = await asyncio.to_thread(_stamp, paths)
+        if stamp == self._stamps[name]:
+            return
+        self._stamps[name] = stamp
+        try:
+            use(await asyncio.to_thread(load))
+        except AccessFileError as error:
+            self.reloads[name, "failed"] += 1
+            log.error("reload_refused", files=name, error=str(error))
+        else:
+            self.reloads[name, "taken"] += 1
+            log.info("reloaded", files=name)
+
+    def _take_material(self, material: TlsMaterial) -> None:
+        self._material = material
+        for listener in self._listeners:
+            listener.material = material
+
+    def _take_access(self, access: AccessList) -> None:
+        self.door.access = access
+
+    def _tls_files(self) -> tuple[Path, ...]:
+        tls = self._config.tls
+        assert tls is not None
+        paths = (tls.cert_file, tls.key_file, tls.client_ca_file)
+        return tuple(path for path in paths if path is not None)
+
+
+def _stamp(paths: tuple[Path, ...]) -> Stamp:
+    """What changes when a file does: links are followed, as mounted secrets swap them."""
+    return tuple(_stamp_of(path) for path in paths)
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -1,0 +1,105 @@
+"""What the outputs of a request have so far as a ModelInferResponse, in the tensors that the caller asked for."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.gateway.dialects.kserve.model import MODEL_VERSION, TEXT_OUTPUT
+from octavo.gateway.dialects.kserve.request import Asked
+from octavo.gateway.dialects.kserve.tensors import Tensor, add_outputs
+from octavo.gateway.requests.tracker import LiveRequest
+from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.stream import OutputStream
+from octavo.kserve import inference_pb2 as oip
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
+
+FINAL_RESPONSE = "triton_final_response"
+_UNFINISHED = "None"  # as Triton's vLLM backend writes it
+_DATATYPES = {"num_input_tokens": "UINT32", "num_output_tokens": "UINT32", "cumulative_logprob": "FP32"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class News:
+    """What one output has got. reason: why it ends with this; empty: it does not."""
+
+    piece: Piece
+    reason: str = ""
+
+
+class Responses:
+    """Makes the responses to one request, one after the other. bytes_by_id: for the texts of log-probabilities."""
+
+    def __init__(self, asked: Asked, live: LiveRequest, bytes_by_id: Sequence[bytes]) -> None:
+        self._asked = asked
+        self._live = live
+        self._bytes_by_id = bytes_by_id
+        self._cumulative_logprobs = [0.0] * len(live.streams)
+
+    def next(self, news: Sequence[News]) -> oip.ModelInferResponse:
+        """Tensors with an element for each output, in their order."""
+        for index, each in enumerate(news):
+            self._cumulative_logprobs[index] += sum(position.logprob for _, position in each.piece.logprobs)
+        response = empty_response(self._asked)
+        add_outputs(response, [self._tensor(name, news) for name in self._asked.outputs])
+        return response
+
+    def _tensor(self, name: str, news: Sequence[News]) -> Tensor:
+        if name == "num_input_tokens":  # there is one prompt
+            values: list[Any] = [self._live.num_prompt_tokens]
+        else:
+            values = [self._value(name, index, each) for index, each in enumerate(news)]
+        return Tensor(name=name, datatype=_DATATYPES.get(name, "BYTES"), values=values)
+
+    def _value(self, name: str, index: int, news: News) -> Any:
+        match name:
+            case "finish_reason":
+                return news.reason or _UNFINISHED
+            case "num_output_tokens":
+                return news.piece.num_tokens
+            case "cumulative_logprob":
+                return self._cumulative_logprobs[index]
+            case "logprobs":
+                return json.dumps([self._position(*each) for each in news.piece.logprobs])
+        assert name == TEXT_OUTPUT
+        return news.piece.text
+
+    def _position(self, token_id: int, position: TokenLogprobs) -> dict[int, dict[str, Any]]:
+        """The chosen token, then the most probable ones; a rank is known of these only."""
+        ranks = {top_id: rank for rank, top_id in enumerate(position.top_ids, start=1)}
+        known = {token_id: position.logprob} | dict(zip(position.top_ids, position.top_logprobs, strict=True))
+        return {
+            each: {"logprob": logprob, "rank": ranks.get(each), "decoded_token": self._decoded(each)}
+            for each, logprob in known.items()
+        }
+
+    def _decoded(self, token_id: int) -> str:
+        known = token_id < len(self._bytes_by_id)
+        return self._bytes_by_id[token_id].decode("utf-8", "replace") if known else ""
+
+
+def empty_response(asked: Asked) -> oip.ModelInferResponse:
+    """A response without tensors."""
+    return oip.ModelInferResponse(model_name=asked.model, model_version=MODEL_VERSION, id=asked.caller_id)
+
+
+def streamed(response: oip.ModelInferResponse, *, is_final: bool) -> oip.ModelStreamInferResponse:
+    """A response in a stream, with the mark by which callers know the last one."""
+    response.parameters[FINAL_RESPONSE].bool_param = is_final
+    return oip.ModelStreamInferResponse(infer_response=response)
+
+
+def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInferResponse:
+    """The end of a request that went wrong; its stream goes on."""
+    return oip.ModelStreamInferResponse(
+        error_message=message,
+        infer_response=oip.ModelInferResponse(model_name=request.model_name, id=request.id),
+    )
+
+
+def reason_of(stream: OutputStream) -> str:
+    """Why a complete output ended: stop or length."""
+    finished = stream.finished
+    if stream.assembler.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+        return "stop"
+    return "length"

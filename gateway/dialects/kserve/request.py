@@ -1,0 +1,176 @@
+"""A ModelInferRequest as the octavo.v1 request that means the same, and what its responses shall hold. Pure.
+
+As Triton's vLLM backend has it: `text_input` is the prompt, `sampling_parameters` a JSON object with the names of
+vLLM's SamplingParams, or else these names stand among the request's own parameters.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from octavo.gateway.dialects.kserve.model import (
+    EXCLUDE_INPUT,
+    INPUTS,
+    MODEL_VERSION,
+    OUTPUTS,
+    SAMPLING,
+    STREAM,
+    TEXT_INPUT,
+    TEXT_OUTPUT,
+)
+from octavo.gateway.dialects.kserve.sampling import apply_sampling, in_vllm_names
+from octavo.gateway.dialects.kserve.tensors import scalar_inputs, violation
+from octavo.gateway.errors import InvalidRequest, ModelNotFound, Violation
+from octavo.gateway.validation.generate import check_generate
+from octavo.kserve import inference_pb2 as oip
+from octavo.v1 import inference_pb2 as pb
+
+EMPTY_FINAL = "triton_enable_empty_final_response"
+_TIMEOUT = "timeout"  # Triton's, in microseconds
+_MICROSECONDS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """generate: checked. prefix_text: the prompt, where it begins the output. outputs: names, in order. caller_id: what
+    the responses carry as their id. wants_empty_final: the end may come in a response that holds no tensors."""
+
+    generate: pb.GenerateRequest
+    streams: bool
+    prefix_text: str
+    outputs: tuple[str, ...]
+    model: str
+    caller_id: str
+    wants_empty_final: bool
+    timeout_s: float | None
+
+
+def translate(request: oip.ModelInferRequest) -> Asked:
+    """Raises InvalidRequest naming the caller's tensors and parameters, ModelNotFound for another version."""
+    check_version(request.model_version)
+    _check_unknown(request, "")
+    if not (request.id.isascii() and request.id.isprintable()):
+        raise violation("id", "must be printable ASCII")
+    inputs = scalar_inputs(request, INPUTS)
+    parameters = {name: _value_of(name, each) for name, each in request.parameters.items()}
+    wants_empty_final = bool(parameters.pop(EMPTY_FINAL, False))
+    timeout_s = _timeout_s(parameters.pop(_TIMEOUT, None))
+    outputs = _outputs(request, inputs)
+    prompt = _text(inputs, TEXT_INPUT)
+    streams = bool(inputs.get(STREAM, False))
+    generate = _generate(request.model_name, prompt, _sampling(inputs, parameters), outputs)
+    if streams and generate.num_outputs > 1:
+        raise violation(f"{SAMPLING}.n", "must be 1 for a stream")
+    return Asked(
+        generate=generate,
+        streams=streams,
+        prefix_text="" if _excludes_input(inputs, streams) else prompt,
+        outputs=outputs,
+        model=request.model_name,
+        caller_id=request.id,
+        wants_empty_final=wants_empty_final,
+        timeout_s=timeout_s,
+    )
+
+
+def check_version(version: str) -> None:
+    """There is only one."""
+    if version not in ("", MODEL_VERSION):
+        raise ModelNotFound(f"models here have only version {MODEL_VERSION}")
+
+
+def in_callers_names(error: InvalidRequest) -> InvalidRequest:
+    """The same violations with the paths of this dialect."""
+    return InvalidRequest(
+        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
+    )
+
+
+def _path(path: str) -> str:
+    if path in ("text", "input"):
+        return f"inputs.{TEXT_INPUT}"
+    if path in ("timeout_s", "model"):
+        return {"timeout_s": f"parameters.{_TIMEOUT}", "model": "model_name"}[path]
+    return f"{SAMPLING}.{in_vllm_names(path)}"
+
+
+def _generate(model: str, prompt: str, values: Mapping[str, Any], outputs: tuple[str, ...]) -> pb.GenerateRequest:
+    generate = pb.GenerateRequest(model=model, text=prompt)
+    apply_sampling(generate, values, prefix=f"{SAMPLING}.")
+    generate.output.format = pb.OUTPUT_FORMAT_TEXT
+    wants_logprobs = "cumulative_logprob" in outputs or "logprobs" in outputs
+    if wants_logprobs and not generate.output.HasField("logprobs"):
+        generate.output.logprobs = 0
+    try:
+        check_generate(generate)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return generate
+
+
+def _text(inputs: Mapping[str, bytes | bool], name: str) -> str:
+    value = inputs.get(name)
+    if not isinstance(value, bytes):
+        raise violation(f"inputs.{name}", "must be given")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise violation(f"inputs.{name}", "is not UTF-8") from None
+
+
+def _sampling(inputs: Mapping[str, bytes | bool], parameters: dict[str, Any]) -> dict[str, Any]:
+    if SAMPLING not in inputs:
+        return parameters
+    try:
+        values = json.loads(_text(inputs, SAMPLING) or "{}")
+    except (ValueError, RecursionError):
+        raise violation(f"inputs.{SAMPLING}", "is no JSON") from None
+    if not isinstance(values, dict):
+        raise violation(f"inputs.{SAMPLING}", "must be a JSON object")
+    for name in parameters.keys() & values.keys():
+        raise violation(f"parameters.{name[:64]}", f"stands in inputs.{SAMPLING} too")
+    return parameters | values
+
+
+def _excludes_input(inputs: Mapping[str, bytes | bool], streams: bool) -> bool:
+    """Unset: a stream excludes the prompt, a single response begins with it, as in Triton's backend."""
+    excludes = inputs.get(EXCLUDE_INPUT, streams)
+    if streams and not excludes:
+        raise violation(f"inputs.{EXCLUDE_INPUT}", "must not be false for a stream")
+    return bool(excludes)
+
+
+def _outputs(request: oip.ModelInferRequest, inputs: Mapping[str, bytes | bool]) -> tuple[str, ...]:
+    """Those that are named, else the text; besides, what `return_…` inputs ask for."""
+    named = list(dict.fromkeys(each.name for each in request.outputs))
+    for each in request.outputs:
+        if each.name not in OUTPUTS:
+            raise violation(f"outputs.{each.name[:64]}", "is no output of this model")
+        for parameter in each.parameters:
+            raise violation(f"outputs.{each.name}.parameters.{parameter[:64]}", "is not supported")
+    asked = [name.removeprefix("return_") for name, value in inputs.items() if name.startswith("return_") and value]
+    return tuple(dict.fromkeys([*(named or [TEXT_OUTPUT]), *asked]))
+
+
+def _value_of(name: str, parameter: oip.InferParameter) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind is None:
+        raise violation(f"parameters.{name[:64]}", "has no value")
+    return getattr(parameter, kind)
+
+
+def _timeout_s(value: Any) -> float | None:
+    if value is None or value == 0:  # 0 is Triton's word for none
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise violation(f"parameters.{_TIMEOUT}", "must be a number of microseconds")
+    return value / _MICROSECONDS
+
+
+def _check_unknown(message: Message, prefix: str) -> None:
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
+        raise violation(f"{prefix}#{unknown.field_number}", "unknown field")

@@ -1,0 +1,220 @@
+"""Sampling parameters under the names of vLLM's SamplingParams, given as JSON values: into a request of octavo.v1.
+
+Unset, and null, mean what they mean there: neutral, never a default of the model; `max_tokens` unset is 16. What the
+values may be is checked afterwards, by the rules of octavo.v1; names that stand in no row are refused.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.v1 import inference_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 16
+_UINT64 = (1 << 64) - 1
+Setter = Callable[[pb.GenerateRequest, Any], None]
+
+
+class _Unfit(Exception):
+    """A value of another type than its name asks for."""
+
+
+def apply_sampling(request: pb.GenerateRequest, values: Mapping[str, Any], *, prefix: str) -> None:
+    """Set them in the request. prefix: of the paths in errors. Raises InvalidRequest naming what is unknown, of the
+    wrong type, or does not fit its field."""
+    _set_neutral(request)
+    violations = [each for name, value in values.items() if (each := _apply_one(request, name, value, prefix))]
+    if violations:
+        raise InvalidRequest(tuple(violations))
+
+
+def in_vllm_names(path: str) -> str:
+    """The path of a field of octavo.v1 as this dialect calls it."""
+    for theirs, ours in _PATHS:
+        if path.startswith(theirs):
+            return ours + path.removeprefix(theirs)
+    return path
+
+
+_PATHS = (
+    ("sampling.", ""),
+    ("stop.strings", "stop"),
+    ("stop.token_ids", "stop_token_ids"),
+    ("stop.include_stop", "include_stop_str_in_output"),
+    ("stop.", ""),
+    ("output.", ""),
+    ("num_outputs", "n"),
+    ("constraint.", "structured_outputs."),
+)
+
+
+def _set_neutral(request: pb.GenerateRequest) -> None:
+    sampling = request.sampling
+    sampling.temperature = sampling.top_p = sampling.repetition_penalty = 1.0
+    sampling.top_k, sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty = 0, 0.0, 0.0, 0.0
+    request.stop.max_tokens = DEFAULT_MAX_TOKENS
+
+
+def _apply_one(request: pb.GenerateRequest, name: str, value: Any, prefix: str) -> Violation | None:
+    setter = _SETTERS.get(name)
+    if setter is None:
+        return Violation(field=prefix + name, description="is not supported")
+    if value is None:
+        return None
+    try:
+        setter(request, value)
+    except (_Unfit, InvalidRequest) as error:
+        return Violation(field=prefix + name, description=str(error))
+    except (TypeError, ValueError, OverflowError):
+        return Violation(field=prefix + name, description="is out of range")
+    return None
+
+
+# ---------------------------------------------------------------- types of values
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Unfit("must be a number")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _Unfit("must be an integer")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Unfit("must be true or false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Unfit("must be a text")
+    return value
+
+
+def _list(value: Any, of: Callable[[Any], Any]) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Unfit("must be a list")
+    return [of(each) for each in value]
+
+
+# ---------------------------------------------------------------- one name each
+
+
+def _in_sampling(field: str, convert: Callable[[Any], Any]) -> Setter:
+    return lambda request, value: setattr(request.sampling, field, convert(value))
+
+
+def _in_stop(field: str, convert: Callable[[Any], Any]) -> Setter:
+    return lambda request, value: setattr(request.stop, field, convert(value))
+
+
+def _in_output(field: str, convert: Callable[[Any], Any]) -> Setter:
+    return lambda request, value: setattr(request.output, field, convert(value))
+
+
+def _top_k(request: pb.GenerateRequest, value: Any) -> None:
+    request.sampling.top_k = 0 if _whole(value) == -1 else value  # -1 is vLLM's word for "all"
+
+
+def _seed(request: pb.GenerateRequest, value: Any) -> None:
+    if _whole(value) != -1:  # vLLM's word for "draw one"
+        request.sampling.seed = value & _UINT64
+
+
+def _stop(request: pb.GenerateRequest, value: Any) -> None:
+    request.stop.strings.extend([value] if isinstance(value, str) else _list(value, _text))
+
+
+def _stop_token_ids(request: pb.GenerateRequest, value: Any) -> None:
+    request.stop.token_ids.extend(_list(value, _whole))
+
+
+def _bad_words(request: pb.GenerateRequest, value: Any) -> None:
+    request.sampling.bad_words.extend(_list(value, _text))
+
+
+def _allowed(request: pb.GenerateRequest, value: Any) -> None:
+    request.sampling.allowed_token_ids.extend(_list(value, _whole))
+
+
+def _logit_bias(request: pb.GenerateRequest, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise _Unfit("must be an object of token id and bias")
+    for token_id, bias in value.items():
+        request.sampling.logit_bias[int(token_id)] = _number(bias)
+
+
+def _num_outputs(request: pb.GenerateRequest, value: Any) -> None:
+    if _whole(value) != 1:
+        request.num_outputs = value
+
+
+def _truncate(request: pb.GenerateRequest, value: Any) -> None:
+    request.truncate_prompt_tokens = _whole(value)
+
+
+def _structured(request: pb.GenerateRequest, value: Any) -> None:
+    """Exactly one of json, json_object, regex, grammar, choice; and a field of ours for schemas."""
+    given = {name: each for name, each in _object(value).items() if each is not None and each is not False}
+    if "format_as_annotation" in given:
+        request.format_as_annotation = _truth(given.pop("format_as_annotation"))
+    if len(given) != 1:
+        raise _Unfit("needs exactly one of json, json_object, regex, grammar, choice")
+    ((name, each),) = given.items()
+    match name:
+        case "json":
+            request.constraint.json_schema = each if isinstance(each, str) else json.dumps(each)
+        case "json_object":
+            request.constraint.json_object = _truth(each)
+        case "regex":
+            request.constraint.regex = _text(each)
+        case "grammar":
+            request.constraint.ebnf = _text(each)
+        case "choice":
+            request.constraint.choice.options.extend(_list(each, _text))
+        case _:
+            raise _Unfit(f"{name} is not supported")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise _Unfit("must be a JSON object") from None
+    if not isinstance(value, dict):
+        raise _Unfit("must be a JSON object")
+    return value
+
+
+_SETTERS: dict[str, Setter] = {
+    **{
+        name: _in_sampling(name, _number)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    },
+    "typical_p": _in_sampling("typical_p", _number),
+    "top_k": _top_k,
+    "seed": _seed,
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed,
+    "bad_words": _bad_words,
+    "max_tokens": _in_stop("max_tokens", _whole),
+    "min_tokens": _in_stop("min_tokens", _whole),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": _in_stop("ignore_eos", _truth),
+    "include_stop_str_in_output": _in_stop("include_stop", _truth),
+    "skip_special_tokens": _in_output("skip_special_tokens", _truth),
+    "logprobs": _in_output("logprobs", _whole),
+    "n": _num_outputs,
+    "truncate_prompt_tokens": _truncate,
+    "structured_outputs": _structured,
+    "guided_decoding": _structured,
+}

@@ -1,0 +1,249 @@
+"""GRPCInferenceService: one response or a stream of them, and what callers ask of server and model."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import grpc
+import structlog
+
+from octavo.gateway.dialects.kserve import model
+from octavo.gateway.dialects.kserve.messages import News, Responses, empty_response, failed, reason_of, streamed
+from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
+from octavo.gateway.dialects.kserve.tensors import violation
+from octavo.gateway.errors import InvalidRequest
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.requests.submit import Opener
+from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.rpc.status import is_expected, status_of
+from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.response import close, count_finished, count_piece, error_behind
+from octavo.gateway.streams.stream import OutputStream, OutputStreams, StreamState
+from octavo.kserve import inference_pb2 as oip
+from octavo.kserve import inference_pb2_grpc
+from octavo.wire.messages import ModelCard
+
+Context = grpc.aio.ServicerContext
+
+
+# One ModelStreamInfer: many requests on one RPC, side by side, each with a scope and an end of its own.
+
+
+log = structlog.get_logger("gateway.request")
+MAX_SIDE_BY_SIDE = 256  # requests of one stream; the next is read when one of them has ended
+_STATUS_HEADER = ("triton_grpc_error", "true")  # Triton's callers who want a status instead of a message
+
+
+class StreamWriter:
+    """Lets the answers of several requests onto one stream, one message at a time."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self.context = context
+        self._turn = asyncio.Lock()
+
+    async def write(self, message: oip.ModelStreamInferResponse) -> None:
+        """Returns when the reader has room for more."""
+        async with self._turn:
+            await self.context.write(message)
+
+    async def write_of(self, live: LiveRequest, message: oip.ModelStreamInferResponse) -> None:
+        """The same for an output, with the mark that lets a stuck write be found."""
+        live.stream.write_since_s = time.monotonic()
+        await self.write(message)
+        live.stream.write_since_s = 0.0
+
+
+Answer = Callable[[oip.ModelInferRequest, RpcScope, StreamWriter], Awaitable[None]]
+
+
+class StreamOfRequests:
+    """Owns the tasks of its requests; they end with it."""
+
+    def __init__(self, scope: RpcScope, context: grpc.aio.ServicerContext, meters: GatewayMeters) -> None:
+        self._scope = scope
+        self._meters = meters
+        self._writer = StreamWriter(context)
+        self._wants_status = _STATUS_HEADER in tuple(context.invocation_metadata() or ())
+
+    async def answer(self, requests: AsyncIterator[oip.ModelInferRequest], answer: Answer) -> None:
+        """Until the caller has said everything and everything is answered. Raises what went wrong with a request only
+        where the caller asked for statuses."""
+        room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await room.acquire()
+                    task = tasks.create_task(self._answer_one(request, answer))
+                    task.add_done_callback(lambda _: room.release())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _answer_one(self, request: oip.ModelInferRequest, answer: Answer) -> None:
+        scope = RpcScope(method=self._scope.method, caller=self._scope.caller, peer=self._scope.peer)
+        current_rpc.set(scope)
+        try:
+            await answer(request, scope, self._writer)
+        except Exception as error:
+            if self._wants_status:
+                raise
+            await self._tell(error, request, scope)
+        finally:
+            self._scope.tokens_delivered += scope.tokens_delivered
+
+    async def _tell(self, error: Exception, request: oip.ModelInferRequest, scope: RpcScope) -> None:
+        status = status_of(error, scope, pushback_ms=0)
+        if not is_expected(error):
+            log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+        self._meters.rpcs[(scope.method, status.code.name, status.reason)] += 1
+        log.info("request_failed", request_id=scope.request_id, code=status.code.name, reason=status.reason)
+        await self._writer.write(failed(request, f"[{status.code.name}] {status.reason}: {status.message}"))
+
+
+class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
+        """is_ready: whether a request could be answered now."""
+        self._desk = desk
+        self._opener = Opener(desk)
+        self._is_ready = is_ready
+
+    # ------------------------------------------------------------ requests
+
+    async def ModelInfer(self, request: oip.ModelInferRequest, context: Context) -> oip.ModelInferResponse:
+        """The whole output in one response."""
+        scope = current_rpc.get()
+        asked = await self._translate(request)
+        if asked.streams:
+            raise violation("inputs.stream", "must be false: streams are answered by ModelStreamInfer")
+        live = await self._open(asked, scope, context)
+        try:
+            return await self._whole(asked, live, scope)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
+        """Requests as they come, answered side by side; what goes wrong with one ends that one only."""
+        stream = StreamOfRequests(current_rpc.get(), context, self._desk.meters)
+        await context.send_initial_metadata(())  # so that a status can follow an answer that nobody takes
+        await stream.answer(request_iterator, self._answer)
+
+    async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        asked = await self._translate(request)
+        live = await self._open(asked, scope, writer.context)
+        try:
+            await (self._stream if asked.streams else self._send_whole)(asked, live, scope, writer)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def _translate(self, request: oip.ModelInferRequest) -> Asked:
+        share = self._desk.share_of(current_rpc.get())
+        return await self._desk.text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
+
+    async def _open(self, asked: Asked, scope: RpcScope, context: Context) -> LiveRequest:
+        """The caller's id is no id of ours: Triton's callers use one for several requests at a time."""
+        scope.log_fields["caller_id"] = asked.caller_id[:128]
+        limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
+        try:
+            return await self._opener.open(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+
+    def _responses(self, asked: Asked, live: LiveRequest) -> Responses:
+        named = replace(asked, model=live.card.name)
+        return Responses(named, live, self._desk.models.text_of(live.card).table.all_bytes)
+
+    async def _whole(self, asked: Asked, live: LiveRequest, scope: RpcScope) -> oip.ModelInferResponse:
+        meters, source = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
+        wholes = [Piece(text=asked.prefix_text, token_ids=[], logprobs=[], num_tokens=0) for _ in live.streams]
+        while (news := await source.next()) is not None:
+            index, piece = news
+            if piece is not None:
+                _append(wholes[index], piece)
+                count_piece(meters, live, piece, time.monotonic())
+        scope.tokens_delivered = live.num_tokens
+        reasons = [reason_of(stream) for stream in live.streams]
+        for index, reason in enumerate(reasons):
+            count_finished(meters, live, reason, index)
+        return self._responses(asked, live).next(list(map(News, wholes, reasons)))
+
+    async def _send_whole(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        response = await self._whole(asked, live, scope)
+        await writer.write_of(live, streamed(response, is_final=True))
+
+    async def _stream(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
+        """A response per piece. The last carries the mark of the end, and the reason; where the end comes after the
+        last piece, it has a response of its own."""
+        meters, responses = self._desk.meters.of_model(live.card.name), self._responses(asked, live)
+        has_ended = False
+        async for piece, has_ended in _pieces(live.stream):
+            now_s = time.monotonic()
+            response = responses.next([News(piece, reason_of(live.stream) if has_ended else "")])
+            await writer.write_of(live, streamed(response, is_final=has_ended))
+            scope.tokens_delivered += piece.num_tokens
+            count_piece(meters, live, piece, now_s)
+        if not has_ended:
+            end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(live.stream))
+            response = empty_response(asked) if asked.wants_empty_final else responses.next([end])
+            await writer.write_of(live, streamed(response, is_final=True))
+        count_finished(meters, live, reason_of(live.stream))
+
+    # ------------------------------------------------------------ server and models
+
+    async def ServerLive(self, request: oip.ServerLiveRequest, context: Context) -> oip.ServerLiveResponse:
+        """It answers."""
+        return oip.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: oip.ServerReadyRequest, context: Context) -> oip.ServerReadyResponse:
+        """Whether a request could be answered now."""
+        return oip.ServerReadyResponse(ready=self._is_ready())
+
+    async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
+        """Unknown models and versions are not ready."""
+        card = self._desk.pool.cards().get(request.name)
+        has_version = request.version in ("", model.MODEL_VERSION)
+        is_ready = card is not None and has_version and not self._desk.is_draining
+        return oip.ModelReadyResponse(ready=is_ready and card is not None and self._desk.models.is_loaded(card))
+
+    async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Context) -> oip.ServerMetadataResponse:
+        """What this server is."""
+        return model.server_metadata()
+
+    async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Context) -> oip.ModelMetadataResponse:
+        """A model's tensors."""
+        return model.model_metadata(self._card(request.name, request.version).name)
+
+    async def ModelConfig(self, request: oip.ModelConfigRequest, context: Context) -> oip.ModelConfigResponse:
+        """A model's tensors in Triton's words."""
+        return model.model_config(self._card(request.name, request.version).name)
+
+    def _card(self, name: str, version: str) -> ModelCard:
+        check_version(version)
+        if not name:
+            raise violation("name", "must be given")
+        return self._desk.card_of(name, current_rpc.get())
+
+
+def _append(whole: Piece, piece: Piece) -> None:
+    whole.text += piece.text
+    whole.logprobs += piece.logprobs
+    whole.num_tokens += piece.num_tokens
+
+
+async def _pieces(stream: OutputStream) -> AsyncIterator[tuple[Piece, bool]]:
+    """Pieces, and whether each is known to be the last; the end may become known only after it."""
+    piece = await stream.next()
+    while piece is not None:
+        if stream.state is StreamState.ENDED:
+            following = await stream.next()
+            yield piece, following is None
+            piece = following
+        else:
+            yield piece, False
+            piece = await stream.next()

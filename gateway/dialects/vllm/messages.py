@@ -1,0 +1,166 @@
+"""Pieces and ends of outputs as messages of VllmEngine."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
+
+from octavo.gateway.requests.tracker import LiveRequest
+from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.stream import OutputStream, StreamState
+from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
+
+Positions = list[tuple[int, TokenLogprobs]]
+
+
+# Changes of the prefix cache as batches of VllmEngine's SubscribeKvEvents.
+
+
+class KvBatches:
+    """Makes one subscriber's batches. Events that happened are numbered; those of the first state are 0, as the dialect
+    wants it."""
+
+    def __init__(self) -> None:
+        self._next_event = 1
+
+    def of(self, batch: BlockBatch) -> common.KvEventBatch:
+        """The whole state begins with a Cleared: the subscriber may hold what is over."""
+        message = common.KvEventBatch(sequence_number=batch.sequence, timestamp=time.time(), dp_rank=0)
+        if batch.chunk is not None:
+            message.snapshot.index, message.snapshot.count = batch.chunk.index, batch.chunk.count
+            message.snapshot.blocks = batch.chunk.num_blocks
+            if batch.chunk.index == 0:
+                message.events.add().cleared.SetInParent()
+        for change in batch.changes:
+            self._add(message, change)
+        if batch.chunk is None:
+            for event in message.events:
+                event.event_id, self._next_event = self._next_event, self._next_event + 1
+        return message
+
+    def _add(self, message: common.KvEventBatch, change: BlockChange) -> None:
+        if change.kind is ChangeKind.STORED:
+            _add_stored(message, change)
+        elif message.events and message.events[-1].HasField("removed"):
+            message.events[-1].removed.block_hashes.append(change.block_id)
+        else:
+            message.events.add().removed.block_hashes.append(change.block_id)
+
+
+def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
+    """A block that follows the one before it joins its event, as engines tell a prompt's blocks."""
+    token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
+    last = message.events[-1].stored if message.events and message.events[-1].HasField("stored") else None
+    if last is None or last.blocks[-1].block_hash != change.parent_id:
+        last = message.events.add().stored
+        last.tier = common.KV_CACHE_TIER_DEVICE
+        if change.parent_id is not None:
+            last.parent_block_hash = change.parent_id
+    last.blocks.add(block_hash=change.block_id, token_ids=token_ids, block_size=len(token_ids))
+
+
+class PromptScores:
+    """The prompt's log-probabilities, which come in pieces with output 0 and go out whole, in one message."""
+
+    def __init__(self, live: LiveRequest) -> None:
+        self._prompt_ids = live.prompt_ids
+        self._num_missing = live.num_prompt_tokens - 1 if live.sampling.num_prompt_logprobs is not None else -1
+        self._positions = Positions()
+
+    def take(self, piece: Piece) -> vllm.InputLogProbs | None:
+        """All of them, once: with the piece that brings the last. A prompt of one token has none but its place."""
+        if self._num_missing < 0:
+            return None
+        self._positions += piece.prompt_logprobs
+        self._num_missing -= len(piece.prompt_logprobs)
+        if self._num_missing:
+            return None
+        self._num_missing = -1
+        return input_logprobs(self._prompt_ids, self._positions)
+
+
+def input_logprobs(prompt_ids: Sequence[int], positions: Positions) -> vllm.InputLogProbs:
+    """One entry per token of the prompt; the first has no value."""
+    message = vllm.InputLogProbs(token_ids=prompt_ids)
+    message.token_logprobs.add()
+    has_top = any(position.top_ids for _, position in positions)
+    if has_top:
+        message.top_logprobs.add()
+    for _, position in positions:
+        message.token_logprobs.add(value=position.logprob)
+        if has_top:
+            message.top_logprobs.add(values=position.top_logprobs, token_ids=position.top_ids)
+    return message
+
+
+def chunk_of(
+    piece: Piece, num_prompt_tokens: int, index: int = 0, scores: vllm.InputLogProbs | None = None
+) -> vllm.GenerateResponse:
+    """New tokens only; completion_tokens counts these alone, clients add them up. index: of the output."""
+    response = vllm.GenerateResponse()
+    chunk = response.chunk
+    chunk.token_ids.extend(piece.token_ids)
+    chunk.prompt_tokens = num_prompt_tokens
+    chunk.completion_tokens = len(piece.token_ids)
+    if index:
+        chunk.index = index
+    if piece.logprobs:
+        fill_logprobs(chunk.output_logprobs, piece.logprobs)
+    if scores is not None:
+        chunk.input_logprobs.CopyFrom(scores)
+    return response
+
+
+def fill_logprobs(target: vllm.OutputLogProbs, positions: Positions) -> None:
+    """One entry per token; of the most probable ones where some were asked for."""
+    for token_id, position in positions:
+        target.token_ids.append(token_id)
+        target.token_logprobs.append(position.logprob)
+        if position.top_ids:
+            target.top_logprobs.add(values=position.top_logprobs, token_ids=position.top_ids)
+
+
+def complete_of(live: LiveRequest, index: int = 0) -> vllm.GenerateResponse:
+    """The end of an output; aborted, where it has not ended by itself.
+
+    cached_tokens is 0 where the worker's figures did not come.
+    """
+    stream = live.streams[index]
+    response = vllm.GenerateResponse(
+        complete=vllm.GenerateComplete(
+            finish_reason=reason_of(stream),
+            prompt_tokens=live.num_prompt_tokens,
+            completion_tokens=stream.assembler.num_tokens,
+            cached_tokens=stream.finished.cached_tokens if stream.finished else 0,
+            index=index,
+        )
+    )
+    _fill_match(response.complete, stream, live)
+    return response
+
+
+def aborted_early() -> vllm.GenerateResponse:
+    """The end of a request that was aborted before a worker had it."""
+    return vllm.GenerateResponse(complete=vllm.GenerateComplete(finish_reason="abort"))
+
+
+def reason_of(stream: OutputStream) -> str:
+    """stop, length, or abort."""
+    finished = stream.finished
+    if stream.state is not StreamState.ENDED:
+        return "abort"
+    if stream.assembler.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+        return "stop"
+    return "length"
+
+
+def _fill_match(complete: vllm.GenerateComplete, stream: OutputStream, live: LiveRequest) -> None:
+    """What the caller's own stop conditions matched; the model's end tokens are none of them."""
+    match, finished = stream.assembler.match, stream.finished
+    if match is not None:
+        complete.matched_stop_str = match
+    elif finished is not None and finished.stop_token_id in live.sampling.stop_token_ids:
+        complete.matched_token_id = finished.stop_token_id

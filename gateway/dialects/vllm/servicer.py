@@ -1,0 +1,291 @@
+"""VllmEngine: Generate, Abort, and what a gateway in front of us asks for."""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
+from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
+
+from octavo.gateway.dialects.vllm import info
+from octavo.gateway.dialects.vllm.messages import (
+    KvBatches,
+    PromptScores,
+    aborted_early,
+    chunk_of,
+    complete_of,
+    fill_logprobs,
+)
+from octavo.gateway.dialects.vllm.translate import check_abort, in_callers_names, translate, translate_embed
+from octavo.gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
+from octavo.gateway.peers.control import Control
+from octavo.gateway.requests.embedding import Embedder
+from octavo.gateway.requests.submit import Opener
+from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.rpc.interceptor import MODEL_HEADER
+from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.servicers.messages import normalized
+from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.response import close, count_finished, count_piece, error_behind, pump, pump_all, write
+from octavo.gateway.streams.stream import OutputStreams
+from octavo.gateway.workers.views import WorkerView
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import ModelCard
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext
+QUERY_TIMEOUT_S = 2.0
+
+
+# A tokenizer's files as one zip archive, for clients that tokenize themselves.
+
+
+CHUNK_BYTES = 1024 * 1024  # clients take 4 MiB a message by default
+_DAWN = (1980, 1, 1, 0, 0, 0)  # of zip archives: the same files give the same bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """sha256: hex, of all bytes."""
+
+    data: bytes
+    sha256: str
+
+    def chunks(self) -> Iterator[tuple[bytes, str]]:
+        """(bytes, sha256); the digest is with the last, empty before."""
+        for begin in range(0, len(self.data), CHUNK_BYTES):
+            end = begin + CHUNK_BYTES
+            yield self.data[begin:end], self.sha256 if end >= len(self.data) else ""
+
+
+def archive_of(files: Mapping[str, bytes]) -> Archive:
+    """Deflated; takes a good part of a second for a large vocabulary."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(files):
+            entry = zipfile.ZipInfo(name, _DAWN)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, files[name], zipfile.ZIP_DEFLATED, compresslevel=1)
+    data = buffer.getvalue()
+    return Archive(data=data, sha256=hashlib.sha256(data).hexdigest())
+
+
+class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, desk: Desk, control: Control, is_ready: Callable[[], bool]) -> None:
+        """is_ready: whether a request could be answered now."""
+        self._desk = desk
+        self._control = control
+        self._is_ready = is_ready
+        self._started_s = time.monotonic()
+        self._opener = Opener(desk)
+        self._embedder = Embedder(desk)
+
+    # ------------------------------------------------------------ requests
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        """Chunks of new ids, where asked for, and one Complete."""
+        scope = current_rpc.get()
+        scope.name_by(request.request_id)
+        translated = await self._translated(lambda: translate(request), request.ByteSize())
+        try:
+            live = await self._open(translated, scope, context)
+        except RequestAborted:
+            await context.send_initial_metadata(())
+            await context.write(aborted_early())
+            return
+        try:
+            # Behind headers that wait with a first message for a reader's window, gRPC can send no status either.
+            await context.send_initial_metadata(())
+            await (self._stream if request.stream else self._collect)(live, scope, context)
+        except asyncio.CancelledError:
+            raise error_behind(live) from None
+        finally:
+            close(self._desk, live, scope)
+
+    async def _translated(self, work: Callable[[], T], num_bytes: int) -> T:
+        share = self._desk.share_of(current_rpc.get())
+        return await self._desk.text.run_by_size(work, num_bytes=num_bytes, share=share)
+
+    async def _open(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> LiveRequest:
+        try:
+            return await self._opener.open(translated, scope, prefix="", timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+
+    async def _stream(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        """An Abort gives every output that is under way what came before it, and an end."""
+        meters, num_prompt_tokens = self._desk.meters.of_model(live.card.name), live.num_prompt_tokens
+        is_open, scores = [True] * len(live.streams), PromptScores(live)
+
+        def chunk(index: int, piece: Piece) -> vllm.GenerateResponse:
+            return chunk_of(piece, num_prompt_tokens, index, scores.take(piece) if index == 0 else None)
+
+        def end(index: int) -> vllm.GenerateResponse:
+            is_open[index] = False
+            return self._end(live, index)
+
+        with contextlib.suppress(RequestAborted):
+            if live.further:
+                await pump_all(live, scope, context, meters, chunk, end)
+            else:
+                await pump(live, scope, context, meters, lambda piece: chunk(0, piece))
+        for index in [index for index, is_it in enumerate(is_open) if is_it]:
+            await write(live, context, end(index))
+
+    async def _collect(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+        meters, streams = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
+        pieces: list[list[Piece]] = [[] for _ in live.streams]
+        with contextlib.suppress(RequestAborted):
+            while (news := await streams.next()) is not None:
+                index, piece = news
+                if piece is not None:
+                    pieces[index].append(piece)
+                    count_piece(meters, live, piece, time.monotonic())
+        for index, of_it in enumerate(pieces):
+            await write(live, context, self._whole(live, index, of_it))
+        scope.tokens_delivered = sum(piece.num_tokens for of_it in pieces for piece in of_it)
+
+    def _whole(self, live: LiveRequest, index: int, pieces: list[Piece]) -> vllm.GenerateResponse:
+        response, scores = self._end(live, index), PromptScores(live)
+        for piece in pieces:
+            response.complete.output_ids.extend(piece.token_ids)
+            if piece.logprobs:
+                fill_logprobs(response.complete.output_logprobs, piece.logprobs)
+            if index == 0 and (whole := scores.take(piece)) is not None:
+                response.complete.input_logprobs.CopyFrom(whole)
+        return response
+
+    def _end(self, live: LiveRequest, index: int) -> vllm.GenerateResponse:
+        response = complete_of(live, index)
+        reason = response.complete.finish_reason
+        current_rpc.get().log_fields["finish_reason"] = reason
+        if reason != "abort":
+            count_finished(self._desk.meters.of_model(live.card.name), live, reason, index)
+        return response
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        """End the caller's requests, at whichever gateways they are; ids that are not in flight are no error."""
+        check_abort(request)
+        await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
+        return vllm.AbortResponse()
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        """One prompt's vector."""
+        scope = current_rpc.get()
+        scope.name_by(request.request_id)
+        translated = await self._translated(lambda: translate_embed(request), request.ByteSize())
+        try:
+            card, embedded = await self._embedder.embed(translated, scope, timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+        (each,) = embedded
+        scope.log_fields |= {"model": card.name, "prompt_tokens": each.num_prompt_tokens}
+        values = normalized(each.vector_D).tolist()
+        return vllm.EmbedResponse(embedding=values, prompt_tokens=each.num_prompt_tokens, embedding_dim=len(values))
+
+    # ------------------------------------------------------------ the server
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
+        """Whether a request could be answered now: for the model that is named, else for all that are expected."""
+        desk, name = self._desk, current_rpc.get().model
+        if desk.is_draining:
+            return vllm.HealthCheckResponse(healthy=False, message="draining")
+        cards, wanted = desk.pool.cards(), (name,) if name else desk.models.expected
+        missing = [each for each in wanted if not desk.models.is_ready(each, cards)]
+        if missing:
+            return vllm.HealthCheckResponse(healthy=False, message=f"no worker is ready for {', '.join(missing)}")
+        healthy = bool(name) or self._is_ready()
+        return vllm.HealthCheckResponse(healthy=healthy, message="ready" if healthy else "no worker is ready")
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+        """Of the model that the metadata names, else of the only one."""
+        card = self._card()
+        return info.model_info(card, self._desk.models.files_of(card))
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
+        """Of all gateways and the workers behind them."""
+        return info.server_info(
+            self._workers(),
+            num_requests=(await self._control.load()).num_in_flight,
+            is_draining=self._desk.is_draining,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
+        """All workers as one rank, and what all gateways send."""
+        tokens_per_s = (await self._control.load()).tokens_per_s
+        return info.loads(self._workers(), tokens_per_s=tokens_per_s)
+
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
+        """The tokenizer's files as a zip in chunks, its digest with the last."""
+        files = self._desk.models.files_of(self._card())
+        num_bytes, share = sum(map(len, files.values())), self._desk.share_of(current_rpc.get())
+        archive = await self._desk.text.run(lambda: archive_of(files), num_bytes=num_bytes, share=share)
+        await context.send_initial_metadata(())
+        for data, sha256 in archive.chunks():
+            await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
+        """Forget cached prefixes that no request uses. There is no need to wait for idleness, so timeout_s says
+        nothing."""
+        model = self._card().name if current_rpc.get().model else None
+        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S, model=model)
+        num_workers, num_blocks = len(self._workers()), sum(reply.num_flushed_blocks for _, reply in replies)
+        message = f"{num_blocks} blocks of {len(replies)} of {num_workers} workers"
+        return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
+
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
+        """Which prefixes of the caller's own the workers hold, as one rank: first all of them, then what changes. A
+        number to resume from is answered with all of them too, so that nothing has to be kept for it."""
+        pool, card, batches = self._desk.pool, self._card(), KvBatches()
+        self._desk.check_open()
+        subscription = pool.follow_blocks(card.name, self._desk.salt_of(current_rpc.get(), ""))
+        try:
+            await context.send_initial_metadata(())
+            while True:
+                await self._write_batch(batches.of(await subscription.next()), context)
+        finally:
+            pool.leave_blocks(card.name, subscription)
+
+    async def _write_batch(self, batch: common.KvEventBatch, context: Context) -> None:
+        limit_s = self._desk.limits.write_stall_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(batch)
+        except TimeoutError:
+            raise SlowConsumer(f"a batch waited for more than {limit_s:g} s to be read") from None
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
+        """Not offered."""
+        await _refuse(context, "StartProfile")
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
+        """Not offered."""
+        await _refuse(context, "StopProfile")
+
+    def _card(self) -> ModelCard:
+        """Of the model that is meant: the dialect has no field for its name."""
+        return self._desk.card_of("", current_rpc.get(), path=MODEL_HEADER)
+
+    def _workers(self) -> list[WorkerView]:
+        """All, or those of the model that is named."""
+        workers = self._desk.pool.workers()
+        if not current_rpc.get().model:
+            return list(workers)
+        name = self._card().name
+        return [worker for worker in workers if worker.card.name == name]
+
+
+async def _refuse(context: Context, method: str) -> None:
+    """As a server that does not know the method."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")

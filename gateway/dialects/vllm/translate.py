@@ -1,0 +1,218 @@
+"""A VllmEngine request as the octavo.v1 request that means the same, and its violations under the caller's names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.validation.fields import first_violations, raise_if_any
+from octavo.gateway.validation.generate import check_embed, check_generate
+from octavo.gateway.validation.table import REQUEST_ID
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+
+_UINT64 = (1 << 64) - 1
+_NO_SEED = -1  # vLLM's word for "draw one"
+
+# octavo.v1 -> here; the first prefix that fits.
+_PATHS = (
+    ("model", "x-model"),
+    ("token_ids.ids", "tokenized.input_ids"),
+    ("inputs[0].token_ids.ids", "tokenized.input_ids"),
+    ("inputs", "tokenized"),
+    ("sampling.", "sampling_params."),
+    ("constraint.ebnf", "sampling_params.grammar"),
+    ("constraint.choice.options", "sampling_params.choice.choices"),
+    ("constraint.", "sampling_params."),
+    ("truncate_prompt_tokens", "sampling_params.truncate_prompt_tokens"),
+    ("num_outputs", "sampling_params.n"),
+    ("stop.strings", "sampling_params.stop"),
+    ("stop.token_ids", "sampling_params.stop_token_ids"),
+    ("stop.", "sampling_params."),
+    ("output.", "sampling_params."),
+)
+
+
+# Which fields of a VllmEngine request are served; every other one that is set is refused by its path.
+#
+# What the served ones may hold is checked after translation, by the rules of octavo.v1.
+
+
+# Without a meaning here, so that any value is as good as none: `original_text` is for reference; text leaves no server
+# of this dialect, so nothing says how to write it (`skip_special_tokens` still decides where stop strings are seen);
+# `grammar_from_first_token` is how constraints work here anyway.
+SERVED: dict[str, frozenset[str]] = {
+    "GenerateRequest": frozenset(
+        {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
+    ),
+    "EmbedRequest": frozenset({"request_id", "tokenized"}),
+    "TokenizedInput": frozenset({"original_text", "input_ids"}),
+    "SamplingParams": frozenset(
+        {
+            *("temperature", "top_p", "top_k", "min_p", "seed", "n"),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+            *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
+            *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+            *("logit_bias", "truncate_prompt_tokens", "prompt_logprobs"),
+            *("json_schema", "json_object", "regex", "grammar", "choice", "grammar_from_first_token"),
+        }
+    ),
+    "ChoiceConstraint": frozenset({"choices"}),
+}
+
+
+def check_served(request: vllm.GenerateRequest) -> None:
+    """Raises InvalidRequest with the paths of what is not served."""
+    raise_if_any(first_violations(_violations(request)))
+
+
+def check_embed_served(request: vllm.EmbedRequest) -> None:
+    """The same for an EmbedRequest."""
+    raise_if_any(first_violations(_unserved(request, "")))
+
+
+def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
+    yield from _unserved(request, "")
+    if request.data_parallel_rank:
+        yield Violation(field="data_parallel_rank", description="there is only rank 0")
+    params = request.sampling_params
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+        if (value := getattr(params, name)) < 0:
+            yield Violation(field=f"sampling_params.{name}", description=f"must not be negative, not {value}")
+    for token_id in params.logit_bias:
+        if token_id < 0:
+            yield Violation(field="sampling_params.logit_bias", description=f"{token_id} is no token id")
+    if params.WhichOneof("constraint") == "json_object" and not params.json_object:
+        yield Violation(field="sampling_params.json_object", description="must be true where it is set")
+
+
+def _unserved(message: Message, prefix: str) -> Iterator[Violation]:
+    served = SERVED[message.DESCRIPTOR.name]
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
+        yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
+    for field, value in message.ListFields():
+        if field.name not in served:
+            yield Violation(field=prefix + field.name, description="is not supported")
+        elif isinstance(value, Message):
+            yield from _unserved(value, f"{prefix}{field.name}.")
+
+
+def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
+    """Checked. Raises InvalidRequest naming the caller's fields."""
+    check_served(request)
+    translated = pb.GenerateRequest(
+        request_id=request.request_id,
+        sampling=_sampling(request.sampling_params),
+        stop=_stop(request.sampling_params),
+        output=_output(request.sampling_params),
+        constraint=_constraint(request.sampling_params),
+        **_input(request),
+    )
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        translated.truncate_prompt_tokens = request.sampling_params.truncate_prompt_tokens
+    if request.sampling_params.n > 1:
+        translated.num_outputs = request.sampling_params.n
+    try:
+        check_generate(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
+    """Checked: the last token's vector, of length 1. Raises InvalidRequest naming the caller's fields."""
+    check_embed_served(request)
+    token_ids = common_pb2.TokenIds(ids=request.tokenized.input_ids)
+    translated = pb.EmbedRequest(request_id=request.request_id, inputs=[pb.EmbedInput(token_ids=token_ids)])
+    try:
+        check_embed(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def check_abort(request: vllm.AbortRequest) -> None:
+    """Raises InvalidRequest naming what can be no request's id."""
+    found = (
+        Violation(field=f"request_ids[{index}]", description=wrong)
+        for index, request_id in enumerate(request.request_ids)
+        if (wrong := REQUEST_ID(request_id)) is not None
+    )
+    raise_if_any(first_violations(found))
+
+
+def in_callers_names(error: InvalidRequest) -> InvalidRequest:
+    """The same violations with the paths of this dialect."""
+    return InvalidRequest(
+        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
+    )
+
+
+def _path(path: str) -> str:
+    for theirs, ours in _PATHS:
+        if path.startswith(theirs):
+            return ours + path.removeprefix(theirs)
+    return path
+
+
+def _input(request: vllm.GenerateRequest) -> dict[str, Any]:
+    kind = request.WhichOneof("input")
+    if kind == "text":
+        return {"text": request.text}
+    return {"token_ids": common_pb2.TokenIds(ids=request.tokenized.input_ids)} if kind else {}
+
+
+def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
+    """Zero is unset in proto3, and unset means neutral here, never a default of the model."""
+    sampling = pb.SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),  # a copy: the keys are of another type there
+    )
+    if params.HasField("seed") and params.seed != _NO_SEED:
+        sampling.seed = params.seed & _UINT64
+    return sampling
+
+
+def _constraint(params: vllm.SamplingParams) -> pb.Constraint | None:
+    match params.WhichOneof("constraint"):
+        case None:
+            return None
+        case "grammar":
+            return pb.Constraint(ebnf=params.grammar)
+        case "choice":
+            return pb.Constraint(choice=pb.Choice(options=params.choice.choices))
+        case kind:
+            return pb.Constraint(**{kind: getattr(params, kind)})
+
+
+def _stop(params: vllm.SamplingParams) -> pb.StopConditions:
+    return pb.StopConditions(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens or None,
+        strings=params.stop,
+        token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _output(params: vllm.SamplingParams) -> pb.OutputOptions:
+    """Ids only; text is made where stop strings have to be seen in it, and not sent."""
+    output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    if params.HasField("logprobs"):
+        output.logprobs = params.logprobs
+    if params.HasField("prompt_logprobs"):
+        output.prompt_logprobs = params.prompt_logprobs
+        output.return_prompt = True  # log-probabilities travel together with their tokens
+    if params.stop:
+        output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
+        output.skip_special_tokens = params.skip_special_tokens
+    return output

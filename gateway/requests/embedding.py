@@ -1,0 +1,253 @@
+"""Embed: every input is a request of its own to the workers, a bounded number of them at a time.
+
+Must not know how answers travel.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
+from octavo.gateway.requests.tracker import Desk, Place, now_ns
+from octavo.gateway.rpc.scope import BACKSTOP_S, RpcScope, until
+from octavo.gateway.streams.stream import error_of
+from octavo.gateway.text.errors import TooManyTokens
+from octavo.gateway.text.fair_queue import Share
+from octavo.gateway.text.model_text import Bounds
+from octavo.gateway.validation.generate import check_capacity, check_context, check_ids
+from octavo.gateway.workers.errors import WorkerBusy, WorkerGone
+from octavo.gateway.workers.pool import MAX_CHOICES
+from octavo.gateway.workers.views import RunRequest
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import Finished, ModelCard, Pooling, Sampling, TokenLogprobs
+
+WINDOW = 64  # inputs of one call that workers have at a time
+_NO_SAMPLING = Sampling(temperature=0.0, ignore_eos=True)
+_POOLINGS = {
+    pb.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
+    pb.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
+    pb.POOLING_MEAN: Pooling.MEAN,
+}
+
+
+# One input of an Embed on its way: sent to a worker, its vector awaited.
+#
+# Must not know requests, nor how answers travel.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Embedded:
+    """One vector, float32. worker_id: who computed it, after num_moves from worker to worker. sent_s, ended_s:
+    monotonic."""
+
+    vector_D: np.ndarray
+    num_prompt_tokens: int
+    worker_id: str
+    num_moves: int
+    figures: Finished
+    sent_s: float
+    ended_s: float
+
+
+class VectorSink:
+    """An EmbeddingSink. worker_id: who has the input. outcome: the vector, the figures, and when they came."""
+
+    def __init__(self, worker_id: str, *, on_started: Callable[[], None]) -> None:
+        self.worker_id = worker_id
+        self.num_moves = 0
+        self.on_started = on_started
+        self.outcome: asyncio.Future[tuple[np.ndarray, Finished, float]] = asyncio.get_running_loop().create_future()
+        self._vector_D: np.ndarray | None = None
+
+    def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Never: the pool sees to that."""
+
+    def on_embedding(self, embedding_D: np.ndarray) -> None:
+        """Before the end."""
+        self._vector_D = embedding_D
+
+    def on_finished(self, finished: Finished) -> None:
+        """A vector, or why there is none."""
+        error = error_of(finished)
+        if error is not None or self._vector_D is None:
+            self._fail(error or from_reason("INTERNAL", ""))
+        elif not self.outcome.done():
+            self.outcome.set_result((self._vector_D, finished, time.monotonic()))
+
+    def on_lost(self, reason: str, detail: str) -> None:
+        """The worker is gone."""
+        self._fail(from_reason(reason, detail))
+
+    def on_moved(self, worker_id: str) -> None:
+        """Another worker computes it, or the next life of its own."""
+        self.worker_id = worker_id
+        self.num_moves += 1
+
+    def _fail(self, error: RequestError) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SentInput:
+    """An input that a worker has. sent_s: monotonic."""
+
+    handle: int
+    sent_s: float
+    num_prompt_tokens: int
+    sink: VectorSink
+
+    @property
+    def is_running(self) -> bool:
+        """Neither vector nor error has come."""
+        return not self.sink.outcome.done()
+
+    async def result(self) -> Embedded:
+        """Raises the RequestError that ended it."""
+        vector_D, figures, ended_s = await asyncio.shield(self.sink.outcome)
+        return Embedded(
+            vector_D=vector_D,
+            num_prompt_tokens=self.num_prompt_tokens,
+            worker_id=self.sink.worker_id,
+            num_moves=self.sink.num_moves,
+            figures=figures,
+            sent_s=self.sent_s,
+            ended_s=ended_s,
+        )
+
+
+class Embedder:
+    """One per gateway; every method on its event loop."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def embed(
+        self, request: pb.EmbedRequest, scope: RpcScope, *, timeout_s: float | None
+    ) -> tuple[ModelCard, list[Embedded]]:
+        """A validated request's vectors, in the order of its inputs. timeout_s: what remains of the caller's time.
+        Raises RequestError, TextError, PoolError; then nothing runs any more."""
+        desk = self._desk
+        desk.check_open()
+        card = desk.card_of(request.model, scope)
+        scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
+        end_s = _end_s(request, scope, timeout_s)
+        with desk.hold(scope) as place:
+            async with until(end_s):
+                prompts = await self._prompts(request, card, desk.share_of(scope))
+            desk.quotas.reserve(scope.key, sum(map(len, prompts)), now_ns())
+            async with until(None if end_s is None else end_s + BACKSTOP_S):
+                return card, await self._run(request, card, prompts, scope, end_s, place)
+
+    async def _prompts(self, request: pb.EmbedRequest, card: ModelCard, share: Share) -> list[np.ndarray]:
+        prompts = []
+        for index, each in enumerate(request.inputs):
+            path = f"inputs[{index}]."
+            try:
+                ids_T = await self._prompt_ids(each, card, path, request.truncate_prompt_tokens, share)
+                check_context(len(ids_T), 1, card)
+            except (ExceedsCapacity, TooManyTokens) as error:
+                raise ExceedsCapacity(f"inputs[{index}]: {error}") from None
+            if not len(ids_T):
+                raise InvalidRequest((Violation(field=f"{path}input", description="gives no tokens"),))
+            prompts.append(ids_T)
+        return prompts
+
+    async def _prompt_ids(self, each: pb.EmbedInput, card: ModelCard, path: str, keep: int, share: Share) -> np.ndarray:
+        """int32 [T]. keep: so many last tokens; 0: all."""
+        if each.WhichOneof("input") == "token_ids":
+            ids = each.token_ids.ids
+            return check_ids(ids[-keep:] if keep else ids, card.vocab_size, f"{path}token_ids.ids")
+        max_bytes = self._desk.limits.max_prompt_bytes
+        bounds = Bounds(max_bytes=max_bytes, max_tokens=card.max_model_len - 1, keep=keep)
+        encoded = await self._desk.prompts.encode(each, self._desk.models.text_of(card), bounds, share)
+        return encoded.ids_T[-keep:] if keep else encoded.ids_T
+
+    async def _run(
+        self,
+        request: pb.EmbedRequest,
+        card: ModelCard,
+        prompts: Sequence[np.ndarray],
+        scope: RpcScope,
+        end_s: float | None,
+        place: Place,
+    ) -> list[Embedded]:
+        salt = self._desk.salt_of(scope, request.cache_salt)
+        sent: list[SentInput] = []
+        try:
+            for index, ids_T in enumerate(prompts):
+                await self._wait_for_room(sent)
+                run = RunRequest(
+                    request_id=f"{scope.request_id}/{index}",
+                    prompt_ids=ids_T,
+                    sampling=_NO_SAMPLING,
+                    priority=request.priority,
+                    cache_salt=salt,
+                    timeout_s=None if end_s is None else max(0.001, end_s - time.monotonic()),
+                    pooling=_POOLINGS[request.pooling],
+                    tenant=self._desk.label_of(scope),
+                    weight=scope.caller.weight,
+                )
+                sent.append(await self._send(run, card, scope, sent))
+            embedded = [await each.result() for each in sent]
+            place.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
+            return embedded
+        finally:
+            for each in sent:
+                if each.is_running:
+                    self._desk.pool.cancel(each.handle)
+                    each.sink.outcome.cancel()
+                elif not each.sink.outcome.cancelled():
+                    each.sink.outcome.exception()  # looked at: the first one was raised
+
+    async def _wait_for_room(self, sent: Sequence[SentInput]) -> None:
+        while len(running := _running(sent)) >= WINDOW:
+            await _first_of(running)
+
+    async def _send(self, run: RunRequest, card: ModelCard, scope: RpcScope, sent: Sequence[SentInput]) -> SentInput:
+        """To some worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
+        num_gone = 0
+        while True:
+            try:
+                return self._try_send(run, card, scope)
+            except WorkerGone:
+                num_gone += 1
+                if num_gone == MAX_CHOICES:
+                    raise
+            except WorkerBusy:
+                if not (running := _running(sent)):
+                    raise
+                await _first_of(running)
+
+    def _try_send(self, run: RunRequest, card: ModelCard, scope: RpcScope) -> SentInput:
+        pool, num_tokens = self._desk.pool, len(run.prompt_ids)
+        worker = pool.choose(card.name, run.prompt_ids, run.cache_salt)
+        check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
+        sink = VectorSink(worker.worker_id, on_started=lambda: self._desk.quotas.started(scope.key))
+        handle = pool.open(worker, run, sink)
+        meters = self._desk.meters.of_model(card.name)
+        meters.started += 1
+        meters.prompt_tokens += num_tokens
+        return SentInput(handle=handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+
+
+def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | None) -> float | None:
+    timeouts = [] if wire_timeout_s is None else [wire_timeout_s]
+    if request.HasField("timeout_s"):
+        timeouts.append(request.timeout_s)
+    return scope.started_s + min(timeouts) if timeouts else None
+
+
+def _running(sent: Sequence[SentInput]) -> list[SentInput]:
+    return [each for each in sent if each.is_running]
+
+
+async def _first_of(running: Sequence[SentInput]) -> None:
+    """Raises what ended one of them, if that was an error."""
+    done, _ = await asyncio.wait([each.sink.outcome for each in running], return_when=asyncio.FIRST_COMPLETED)
+    for outcome in done:
+        outcome.result()

@@ -1,0 +1,283 @@
+"""From a validated request to everything that a worker needs: prompt ids, the form of the output.
+
+What takes long runs in the text threads. Must not know admission, workers or streams.
+"""
+
+import asyncio
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octavo.gateway.config import RequestLimits
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.models import ServedModels
+from octavo.gateway.requests.prompts import Prompts
+from octavo.gateway.rpc.scope import Deadline
+from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
+from octavo.gateway.text.fair_queue import Share
+from octavo.gateway.text.model_text import Bounds, Encoded, ModelText
+from octavo.gateway.text.service import TextService
+from octavo.gateway.text.stop_matcher import StopStrings
+from octavo.gateway.validation.generate import check_choice, check_context, check_ids, may_call_tools
+from octavo.grammar.check import check_grammar
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.grammar.limits import GrammarLimits
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import Grammar, GrammarKind, ModelCard
+
+_QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
+
+
+# The constraint of a request as the worker takes it, checked before anything else is done with the request.
+#
+# Checking takes milliseconds; it runs in the text threads all the same, and nobody waits for it longer than the time
+# limit. Must not know workers or streams.
+
+
+_MAX_KNOWN = 256  # grammars that were found good are not checked again
+
+
+class ConstraintChecker:
+    """One per gateway; every method on its event loop."""
+
+    def __init__(self, text: TextService, limits: GrammarLimits, *, timeout_s: float) -> None:
+        self._text = text
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._known: OrderedDict[Grammar, None] = OrderedDict()
+
+    async def check(self, request: pb.GenerateRequest, *, prefix: str, share: Share) -> Grammar | None:
+        """What the request's output must look like; None for anything. Raises InvalidRequest, TextError."""
+        grammar = grammar_of(request)
+        if grammar is None or self._is_known(grammar):
+            return grammar
+        try:
+            num_bytes = len(grammar.source)
+            work = self._text.run(lambda: check_grammar(grammar, self._limits), num_bytes=num_bytes, share=share)
+            await asyncio.wait_for(work, self._timeout_s)
+        except GrammarRefused as refused:
+            raise InvalidRequest((_violation(request, refused, prefix),)) from None
+        except TimeoutError:
+            late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to check")
+            raise InvalidRequest((_violation(request, late, prefix),)) from None
+        self._remember(grammar)
+        return grammar
+
+    def _is_known(self, grammar: Grammar) -> bool:
+        if grammar not in self._known:
+            return False
+        self._known.move_to_end(grammar)
+        return True
+
+    def _remember(self, grammar: Grammar) -> None:
+        self._known[grammar] = None
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def grammar_of(request: pb.GenerateRequest) -> Grammar | None:
+    """From `constraint`, or from the tools of a chat that has to call one; unchecked."""
+    constraint = request.constraint
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar(
+                kind=GrammarKind.JSON_SCHEMA,
+                source=constraint.json_schema,
+                format_as_annotation=request.format_as_annotation,
+            )
+        case "json_object":
+            return Grammar(kind=GrammarKind.JSON_OBJECT)
+        case "regex":
+            return Grammar(kind=GrammarKind.REGEX, source=constraint.regex)
+        case "ebnf":
+            return Grammar(kind=GrammarKind.EBNF, source=constraint.ebnf)
+        case "choice":
+            options = json.dumps(list(constraint.choice.options), ensure_ascii=False)
+            return Grammar(kind=GrammarKind.CHOICE, source=options)
+    return _of_tools(request)
+
+
+def _of_tools(request: pb.GenerateRequest) -> Grammar | None:
+    """REQUIRED: calls of any tool; NAMED: one call of that tool."""
+    chat = request.chat
+    if chat.tool_choice == pb.TOOL_CHOICE_REQUIRED:
+        tools, max_calls = list(chat.tools), None
+    elif chat.tool_choice == pb.TOOL_CHOICE_NAMED:
+        tools, max_calls = [tool for tool in chat.tools if tool.name == chat.tool_name], 1
+    else:
+        return None
+    # Schemas as they were written: read and written anew, a number may be another one.
+    listed = ", ".join(
+        f'{{"name": {json.dumps(tool.name)}, "parameters": {tool.parameters_json or "null"}}}' for tool in tools
+    )
+    source = f'{{"tools": [{listed}], "max_calls": {json.dumps(max_calls)}}}'
+    return Grammar(kind=GrammarKind.TOOL_CALLS, source=source, format_as_annotation=request.format_as_annotation)
+
+
+def _violation(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str) -> Violation:
+    kind = request.constraint.WhichOneof("kind")
+    if kind is None:
+        return Violation(field=f"{prefix}chat.tools", description=str(refused))
+    if kind == "choice":
+        return Violation(field=f"{prefix}constraint.choice.options{refused.path}", description=refused.description)
+    return Violation(field=f"{prefix}constraint.{kind}", description=str(refused))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """prompt_ids_T: int32, at least one. prompt_text: what it was made of; empty where the caller gave ids. outputs:
+    the form of each output. grammar: what they must look like. bad_words: as tokens."""
+
+    request: pb.GenerateRequest
+    card: ModelCard
+    prompt_ids_T: np.ndarray
+    prompt_text: str
+    outputs: tuple[OutputFormat, ...]
+    deadline: Deadline
+    grammar: Grammar | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """At least one."""
+        return len(self.prompt_ids_T)
+
+
+class Preparer:
+    """One per gateway; every method on its event loop."""
+
+    def __init__(self, models: ServedModels, text: TextService, prompts: Prompts, limits: RequestLimits) -> None:
+        self._models = models
+        self._text = text
+        self._prompts = prompts
+        self._limits = limits
+        self._constraints = ConstraintChecker(text, limits.grammar, timeout_s=limits.constraint_timeout_s)
+
+    async def prepare(
+        self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share
+    ) -> Prepared:
+        """prefix: the request's path in the message that carries it. share: whose it is. Raises RequestError,
+        TextError."""
+        grammar = await self._constraints.check(request, prefix=prefix, share=share)
+        prompt = await self._prompt(request, card, prefix, share)
+        prompt_ids_T = prompt.ids_T
+        if len(prompt_ids_T) == 0:
+            raise InvalidRequest((Violation(field=f"{prefix}input", description="gives no tokens"),))
+        stop_ids = check_ids(request.stop.token_ids, card.vocab_size, f"{prefix}stop.token_ids")
+        ends = frozenset(stop_ids.tolist()) | frozenset(() if request.stop.ignore_eos else card.eos_token_ids)
+        bad_words = await self._bad_words(request.sampling.bad_words, card, f"{prefix}sampling.", share)
+        check_choice(
+            request.sampling,
+            card,
+            path=f"{prefix}sampling.",
+            stop_ids=ends,
+            bad_words=bad_words,
+            min_tokens=request.stop.min_tokens,
+        )
+        stops = await self._stop_strings(list(request.stop.strings), share)
+        first = self._output_format(request, card, prompt, ends, stops)
+        others = (request.num_outputs or 1) - 1
+        return Prepared(
+            request=request,
+            card=card,
+            prompt_ids_T=prompt_ids_T,
+            prompt_text="" if request.WhichOneof("input") == "token_ids" else prompt.text,
+            outputs=(first, *[replace(first, prompt_ids=())] * others),
+            deadline=deadline,
+            grammar=grammar,
+            bad_words=bad_words,
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, prefix: str, share: Share) -> Encoded:
+        """As many last tokens as the caller keeps, and their text where an output repeats it or something was cut."""
+        keep = request.truncate_prompt_tokens
+        if request.WhichOneof("input") == "token_ids":
+            ids = request.token_ids.ids[-keep:] if keep else request.token_ids.ids
+            check_context(len(ids), 1, card)  # before looking at millions of them
+            ids_T = check_ids(ids, card.vocab_size, f"{prefix}token_ids.ids")
+            if not request.output.echo or request.output.format == pb.OUTPUT_FORMAT_TOKEN_IDS:
+                return Encoded(text="", ids_T=ids_T)
+            return await self._spelled(request, card, ids_T, share)
+        bounds = Bounds(max_bytes=self._limits.max_prompt_bytes, max_tokens=card.max_model_len - 1, keep=keep)
+        encoded = await self._prompts.encode(request, self._models.text_of(card), bounds, share)
+        if not keep or len(encoded.ids_T) <= keep:
+            return encoded
+        return await self._spelled(request, card, encoded.ids_T[-keep:], share)
+
+    async def _spelled(self, request: pb.GenerateRequest, card: ModelCard, ids_T: np.ndarray, share: Share) -> Encoded:
+        text, max_bytes = self._models.text_of(card), self._limits.max_prompt_bytes
+        decode = (
+            text.decode_visible if request.WhichOneof("input") == "token_ids" and _skips(request) else text.decode_all
+        )
+        work = self._text.run(lambda: decode(ids_T, max_bytes=max_bytes), num_bytes=len(ids_T), share=share)
+        return Encoded(text=await work, ids_T=ids_T)
+
+    async def _bad_words(
+        self, words: Sequence[str], card: ModelCard, path: str, share: Share
+    ) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        text = self._models.text_of(card)
+        try:
+            num_bytes = sum(map(len, words))
+            return await self._text.run(lambda: text.encode_bad_words(words), num_bytes=num_bytes, share=share)
+        except ValueError as error:
+            problem = Violation(field=f"{path}bad_words[{error.args[0]}]", description="gives no tokens")
+            raise InvalidRequest((problem,)) from None
+
+    async def _stop_strings(self, strings: list[str], share: Share) -> StopStrings | None:
+        if not strings:
+            return None
+        if (num_bytes := sum(map(len, strings))) > _QUICK_STOP_CHARACTERS:
+            return await self._text.run(lambda: StopStrings(strings), num_bytes=num_bytes, share=share)
+        return StopStrings(strings)
+
+    def _output_format(
+        self,
+        request: pb.GenerateRequest,
+        card: ModelCard,
+        prompt: Encoded,
+        stop_ids: frozenset[int],
+        stops: StopStrings | None,
+    ) -> OutputFormat:
+        output, ids = request.output, list[int]()
+        if output.echo or output.HasField("prompt_logprobs"):
+            ids = prompt.ids_T.tolist()
+        wants_text = request.output.format != pb.OUTPUT_FORMAT_TOKEN_IDS
+        parses_calls = wants_text and _parses_calls(request)
+        return OutputFormat(
+            bytes_by_id=_bytes_by_id(request, self._models.text_of(card)) if wants_text else None,
+            wants_ids=request.output.format in (pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
+            stop_strings=stops,
+            stop_ids=stop_ids,
+            min_tokens=request.stop.min_tokens,
+            make_call_id=_new_call_id if parses_calls else None,
+            stop_text=StopText.INCLUDED if request.stop.include_stop else StopText.LEFT_OUT,
+            echo=Echo(text=prompt.text, token_ids=ids) if output.echo else None,
+            prompt_ids=ids if output.HasField("prompt_logprobs") else (),
+        )
+
+
+def _bytes_by_id(request: pb.GenerateRequest, text: ModelText) -> tuple[bytes, ...]:
+    if not _skips(request):
+        return text.table.all_bytes
+    return text.bytes_with_call_tags if _parses_calls(request) else text.table.visible_bytes
+
+
+def _skips(request: pb.GenerateRequest) -> bool:
+    output = request.output
+    return output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+
+
+def _parses_calls(request: pb.GenerateRequest) -> bool:
+    output = request.output
+    is_wanted = output.parse_tool_calls if output.HasField("parse_tool_calls") else True
+    return is_wanted and may_call_tools(request.chat)
+
+
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

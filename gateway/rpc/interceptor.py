@@ -1,0 +1,274 @@
+"""The outermost layer of every RPC: whatever a handler raises, the caller gets exactly one status, never UNKNOWN.
+
+An interceptor, so that handlers of libraries (health, reflection) are inside too. Also the one place where an RPC's end
+is counted and logged.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from octavo.gateway.auth.authenticator import Door
+from octavo.gateway.errors import (
+    DeadlinePassed,
+    ExceedsCapacity,
+    InternalDefect,
+    InvalidRequest,
+    MalformedMessage,
+    Violation,
+)
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.rpc.status import is_expected, status_of
+
+log = structlog.get_logger("gateway.request")
+_QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
+Context = grpc.aio.ServicerContext
+# Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
+# lets in besides requests in flight: so callers that only begin calls keep nobody out.
+MAX_WAITS = 512
+MODEL_HEADER = "x-model"  # of calls whose contract has no field for it; read where a request names none
+_MAX_MODEL = 256  # characters
+_EXPIRED, _LEFT = ("DEADLINE_EXCEEDED", "DEADLINE"), ("CANCELLED", "CLIENT")
+# A client whose time is over resets the call, and may do so before our own clock says the same: its timer began a
+# network's way earlier, and gRPC rounds `grpc-timeout` up by as much as 1 %.
+_EARLY_S, _EARLY_SHARE = 0.05, 0.02
+
+
+Parse = Callable[[Any], Any]
+Take = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """One per gateway and door: who is not let in gets no further than this."""
+
+    def __init__(
+        self,
+        meters: GatewayMeters,
+        *,
+        pushback_ms: int,
+        door: Door | None = None,
+        max_metadata_bytes: int = 16 * 1024,
+        message_timeout_s: float = 20.0,
+        model: str = "",
+    ) -> None:
+        """door None: everybody may do everything. message_timeout_s: how long a single request may take to come.
+        model: that calls mean which name none."""
+        self._model = model
+        self._message_timeout_s = message_timeout_s
+        self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
+        self._max_metadata_bytes = max_metadata_bytes
+        self._meters = meters
+        self._pushback_ms = pushback_ms
+        self._door = door or Door()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the handler; an unknown method is answered by the library (UNIMPLEMENTED)."""
+        handler = await continuation(handler_call_details)
+        num_bytes = _metadata_bytes(handler_call_details.invocation_metadata)
+        if num_bytes > self._max_metadata_bytes:
+            return self._refusal(str(handler_call_details.method), num_bytes)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        if not method.startswith(_QUIET_PREFIXES):
+            self._meters.called.add(method)
+        return self._guarded(handler, method)
+
+    def _refusal(self, method: str, num_bytes: int) -> grpc.RpcMethodHandler:
+        """The library holds a client to the limit only once that has acknowledged it. As a handler of a stream, so that
+        the answer waits for no message."""
+
+        async def refuse(request: Any, context: Context) -> bytes:
+            raise ExceedsCapacity(f"{num_bytes} bytes of metadata exceed the {self._max_metadata_bytes} that are taken")
+
+        return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _as_it_is))
+
+    def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
+        # Single requests are taken by us, as a stream of one: so a caller is known before anything of theirs is waited
+        # for or parsed, and a message that never comes is not waited for for ever. The library's own handlers of single
+        # requests wait without end, and leave a call that ends without a message without a status.
+        parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
+        if handler.unary_unary:
+            return grpc.stream_unary_rpc_method_handler(
+                self._coroutine(handler.unary_unary, method, self._taking(parse)), None, serializer
+            )
+        if handler.unary_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                self._streaming(handler.unary_stream, method, self._taking(parse)), None, serializer
+            )
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                self._streaming(handler.stream_stream, method, _as_it_is), parse, serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            self._coroutine(handler.stream_unary, method, _as_it_is), parse, serializer
+        )
+
+    def _taking(self, parse: Parse) -> Take:
+        async def take(_: Any, context: Context) -> Any:
+            try:
+                async with asyncio.timeout(self._message_timeout_s) as wait:
+                    self._waits[wait] = None
+                    if len(self._waits) > MAX_WAITS:
+                        self._end_longest_wait()
+                    data = await context.read()
+            except TimeoutError:
+                raise DeadlinePassed("the request did not come in time") from None
+            finally:
+                self._waits.pop(wait, None)
+            if data is grpc.aio.EOF:
+                raise MalformedMessage("the call has no request")
+            return parse(data)
+
+        return take
+
+    def _end_longest_wait(self) -> None:
+        longest = next(wait for wait in self._waits if not wait.expired())  # our own is not
+        del self._waits[longest]
+        longest.reschedule(0.0)
+
+    def _streaming(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behaviour):
+            return self._generator(behaviour, method, take)
+        return self._coroutine(behaviour, method, take)
+
+    def _coroutine(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> Any:
+            scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
+            current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
+            try:
+                scope.caller = self._door.admit(method, context)
+                scope.model = _named_model(context) or self._model
+                response = await behaviour(await take(request, context), context)
+            except BaseException as error:
+                await self._end(error, scope, context)
+                raise
+            self._record(scope, "OK", "")
+            return response
+
+        return guarded
+
+    def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+            scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
+            current_rpc.set(scope)
+            try:
+                scope.caller = self._door.admit(method, context)
+                scope.model = _named_model(context) or self._model
+                async for response in behaviour(await take(request, context), context):
+                    yield response
+            except BaseException as error:
+                await self._end(error, scope, context)
+                raise
+            self._record(scope, "OK", "")
+
+        return guarded
+
+    async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
+        """Answer an exception. Raises AbortError where a status was sent, CancelledError where nobody waits for one."""
+        if isinstance(error, grpc.aio.AbortError):
+            self._record(scope, "ABORTED_BY_LIBRARY", "")
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            # Nearly always the caller went away. Where somebody else cancelled the task, the RPC is alive, and without
+            # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
+            if await _is_gone(context):
+                self._record(scope, *_how_it_went(scope, context))
+            else:
+                await self._abort(InternalDefect("the handler was cancelled"), scope, context)
+        elif isinstance(error, Exception):
+            await self._abort(error, scope, context)
+
+    async def _abort(self, error: Exception, scope: RpcScope, context: Context) -> None:
+        status = status_of(error, scope, pushback_ms=self._pushback_ms)
+        try:
+            await context.abort(status.code, status.message, status.trailers)
+        except grpc.aio.AbortError:
+            if not is_expected(error):
+                log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
+            self._record(scope, status.code.name, status.reason)
+            raise
+        except Exception:  # the library's way to say that the RPC is over
+            is_late = isinstance(error, DeadlinePassed)
+            self._record(scope, *(_EXPIRED if is_late else _how_it_went(scope, context)))
+            raise asyncio.CancelledError from None
+
+    def _record(self, scope: RpcScope, code: str, reason: str) -> None:
+        """Count it, and one line in the log. Handlers of libraries are only counted."""
+        self._meters.rpcs[(scope.method, code, reason)] += 1
+        if scope.method.startswith(_QUIET_PREFIXES):
+            return
+        extra = {"reason": reason} if reason else {}
+        if scope.caller.name:
+            extra["caller"] = scope.caller.name
+        log.info(
+            "end",
+            request_id=scope.request_id,
+            method=scope.method.rpartition("/")[2],
+            code=code,
+            **extra,
+            seconds=round(time.monotonic() - scope.started_s, 4),
+            **scope.log_fields,
+        )
+
+
+def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
+    """Code and reason of a call that ended without our doing: its time was over, or its caller left."""
+    left_s = context.time_remaining()
+    if left_s is None or scope.wire_timeout_s is None:
+        return _LEFT
+    return _EXPIRED if left_s <= _EARLY_S + _EARLY_SHARE * scope.wire_timeout_s else _LEFT
+
+
+def _named_model(context: Context) -> str:
+    """What the metadata says. Raises InvalidRequest."""
+    names = {str(value) for name, value in context.invocation_metadata() or () if name == MODEL_HEADER}
+    if len(names) > 1:
+        raise InvalidRequest((Violation(field=MODEL_HEADER, description="two models are named"),))
+    model = next(iter(names), "")
+    if len(model) > _MAX_MODEL:
+        raise InvalidRequest((Violation(field=MODEL_HEADER, description=f"has more than {_MAX_MODEL} characters"),))
+    return model
+
+
+async def _is_gone(context: Context) -> bool:
+    """Whether headers can no longer be sent. That they were sent before tells nothing; else this spares an attempt to
+    abort, each of which leaves its trailers in gRPC's core where the caller is gone: a flood of resets adds up."""
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.UsageError:
+        return False
+    except Exception:  # the library's way to say that the RPC is over
+        return True
+    return False
+
+
+def _metadata_bytes(metadata: Any) -> int:
+    """As HTTP/2 counts: names, values, 32 bytes for each (RFC 9113, 6.5.2)."""
+    return sum(len(name) + len(value) + 32 for name, value in metadata or ())
+
+
+async def _as_it_is(requests: Any, context: Context) -> Any:
+    return requests
+
+
+def _parser(deserializer: Callable[[bytes], Any] | None) -> Parse:
+    if deserializer is None:
+        return bytes
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception:  # whatever the parser raises, it is the caller's bytes
+            raise MalformedMessage("the request is no valid message of its type") from None
+
+    return parse

@@ -1,0 +1,275 @@
+"""One output: tokens in, pieces for the caller out.
+
+Pure: no clock, no loop, no RPC. Where there are no stop strings the tokens are detokenized only when a piece is taken,
+so that a burst costs one pass; with stop strings every token is looked at as it comes, so that the end is noticed even
+while the caller does not read.
+"""
+
+from codecs import utf_8_decode
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+
+from octavo.gateway.text.stop_matcher import StopMatcher, StopStrings
+from octavo.gateway.text.tool_calls import CallPiece, ToolCallParser
+from octavo.wire.messages import TokenLogprobs
+
+_PROMPT_POSITIONS = 256  # in one piece: a message has a size
+
+
+# Tokens to text as they come, without ever splitting a character.
+#
+# Must not know stop strings, streams or requests.
+
+
+class Detokenizer:
+    """One output. The concatenation of all `feed` and the final `flush` equals decoding all tokens at once, however
+    the tokens are cut; bytes of an unfinished character are kept until it ends or proves invalid (then U+FFFD, by the
+    Unicode practice of maximal subparts, as `tokenizers` does)."""
+
+    __slots__ = ("_bytes", "_unfinished")
+
+    def __init__(self, bytes_by_id: Sequence[bytes]) -> None:
+        """bytes_by_id: a column of `ByteTable`."""
+        self._bytes = bytes_by_id
+        self._unfinished = b""  # the first bytes of a character
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete. Raises IndexError for an id outside the table."""
+        table = self._bytes
+        data = self._unfinished + b"".join([table[token_id] for token_id in token_ids])
+        text, num_used = utf_8_decode(data, "replace", False)  # not final: keeps what may still become a character
+        self._unfinished = data[num_used:]
+        return text
+
+    def flush(self) -> str:
+        """The end: what is left of an unfinished character, as U+FFFD."""
+        text, _ = utf_8_decode(self._unfinished, "replace", True)
+        self._unfinished = b""
+        return text
+
+
+class StopText(Enum):
+    """Whether the stop string, or the text of the stop token, is part of the text."""
+
+    LEFT_OUT = "left out"
+    INCLUDED = "included"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """The prompt, as the output repeats it."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """What the caller asked for. bytes_by_id: a column of ByteTable, None for no text. stop_ids: tokens that end the
+    output, whose text is left out. min_tokens: stop strings are looked for after so many tokens. make_call_id: tool
+    calls are parsed out of the text and get these ids; None: they stay text. stop_text: what becomes of what ended the
+    output. echo: stands before the output; None: nothing does. prompt_ids: the prompt's, where its log-probabilities
+    are told."""
+
+    bytes_by_id: Sequence[bytes] | None
+    wants_ids: bool
+    stop_strings: StopStrings | None = None
+    stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    make_call_id: Callable[[], str] | None = None
+    stop_text: StopText = StopText.LEFT_OUT
+    echo: Echo | None = None
+    prompt_ids: Sequence[int] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """What goes into one Delta. logprobs: (the chosen token, its position). num_tokens: since the last piece.
+    tool_calls: pieces of them, whose text is not part of `text`. prompt_logprobs: as logprobs, of the prompt's tokens
+    from the second one on; at most a few hundred in a piece."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[tuple[int, TokenLogprobs]]
+    num_tokens: int
+    tool_calls: list[CallPiece] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+
+
+class OutputAssembler:
+    """feed, take, feed, take … finish, take."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_echo",
+        "_format",
+        "_is_over",
+        "_logprobs",
+        "_matcher",
+        "_num_taken",
+        "_num_told_of_prompt",
+        "_parser",
+        "_prompt_logprobs",
+        "_text",
+        "_to_detokenize",
+        "_to_send",
+        "num_tokens",
+    )
+
+    def __init__(self, output_format: OutputFormat) -> None:
+        self._format = output_format
+        table = output_format.bytes_by_id
+        self._detokenizer = Detokenizer(table) if table is not None else None
+        self._matcher = StopMatcher(output_format.stop_strings) if output_format.stop_strings else None
+        make_call_id = output_format.make_call_id
+        self._parser = ToolCallParser(make_call_id) if make_call_id is not None else None
+        self._text = ""  # ready to send, or to be parsed
+        self._to_detokenize: list[int] = []
+        self._to_send: list[int] = []
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []
+        self._num_taken = 0
+        self._echo = output_format.echo  # until it was sent
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._num_told_of_prompt = 0
+        self._is_over = False
+        self.num_tokens = 0  # of the output; those after a stop string do not count
+
+    @property
+    def match(self) -> str | None:
+        """The stop string that ended the output."""
+        return self._matcher.match if self._matcher is not None else None
+
+    @property
+    def gives_text(self) -> bool:
+        """Whether pieces have text at all."""
+        return self._detokenizer is not None
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Complete ones, of what was parsed so far."""
+        return self._parser.num_calls if self._parser is not None else 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no piece has carried yet."""
+        return self.num_tokens - self._num_taken
+
+    def feed_prompt(self, logprobs: list[TokenLogprobs]) -> None:
+        """What follows of the prompt's log-probabilities; before any token."""
+        self._prompt_logprobs += logprobs
+
+    def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """New tokens, in order; after a stop string they are dropped."""
+        if self._matcher is not None:
+            token_ids = self._match(token_ids, self._matcher)
+        elif self._detokenizer is not None:
+            self._to_detokenize += token_ids
+        self.num_tokens += len(token_ids)
+        if self._format.wants_ids:
+            self._to_send += token_ids
+        if logprobs is not None:
+            self._logprobs += zip(token_ids, logprobs, strict=False)  # shorter where a stop string cut the ids
+
+    def _match(self, token_ids: list[int], matcher: StopMatcher) -> list[int]:
+        """Detokenize one by one; the tokens up to the one that completed a stop string."""
+        if matcher.match is not None:
+            return []
+        for index, token_id in enumerate(token_ids):
+            self._to_detokenize.append(token_id)
+            text = self._detokenize()
+            if self.num_tokens + index < self._format.min_tokens:
+                self._text += text
+                continue
+            self._text += matcher.feed(text)
+            if matcher.match is not None:
+                if self._format.stop_text is StopText.INCLUDED:
+                    self._text += matcher.match
+                self._end_calls()
+                return token_ids[: index + 1]
+        return token_ids
+
+    def _detokenize(self) -> str:
+        """The text of what came, but for a last token that may prove to be the end."""
+        ids, detokenizer = self._to_detokenize, self._detokenizer
+        if not ids or detokenizer is None:
+            return ""
+        if ids[-1] in self._format.stop_ids:
+            text, self._to_detokenize = detokenizer.feed(ids[:-1]), ids[-1:]
+        else:
+            text, self._to_detokenize = detokenizer.feed(ids), []
+        return text
+
+    def finish(self, stop_token_id: int | None) -> None:
+        """No more tokens. stop_token_id: the token that ended the output, if one did."""
+        self._is_over = True
+        if self._detokenizer is None or self.match is not None:
+            return
+        is_left_out = self._format.stop_text is StopText.LEFT_OUT
+        if is_left_out and self._to_detokenize and self._to_detokenize[-1] == stop_token_id:
+            self._to_detokenize.pop()
+        self._end_text(self._detokenizer.feed(self._to_detokenize) + self._detokenizer.flush())
+
+    def cut_short(self) -> None:
+        """No more tokens, in the middle of the output: whole characters alone, and nothing is held back any more."""
+        self._is_over = True
+        if self._detokenizer is not None and self.match is None:
+            self._end_text(self._detokenizer.feed(self._to_detokenize))
+
+    def _end_text(self, text: str) -> None:
+        """text: what was not given to the matcher yet."""
+        self._to_detokenize = []
+        if self._matcher is not None:
+            text = self._matcher.feed(text)
+            text += self._matcher.flush()
+        self._text += text
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        """Nothing follows, so what looks like the beginning of a call is what it is."""
+        if self._parser is not None:
+            self._parser.feed(self._text)
+            self._parser.finish()
+            self._text = ""
+
+    def take(self) -> Piece | None:
+        """What can be sent now; None where that is nothing."""
+        if self._matcher is None and self._to_detokenize:
+            self._text += self._detokenize()
+        calls: list[CallPiece] = []
+        if self._parser is not None:
+            self._parser.feed(self._text)
+            self._text, calls = self._parser.take_text(), self._parser.take_calls()
+        if (self._prompt_logprobs or self._echo) and (self.num_tokens or self._is_over):
+            return self._take_prompt(calls)
+        if not (self._text or self._to_send or self._logprobs or calls):
+            return None
+        piece = Piece(self._text, self._to_send, self._logprobs, self.num_tokens - self._num_taken, calls)
+        self._text, self._num_taken = "", self.num_tokens
+        self._to_send, self._logprobs = [], []
+        return piece
+
+    def _take_prompt(self, calls: list[CallPiece]) -> Piece:
+        """What stands before the output: its last part goes with what there is of the output."""
+        told = self._num_told_of_prompt
+        news, self._prompt_logprobs = (
+            self._prompt_logprobs[:_PROMPT_POSITIONS],
+            self._prompt_logprobs[_PROMPT_POSITIONS:],
+        )
+        self._num_told_of_prompt += len(news)
+        scores = list(zip(self._format.prompt_ids[told + 1 : told + 1 + len(news)], news, strict=True))
+        if self._prompt_logprobs:
+            return Piece("", [], [], 0, calls, scores)
+        echo, self._echo = self._echo, None
+        text, ids = (echo.text, echo.token_ids) if echo is not None else ("", ())
+        piece = Piece(
+            text * self.gives_text + self._text,
+            list(chain(ids if self._format.wants_ids else (), self._to_send)),
+            self._logprobs,
+            self.num_tokens - self._num_taken,
+            calls,
+            scores,
+        )
+        self._text, self._num_taken, self._to_send, self._logprobs = "", self.num_tokens, [], []
+        return piece

@@ -1,0 +1,370 @@
+"""One output between the pool and the RPC that waits for it.
+
+The pool calls in (tokens, end), the RPC's own task takes pieces out as fast as its caller reads: one token a piece when
+idle, several when writing is slow, tokens come in bursts, or the gateway is busy (`gateway.streams.stream`). Knows
+no gRPC; must not block.
+
+    RUNNING --stop string, deadline--> MATCHED --worker's end, or no news for a while--> ENDED
+    RUNNING --worker's end--> ENDED
+    RUNNING --lost, failed, aborted--> FAILED
+
+A reader that is busy with a message while more and more tokens gather is behind: its output is paused at the worker,
+and goes on as soon as most of them are taken. Who waits for news is not behind, whatever has gathered: it takes all of
+it in its next turn, or nothing of it can be sent yet.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
+from octavo.gateway.rpc.scope import AtDeadline
+from octavo.gateway.streams.output_processor import OutputAssembler, Piece
+from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
+
+# How long new tokens wait for more, so that a busy gateway writes fewer and larger messages.
+#
+# A message costs its 30 to 60 µs whatever it carries, and gRPC takes in one request a turn of the event loop: a gateway
+# that is busy all the time with single tokens lets those who arrive together wait while the workers' slots are empty
+# (bench/arrivals.py). So once the loop's thread computes nearly all the time, tokens go out in rounds that move further
+# apart, and at once again when it has time to spare. First tokens and ends never wait. Knows no gRPC.
+
+
+BUSY_SHARE = 0.7  # of the thread's time: above, rounds move apart
+CALM_SHARE = 0.5  # below, they move together
+STEP = 1.5
+LEAST_INTERVAL_S = 0.001  # closer rounds are none
+MOST_INTERVAL_S = 0.010
+WINDOW_S = 0.02  # the share is taken over so long
+STALE_S = 0.2  # so long without tokens says nothing of what is to come
+
+
+# What wakes the one task that reads an output, or the outputs of one request.
+
+
+class Bell:
+    """Wakes the one task that waits for news of any of its streams."""
+
+    __slots__ = ("_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Until it rings; what rang before does not count."""
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for it, or was woken and has not had its turn."""
+        return self._waiter is not None
+
+    def ring(self) -> None:
+        """There is news."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class Coalescer:
+    """One per gateway, on its event loop."""
+
+    def __init__(self, *, cpu_s: Callable[[], float] | None = None, now_s: Callable[[], float] | None = None) -> None:
+        """cpu_s: what this thread has computed so far; now_s: monotonic. None: of the system."""
+        self._cpu_s = cpu_s or time.thread_time
+        self._now_s = now_s or time.monotonic
+        self._window = (self._now_s(), self._cpu_s())
+        self._waiting: dict[Bell, None] = {}
+        self._round: asyncio.TimerHandle | None = None
+        self._last_s = 0.0
+        self._interval_s = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """Between rounds now; 0.0: tokens go out as they come."""
+        return 0.0 if self._now_s() - self._window[0] > STALE_S else self._interval_s
+
+    def ring(self, bell: Bell) -> None:
+        """An output has new tokens."""
+        now_s = self._now_s()
+        if now_s - self._window[0] >= WINDOW_S:
+            self._adjust(now_s)
+        if not self._interval_s and self._round is None:
+            bell.ring()
+            return
+        self._waiting[bell] = None
+        if self._round is None:
+            delay_s = max(0.0, self._last_s + self._interval_s - now_s)
+            self._round = asyncio.get_running_loop().call_later(delay_s, self._ring_all)
+
+    def _ring_all(self) -> None:
+        self._round, self._last_s = None, self._now_s()
+        waiting, self._waiting = self._waiting, {}
+        for bell in waiting:
+            bell.ring()
+
+    def _adjust(self, now_s: float) -> None:
+        (since_s, since_cpu_s), cpu_s = self._window, self._cpu_s()
+        self._window = (now_s, cpu_s)
+        share = (cpu_s - since_cpu_s) / (now_s - since_s)
+        if now_s - since_s > STALE_S:
+            self._interval_s = 0.0
+        elif share > BUSY_SHARE:
+            self._interval_s = min(max(self._interval_s * STEP, LEAST_INTERVAL_S), MOST_INTERVAL_S)
+        elif share < CALM_SHARE:
+            self._interval_s /= STEP
+            if self._interval_s < LEAST_INTERVAL_S:
+                self._interval_s = 0.0
+
+
+class StreamState(Enum):
+    """Where an output stands."""
+
+    RUNNING = "running"
+    MATCHED = "matched"  # a stop string or the deadline ended it; the worker's figures are on their way
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+_RESUME_SHARE = 4  # of the mark at which an output is paused, the part at which it goes on
+
+
+class OutputStream:
+    """An OutputSink and PromptSink (see gateway.workers.views). Times are monotonic seconds, 0.0 for "not yet"."""
+
+    __slots__ = (
+        "_coalescer",
+        "_loop",
+        "_max_pending",
+        "_on_flow",
+        "_on_match",
+        "_on_moved_to",
+        "_on_started",
+        "_pause_mark",
+        "assembler",
+        "at_deadline",
+        "bell",
+        "error",
+        "finished",
+        "first_token_s",
+        "is_partial",
+        "is_paused",
+        "num_moves",
+        "scheduled_s",
+        "state",
+        "worker_id",
+        "write_since_s",
+    )
+
+    def __init__(
+        self,
+        assembler: OutputAssembler,
+        *,
+        max_pending_tokens: int,
+        pause_pending_tokens: int = 512,
+        on_match: Callable[["OutputStream"], None],
+        on_started: Callable[[], None] | None = None,
+        on_moved: Callable[[str], None] | None = None,
+        on_flow: Callable[["OutputStream"], None] | None = None,
+        at_deadline: AtDeadline = AtDeadline.STATUS,
+        bell: Bell | None = None,
+        coalescer: Coalescer | None = None,
+    ) -> None:
+        """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
+        begun; called at once. on_moved: another worker, by its id, goes on with the output. on_flow: `is_paused` has
+        changed. bell: shared by the streams of one request; None: a bell of its own. pause_pending_tokens: unread
+        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens
+        behind the first are read; None: as they come."""
+        self.assembler = assembler
+        self.state = StreamState.RUNNING
+        self.error: RequestError | None = None
+        self.finished: Finished | None = None  # the worker's figures, where they came
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+        self.write_since_s = 0.0  # while a message waits for the reader
+        self.at_deadline = at_deadline
+        self.is_partial = False  # the deadline ended the output, and the caller takes what there is
+        self.worker_id = ""  # the worker that it has moved to
+        self.num_moves = 0
+        self.is_paused = False  # the worker was asked to wait for the reader
+        self._max_pending = max_pending_tokens
+        # Steps that are in flight when the pause is sent need room below the end.
+        self._pause_mark = min(max_pending_tokens if on_flow is None else pause_pending_tokens, max_pending_tokens // 2)
+        self._on_flow = on_flow
+        self._on_match = on_match
+        self._on_started = on_started
+        self._on_moved_to = on_moved
+        self._loop = asyncio.get_running_loop()
+        self._coalescer = coalescer
+        self.bell = bell or Bell()
+
+    # ------------------------------------------------------------ the pool's side
+
+    def on_started(self) -> None:
+        """The worker scheduled the request for the first time."""
+        self.scheduled_s = time.monotonic()
+        if self._on_started is not None:
+            self._on_started()
+
+    def on_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """New tokens."""
+        if self.state is not StreamState.RUNNING:
+            return
+        is_first = not self.first_token_s
+        if is_first:
+            self.first_token_s = time.monotonic()
+        assembler = self.assembler
+        assembler.feed(token_ids, logprobs)
+        if assembler.match is not None:
+            self.state = StreamState.MATCHED
+            self._loop.call_soon(self._on_match, self)  # soon: the pool is in the middle of a message
+        elif assembler.num_pending > self._pause_mark:
+            self._fall_behind()
+        if is_first or self._coalescer is None or self.state is not StreamState.RUNNING:
+            self._wake()
+        else:
+            self._coalescer.ring(self.bell)
+
+    def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """What follows of the prompt's log-probabilities."""
+        if self.state is StreamState.RUNNING:
+            self.assembler.feed_prompt(logprobs)
+
+    def on_finished(self, finished: Finished) -> None:
+        """The worker ended the output."""
+        if self.state is StreamState.MATCHED:
+            self.finished = finished
+            self.state = StreamState.ENDED
+        elif self.state is StreamState.RUNNING:
+            self.finished = finished
+            if finished.reason is WireFinishReason.DEADLINE and self.at_deadline is AtDeadline.PARTIAL:
+                self._end_partial(StreamState.ENDED)
+                return
+            self.error = error_of(finished)
+            if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
+                self.assembler.finish(finished.stop_token_id)
+            self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
+        self._wake()
+
+    def on_lost(self, reason: str, detail: str) -> None:
+        """The worker is gone."""
+        if self.state is StreamState.MATCHED:
+            self.state = StreamState.ENDED  # the output is complete, only the figures are lost
+        elif self.state is StreamState.RUNNING:
+            self.error, self.state = from_reason(str(reason), detail), StreamState.FAILED
+        self._wake()
+
+    def on_moved(self, worker_id: str) -> None:
+        """Another worker goes on with it, or the next life of its own."""
+        self.worker_id = worker_id
+        self.num_moves += 1
+        if self._on_moved_to is not None:
+            self._on_moved_to(worker_id)
+
+    # ------------------------------------------------------------ the gateway's side
+
+    def fail(self, error: RequestError) -> None:
+        """End the output from here (abort, drain, slow reader). A first end counts."""
+        if self.state in (StreamState.RUNNING, StreamState.MATCHED):
+            self.error, self.state = error, StreamState.FAILED
+            self._wake()
+
+    def end_at_deadline(self) -> None:
+        """The time is over and the worker has not said so. A partial output still waits for the worker's figures."""
+        if self.state is not StreamState.RUNNING:
+            return
+        if self.at_deadline is AtDeadline.PARTIAL:
+            self._end_partial(StreamState.MATCHED)
+        else:
+            self.fail(DeadlinePassed("the deadline passed"))
+
+    def _end_partial(self, state: StreamState) -> None:
+        self.assembler.cut_short()
+        self.is_partial, self.state = True, state
+        self._wake()
+
+    def _fall_behind(self) -> None:
+        num_pending = self.assembler.num_pending
+        if num_pending > self._max_pending:
+            self.fail(SlowConsumer(f"{num_pending} tokens wait to be read"))
+        elif not self.is_paused and not self.bell.is_awaited and self._on_flow is not None:
+            self.is_paused = True
+            self._on_flow(self)
+
+    def _catch_up(self, piece: Piece | None) -> None:
+        """piece: what was taken last. Where that is nothing, the reader waits for more."""
+        if piece is None or self.assembler.num_pending * _RESUME_SHARE <= self._pause_mark:
+            self.is_paused = False
+            if self._on_flow is not None:
+                self._on_flow(self)
+
+    def stop_waiting_for_figures(self) -> None:
+        """After a stop string, or at the deadline: the worker did not answer in time."""
+        if self.state is StreamState.MATCHED:
+            self.state = StreamState.ENDED
+            self._wake()
+
+    def take(self) -> Piece | None:
+        """What can be sent now; None where that is nothing. A paused output goes on where little or nothing is left."""
+        piece = self.assembler.take()
+        if self.is_paused:
+            self._catch_up(piece)
+        return piece
+
+    async def next(self) -> Piece | None:
+        """The next piece, as soon as there is one; None after the last. Raises the RequestError that ended the output,
+        after what came before it. For one caller at a time."""
+        while True:
+            piece = self.take()
+            if piece is not None:
+                return piece
+            if self.state is StreamState.ENDED:
+                return None
+            if self.state is StreamState.FAILED:
+                raise self.error or InternalDefect("a stream failed without an error")
+            await self.bell.wait()
+
+    def _wake(self) -> None:
+        self.bell.ring()
+
+
+class OutputStreams:
+    """Several outputs of one request, as one source of pieces. They share a bell."""
+
+    def __init__(self, streams: Sequence[OutputStream]) -> None:
+        self._open = dict(enumerate(streams))
+        self._bell = streams[0].bell
+
+    async def next(self) -> tuple[int, Piece | None] | None:
+        """Of some output its next piece, or None once where it has ended; None after the last of all. Outputs take
+        turns. Raises the RequestError that ended one of them. For one caller at a time."""
+        while self._open:
+            for index, stream in tuple(self._open.items()):
+                piece = stream.take()
+                if piece is not None:
+                    self._open[index] = self._open.pop(index)  # to the end of the line
+                    return index, piece
+                if stream.state is StreamState.ENDED:
+                    del self._open[index]
+                    return index, None
+                if stream.state is StreamState.FAILED:
+                    raise stream.error or InternalDefect("a stream failed without an error")
+            await self._bell.wait()
+        return None
+
+
+def error_of(finished: Finished) -> RequestError | None:
+    """None for an output that is complete."""
+    if finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH):
+        return None
+    reason = {
+        WireFinishReason.DEADLINE: "DEADLINE",
+        WireFinishReason.CANCELLED: "ABORTED",
+    }.get(finished.reason, finished.error)
+    return from_reason(reason, finished.detail)

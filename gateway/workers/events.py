@@ -1,0 +1,154 @@
+"""Changes of a model's prefix caches for those who follow them: all its workers as if they were one cache.
+
+A follower hears the present state first, in chunks that are made when they are taken, and then every change. What is
+told between a chunk and the change that it missed (or holds already) does no harm: stores of a known block and removals
+of an unknown one mean nothing. Bounded: a follower that is too slow is cut off, and may come again. Pure but for one
+future; must not know sockets, nor who follows.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+from octavo.gateway.workers.errors import FeedCut, FeedFull
+
+MAX_FOLLOWERS = 64
+MAX_WAITING_CHANGES = 65_536  # per follower
+CHUNK_CHANGES = 256  # some milliseconds of the loop
+
+
+class ChangeKind(Enum):
+    """What became of a block."""
+
+    STORED = "stored"  # at the first worker that has it
+    REMOVED = "removed"  # from the last one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChange:
+    """block_id: unique while the block is there. parent_id: None for the first of a prompt. token_ids: int32,
+    little-endian. Of REMOVED only kind and block_id."""
+
+    kind: ChangeKind
+    block_id: int
+    parent_id: int | None = None
+    token_ids: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Where a batch stands in the present state. num_blocks: of all of it, when it was begun."""
+
+    index: int
+    count: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBatch:
+    """sequence: one more than the last batch's. chunk: None for what happened since."""
+
+    sequence: int
+    changes: tuple[BlockChange, ...]
+    chunk: Chunk | None = None
+
+
+class BlockSubscription:
+    """One follower. first_sequence: above every number that an earlier subscription of the same follower used."""
+
+    def __init__(self, salt: str, state: Iterator[BlockChange], num_blocks: int, *, first_sequence: int) -> None:
+        self.salt = salt
+        self._state = state
+        self._num_blocks = num_blocks
+        self._num_chunks = max(1, -(-num_blocks // CHUNK_CHANGES))
+        self._next_chunk = 0
+        self._next_sequence = first_sequence
+        self._waiting: deque[tuple[BlockChange, ...]] = deque()
+        self._num_waiting = 0
+        self._is_cut = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, changes: tuple[BlockChange, ...]) -> None:
+        """What happened; nothing more is kept once the follower is cut off."""
+        if self._is_cut:
+            return
+        self._num_waiting += len(changes)
+        if self._num_waiting > MAX_WAITING_CHANGES:
+            self._is_cut = True
+            self._waiting.clear()
+        else:
+            self._waiting.append(changes)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> BlockBatch:
+        """The next batch, as soon as there is one. Raises FeedCut. For one caller at a time."""
+        while not self._is_cut:
+            if self._next_chunk < self._num_chunks:
+                return self._take_chunk()
+            if self._waiting:
+                changes = self._waiting.popleft()
+                self._num_waiting -= len(changes)
+                return self._batch(changes, None)
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        raise FeedCut(f"more than {MAX_WAITING_CHANGES} changes of the prefix cache wait to be read")
+
+    def _take_chunk(self) -> BlockBatch:
+        index, self._next_chunk = self._next_chunk, self._next_chunk + 1
+        is_last = self._next_chunk == self._num_chunks
+        changes = tuple(self._state if is_last else islice(self._state, CHUNK_CHANGES))
+        return self._batch(changes, Chunk(index=index, count=self._num_chunks, num_blocks=self._num_blocks))
+
+    def _batch(self, changes: tuple[BlockChange, ...], chunk: Chunk | None) -> BlockBatch:
+        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        return BlockBatch(sequence=sequence, changes=changes, chunk=chunk)
+
+
+class BlockFeed:
+    """Of one model. now_us: microseconds of a clock that does not start anew with the process."""
+
+    def __init__(self, now_us: Callable[[], int]) -> None:
+        self._now_us = now_us
+        self._followers: list[BlockSubscription] = []
+        self._changes: list[tuple[str, BlockChange]] = []
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether changes need to be told at all."""
+        return bool(self._followers)
+
+    def tell(self, salt: str, change: BlockChange) -> None:
+        """A block of this salt changed; followers hear of it with the next `flush`."""
+        self._changes.append((salt, change))
+
+    def flush(self) -> None:
+        """Tell what has gathered."""
+        changes, self._changes = self._changes, []
+        for follower in self._followers if changes else ():
+            heard = [change for salt, change in changes if salt == follower.salt]
+            for some in _batched(heard, CHUNK_CHANGES):
+                follower.put(some)
+
+    def follow(self, salt: str, state: Iterator[BlockChange], num_blocks: int) -> BlockSubscription:
+        """Hear the present state, and then every change to blocks of this salt. Raises FeedFull."""
+        if len(self._followers) >= MAX_FOLLOWERS:
+            raise FeedFull(f"{MAX_FOLLOWERS} followers hear of the prefix cache already")
+        subscription = BlockSubscription(salt, state, num_blocks, first_sequence=self._now_us())
+        self._followers.append(subscription)
+        return subscription
+
+    def leave(self, subscription: BlockSubscription) -> None:
+        """Idempotent."""
+        if subscription in self._followers:
+            self._followers.remove(subscription)
+
+
+def _batched(changes: list[BlockChange], size: int) -> Iterator[tuple[BlockChange, ...]]:
+    return (tuple(changes[begin : begin + size]) for begin in range(0, len(changes), size))

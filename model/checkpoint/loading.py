@@ -1,0 +1,143 @@
+"""From a checkpoint folder to a model, strictly: every tensor that is missing, unexpected, misshapen or of a dtype that
+is not a weight's is named in one error, before any weight is read.
+
+Must not know: hubs, requests.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from octavo.model.checkpoint.fingerprint import fingerprint
+from octavo.model.checkpoint.packed import Packed, PackedWeights, packed_dtype
+from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES
+from octavo.model.checkpoint.shards import Shards, open_shards
+from octavo.model.checkpoint.weight_names import EMBEDDING, HEAD, destinations
+from octavo.model.config import load_config
+from octavo.model.errors import CheckpointError
+from octavo.model.families.qwen2 import LayerMatrices, Qwen2ForCausalLM
+
+OnBytes = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as work goes on."""
+
+SCAN_ELEMENTS = 1 << 22
+
+
+class WeightScan(Enum):
+    """Whether loading looks at every weight for NaN and infinity (a second pass over the memory)."""
+
+    OFF = "off"
+    FINITE = "finite"
+
+
+def ignore_progress(_done: int, _total: int) -> None:
+    """For callers that show no bar."""
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    on_progress: OnBytes = ignore_progress,
+    weight_scan: WeightScan = WeightScan.OFF,
+    packed: Packed = Packed.UNPACKED,
+) -> Qwen2ForCausalLM:
+    """Load a Qwen2.5 checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
+    or AWQ.
+
+    dtype: what to compute in; None takes the config's, bf16 where it has none or the checkpoint is packed (it names
+    float16 for the sake of its kernels; Qwen2.5 was made in bf16). packed: what becomes of packed matrices.
+    Raises CheckpointError (ConfigError for config.json); nothing of the folder is ever executed.
+    """
+    folder = Path(folder)
+    config = load_config(folder)
+    with ExitStack() as stack:
+        shards = open_shards(folder, stack)
+        chosen = dtype or (None if config.quantization else config.dtype) or torch.bfloat16
+        plain = Qwen2ForCausalLM(config, dtype=chosen, device="meta")
+        weights = PackedWeights.of(plain)
+        shapes = weights.replace_shapes(expected_shapes(plain))
+        check_tensors(shards, shapes)
+        matrices = LayerMatrices.DEFERRED if weights.is_any else LayerMatrices.ALLOCATED
+        model = Qwen2ForCausalLM(config, dtype=chosen, device=device, layer_matrices=matrices)
+        names_read = weights.read(shards, model, packed, on_progress)
+        read_weights(shards, model, on_progress, done_before=names_read)
+    if weight_scan is WeightScan.FINITE:
+        check_finite(model)
+    model.fingerprint = fingerprint(model)
+    return model
+
+
+def expected_shapes(model: Qwen2ForCausalLM) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, as the config asks for them."""
+    return {name: tuple(view.shape) for name, view in destinations(model).items()}
+
+
+def check_tensors(shards: Shards, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Compare headers with the config. Raises CheckpointError with every difference."""
+    problems = [f"{name}: missing, should have shape {list(shape)}" for name, shape in shapes.items()
+                if name not in shards.file_of]  # fmt: skip
+    for name, file in shards.file_of.items():
+        entry, wanted = file.entries[name], wanted_shape(name, shapes)
+        if wanted is None:
+            problems.append(f"{file.path.name}: {name}: unexpected")
+        elif entry.shape != wanted:
+            problems.append(f"{file.path.name}: {name}: has shape {list(entry.shape)}, should have {list(wanted)}")
+        elif entry.dtype not in packed_dtype(name, TORCH_DTYPES):
+            dtypes = ", ".join(packed_dtype(name, TORCH_DTYPES))
+            problems.append(f"{file.path.name}: {name}: is {entry.dtype}, should be one of {dtypes}")
+    if problems:
+        raise CheckpointError(f"{len(problems)} tensors do not fit config.json:", tuple(sorted(problems)))
+
+
+def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """None for a tensor that does not belong. A tied checkpoint may carry the head besides; it must equal the
+    embedding."""
+    return shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
+
+
+def read_weights(
+    shards: Shards, model: Qwen2ForCausalLM, on_progress: OnBytes, done_before: Collection[str] = ()
+) -> None:
+    """Read every other tensor into its place, file by file in the order of the bytes."""
+    views, done, total = destinations(model), shards.bytes_of(done_before), shards.num_bytes
+    order = [
+        (file.path.name, file.entries[name].start, name)
+        for name, file in shards.file_of.items()
+        if name not in done_before
+    ]
+    for _, _, name in sorted(order):
+        file = shards.file_of[name]
+        if name in views:
+            file.read(name, views[name])
+        done += file.entries[name].end - file.entries[name].start
+        on_progress(done, total)
+    if HEAD in shards.file_of and HEAD not in views:
+        check_tied_head(shards, model)
+
+
+def check_tied_head(shards: Shards, model: Qwen2ForCausalLM) -> None:
+    """A head beside tied embeddings must hold the same values. Raises CheckpointError."""
+    file, embedding = shards.file_of[HEAD], model.embed_tokens.weight.data
+    head = torch.empty_like(embedding)
+    file.read(HEAD, head)
+    if not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{file.path.name}: {HEAD}: differs from {EMBEDDING} although config.json has tie_word_embeddings true"
+        )
+
+
+def check_finite(model: Qwen2ForCausalLM) -> None:
+    """Look at every weight. Raises CheckpointError naming each tensor with NaN or infinity, and how many."""
+    problems = []
+    for name, view in destinations(model).items():
+        pieces = view.reshape(-1).split(SCAN_ELEMENTS)
+        num_bad = sum(int((~piece.isfinite()).sum()) for piece in pieces)
+        if num_bad:
+            problems.append(f"{name}: {num_bad} of {view.numel()} values are NaN or infinite in {model.dtype}")
+    if problems:
+        raise CheckpointError("the weights are not finite:", tuple(problems))

@@ -1,0 +1,155 @@
+"""From what a user types to a folder on disk: a folder, the name of an embedded model, or a hub id to download.
+
+Downloads take *.safetensors, *.json, *.txt and *.jinja only: nothing pickled, no code.
+Must not know: what is in the files.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from octavo.model.errors import CheckpointError, HubUnreachable
+from octavo.wire.checkpoint_files import FileRefused, check_files, find_file
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+ALLOWED_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja")
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+PUBLISHED = tuple(
+    f"Qwen/Qwen2.5-{size}{kind}"
+    for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+    for kind in ("-Instruct", "")
+)
+"""The dense checkpoints of the Qwen2.5 release, for did-you-mean."""
+
+HUB_TIMEOUT_S = 10.0
+OnDownload = Callable[[int, int | None], None]
+"""Called with (bytes done, bytes in all as far as they are known)."""
+
+
+def resolve_checkpoint(name: str, *, revision: str | None = None, on_progress: OnDownload | None = None) -> Path:
+    """The folder of a checkpoint, downloaded if need be.
+
+    name: an existing folder with a config.json; an embedded model ("folio-chat"); or a hub id ("Qwen/Qwen2.5-0.5B").
+    revision: branch, tag or commit, for hub ids. on_progress: where it is None, the hub's own bar goes to stderr if
+    that is a terminal. Raises CheckpointError saying what to try instead.
+    """
+    folder = Path(name).expanduser()
+    if name and _is_folder(folder):
+        return checked_folder(folder)
+    if name in embedded_names():
+        return EMBEDDED / name
+    if HUB_ID.fullmatch(name) and ".." not in name:
+        return download(name, revision=revision, on_progress=on_progress)
+    raise CheckpointError(f"{name!r} is neither a folder, nor an embedded model, nor a hub id{suggestion(name)}")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def embedded_names() -> list[str]:
+    """Models that came with the repository."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def checked_folder(folder: Path) -> Path:
+    """The folder itself. Raises CheckpointError where it is no checkpoint, or a file of it leads elsewhere."""
+    try:
+        if find_file(folder, "config.json") is None:
+            raise CheckpointError(f"{folder}: there is no config.json in it, so it is not a checkpoint folder")
+        check_files(folder, suffixes=tuple(pattern.removeprefix("*") for pattern in ALLOWED_FILES))
+    except FileRefused as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
+    return folder
+
+
+def suggestion(name: str) -> str:
+    """What the user may have meant; always something that exists."""
+    known = [*embedded_names(), *PUBLISHED]
+    short_names = {known_name.rsplit("/", 1)[-1].lower(): known_name for known_name in known}
+    close = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), short_names, n=3, cutoff=0.6)
+    if not close:
+        return f" (there are {', '.join(known[:3])}, …)"
+    return f": did you mean {' or '.join(short_names[match] for match in close)}?"
+
+
+def look_for_checkpoint(name: str, *, revision: str | None = None) -> Path | None:
+    """The folder where the checkpoint is on this machine, None where the hub has it. Downloads nothing. Raises
+    CheckpointError as `resolve_checkpoint` does."""
+    folder = Path(name).expanduser()
+    if (name and _is_folder(folder)) or name in embedded_names() or not HUB_ID.fullmatch(name) or ".." in name:
+        return resolve_checkpoint(name, revision=revision)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    cached = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "tokenizer.json")]
+    if all(isinstance(each, str) for each in cached):
+        return Path(str(cached[0])).parent
+    with _hub_errors(name, revision):
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    return None
+
+
+def download(name: str, *, revision: str | None, on_progress: OnDownload | None) -> Path:
+    """Fetch what is missing of a hub repository into the hub's cache. Raises CheckpointError."""
+    # Imported here: a worker with a local folder has no use for an HTTP client.
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(name, revision):
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(ALLOWED_FILES),
+            tqdm_class=None if on_progress is None else progress_bar(on_progress),
+        )
+    return checked_folder(Path(folder))
+
+
+@contextmanager
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{name}: the hub gives it only to those who accepted its terms and set a token"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(f"{name}: there is no such model on the hub{suggestion(name)}") from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{name}: there is no revision {revision!r}") from error
+    except Exception as error:  # of the hub's, the system's, or of the HTTP client, which has been another one before
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HubUnreachable(
+            f"{name}: cannot be downloaded, and is not complete in the hub's cache: {reason}"
+        ) from error
+
+
+def progress_bar(on_progress: OnDownload) -> type:
+    """A class that the hub takes for a bar and that shows nothing: it hands the bytes of all files on."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    class Forwarding(tqdm):
+        """Of the bars that the hub makes, only the one for written bytes is handed on."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._is_bytes = kwargs.get("unit") == "B" and "Reconstructing" in str(kwargs.get("desc"))
+            super().__init__(*args, **{**kwargs, "disable": True})
+            self.total = kwargs.get("total")
+
+        def update(self, n: float | None = 1) -> None:
+            """Called from the download threads."""
+            self.n += n or 0
+            if self._is_bytes:
+                on_progress(int(self.n), int(self.total) if self.total else None)
+
+    return Forwarding

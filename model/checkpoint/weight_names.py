@@ -1,0 +1,42 @@
+"""Where each tensor of a HF checkpoint goes: name -> part of one of our (partly fused) parameters.
+
+    q_proj, k_proj, v_proj  ->  rows of qkv_proj          gate_proj, up_proj  ->  rows of gate_up_proj
+
+Must not know: files.
+"""
+
+import torch
+
+from octavo.model.config import Qwen2Config
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def destinations(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
+    """A view of the model's memory for every tensor name that its config asks for, with the shape that it must have."""
+    views = {EMBEDDING: model.embed_tokens.weight.data, "model.norm.weight": model.norm.weight.data}
+    if not model.config.tie_word_embeddings:
+        views[HEAD] = model.lm_head.weight.data
+    parameters = dict(model.named_parameters())
+    for index in range(model.config.num_hidden_layers):
+        ours = f"layers.{index}."
+        for name, parameter in parameters.items():
+            if name.startswith(ours):
+                views |= {f"model.{ours}{part}": view for part, view in split(name, ours, parameter.data, model.config)}
+    return views
+
+
+def split(name: str, layer: str, tensor: torch.Tensor, config: Qwen2Config) -> list[tuple[str, torch.Tensor]]:
+    """(name within the layer, view) of the parts of one parameter; itself where it is not fused."""
+    name = name.removeprefix(layer)
+    if ".qkv_proj." in name:
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        parts = zip("qkv", tensor.split([q_size, kv_size, kv_size]), strict=True)
+        return [(name.replace("qkv_proj", f"{letter}_proj"), view) for letter, view in parts]
+    if ".gate_up_proj." in name:
+        halves = zip(("gate_proj", "up_proj"), tensor.split(config.intermediate_size), strict=True)
+        return [(name.replace("gate_up_proj", part), view) for part, view in halves]
+    return [(name, tensor)]

@@ -1,0 +1,200 @@
+"""Which way a decode step takes for a batch size: few rows, some dozens or many, and how their kernels are cut.
+
+What is fastest depends on the shape, the batch and the device, and only whole steps tell (a kernel alone misleads: it
+does not overlap with its neighbours). So whole steps are timed before serving, once for a shape, a device and a set of
+versions, and the result is kept on disk. Without one, a rule made of measurements on an H100 decides.
+
+Must not know: requests, who calls.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+
+from octavo.model.cache_folder import cache_folder
+from octavo.model.config import Qwen2Config
+from octavo.model.gpu.small_batch_layers import NarrowCuts, cuts_of
+from octavo.model.gpu.split_k_layers import SPLIT_SIZES, SplitCuts, split_cuts_of
+
+FACTORS = {"narrow": 1.0, "narrow-half": 0.5, "narrow-double": 2.0}
+"""Of the weights that a program reads, by the candidate's name."""
+DEFAULT_NARROW_BATCH = 2
+TIMED_SIZES = (1, 2, *SPLIT_SIZES)
+"""Each stands for the sizes below it, down to the one before. Beyond 2 rows the narrow way has always lost (each row
+adds its own latency to each narrow kernel), beyond the last the wide way has won (bench/RESULTS.md)."""
+WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Products by cuBLAS, attention over a balanced work list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """The overlapping kernels for a few rows, cut this way."""
+
+    cuts: NarrowCuts
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """As wide, but some products by our own kernel, cut this way."""
+
+    cuts: SplitCuts
+
+
+StepPath = Wide | Narrow | Split
+
+
+def candidates(config: Qwen2Config) -> dict[str, StepPath]:
+    """Every path that there is, by the name it has in the cache."""
+    narrow: dict[str, StepPath] = {name: Narrow(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
+    split: dict[str, StepPath] = {f"split-{size}": Split(split_cuts_of(config, size)) for size in SPLIT_SIZES}
+    return {"wide": Wide()} | narrow | split
+
+
+def timed_names(size: int) -> tuple[str, ...]:
+    """The paths among which one of TIMED_SIZES chooses."""
+    return ("wide", f"split-{size}") if size in SPLIT_SIZES else ("wide", *FACTORS)
+
+
+def fits_split_tiles(weight: torch.Tensor) -> bool:
+    """Tiles of split products are cut for 16-bit numbers: wider ones exceed a multiprocessor's shared memory."""
+    return not weight.is_cuda or weight.element_size() <= 2
+
+
+def stands_for(batch_size: int) -> int | None:
+    """The one of TIMED_SIZES that is timed for this batch size; None where there is nothing to choose."""
+    return next((size for size in TIMED_SIZES if batch_size <= size), None)
+
+
+class Paths:
+    """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
+    paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed."""
+
+    def __init__(self, candidates: dict[str, StepPath], file: Path | None, names: dict[int, str]) -> None:
+        self._candidates = candidates
+        self._file = file
+        self.names = {size: name for size, name in names.items() if name in candidates}
+
+    @classmethod
+    def wide_only(cls) -> "Paths":
+        """For weights that the kernels for few rows cannot read."""
+        return cls({"wide": Wide()}, None, dict.fromkeys(range(1, DEFAULT_NARROW_BATCH + 1), "wide"))
+
+    @classmethod
+    def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
+        """The choice kept for this shape and the weight's dtype and device, if there is one."""
+        file = cache_file(config, weight) if weight.is_cuda else None
+        usable = candidates(config)
+        if not fits_split_tiles(weight):
+            usable = {name: path for name, path in usable.items() if not isinstance(path, Split)}
+        return cls(usable, file, read_names(file) if file else {})
+
+    def path(self, batch_size: int) -> StepPath:
+        """The path of this batch size."""
+        name = self.names.get(batch_size) or self.names.get(stands_for(batch_size) or 0)
+        if name is None:
+            name = "narrow" if batch_size <= DEFAULT_NARROW_BATCH else "wide"
+        return self._candidates[name]
+
+    def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
+        """Time `run` of the largest size that each of TIMED_SIZES stands for, where it has not been chosen yet, on
+        every path, and keep the fastest. Before serving: the device must be idle, and the rows that `run` moves on must
+        be nobody's. Without a CUDA device: the rule."""
+        largest = {stands_for(size): size for size in sorted(sizes)}
+        missing = {key: size for key, size in largest.items() if key is not None and key not in self.names}
+        if self._file is None or not missing:
+            return
+        stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each that it has seen
+        for key, size in missing.items():
+            times_ms = {name: time_graph(partial(run, size), stream) for name in self.try_all(size)}
+            self.names[key] = min(times_ms, key=lambda name: times_ms[name])
+        write_names(self._file, self.names)
+
+    def try_all(self, batch_size: int) -> Iterator[str]:
+        """Let the size go each way that it may be chosen to go, one after the other, then as before."""
+        key = stands_for(batch_size)
+        names = [name for name in timed_names(key) if name in self._candidates] if key else []
+        if key is None or len(names) < 2:
+            yield "wide"
+            return
+        before = self.names.get(key)
+        for name in names:
+            self.names[key] = name
+            yield name
+        del self.names[key]
+        if before is not None:
+            self.names[key] = before
+
+
+def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None, *, steps: int = STEPS) -> float:
+    """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream or on one of its own; each
+    timing is of so many steps."""
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            work()
+        for _ in range(WARM_UP_STEPS):
+            graph.replay()
+        times_ms = [_time_replays(graph, steps) for _ in range(TIMINGS)]
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times_ms)
+
+
+def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(steps):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / steps
+
+
+def cache_file(config: Qwen2Config, weight: torch.Tensor) -> Path:
+    """Where the choice for this shape, dtype, device and these versions is kept ($XDG_CACHE_HOME or ~/.cache)."""
+    shape = {
+        name: getattr(config, name)
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "vocab_size",
+        )
+    }  # fmt: skip
+    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Wide)}
+    device = torch.cuda.get_device_name(weight.device)
+    key = json.dumps([shape, str(weight.dtype), device, torch.__version__, triton.__version__, cuts], sort_keys=True)
+    return cache_folder("paths") / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
+
+
+def read_names(file: Path) -> dict[int, str]:
+    """The names kept there; none where the file is absent or is not what `write_names` writes."""
+    try:
+        kept = json.loads(file.read_text())
+        return {int(size): str(name) for size, name in kept["paths"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def write_names(file: Path, names: dict[int, str]) -> None:
+    """Keep the names; a folder that cannot be written only costs the next start its timings."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"paths": {str(size): name for size, name in sorted(names.items())}}))
+        unfinished.replace(file)
+    except OSError:
+        return

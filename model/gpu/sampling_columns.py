@@ -1,0 +1,121 @@
+"""What a row's wishes ask of the device: its columns, and which kernels run behind a step that has the row.
+
+Must not know: tensors, the device.
+
+Legend: V vocabulary · T tokens of a request.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+
+from octavo.model.kernels.sampling.bad_words import MAX_LENGTH, MAX_WORDS
+from octavo.model.kernels.sampling.columns import MAX_BIASES
+from octavo.model.kernels.sampling.filter import FILTERS, NO_WISH, RACE
+from octavo.model.kernels.sampling.logprobs import MAX_TOP
+from octavo.model.kernels.sampling.mask import ALWAYS, WHILE_SHORT
+from octavo.model.sampling.params import MASKS, Feature, SamplingParams
+
+LEAST_TEMPERATURE = 1e-4
+"""Below it, a logit divided by the temperature leaves what float32 can hold beside others; a logit less the largest one
+does not."""
+
+
+class Stage(IntFlag):
+    """Kernels behind the step, in their order."""
+
+    NONE = 0
+    LOGPROBS = 1  # before all others, and again behind them
+    MASK = 2
+    BAD_WORDS = 4
+    GRAMMAR = 8  # the mask comes from the host, later than the rest of the step
+    BIAS = 16
+    CHOICE = 32
+    SPECIAL = 64  # no kernel: the whole sampler, behind all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """stages: what a step runs for the row. columns: by name of model.gpu.state.WISH_COLUMNS. biases: by id.
+
+    forbidden: ids never chosen. words: of two tokens or more. Ids are the vocabulary's, but for the words' beginnings.
+    """
+
+    stages: Stage
+    columns: dict[str, float]
+    biases: dict[int, float]
+    forbidden: tuple[int, ...]
+    words: tuple[tuple[int, ...], ...]
+
+
+def plan_row(params: SamplingParams, features: Feature, *, vocab_size: int) -> RowPlan | None:
+    """None where only model/sampling/sampler.py can do it: more log-probabilities, biases or bad words than a row has
+    room for. features: the params' own, and GRAMMAR where the row has one."""
+    biases = {token: bias for token, bias in params.logit_bias.items() if 0 <= token < vocab_size}
+    known = [word for word in params.bad_words if word and 0 <= word[-1] < vocab_size]
+    words = tuple(word for word in known if len(word) > 1)
+    is_large = len(biases) > MAX_BIASES or len(words) > MAX_WORDS or (params.num_logprobs or 0) > MAX_TOP
+    if is_large or any(len(word) > MAX_LENGTH + 1 for word in words):
+        return None
+    forbidden = tuple(word[0] for word in known if len(word) == 1)
+    mask = ALWAYS if params.allowed_token_ids or forbidden else 0
+    if Feature.MIN_TOKENS in features:
+        mask |= WHILE_SHORT
+    wish = _wish(params, features, vocab_size=vocab_size)
+    columns = _columns(params, vocab_size=vocab_size) | {
+        "wish": wish, "num_biases": len(biases), "mask": mask, "num_words": len(words)
+    }  # fmt: skip
+    stages = _stages(features, columns)
+    return RowPlan(stages=stages, columns=columns, biases=biases, forbidden=forbidden, words=words)
+
+
+def _wish(params: SamplingParams, features: Feature, *, vocab_size: int) -> int:
+    is_filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+    if params.temperature > 0 and (is_filtered or params.temperature < LEAST_TEMPERATURE):
+        return FILTERS
+    return RACE if features & (Feature.PENALTY | Feature.BIAS | MASKS) else NO_WISH
+
+
+def _columns(params: SamplingParams, *, vocab_size: int) -> dict[str, float]:
+    return {
+        "top_k": params.top_k if 0 < params.top_k < vocab_size else 0,
+        "top_p": params.top_p,
+        "wish_temperature": params.temperature,
+        "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        "typical_p": params.typical_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "min_tokens": params.min_tokens,
+        "logprobs": 0 if params.num_logprobs is None else min(params.num_logprobs, vocab_size) + 1,
+    }
+
+
+def _stages(features: Feature, columns: dict[str, float]) -> Stage:
+    wanted = {
+        Stage.LOGPROBS: columns["logprobs"], Stage.MASK: columns["mask"], Stage.BAD_WORDS: columns["num_words"],
+        Stage.GRAMMAR: features & Feature.GRAMMAR, Stage.BIAS: columns["num_biases"], Stage.CHOICE: columns["wish"],
+    }  # fmt: skip
+    stages = Stage.NONE
+    for stage, value in wanted.items():
+        if value:
+            stages |= stage
+    return stages
+
+
+def allowed_always(params: SamplingParams, forbidden: tuple[int, ...], *, vocab_size: int) -> np.ndarray:
+    """bool [V]: the allowed ids, less the forbidden ones."""
+    is_allowed_V = np.zeros(vocab_size, np.bool_)
+    ids = np.asarray(params.allowed_token_ids, np.int64)
+    is_allowed_V[ids[(ids >= 0) & (ids < vocab_size)] if len(ids) else slice(None)] = True
+    is_allowed_V[list(forbidden)] = False
+    return is_allowed_V
+
+
+def allowed_while_short(params: SamplingParams, *, vocab_size: int) -> np.ndarray:
+    """bool [V]: everything but the stop ids."""
+    is_allowed_V = np.ones(vocab_size, np.bool_)
+    is_allowed_V[[token for token in params.stop_ids if 0 <= token < vocab_size]] = False
+    return is_allowed_V

@@ -1,0 +1,151 @@
+"""How decode attention is divided among thread blocks: the work list of a step, made on the device.
+
+Sequences differ in length; a thread block per sequence would leave most of the device waiting for the longest. So a
+context is cut into chunks of one length for the whole batch, chosen so that there are about `target_items` of them, and
+each chunk is one item. The list is made once per step and used by every layer; an item says all that its program needs
+to know, so that nothing is looked up on the way to the first keys. Whole chunks come first, then what is left of each
+sequence, the larger halves before the smaller: programs start in this order, and short ones should end the launch.
+
+    positions [ 70, 300, 10 ], chunk 128   ->   whole chunks (1,0) (1,1), then ends (0,0) (1,2) (2,0); first parts 0 1 4
+
+Legend: B sequences of the batch · R rows of the state · W capacity of the list.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.model.kernels.checks import check_tensor, next_power_of_2
+
+TARGET_PROGRAMS = 396  # three per multiprocessor of an H100
+MIN_CHUNK_TOKENS = 128
+CHUNK_MULTIPLE = 64  # a chunk is whole rounds of the attention kernel
+ITEM_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkLimits:
+    """How finely work is cut: into about target_items items, none shorter than min_chunk_tokens unless it is all."""
+
+    target_items: int
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
+
+    @classmethod
+    def of(cls, num_kv_heads: int) -> "WorkLimits":
+        """An item is a program for each KV head."""
+        return cls(target_items=max(1, TARGET_PROGRAMS // num_kv_heads))
+
+    def capacity(self, batch_size: int) -> int:
+        """Items that a batch can have at most."""
+        return batch_size + self.target_items
+
+    def chunk_tokens(self, total_tokens: int) -> int:
+        """Tokens of a chunk for a batch whose contexts have so many tokens together."""
+        even = -(-total_tokens // self.target_items)
+        return max(self.min_chunk_tokens, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeWork:
+    """The list, all int32 on the device. count_1: number of items.
+
+    item_W8: (index in the batch, row, position, first token, end, index of the chunk, chunks of the sequence, where the
+    sequence's parts begin among all parts). arrived_BK: how many chunks of a sequence and KV head are done; zero
+    between launches.
+    """
+
+    limits: WorkLimits
+    count_1: torch.Tensor
+    item_W8: torch.Tensor
+    arrived_BK: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, max_batch: int, num_kv_heads: int, device: torch.device | str, limits: WorkLimits | None = None
+    ) -> "DecodeWork":
+        """Room for any lengths of up to max_batch sequences."""
+        limits = limits or WorkLimits.of(num_kv_heads)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            limits=limits,
+            count_1=zeros(1),
+            item_W8=zeros(limits.capacity(max_batch), ITEM_WORDS),
+            arrived_BK=zeros(max_batch, num_kv_heads),
+        )
+
+
+def plan_work_reference(rows_B: list[int], positions_B: list[int], limits: WorkLimits) -> list[tuple[int, ...]]:
+    """The obvious twin of `plan_work`: the items."""
+    chunk = limits.chunk_tokens(sum(positions_B))
+    whole, large_ends, small_ends, first = [], [], [], 0
+    for b, (row, position) in enumerate(zip(rows_B, positions_B, strict=True)):
+        count = max(1, -(-position // chunk))
+        for c in range(count):
+            end = min((c + 1) * chunk, position)
+            ends = large_ends if 2 * (end - c * chunk) > chunk else small_ends
+            (whole if c + 1 < count else ends).append((b, row, position, c * chunk, end, c, count, first))
+        first += count
+    whole.sort(key=lambda item: (item[0], item[5]))
+    return whole + large_ends + small_ends
+
+
+@triton.jit
+def _put_item(item_W8, at, mask, b, row, position, chunk, c, count, first):
+    item = item_W8 + at * 8
+    begin = c * chunk
+    tl.store(item, b, mask=mask)
+    tl.store(item + 1, row, mask=mask)
+    tl.store(item + 2, position, mask=mask)
+    tl.store(item + 3, begin, mask=mask)
+    tl.store(item + 4, tl.minimum(begin + chunk, position), mask=mask)
+    tl.store(item + 5, c, mask=mask)
+    tl.store(item + 6, count, mask=mask)
+    tl.store(item + 7, first, mask=mask)
+
+
+@triton.jit
+def _plan_work_kernel(
+    rows_B, position_R, count_1, item_W8, batch_size,
+    TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, BATCH)
+    is_row = b < batch_size
+    row = tl.load(rows_B + b, mask=is_row, other=0)
+    position = tl.load(position_R + row, mask=is_row, other=0)
+    even = tl.cdiv(tl.sum(position, 0), TARGET)
+    chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
+    count = tl.where(is_row, tl.maximum(tl.cdiv(position, chunk), 1), 0)
+    first = tl.cumsum(count, 0) - count
+    whole = tl.where(is_row, count - 1, 0)
+    at = tl.cumsum(whole, 0) - whole
+    for c in range(tl.max(whole, 0)):
+        _put_item(item_W8, at + c, c < whole, b, row, position, chunk, tl.zeros_like(b) + c, count, first)
+    is_large = is_row & (2 * (position - whole * chunk) > chunk)
+    is_small = is_row & (is_large == 0)
+    large, small = is_large.to(tl.int32), is_small.to(tl.int32)
+    num_whole, num_large = tl.sum(whole, 0), tl.sum(large, 0)
+    at = num_whole + tl.where(is_large, tl.cumsum(large, 0) - 1, num_large + tl.cumsum(small, 0) - 1)
+    _put_item(item_W8, at, is_row, b, row, position, chunk, whole, count, first)
+    tl.store(count_1, tl.sum(count, 0))
+
+
+def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) -> None:
+    """Fill the list for the rows of this step (int32): a sequence has position_R[row] tokens in the cache.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    (batch_size,) = rows_B.shape
+    check_tensor("rows_B", rows_B, shape=(batch_size,), dtype=torch.int32)
+    check_tensor("position_R", position_R, shape=(None,), dtype=torch.int32)
+    if batch_size > len(work.arrived_BK):
+        raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.arrived_BK)}")
+    _plan_work_kernel[(1,)](
+        rows_B, position_R, work.count_1, work.item_W8, batch_size,
+        TARGET=work.limits.target_items, LEAST=work.limits.min_chunk_tokens, MULTIPLE=CHUNK_MULTIPLE,
+        BATCH=next_power_of_2(batch_size), num_warps=4,
+    )  # fmt: skip

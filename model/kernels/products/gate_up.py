@@ -1,0 +1,129 @@
+"""SwiGLU's gate and up of many tokens in one product, whose epilogue is the activation: silu(gate) * up.
+
+A library's product writes gate and up, 2I numbers a token, and a kernel behind it reads them again; for a small model
+that is an eighth of a prompt's time. Here a tile has a gate column and its up column in the same thread, so only the
+activation is written. The matrix, gate's rows before up's, is read as [2, I, D]: a tile of it is outputs of both
+halves, side by side on the wide side of one instruction.
+
+    programs stay, one on each multiprocessor, and go from tile to tile: the next tile's inputs are on their way while
+    this one's activation is computed. Within a group of token tiles, outputs change slowly: weights stay in the cache.
+
+Legend: T tokens · I intermediate dim · D model dim. Must not know: layers.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.model.kernels.checks import check_tensor
+
+LEAST_TOKENS = 1024
+"""From here on it beats a library's product and `silu_mul`, for every shape that was measured (bench/RESULTS.md)."""
+INTERPRETED_PROGRAMS = 3  # where there is no device to ask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateUpTiles:
+    """Tokens and outputs (of gate, and as many of up) of a tile, inputs taken at once, token tiles of a group; a
+    program's warps and stages."""
+
+    tokens: int = 128
+    outputs: int = 128
+    inputs: int = 64
+    group: int = 16
+    warps: int = 8
+    stages: int = 3
+
+    def fit(self, gate_up_ED: torch.Tensor) -> bool:
+        """Whether they divide the matrix."""
+        return gate_up_ED.shape[0] % (2 * self.outputs) == 0 and gate_up_ED.shape[1] % self.inputs == 0
+
+
+TILES = GateUpTiles()
+
+
+def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
+    """Whether so many tokens should go through `gate_up_product`: many, 16-bit numbers, on a device like those that it
+    was measured on."""
+    return (
+        num_tokens >= LEAST_TOKENS
+        and gate_up_ED.is_cuda
+        and gate_up_ED.element_size() == 2
+        and TILES.fit(gate_up_ED)
+        and torch.cuda.get_device_capability(gate_up_ED.device) == (9, 0)
+    )
+
+
+def gate_up_product_reference(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
+    """The obvious twin, float32."""
+    gate_TI, up_TI = ((x_TD.float() * scale_T[:, None]) @ gate_up_ED.float().T).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate_TI) * up_TI
+
+
+@triton.jit(do_not_specialize=["T", "programs"])
+def _gate_up_product_kernel(
+    x_tiles, weight_tiles, act_tiles, scale_T, T, programs,
+    D: tl.constexpr, I: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    token_tiles = tl.cdiv(T, TOKENS)
+    in_group: tl.constexpr = GROUP * (I // OUTPUTS)
+    for tile in tl.range(tl.program_id(0), token_tiles * (I // OUTPUTS), programs, flatten=True):
+        first = tile // in_group * GROUP
+        width = tl.minimum(token_tiles - first, GROUP)
+        token = (first + tile % in_group % width) * TOKENS
+        output = tile % in_group // width * OUTPUTS
+        acc = tl.zeros([TOKENS, 2 * OUTPUTS], tl.float32)
+        for block in range(D // INPUTS):
+            x = x_tiles.load([token, block * INPUTS])
+            weight = tl.reshape(weight_tiles.load([0, output, block * INPUTS]), [2 * OUTPUTS, INPUTS])
+            acc = tl.dot(x, tl.trans(weight), acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [TOKENS, 2, OUTPUTS]), [0, 2, 1]))
+        t = token + tl.arange(0, TOKENS)
+        scale = tl.load(scale_T + t, mask=t < T, other=0.0)
+        gate = gate * scale[:, None]
+        act = gate / (1.0 + tl.exp(-gate)) * (up * scale[:, None])
+        act_tiles.store([token, output], act.to(act_tiles.dtype))
+
+
+@cache
+def _num_programs(device: torch.device) -> int:
+    """One for each multiprocessor."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def gate_up_product(
+    x_TD: torch.Tensor,
+    gate_up_ED: torch.Tensor,
+    scale_T: torch.Tensor,
+    act_TI: torch.Tensor,
+    tiles: GateUpTiles = TILES,
+) -> None:
+    """act_TI = silu(gate) * up of scale_T * x_TD; gate_up_ED [2I, D]: gate's rows, then up's. scale_T: float32, the
+    rest of one dtype, at most 16 bits wide on a device. The sums are in float32, and rounded once.
+
+    Raises ValueError where a tensor does not fit, or the tiles do not divide the matrix.
+    """
+    (T, D), I, dtype = x_TD.shape, act_TI.shape[1], x_TD.dtype
+    check_tensor("x_TD", x_TD, shape=(T, D), dtype=dtype)
+    check_tensor("gate_up_ED", gate_up_ED, shape=(2 * I, D), dtype=dtype)
+    check_tensor("scale_T", scale_T, shape=(T,), dtype=torch.float32)
+    check_tensor("act_TI", act_TI, shape=(T, I), dtype=dtype)
+    if not tiles.fit(gate_up_ED):
+        raise ValueError(f"gate_up_ED has shape {tuple(gate_up_ED.shape)}, which {tiles} do not divide")
+    num_tiles = triton.cdiv(T, tiles.tokens) * (I // tiles.outputs)
+    programs = min(_num_programs(x_TD.device), num_tiles)
+    _gate_up_product_kernel[(programs,)](
+        TensorDescriptor(x_TD, [T, D], [D, 1], [tiles.tokens, tiles.inputs]),
+        TensorDescriptor(gate_up_ED, [2, I, D], [I * D, D, 1], [2, tiles.outputs, tiles.inputs]),
+        TensorDescriptor(act_TI, [T, I], [I, 1], [tiles.tokens, tiles.outputs]),
+        scale_T, T, programs,
+        D=D, I=I, OUTPUTS=tiles.outputs, TOKENS=tiles.tokens, INPUTS=tiles.inputs, GROUP=tiles.group,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""From logits to tokens in one pass: the largest logit, or a draw from softmax(logits / temperature).
+
+The draw is Gumbel-max with the counter-based noise of model/sampling/noise.py: a function of (seed, output index, token
+id) and of nothing else, so a row's token does not depend on the batch. A first kernel bounds each part of a row from
+above, with noise that costs a third of the exact one (which took longer than reading the logits). A second one computes
+parts exactly, the highest bound first, until no bound is above the best: most often one of 75. It also moves the row
+on: its last token, its position, and whether the logits were finite.
+
+Legend: B sequences of the batch · R rows of the state · V columns of the logits · W parts of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.model.kernels.checks import check_tensor, next_power_of_2
+from octavo.model.kernels.sampling.noise import draw_key, log2_exponential, log2_exponential_bound
+from octavo.model.sampling.noise import log_exponential, row_keys
+
+PART = 2048
+WARPS = 2
+
+
+def num_parts(vocab_size: int) -> int:
+    """Parts that a row is cut into."""
+    return -(-vocab_size // PART)
+
+
+def sample_reference(
+    logits_BV: torch.Tensor, temperature_B: torch.Tensor, seed_B: torch.Tensor, index_B: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The obvious twin on the CPU: tokens_B (int64) and is_finite_B. seed_B: int64 with the bits of the uint64 seed."""
+    x_BV = logits_BV[:, :vocab_size].float()
+    is_finite_B = torch.isfinite(x_BV.max(dim=-1).values) & ~x_BV.isnan().any(dim=-1)
+    keys = torch.from_numpy(row_keys(seed_B.numpy().view("uint64"), index_B.numpy()))
+    noise_BV = log_exponential(keys, torch.arange(vocab_size, dtype=torch.int32))
+    drawn_BV = x_BV / temperature_B.clamp(min=1e-30)[:, None] - noise_BV
+    return torch.where((temperature_B > 0)[:, None], drawn_BV, x_BV).argmax(dim=-1), is_finite_B
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _bound_parts_kernel(
+    logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, bound_BW, width, vocab_size,
+    PART: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.load(rows_B + b)
+    temperature = tl.load(temperature_R + row)
+    token = part * PART + tl.arange(0, PART)
+    # The width is a round number, the vocabulary is not: a mask by the latter would load element by element.
+    x = tl.load(logits_BV + b.to(tl.int64) * width + token, mask=token < width, other=float("-inf"))
+    x = x.to(tl.float32)
+    if (part + 1) * PART > vocab_size:
+        x = tl.where(token < vocab_size, x, float("-inf"))
+    if temperature > 0.0:
+        index = tl.load(position_R + row) + 1 - tl.load(num_prompt_R + row)
+        key_low, key_high = draw_key(tl.load(seed_R + row), index)
+        x = x * (1.4426950408889634 / temperature) - log2_exponential_bound(token, key_low, key_high, FAST)
+        most = tl.reduce(x, 0, _larger) + 32.0
+    else:
+        most = tl.reduce(x, 0, _larger)
+    tl.store(bound_BW + b * PARTS + part, most)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_BV, rows_B, temperature_R, seed_R, num_prompt_R, bound_BW, last_token_R, position_R, token_B, is_finite_B,
+    width, vocab_size, scratch_row,
+    PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    row = tl.load(rows_B + b)
+    temperature = tl.load(temperature_R + row)
+    position = tl.load(position_R + row)
+    key_low, key_high = draw_key(tl.load(seed_R + row), position + 1 - tl.load(num_prompt_R + row))
+    w = tl.arange(0, WIDTH)
+    bound = tl.load(bound_BW + b * PARTS + w, mask=w < PARTS, other=float("-inf"))
+    # False for NaN too. What is not finite is told and never chosen; its part is looked at in any case.
+    is_fine = bound < float("inf")
+    bound = tl.where(is_fine, bound, float("inf"))
+    best = tl.full([], float("-inf"), tl.float32)
+    chosen = tl.full([], 0x7FFFFFFF, tl.int32)
+    largest = tl.max(bound, 0)
+    while (largest > float("-inf")) & (largest + 0.001 >= best - 1e-6 * tl.abs(best)):
+        part = tl.min(tl.where(bound == largest, w, WIDTH), 0)
+        token = part * PART + tl.arange(0, PART)
+        x = tl.load(logits_BV + b.to(tl.int64) * width + token, mask=token < width, other=float("-inf"))
+        x = x.to(tl.float32)
+        x = tl.where((token < vocab_size) & (x < float("inf")), x, float("-inf"))
+        if temperature > 0.0:
+            # Base 2 throughout: argmax of x / T * log2(e) - log2(E) is that of x / T - ln(E).
+            x = x * (1.4426950408889634 / temperature) - log2_exponential(token, key_low, key_high, FAST)
+        most = tl.max(x, 0)
+        first = tl.min(tl.where(x == most, token, 0x7FFFFFFF), 0)
+        chosen = tl.where((most > best) | ((most == best) & (first < chosen)), first, chosen)
+        best = tl.maximum(most, best)
+        bound = tl.where(w == part, float("-inf"), bound)
+        largest = tl.max(bound, 0)
+    is_any = best > float("-inf")
+    chosen = tl.where(is_any, chosen, 0)
+    tl.store(token_B + b, chosen)
+    tl.store(is_finite_B + b, ((tl.min(is_fine.to(tl.int32), 0) == 1) & is_any).to(tl.int8))
+    if row != scratch_row:
+        tl.store(last_token_R + row, chosen)
+        tl.store(position_R + row, position + 1)
+
+
+class SampleParts:
+    """Where the first kernel leaves the bounds that the second one reads, for up to max_batch rows of V logits."""
+
+    def __init__(self, max_batch: int, vocab_size: int, device: torch.device | str) -> None:
+        shape = (max_batch, num_parts(vocab_size))
+        self.vocab_size = vocab_size
+        self.bound_BW = torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def sample_and_advance(
+    logits_BV: torch.Tensor,
+    rows_B: torch.Tensor,
+    temperature_R: torch.Tensor,
+    seed_R: torch.Tensor,
+    num_prompt_R: torch.Tensor,
+    last_token_R: torch.Tensor,
+    position_R: torch.Tensor,
+    token_B: torch.Tensor,
+    is_finite_B: torch.Tensor,
+    parts: SampleParts,
+) -> None:
+    """Choose a token per row and make it the row's last one, at the next position.
+
+    logits_BV: any float dtype; ids from parts.vocab_size on are never chosen. rows_B, last_token_R, position_R,
+    num_prompt_R, token_B: int32. seed_R: int64 (the bits of a uint64). temperature_R: float32, 0 is greedy.
+    is_finite_B: int8. The output index of the token is position + 1 - num_prompt. The last row of the state is scratch:
+    it stays as it is. Raises ValueError where a tensor does not fit.
+    """
+    (B,), (R,) = rows_B.shape, position_R.shape
+    check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)
+    check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)
+    for name, tensor, dtype in (
+        ("temperature_R", temperature_R, torch.float32),
+        ("seed_R", seed_R, torch.int64),
+        ("num_prompt_R", num_prompt_R, torch.int32),
+        ("last_token_R", last_token_R, torch.int32),
+        ("position_R", position_R, torch.int32),
+    ):
+        check_tensor(name, tensor, shape=(R,), dtype=dtype)
+    check_tensor("token_B", token_B, shape=(B,), dtype=torch.int32)
+    check_tensor("is_finite_B", is_finite_B, shape=(B,), dtype=torch.int8)
+    if logits_BV.shape[1] < parts.vocab_size:
+        raise ValueError(f"logits_BV has {logits_BV.shape[1]} columns, fewer than the {parts.vocab_size} ids")
+    count, width = num_parts(parts.vocab_size), logits_BV.shape[1]
+    _bound_parts_kernel[(B, count)](
+        logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, parts.bound_BW, width, parts.vocab_size,
+        PART=PART, PARTS=count, FAST=logits_BV.is_cuda, num_warps=WARPS,
+    )  # fmt: skip
+    _choose_kernel[(B,)](
+        logits_BV, rows_B, temperature_R, seed_R, num_prompt_R, parts.bound_BW, last_token_R, position_R, token_B,
+        is_finite_B, width, parts.vocab_size, R - 1,
+        PART=PART, PARTS=count, WIDTH=next_power_of_2(count), FAST=logits_BV.is_cuda, num_warps=WARPS,
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""Attention of a few rows over their paged context, cut into many short parts, so that few rows fill the device.
+
+Queries and the new key and value come from model/kernels/small_batch/qkv.py. Each row's context is cut into at most
+MAX_SPLITS parts of whole tiles; each program leaves its part's average of values and the logarithm of its weight, and
+model/kernels/small_batch/attention.py adds them up. The first tile of keys and
+values, all of it from former steps, is loaded before the kernel waits for the queries.
+
+    cached tokens   |-- part 0 --|-- part 1 --|-- part 2 |new|         the last part also has the new token
+
+Legend: B sequences · R rows of the state · M table width · N query heads · K kv heads · H head dim · P blocks ·
+S block size · W parts at most.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.model.kernels.attention.paged_tile import add_tile, load_tile
+from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
+from octavo.model.kernels.small_batch.launch import Overlap, begin, wait
+
+MAX_SPLITS = 64
+TILE_TOKENS = 64
+STAGES = 5  # two buffers: see model/kernels/attention/paged_tile.py
+LOG2_E = 1.4426950408889634
+
+
+def split_buffers(
+    max_batch: int, num_heads: int, head_dim: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """part_BWNH and log_BWN, float32, for up to max_batch rows."""
+    shape = (max_batch, MAX_SPLITS, num_heads)
+    return (
+        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def cut_context(position: int) -> tuple[int, int]:
+    """(tokens of a part, parts) of a row with so many cached tokens."""
+    tiles = -(-position // TILE_TOKENS)
+    chunk = max(1, -(-tiles // MAX_SPLITS)) * TILE_TOKENS
+    return chunk, max(1, -(-position // chunk))
+
+
+def narrow_attention_reference(
+    q_BNH: torch.Tensor,
+    k_pool_PKSH: torch.Tensor,
+    v_pool_PKSH: torch.Tensor,
+    rows_B: torch.Tensor,
+    position_R: torch.Tensor,
+    table_RM: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The obvious twin in float32: part_BWNH and log_BWN (base 2), NaN where a row has no such part."""
+    B, N, H = q_BNH.shape
+    K, S = k_pool_PKSH.shape[1:3]
+    parts, logs = torch.full((B, MAX_SPLITS, N, H), float("nan")), torch.full((B, MAX_SPLITS, N), float("nan"))
+    for b, row in enumerate(rows_B.tolist()):
+        position = int(position_R[row])
+        chunk, count = cut_context(position)
+        blocks = table_RM[row, : position // S + 1].long()
+        for w in range(count):
+            part = slice(w * chunk, (w + 1) * chunk if w + 1 < count else position + 1)
+            for n in range(N):
+                keys = k_pool_PKSH[blocks, n // (N // K)].reshape(-1, H)[part].float()
+                values = v_pool_PKSH[blocks, n // (N // K)].reshape(-1, H)[part].float()
+                scores = keys @ q_BNH[b, n].float() * scale
+                parts[b, w, n] = torch.softmax(scores, dim=0) @ values
+                logs[b, w, n] = torch.logsumexp(scores, dim=0) * LOG2_E
+    return parts, logs
+
+
+@triton.jit
+def num_parts(position, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """(tokens of a part, parts), as `cut_context`."""
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(position, TILE), SPLITS), 1) * TILE
+    return chunk, tl.maximum(tl.cdiv(position, chunk), 1)
+
+
+@triton.jit
+def _narrow_attention_kernel(
+    q_BNH, k_pool, v_pool, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_width, log2_scale,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2)
+    G: tl.constexpr = N // K
+    row = tl.load(rows_B + b)
+    position = tl.load(position_R + row)
+    chunk, count = num_parts(position, SPLITS, TILE)
+    if split >= count:
+        wait(PDL)
+        return
+    table = table_RM + row.to(tl.int64) * table_width
+    start = split * chunk
+    end = tl.minimum(start + chunk, position)
+    keys, values, has = load_tile(k_pool, v_pool, table, start, end, kv_head, K, H, S, TILE)
+    m = tl.arange(0, GROUP)
+    h = tl.arange(0, H)
+    head = kv_head * G + m
+    is_head = m < G
+    q_mask = is_head[:, None] & (h >= 0)[None, :]
+    new_at = (tl.load(table + position // S).to(tl.int64) * K + kv_head) * S + position % S
+    wait(PDL)
+    q = tl.load(q_BNH + (b * N + head)[:, None] * H + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * log2_scale
+    q = q.to(q_BNH.dtype.element_ty)
+    most = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, H], tl.float32)
+    if split == count - 1:
+        key = tl.load(k_pool + new_at * H + h).to(tl.float32)
+        value = tl.load(v_pool + new_at * H + h).to(tl.float32)
+        most = tl.sum(q.to(tl.float32) * key[None, :], 1)
+        total = tl.full([GROUP], 1.0, tl.float32)
+        acc += value[None, :]
+    acc, most, total = add_tile(acc, most, total, q, keys, values, has)
+    for begin_at in tl.range(start + TILE, end, TILE, num_stages=STAGES):
+        keys, values, has = load_tile(k_pool, v_pool, table, begin_at, end, kv_head, K, H, S, TILE)
+        acc, most, total = add_tile(acc, most, total, q, keys, values, has)
+    at = (b * SPLITS + split) * N + head
+    tl.store(part_BWNH + at[:, None] * H + h[None, :], acc / total[:, None], mask=q_mask)
+    tl.store(log_BWN + at, most + tl.log2(total), mask=is_head)
+
+
+def narrow_attention(
+    q_BNH: torch.Tensor,
+    k_pool_PKSH: torch.Tensor,
+    v_pool_PKSH: torch.Tensor,
+    part_BWNH: torch.Tensor,
+    log_BWN: torch.Tensor,
+    rows_B: torch.Tensor,
+    position_R: torch.Tensor,
+    table_RM: torch.Tensor,
+    scale: float,
+    *,
+    warps: int = 4,
+    overlap: Overlap,
+) -> None:
+    """Attention of each row's parts; position_R is the new token's position, whose key and value are in the pools.
+
+    q and pools of one dtype, rows_B, position_R, table_RM int32, part_BWNH and log_BWN float32 (`split_buffers`).
+    Raises ValueError where a tensor does not fit.
+    """
+    B, N, H = q_BNH.shape
+    K, S, dtype = k_pool_PKSH.shape[1], k_pool_PKSH.shape[2], q_BNH.dtype
+    check_tensor("q_BNH", q_BNH, shape=(B, N, H), dtype=dtype)
+    check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
+    check_tensor("part_BWNH", part_BWNH, shape=(None, MAX_SPLITS, N, H), dtype=torch.float32)
+    check_tensor("log_BWN", log_BWN, shape=(len(part_BWNH), MAX_SPLITS, N), dtype=torch.float32)
+    check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)
+    check_tensor("table_RM", table_RM, shape=(len(position_R), None), dtype=torch.int32)
+    if N % K or H & (H - 1) or H < 16 or len(part_BWNH) < B:
+        raise ValueError(f"{B} rows of {N} heads over {K} KV heads of {H} do not fit the kernel or its buffers")
+    most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, TILE_TOKENS))
+    _narrow_attention_kernel[(most_parts, K, B)](
+        q_BNH, k_pool_PKSH, v_pool_PKSH, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_RM.shape[1],
+        scale * LOG2_E,
+        N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, STAGES=STAGES,
+        PDL=overlap.value, num_warps=warps, launch_pdl=overlap.value,
+    )  # fmt: skip
+
+
+# The parts of attention that model/kernels/small_batch/attention.py left, added up: one program for a head of a row.
+#
+# A kernel of its own: adding up in every program of the output product cost more at any context (bench/RESULTS.md).
+#
+# Legend: B sequences · R rows of the state · W parts at most · N query heads · H head dim.
+
+
+def combine_reference(
+    part_BWNH: torch.Tensor, log_BWN: torch.Tensor, rows_B: torch.Tensor, position_R: torch.Tensor
+) -> torch.Tensor:
+    """The obvious twin of `combine`: float32 [B, N, H]."""
+    rows = []
+    for b, row in enumerate(rows_B.tolist()):
+        count = cut_context(int(position_R[row]))[1]
+        weight_WN = torch.softmax(log_BWN[b, :count] / 1.4426950408889634, dim=0)
+        rows.append((weight_WN[:, :, None] * part_BWNH[b, :count]).sum(dim=0))
+    return torch.stack(rows)
+
+
+@triton.jit
+def _combine_kernel(
+    part_BWNH, log_BWN, out_BNH, rows_B, position_R,
+    N: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    n = tl.program_id(0)
+    b = tl.program_id(1)
+    w = tl.arange(0, SPLITS)
+    h = tl.arange(0, H)
+    _, count = num_parts(tl.load(position_R + tl.load(rows_B + b)), SPLITS, TILE)
+    at = (b * SPLITS + w) * N + n
+    wait(PDL)
+    log = tl.load(log_BWN + at, mask=w < count, other=float("-inf"))
+    part = tl.load(part_BWNH + at[:, None] * H + h[None, :], mask=(w < count)[:, None], other=0.0)
+    weight = tl.exp2(log - tl.max(log, 0))
+    out = tl.sum(weight[:, None] * part, 0) / tl.sum(weight, 0)
+    tl.store(out_BNH + (b * N + n) * H + h, out.to(out_BNH.dtype.element_ty))
+
+
+def combine(
+    part_BWNH: torch.Tensor,
+    log_BWN: torch.Tensor,
+    out_BNH: torch.Tensor,
+    rows_B: torch.Tensor,
+    position_R: torch.Tensor,
+    *,
+    overlap: Overlap,
+) -> None:
+    """out_BNH = the parts of each row's attention, added up. Raises ValueError where a tensor does not fit."""
+    B, N, H = out_BNH.shape
+    check_tensor("part_BWNH", part_BWNH, shape=(None, MAX_SPLITS, N, H), dtype=torch.float32)
+    check_tensor("log_BWN", log_BWN, shape=(len(part_BWNH), MAX_SPLITS, N), dtype=torch.float32)
+    check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)
+    check_tensor("position_R", position_R, shape=(None,), dtype=torch.int32)
+    if len(part_BWNH) < B:
+        raise ValueError(f"part_BWNH is for {len(part_BWNH)} rows, not {B}")
+    check_tensor("out_BNH", out_BNH, shape=(B, N, H), dtype=out_BNH.dtype)
+    _combine_kernel[(N, B)](
+        part_BWNH, log_BWN, out_BNH, rows_B, position_R,
+        N=N, H=H, SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, PDL=overlap.value,
+        num_warps=4, launch_pdl=overlap.value,
+    )  # fmt: skip

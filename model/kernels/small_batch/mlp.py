@@ -1,0 +1,155 @@
+"""Products of a few rows with a matrix, read once: gate and up with SiLU, a product added to the residual stream, the
+head.
+
+Legend: B sequences · D model dim · I intermediate dim · Q inner dim of a product · V rows of the head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.model.kernels.checks import check_tensor
+from octavo.model.kernels.small_batch.launch import (
+    Cut,
+    Overlap,
+    begin,
+    block_of,
+    check_size,
+    inverse_rms,
+    load_rows,
+    load_vector,
+    product,
+    wait,
+)
+
+
+def narrow_gate_up_reference(x_BD: torch.Tensor, gate_up_ED: torch.Tensor, eps: float) -> torch.Tensor:
+    """The obvious twin of `narrow_gate_up`, float32."""
+    x = x_BD.float() * torch.rsqrt(x_BD.float().square().mean(dim=-1, keepdim=True) + eps)
+    gate_BI, up_BI = (x @ gate_up_ED.float().T).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate_BI) * up_BI
+
+
+@triton.jit
+def _narrow_gate_up_kernel(
+    x_BD, gate_up_ED, act_BI, eps,
+    B: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    COUNT: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    gate_tiles = load_rows(gate_up_ED, r, D, BLOCK)
+    up_tiles = load_rows(gate_up_ED, r + I, D, BLOCK)
+    wait(PDL)
+    for b in tl.static_range(B):
+        x = load_vector(x_BD + b * D, D, BLOCK)
+        scale = inverse_rms(x, eps, D, BLOCK, COUNT)
+        gate = product(gate_tiles, x, ROWS, BLOCK, COUNT) * scale
+        up = product(up_tiles, x, ROWS, BLOCK, COUNT) * scale
+        tl.store(act_BI + b * I + r, (gate / (1.0 + tl.exp(-gate)) * up).to(act_BI.dtype.element_ty))
+
+
+def narrow_gate_up(
+    x_BD: torch.Tensor, gate_up_ED: torch.Tensor, act_BI: torch.Tensor, eps: float, *, cut: Cut, overlap: Overlap
+) -> None:
+    """act_BI = silu(gate) * up of RMSNorm(x_BD), its weight folded into gate_up_ED [2I, D]. All of one dtype.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    (B, D), I, dtype = x_BD.shape, act_BI.shape[1], x_BD.dtype
+    check_tensor("x_BD", x_BD, shape=(B, D), dtype=dtype)
+    check_tensor("gate_up_ED", gate_up_ED, shape=(2 * I, D), dtype=dtype)
+    check_tensor("act_BI", act_BI, shape=(B, I), dtype=dtype)
+    check_size("gate_up_ED", gate_up_ED)
+    rows = cut.rows_of(I)
+    _narrow_gate_up_kernel[(I // rows,)](
+        x_BD, gate_up_ED, act_BI, eps, B=B, D=D, I=I, ROWS=rows, BLOCK=block_of(D), PDL=overlap.value,
+        num_warps=cut.warps, launch_pdl=overlap.value,
+    )  # fmt: skip
+
+
+@triton.jit
+def _narrow_add_product_kernel(
+    x_BD, y_BQ, matrix_DQ,
+    B: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    COUNT: tl.constexpr = (Q + BLOCK - 1) // BLOCK
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tiles = load_rows(matrix_DQ, r, Q, BLOCK)
+    wait(PDL)
+    for b in tl.static_range(B):
+        at = x_BD + b * D + r
+        x = tl.load(at).to(tl.float32)
+        y = load_vector(y_BQ + b * Q, Q, BLOCK)
+        tl.store(at, (x + product(tiles, y, ROWS, BLOCK, COUNT)).to(x_BD.dtype.element_ty))
+
+
+def narrow_add_product(
+    x_BD: torch.Tensor, y_BQ: torch.Tensor, matrix_DQ: torch.Tensor, *, cut: Cut, overlap: Overlap
+) -> None:
+    """x_BD += y_BQ @ matrix_DQ^T, in float32, rounded once. All of one dtype.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    (B, D), Q, dtype = x_BD.shape, y_BQ.shape[1], x_BD.dtype
+    check_tensor("x_BD", x_BD, shape=(B, D), dtype=dtype)
+    check_tensor("y_BQ", y_BQ, shape=(B, Q), dtype=dtype)
+    check_tensor("matrix_DQ", matrix_DQ, shape=(D, Q), dtype=dtype)
+    check_size("matrix_DQ", matrix_DQ)
+    rows = cut.rows_of(D)
+    _narrow_add_product_kernel[(D // rows,)](
+        x_BD, y_BQ, matrix_DQ, B=B, D=D, Q=Q, ROWS=rows, BLOCK=block_of(Q), PDL=overlap.value,
+        num_warps=cut.warps, launch_pdl=overlap.value,
+    )  # fmt: skip
+
+
+@triton.jit
+def _narrow_head_kernel(
+    x_TD, index_B, norm_D, head_VD, logits_BV, eps,
+    B: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    COUNT: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tiles = load_rows(head_VD, r, D, BLOCK)
+    norm = load_vector(norm_D, D, BLOCK)
+    wait(PDL)
+    for b in tl.static_range(B):
+        t = tl.load(index_B + b)
+        x = load_vector(x_TD + t * D, D, BLOCK)
+        scale = inverse_rms(x, eps, D, BLOCK, COUNT)
+        normed = ()
+        for i in tl.static_range(COUNT):
+            normed = normed + (x[i] * norm[i],)  # noqa: RUF005
+        out = product(tiles, normed, ROWS, BLOCK, COUNT) * scale
+        tl.store(logits_BV + b * V + r, out.to(logits_BV.dtype.element_ty))
+
+
+def narrow_head(
+    x_TD: torch.Tensor,
+    index_B: torch.Tensor,
+    norm_D: torch.Tensor,
+    head_VD: torch.Tensor,
+    logits_BV: torch.Tensor,
+    eps: float,
+    *,
+    cut: Cut,
+    overlap: Overlap,
+) -> None:
+    """logits_BV = RMSNorm(x_TD[index_B]) @ head_VD^T. index_B: int32; the others of one dtype.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    (B, V), D, dtype = logits_BV.shape, x_TD.shape[1], x_TD.dtype
+    check_tensor("x_TD", x_TD, shape=(None, D), dtype=dtype)
+    check_tensor("index_B", index_B, shape=(B,), dtype=torch.int32)
+    check_tensor("norm_D", norm_D, shape=(D,), dtype=dtype)
+    check_tensor("head_VD", head_VD, shape=(V, D), dtype=dtype)
+    check_tensor("logits_BV", logits_BV, shape=(B, V), dtype=dtype)
+    check_size("head_VD", head_VD)
+    rows = cut.rows_of(V)
+    _narrow_head_kernel[(V // rows,)](
+        x_TD, index_B, norm_D, head_VD, logits_BV, eps, B=B, D=D, V=V, ROWS=rows, BLOCK=block_of(D),
+        PDL=overlap.value, num_warps=cut.warps, launch_pdl=overlap.value,
+    )  # fmt: skip

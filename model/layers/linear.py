@@ -1,0 +1,161 @@
+"""The one place where matrices are multiplied with weights, so that packing them for a device touches nothing else.
+
+On a CPU, bf16 weights are packed once: for our own products (model.cpu) where there is a C compiler and no AMX, else by
+oneDNN into its own layout. Both read the few rows of a decode step much faster than ``F.linear`` (bench/RESULTS.md).
+Ours multiply by AVX512-BF16, or in fp32 where the CPU has no bf16 instructions. fp32 weights stay as they are: there,
+equality with other implementations is worth more.
+
+Must not know: what the matrices mean.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from octavo.model.cpu.isa import bound
+from octavo.model.cpu.native import kernels_arithmetic, why_missing
+from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
+from octavo.model.quantization.grouped import GroupedWeight
+from octavo.model.quantization.rounding import Fp8Weight
+
+
+class WeightFormat(Enum):
+    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact. FP8: e4m3 with
+    a scale per output, which only the steps of model/gpu multiply with."""
+
+    BF16 = "bf16"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+class FormatUnavailable(ValueError):
+    """This CPU, or this weight, has no product for the wanted format."""
+
+
+class Packed(Protocol):
+    """A weight that only its own product can read, with its bias."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneDnnWeight:
+    """oneDNN's blocked layout, opaque."""
+
+    blocks: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight."""
+        return self.blocks.numel() * self.blocks.element_size()
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear.forward`."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.blocks, self.bias, "none", [], "")
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T + bias.
+
+    weight: [out, in]; gone once packed. bias: [out], or None. The tensors are taken as they are: two layers can share
+    one (a tied head).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.num_outputs, self.num_inputs = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._packed: Packed | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in] of the weight's dtype. Returns [..., out] of the same dtype."""
+        if self._packed is not None:
+            return self._packed.multiply(x)
+        return F.linear(x, self.weight, self.bias)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward` as float32."""
+        if self.panels is not None:
+            return self.panels.multiply_wide(x)
+        return self(x).float()
+
+    def pack(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
+        """Lay the weight out as the device likes it best. Called once, after loading; the weight cannot be read any
+        more (another layer that shares it keeps it). Idempotent, and nothing where plain is best. Raises
+        FormatUnavailable where integers are wanted and cannot be had."""
+        if self._packed is None:
+            self._packed = packed(self.weight.data, self.bias, wanted)
+            if self._packed is not None:
+                del self.weight
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give a weight that has only a shape (on the meta device) its memory."""
+        self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
+
+    def hold(self, weight: GroupedWeight | Fp8Weight) -> None:
+        """Take a quantised weight instead of the plain one, or of the one before, with this layer's bias. Packing
+        changes nothing then."""
+        if self._packed is None:
+            del self.weight
+        self._packed = weight.with_bias(self.bias)
+
+    @property
+    def quantized(self) -> GroupedWeight | Fp8Weight | None:
+        """The weight that `hold` was given."""
+        return self._packed if isinstance(self._packed, GroupedWeight | Fp8Weight) else None
+
+    @property
+    def panels(self) -> PanelWeight | None:
+        """What this was packed as, where that is panels."""
+        return self._packed if isinstance(self._packed, PanelWeight) else None
+
+    @property
+    def arithmetic(self) -> str:
+        """For people: what computes the product; empty where there is nothing to say."""
+        if self.panels is not None:
+            return f"own kernels ({kernels_arithmetic()})"
+        if isinstance(self._packed, OneDnnWeight):
+            return "oneDNN (AMX)" if has_amx() else f"oneDNN, slower: {why_missing() or 'OCTAVO_NATIVE is off'}"
+        return ""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed copy; 0 where there is none."""
+        return 0 if self._packed is None else self._packed.num_bytes
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat) -> Packed | None:
+    """The best layout here; None where that is the plain one."""
+    if wanted is WeightFormat.FP8:
+        raise FormatUnavailable("fp8 weights need a CUDA device of compute capability 8.9 or more; a CPU has int8")
+    if wanted is WeightFormat.INT8:
+        if not can_panel(weight):
+            raise FormatUnavailable(
+                "int8 weights on a CPU need a bf16 model and a C compiler (cc), and OCTAVO_NATIVE not off"
+            )
+        return pack_int8(weight, bias)
+    if can_panel(weight) and not has_amx():
+        return pack_bf16(weight, bias)
+    if can_pack(weight):
+        return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+    return None
+
+
+def has_amx() -> bool:
+    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do, and may."""
+    return bound() is None and bool(torch.cpu._is_amx_tile_supported())
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN packs this weight: bf16, on a CPU where it computes that."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return False
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

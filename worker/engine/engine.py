@@ -1,0 +1,423 @@
+"""The engine loop: messages to the scheduler, steps to the runner (`worker.engine.engine`), outputs to the
+gateways.
+
+It decides nothing (the scheduler does) and knows no sockets (`worker.engine.interfaces`), tensors or text. One thread
+owns it; ``num_steps`` and ``stats`` may be read from any thread, ``request_drain`` and ``request_stop`` be called from
+any.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.fault_points import fault_point
+from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
+from octavo.worker.engine.codec import CacheTelling, asked_by, refused_run, step_output
+from octavo.worker.engine.interfaces import (
+    Clock,
+    GatewayIndex,
+    GatewayJoined,
+    GatewayLost,
+    Inbox,
+    InboxMessage,
+    NullObserver,
+    Observer,
+    Outbox,
+    StepReport,
+)
+from octavo.worker.grammar.manager import GrammarDesk
+from octavo.worker.runners.interface import Runner, RunnerError, RunnerOutOfMemory
+from octavo.worker.scheduler.outputs import StepOutputs
+from octavo.worker.scheduler.plan import StepPlan
+from octavo.worker.scheduler.request import RequestKey, failure
+from octavo.worker.scheduler.scheduler import Scheduler
+from octavo.worker.scheduler.stats import EngineStats
+
+log = structlog.get_logger(__name__)
+
+RECOUNT_S = 1.0  # between two recounts of the blocks while steps are made
+IDLE_S = 0.25  # without work, after which an audit is in nobody's way
+
+
+# The steps that the runner has: launched ahead, constrained once they can be, collected in their order, or failed.
+#
+#     plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► the scheduler's outputs
+#
+# Decides nothing, and knows no gateways: what a step gave goes to whoever asked for it. One thread owns it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedStep:
+    """Times are the clock's. landed_s: when its result was there. failed: "" or the name of the error that ended it."""
+
+    plan: StepPlan
+    launched_s: float
+    landed_s: float
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    launched_s: float
+
+    def ended(self, landed_s: float, failed: str = "") -> EndedStep:
+        return EndedStep(plan=self.plan, launched_s=self.launched_s, landed_s=landed_s, failed=failed)
+
+
+class Steps:
+    """Keeps up to ``runner.max_in_flight`` steps launched. on_end: told of each step once its outputs are known. send:
+    takes the outputs of the steps that a failed launch ends."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        grammars: GrammarDesk | None,
+        clock: Clock,
+        on_end: Callable[[EndedStep], None],
+        send: Callable[[StepOutputs], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._grammars = grammars
+        self._clock = clock
+        self._on_end = on_end
+        self._send = send
+        self._launched: deque[_Launched] = deque()
+        self._awaits_masks = False  # the newest launched step does
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def launch_ahead(self) -> None:
+        """As many as the runner takes and the scheduler plans."""
+        while len(self._launched) < self._runner.max_in_flight and not self._awaits_masks:
+            plan = self._scheduler.plan(now_s=self._clock())
+            if plan is None:
+                return
+            self._launched.append(_Launched(plan, self._clock()))
+            try:
+                self._runner.launch(plan)
+            except RunnerError as error:
+                self._fail_launch(error)
+                return
+            fault_point("engine.launched")
+            self._awaits_masks = self._grammars is not None and self._scheduler.constraints.any_in_newest
+            self._constrain()
+
+    def collect(self) -> StepOutputs:
+        """What the oldest step gave; waits for it."""
+        launched = self._launched.popleft()
+        try:
+            result = self._runner.collect()
+        except RunnerError as error:
+            outputs = self._failed(launched.plan, error)
+            self._constrain()
+            self._on_end(launched.ended(self._clock(), type(error).__name__))
+            return outputs
+        landed_s = self._clock()
+        outputs = self._scheduler.apply(result, now_s=landed_s)
+        self._constrain()
+        fault_point("engine.applied")
+        self._on_end(launched.ended(landed_s))
+        return outputs
+
+    def _constrain(self) -> None:
+        """Masks for the newest step, once the tokens of all former ones are known: until then the device is busy with
+        the rest of it."""
+        if self._awaits_masks and len(self._launched) == 1 and self._grammars is not None:
+            self._awaits_masks = False
+            self._runner.constrain(self._grammars.masks(self._scheduler, self._clock()))
+
+    def _fail_launch(self, error: RunnerError) -> None:
+        """The newest plan did not start: what was launched before it is collected first, for it is good."""
+        refused = self._launched.pop()
+        while self._launched:
+            self._send(self.collect())
+        self._send(self._failed(refused.plan, error))
+        self._on_end(refused.ended(self._clock(), type(error).__name__))
+
+    def _failed(self, plan: StepPlan, error: RunnerError) -> StepOutputs:
+        if isinstance(error, RunnerOutOfMemory):
+            return self._scheduler.fail_out_of_memory(plan.step, str(error), now_s=self._clock())
+        return self._scheduler.fail(plan.step, str(error), now_s=self._clock())
+
+
+# The engine's numbers at one moment, as a value that any thread may keep.
+
+
+def snapshot(
+    scheduler: Scheduler, blocks: BlockManager, *, num_steps: int, num_leaked_blocks: int, num_violations: int
+) -> EngineStats:
+    """Gauges and counters as they are now; to be called by the thread that owns the scheduler. num_leaked_blocks,
+    num_violations: as they were found last."""
+    counters = scheduler.counters
+    return EngineStats(
+        num_steps=num_steps,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_paused=scheduler.num_paused,
+        num_in_flight=scheduler.num_in_flight,
+        is_draining=scheduler.is_draining,
+        num_blocks=blocks.config.num_blocks,
+        num_free_blocks=blocks.num_free,
+        num_cached_blocks=blocks.num_cached,
+        num_active_blocks=max(0, blocks.num_active - num_leaked_blocks),
+        num_leaked_blocks=num_leaked_blocks,
+        num_violations=num_violations,
+        num_queried_tokens=blocks.num_queried_tokens,
+        num_hit_tokens=blocks.num_hit_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_pauses=counters.num_pauses,
+        num_prefill_tokens=counters.num_prefill_tokens,
+        num_decode_tokens=counters.num_decode_tokens,
+        num_generated_tokens=counters.num_generated_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """epoch: of this life of the process. audit_every_steps: 1 always, 0 never, also not where there is no work.
+    idle_wait_s: bound of one wait."""
+
+    epoch: str
+    audit_every_steps: int = 1000
+    idle_wait_s: float = 0.5
+
+
+class Engine:
+    """One per worker process."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        inbox: Inbox,
+        outbox: Outbox,
+        clock: Clock,
+        observer: Observer | None = None,
+        grammars: GrammarDesk | None = None,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._observer = observer or NullObserver()
+        self._grammars = grammars
+        self._telling = CacheTelling(blocks, outbox, epoch=config.epoch)
+        self._steps = Steps(
+            scheduler=scheduler,
+            runner=runner,
+            grammars=grammars,
+            clock=clock,
+            on_end=self._step_ended,
+            send=self._send,
+        )
+        self._seq: dict[GatewayIndex, int] = {}
+        self._drain_until_s: float | None = None
+        self._wanted_grace_s: float | None = None
+        self._is_stopping = False
+        self._num_leaked_blocks = 0
+        self._violations: tuple[str, ...] = ()  # of the last audit
+        self._recounted_s = self._worked_s = clock()
+        self._is_audit_due = False  # something has been done since the last one
+        self.num_steps = 0
+        self.stats = self._snapshot()
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Step until drained or stopped, then say goodbye and close the runner."""
+        try:
+            while not self.is_done:
+                num_steps = self.num_steps
+                self.step()
+                if self.num_steps == num_steps and not self.is_done and not self.is_telling:
+                    self._inbox.wait(self._config.idle_wait_s)
+            self._outbox.put_all(
+                Leaving(epoch=self._config.epoch, reason="STOPPED" if self._is_stopping else "DRAINED")
+            )
+        finally:
+            self._runner.close()
+            if self._grammars is not None:
+                self._grammars.close()
+
+    def step(self) -> None:
+        """Everything that can be done now; blocks only while the device works."""
+        for gateway, message in self._inbox.drain():
+            self._handle(gateway, message)
+        if self._grammars is not None:
+            self._grammars.deliver(self._scheduler, self._clock())
+        self._heed_drain()
+        if self._scheduler.has_work and not self.stats.has_work:
+            self._take_stats()  # should this very step hang, whoever watches must know that there was work
+        self._steps.launch_ahead()
+        self._send(self._steps.collect() if len(self._steps) else self._scheduler.flush())
+        self._telling.tell_changes()
+        self._telling.tell_a_part()
+        self._look_after_blocks(self._clock())
+        self._take_stats()
+
+    @property
+    def is_done(self) -> bool:
+        """Stopped, or drained with nothing left."""
+        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not len(self._steps)
+        return self._is_stopping or is_drained
+
+    @property
+    def is_telling(self) -> bool:
+        """A gateway has not heard yet all that is cached here: there is more to do than `has_work` says."""
+        return self._telling.is_due
+
+    def request_drain(self, grace_s: float) -> None:
+        """Take no new requests, finish the others within ``grace_s`` seconds, then end."""
+        self._wanted_grace_s = grace_s
+
+    def request_stop(self) -> None:
+        """End after the present step; what still runs is lost."""
+        self._is_stopping = True
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
+        now_s = self._clock()
+        self._is_audit_due = True
+        match message:
+            case Run():
+                self._add(gateway, message, now_s)
+            case Cancel():
+                for handle in message.handles:
+                    self._scheduler.cancel(RequestKey(gateway, handle), now_s=now_s)
+            case Pause():
+                for handle in message.handles:
+                    self._scheduler.pause(RequestKey(gateway, handle), now_s=now_s)
+                fault_point("engine.paused")
+            case Resume():
+                for handle in message.handles:
+                    self._scheduler.resume(RequestKey(gateway, handle), now_s=now_s)
+            case AdminQuery():
+                self._outbox.put(gateway, self._answer(message))
+            case Drain():
+                self.request_drain(message.grace_s)
+            case GatewayJoined():
+                self._telling.begin(gateway)
+            case GatewayLost():
+                self._scheduler.drop_gateway(gateway, now_s=now_s)
+                self._seq.pop(gateway, None)
+                self._telling.end(gateway)
+
+    def _add(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
+        try:
+            asked = asked_by(gateway, run)
+        except ValueError as error:
+            self._send({gateway: refused_run(run, f"prompt_ids: {error}")})
+            return
+        if asked.sampling.grammar is not None and self._grammars is None:
+            self._send({gateway: refused_run(run, "constraint: this worker compiles no grammars")})
+            return
+        self._scheduler.add(asked, now_s=now_s)
+        if self._grammars is not None and asked.sampling.grammar is not None and self._scheduler.keeps(asked):
+            self._grammars.submit(asked, now_s)
+        fault_point("engine.added")
+
+    def _answer(self, query: AdminQuery) -> AdminReply:
+        num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
+        violations = self._audit() if query.audit else ()
+        return AdminReply(
+            epoch=self._config.epoch,
+            query_id=query.query_id,
+            num_blocks=self._blocks.config.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            num_cached_blocks=self._blocks.num_cached,
+            num_active_blocks=self._blocks.num_active,
+            num_flushed_blocks=num_flushed,
+            violations=violations,
+        )
+
+    def _heed_drain(self) -> None:
+        if self._wanted_grace_s is not None:
+            self._scheduler.drain()
+            self._drain_until_s = self._clock() + self._wanted_grace_s
+            self._wanted_grace_s = None
+        if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
+            self._scheduler.end_all(failure("DRAINING", "the worker shut down before the end"), now_s=self._clock())
+
+    # ------------------------------------------------------------ outputs
+
+    def _step_ended(self, step: EndedStep) -> None:
+        self.num_steps += 1
+        self._is_audit_due = True
+        plan = step.plan
+        every = self._config.audit_every_steps
+        if every and self.num_steps % every == 0:
+            self._audit()
+        self._observer.on_step(
+            StepReport(
+                step=plan.step,
+                num_prefill_tokens=plan.num_tokens - len(plan.decode_slots_S),
+                num_decode_tokens=len(plan.decode_slots_S),
+                num_sampled=len(plan.sampled_slots),
+                step_s=step.landed_s - step.launched_s,
+                host_s=self._clock() - step.landed_s,
+                failed=step.failed,
+            )
+        )
+
+    def _send(self, outputs: StepOutputs) -> None:
+        for gateway, output in outputs.items():
+            seq = self._seq[gateway] = self._seq.get(gateway, 0) + 1
+            message = step_output(output, epoch=self._config.epoch, seq=seq, step=self.num_steps)
+            self._outbox.put(gateway, message)
+            for finished in output.finished:
+                self._observer.on_finished(finished)
+
+    # ------------------------------------------------------------ blocks
+
+    def _look_after_blocks(self, now_s: float) -> None:
+        """A recount now and then while there is work, an audit when there is none."""
+        if self._scheduler.has_work:
+            self._worked_s = now_s
+            if now_s - self._recounted_s >= RECOUNT_S:
+                self._recount(now_s)
+        elif self._is_audit_due and now_s - self._worked_s >= IDLE_S:
+            self._is_audit_due = False
+            if self._config.audit_every_steps:
+                self._audit()
+            else:
+                self._recount(now_s)
+
+    def _recount(self, now_s: float) -> None:
+        self._recounted_s = now_s
+        former, self._num_leaked_blocks = self._num_leaked_blocks, self._blocks.count_leaked()
+        if self._num_leaked_blocks > former:
+            self._audit()  # which names them
+
+    def _audit(self) -> tuple[str, ...]:
+        audit, former = self._blocks.audit(), self._violations
+        self._num_leaked_blocks, self._violations = audit.num_leaked, audit.violations
+        if audit.violations and audit.violations != former:
+            log.error("audit_failed", num_leaked_blocks=audit.num_leaked, violations=audit.violations)
+        return audit.violations
+
+    def _take_stats(self) -> None:
+        self.stats = self._snapshot()
+
+    def _snapshot(self) -> EngineStats:
+        return snapshot(
+            self._scheduler,
+            self._blocks,
+            num_steps=self.num_steps,
+            num_leaked_blocks=self._num_leaked_blocks,
+            num_violations=len(self._violations),
+        )

@@ -1,0 +1,256 @@
+"""The engine's desk for grammars: requests wait here until theirs is compiled, and every step gets its masks.
+
+Owned by the engine's thread; compiled grammars come in from other threads through one queue. A request that is
+compiled for longer than it may be fails alone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLExecutor
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from octavo.grammar.errors import GrammarRefused, Refusal
+from octavo.wire.messages import Grammar
+from octavo.worker.config import GrammarConfig
+from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, Outcome
+from octavo.worker.grammar.matcher import GrammarMatcher
+from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.runners.interface import StepMasks
+from octavo.worker.scheduler.constraints import ConstrainedRow
+from octavo.worker.scheduler.matcher import Matcher
+from octavo.worker.scheduler.request import AddRequest, Request, failure
+from octavo.worker.scheduler.scheduler import Scheduler
+
+# Fills the masks of one step, on several threads where it has several rows.
+#
+# A token that would end an output too soon (min_tokens, ignore_eos) is left out where the grammar has another one;
+# where it has none the grammar is complete, and the output ends.
+#
+# Legend: N rows of the step that have a grammar · W words of 32 tokens
+
+
+_MIN_PARALLEL = 4
+_EVERYTHING = np.int32(-1)
+
+
+# What grammars cost, for /metrics. Labels come from closed sets.
+
+
+COMPILE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+MASK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+class GrammarMetrics:
+    """Implements `worker.grammar.manager.GrammarObserver`."""
+
+    def __init__(self, registry: CollectorRegistry, cache: GrammarCache) -> None:
+        self._compile_s = Histogram(
+            "octavo_grammar_compile_seconds", "Compiling one grammar", buckets=COMPILE_BUCKETS_S, registry=registry
+        )
+        self._mask_s = Histogram(
+            "octavo_grammar_mask_seconds", "Filling the masks of one step", buckets=MASK_BUCKETS_S, registry=registry
+        )
+        self._masks = Counter("octavo_grammar_masks", "Masks filled, one per token", registry=registry)
+        self._refused = Counter(
+            "octavo_grammar_failures", "Grammars that could not be compiled", ["reason"], registry=registry
+        )
+        for refusal in Refusal:
+            self._refused.labels(refusal.value)
+        registry.register(CacheCollector(cache))
+
+    def on_compiled(self, seconds: float) -> None:
+        """From a compiling thread."""
+        self._compile_s.observe(seconds)
+
+    def on_masks(self, *, seconds: float, num_rows: int) -> None:
+        """The masks of one step were filled."""
+        self._mask_s.observe(seconds)
+        self._masks.inc(num_rows)
+
+    def on_refused(self, refusal: Refusal) -> None:
+        """A request's grammar could not be compiled."""
+        self._refused.labels(refusal.value).inc()
+
+
+class CacheCollector(Collector):
+    """Reads the cache when it is scraped."""
+
+    def __init__(self, cache: GrammarCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """Size, hits and misses."""
+        cache = self._cache
+        yield GaugeMetricFamily("octavo_grammar_cache_entries", "Compiled grammars kept", value=len(cache))
+        yield GaugeMetricFamily("octavo_grammar_cache_bytes", "What they take, estimated", value=cache.num_bytes)
+        yield CounterMetricFamily("octavo_grammar_cache_hits", "Grammars found compiled", value=cache.num_hits)
+        yield CounterMetricFamily(
+            "octavo_grammar_cache_misses", "Grammars that had to be compiled", value=cache.num_misses
+        )
+
+
+class MaskFiller:
+    """One per engine."""
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+
+    def fill(self, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> tuple[StepMasks, list[tuple[Request, str]]]:
+        """The masks, and the requests whose grammar broke, with the reason: their rows allow everything, for nobody
+        reads their tokens."""
+        bits_NW = np.full((len(rows), vocabulary.num_words), _EVERYTHING, np.int32)
+        matchers = [(row.request.matcher, n) for n, row in enumerate(rows) if row.request is not None]
+        self._compute([(matcher, n) for matcher, n in matchers if matcher is not None], bits_NW)
+        broken: list[tuple[Request, str]] = []
+        for n, row in enumerate(rows):
+            if row.request is None or row.request.matcher is None:
+                continue
+            if row.request.matcher.error:
+                broken.append((row.request, row.request.matcher.error))
+                bits_NW[n] = _EVERYTHING
+            elif row.early:
+                _leave_out(bits_NW[n], vocabulary.bits(row.early))
+        return StepMasks(index_N=np.array([row.position for row in rows], np.int64), bits_NW=bits_NW), broken
+
+    def _compute(self, matchers: list[tuple[Matcher, int]], bits_NW: np.ndarray) -> None:
+        pairs = [(matcher.matcher, n) for matcher, n in matchers if isinstance(matcher, GrammarMatcher)]
+        if len(pairs) < max(_MIN_PARALLEL, len(matchers)):
+            for matcher, n in matchers:
+                matcher.fill(bits_NW[n])
+            return
+        if self._executor is None:
+            self._executor = LLExecutor()
+        num_bytes = bits_NW.shape[1] * bits_NW.itemsize
+        self._executor.unsafe_compute_mask_ptr(pairs, bits_NW.ctypes.data, num_bytes, len(bits_NW))
+
+
+def _leave_out(bits_W: np.ndarray, early_W: np.ndarray) -> None:
+    others_W = bits_W & ~early_W
+    if others_W.any():
+        bits_W[:] = others_W
+
+
+class GrammarObserver(Protocol):
+    """Told in the engine's thread."""
+
+    def on_masks(self, *, seconds: float, num_rows: int) -> None:
+        """The masks of one step were filled."""
+
+    def on_refused(self, refusal: Refusal) -> None:
+        """A request's grammar could not be compiled."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A request whose grammar is being compiled. outcome: written once, by another thread."""
+
+    asked: AddRequest
+    grammar: Grammar
+    until_s: float
+    outcome: Outcome | None = None
+    is_answered: bool = False
+
+
+class GrammarDesk:
+    """wake: lets a waiting engine look again; called from other threads."""
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        *,
+        timeout_s: float,
+        observer: GrammarObserver,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._compiler = compiler
+        self._timeout_s = timeout_s
+        self._observer = observer
+        self._wake = wake
+        self._filler = MaskFiller()
+        self._waiting: deque[_Ticket] = deque()  # in the order of their timeouts
+        self._ready: deque[_Ticket] = deque()
+
+    def submit(self, asked: AddRequest, now_s: float) -> None:
+        """A request that the scheduler keeps until its grammar is there."""
+        grammar = asked.sampling.grammar
+        assert grammar is not None
+        ticket = _Ticket(asked, grammar, now_s + self._timeout_s)
+        self._waiting.append(ticket)
+        self._compiler.submit(grammar, lambda outcome: self._take(ticket, outcome))
+
+    def deliver(self, scheduler: Scheduler, now_s: float) -> None:
+        """Hand over what is compiled, and end what took too long."""
+        while self._ready:
+            self._answer(self._ready.popleft(), scheduler, now_s)
+        while self._waiting and (self._waiting[0].is_answered or self._waiting[0].until_s <= now_s):
+            ticket = self._waiting.popleft()
+            if not ticket.is_answered:
+                late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to compile")
+                ticket.outcome = late if ticket.outcome is None else ticket.outcome
+                self._answer(ticket, scheduler, now_s)
+
+    def masks(self, scheduler: Scheduler, now_s: float) -> StepMasks:
+        """For the newest step, once all tokens before it are known. A request whose grammar breaks here ends."""
+        started_s = time.perf_counter()
+        masks, broken = self._filler.fill(scheduler.constraints.rows(), self._compiler.vocabulary)
+        for request, detail in broken:
+            scheduler.constraints.broken(request, detail, now_s=now_s)
+        self._observer.on_masks(seconds=time.perf_counter() - started_s, num_rows=len(masks.index_N))
+        return masks
+
+    def close(self) -> None:
+        """Take no more work. Idempotent."""
+        self._compiler.close()
+
+    def _take(self, ticket: _Ticket, outcome: Outcome) -> None:
+        """In a thread of the compiler."""
+        ticket.outcome = outcome
+        self._ready.append(ticket)
+        self._wake()
+
+    def _answer(self, ticket: _Ticket, scheduler: Scheduler, now_s: float) -> None:
+        if ticket.is_answered:
+            return
+        ticket.is_answered = True
+        outcome = ticket.outcome
+        assert outcome is not None
+        if isinstance(outcome, GrammarRefused):
+            self._observer.on_refused(outcome.refusal)
+            scheduler.constraints.failed(ticket.asked, failure("CONSTRAINT", f"constraint: {outcome}"), now_s=now_s)
+        elif len(ticket.asked.resumed_ids_T) and not outcome.replay(ticket.asked.resumed_ids_T.tolist()):
+            scheduler.constraints.failed(
+                ticket.asked, failure("CONSTRAINT", "constraint: the output so far does not match it"), now_s=now_s
+            )
+        else:
+            scheduler.constraints.ready(ticket.asked, outcome, now_s=now_s)
+
+
+# Puts the desk for grammars together from a worker's settings and the tokenizer that it loaded.
+
+
+def make_grammars(
+    config: GrammarConfig, loaded: Loaded, registry: CollectorRegistry, *, wake: Callable[[], None]
+) -> GrammarDesk:
+    """Ready at once; the vocabulary is read in the background."""
+    cache = GrammarCache(max_entries=config.cache_entries, max_bytes=config.cache_bytes)
+    metrics = GrammarMetrics(registry, cache)
+    compiler = GrammarCompiler(
+        lambda: load_vocabulary(
+            loaded.tokenizer_files, vocab_size=loaded.card.vocab_size, eos_token_ids=loaded.card.eos_token_ids
+        ),
+        limits=config.limits,
+        cache=cache,
+        num_threads=config.num_threads,
+        on_compiled=metrics.on_compiled,
+    )
+    compiler.warm_up()
+    return GrammarDesk(compiler, timeout_s=config.timeout_s, observer=metrics, wake=wake)

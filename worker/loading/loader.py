@@ -1,0 +1,327 @@
+"""From a worker's settings to a loaded model with a warm runner and a KV pool that fits.
+
+Knows torch and the model, and nothing of sockets or requests.
+"""
+
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+
+from octavo.model.attention.invariant import InvariantAttention
+from octavo.model.cache_folder import (
+    VARIABLE,
+    CacheUnusable,
+    cache_folder,
+    require_executable,
+    require_writable,
+    triton_folder,
+)
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.checkpoint.packed import Packed
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.config import load_config
+from octavo.model.cpu.native import why_missing
+from octavo.model.dtypes import parse_dtype
+from octavo.model.errors import ConfigError
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
+from octavo.model.layers.linear import FormatUnavailable, WeightFormat
+from octavo.model.numerics import NumericFinding, default_limit
+from octavo.model.quantization.cache_scales import fold_cache_scales
+from octavo.model.quantization.rounding import FP8
+from octavo.model.quantization.settings import GroupSettings
+from octavo.worker.config import CheckNumerics, Deterministic, WorkerConfig
+from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
+from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
+from octavo.worker.loading.model_card import Described, describe
+from octavo.worker.loading.progress import OnProgress
+from octavo.worker.loading.warmup import WarmRunner, warm_up
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_BACKEND = "sdpa"
+
+
+# What a worker's `quantization` means on its device, checked before anything is loaded.
+#
+# Must not know: tensors of a model, sockets.
+
+
+CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Powers of two: a tile of keys is as wide as a head."""
+
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs that convert e4m3 in hardware (Ada, Hopper)."""
+
+
+def weight_format(quantization: str | None) -> WeightFormat:
+    """Raises ValueError for a name that there is not."""
+    if quantization is None:
+        return WeightFormat.BF16
+    if quantization not in (WeightFormat.INT8.value, WeightFormat.FP8.value):
+        raise ValueError(f"quantization {quantization!r} is neither int8 nor fp8")
+    return WeightFormat(quantization)
+
+
+def check_format(wanted: WeightFormat, device: torch.device, *, is_packed: bool, has_cuda_runner: bool) -> None:
+    """Raises FormatUnavailable saying what to do instead. is_packed: the checkpoint is GPTQ's or AWQ's."""
+    if wanted is WeightFormat.BF16:
+        return
+    if device.type == "cuda" and not has_cuda_runner:
+        raise FormatUnavailable(
+            f"{wanted.value} weights on a GPU need triton, and neither --attention-backend nor --check-numerics"
+        )
+    if device.type == "cuda" and is_packed:
+        raise FormatUnavailable(f"the checkpoint is quantised already: leave out --quantization {wanted.value}")
+    if wanted is not WeightFormat.FP8:
+        return
+    if device.type != "cuda":
+        raise FormatUnavailable("fp8 weights need a GPU; on a CPU, --quantization int8 halves the bytes")
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise FormatUnavailable("fp8 weights need a GPU of compute capability 8.9 or more; try --quantization int8")
+
+
+def check_head_dim(head_dim: int, *, has_cuda_runner: bool) -> None:
+    """Raises ConfigError for heads that the CUDA kernels have no tiles for."""
+    if has_cuda_runner and head_dim not in CUDA_HEAD_DIMS:
+        sizes = ", ".join(map(str, CUDA_HEAD_DIMS))
+        raise ConfigError(
+            "head_dim",
+            f"{head_dim} is none of the sizes that the CUDA kernels take ({sizes}); "
+            "--attention-backend sdpa serves it on a GPU without them, slower",
+        )
+
+
+def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
+    """None for the model's own. Raises ValueError for a name that there is not."""
+    if kv_cache_dtype is None:
+        return None
+    if kv_cache_dtype != "fp8":
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not fp8")
+    return FP8
+
+
+def rounding_of_cache(kv_cache_dtype: str | None) -> bytes:
+    """What enters the fingerprint for it."""
+    return b"" if kv_cache_dtype is None else f"kv {kv_cache_dtype}".encode()
+
+
+def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_deterministic: bool) -> None:
+    """Raises FormatUnavailable, ValueError."""
+    if cache_dtype(kv_cache_dtype) is None:
+        return
+    if is_deterministic:
+        raise FormatUnavailable("deterministic mode keeps keys and values in the model's dtype: no --kv-cache-dtype")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise FormatUnavailable("an fp8 KV cache needs a GPU of compute capability 8.9 or more")
+
+
+def rounding_of(quantization: str | None, device: torch.device) -> bytes:
+    """What enters the model's fingerprint: workers that round differently are not the same model. A GPU folds norms
+    into matrices before it rounds them, so its integers are others than a CPU's."""
+    if quantization is None:
+        return b""
+    return quantization.encode() if device.type == "cpu" else f"{quantization} folded".encode()
+
+
+def spoken(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
+    """For people: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
+    weights = f"int{packed.bits} weights ({packed.packing.value})" if packed else None
+    weights = f"{quantization} weights" if quantization else weights
+    cache = f"{kv_cache_dtype} cache" if kv_cache_dtype else None
+    return "".join(f", {part}" for part in (weights, cache) if part)
+
+
+def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:
+    """The fingerprint of a model that is also rounded so; as it is without any."""
+    said = b"\0".join(roundings).strip(b"\0")
+    return hashlib.blake2b(fingerprint + said, digest_size=32).digest() if said else fingerprint
+
+
+def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
+    """Resolve (download), load, size the pool, warm up. Raises model.CheckpointError, worker.loading.memory.DoesNotFit,
+    worker.loading.model_card.CardError, model.cache_folder.CacheUnusable, ValueError."""
+    check_deterministic(config)
+    if wants_cuda_runner(config):
+        require_executable(triton_folder(), "TRITON_CACHE_DIR")
+    prefer_huge_pages()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = _resolve(config, on_progress)
+    described = describe(folder)
+    make_runner = _make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
+    scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
+    model = _load_weights(config, folder, on_progress)
+    runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
+    warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
+    fingerprint = _fingerprint(config, model)
+    return Loaded(
+        runner=runner,
+        card=described.card(
+            name=config.served_name or served_name(config.model),
+            fingerprint=fingerprint.hex(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=scheduler.max_model_len,
+        ),
+        tokenizer_files=described.files,
+        fingerprint=fingerprint,
+        num_blocks=runner.config.num_blocks,
+        block_size=config.block_size,
+        scheduler=scheduler,
+        device=_device(config, model),
+        notes=described.notes + _cache_notes(config),
+        products=model.lm_head.arithmetic,
+    )
+
+
+def _device(config: WorkerConfig, model: Qwen2ForCausalLM) -> str:
+    """The device, and what is out of the ordinary on it."""
+    said = spoken(config.quantization, config.kv_cache_dtype, model.config.quantization)
+    return str(model.device) + said + (", deterministic" if config.deterministic is Deterministic.ON else "")
+
+
+def _cache_notes(config: WorkerConfig) -> tuple[str, ...]:
+    """What this worker goes without, since it cannot be kept."""
+    if not wants_cuda_runner(config):
+        why = why_missing() if torch.device(config.device).type == "cpu" else None
+        return () if why is None else (f"steps run on torch alone, which is slower: {why}",)
+    try:
+        require_writable(cache_folder("paths"), VARIABLE)
+    except CacheUnusable as error:
+        return (f"kernels are chosen by new measurements at each start: {error}",)
+    return ()
+
+
+def check_deterministic(config: WorkerConfig) -> None:
+    """Raises InvarianceUnavailable for what deterministic mode cannot be had together with."""
+    if config.deterministic is Deterministic.OFF:
+        return
+    if config.attention_backend is not None or config.check_numerics is CheckNumerics.ON:
+        raise InvarianceUnavailable("deterministic mode goes with no --attention-backend and no --check-numerics")
+    if torch.device(config.device).type == "cuda" and not wants_cuda_runner(config):
+        raise InvarianceUnavailable("deterministic mode on a GPU needs triton")
+    if torch.device(config.device).type == "cuda" and config.quantization is not None:
+        raise InvarianceUnavailable("deterministic mode on a GPU is for plain weights: no --quantization")
+
+
+def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
+    on_progress("resolving_checkpoint", None, None)
+    return resolve_checkpoint(
+        config.model,
+        revision=config.revision,
+        on_progress=lambda done, total: on_progress("downloading", done, total),
+    )
+
+
+def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> Qwen2ForCausalLM:
+    dtype = parse_dtype(config.dtype)
+    wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
+    model_config = load_config(folder)
+    is_packed = model_config.quantization is not None
+    check_head_dim(model_config.head_dim, has_cuda_runner=has_cuda_runner)
+    device, is_deterministic = torch.device(config.device), config.deterministic is Deterministic.ON
+    check_format(wanted, device, is_packed=is_packed, has_cuda_runner=has_cuda_runner)
+    check_cache_dtype(config.kv_cache_dtype, device, is_deterministic=is_deterministic)
+    model = load_model(
+        folder,
+        dtype=dtype,
+        device=config.device,
+        on_progress=_staged("loading_weights", on_progress),
+        # Deterministic steps multiply with plain weights only.
+        packed=Packed.KEPT if has_cuda_runner and not is_deterministic else Packed.UNPACKED,
+    )
+    if config.kv_cache_dtype is not None:
+        fold_cache_scales(model)
+    on_progress("packing_weights", None, None)
+    if is_deterministic and not has_cuda_runner:
+        make_invariant(model, max_positions=_max_positions(config, folder), wanted=wanted)
+    elif not has_cuda_runner:  # whose steps take the weights in a layout of their own
+        model.pack_weights(wanted)
+    return model
+
+
+def _max_positions(config: WorkerConfig, folder: Path) -> int:
+    """Of the longest request, with one token more: a step that runs ahead has it."""
+    return (config.max_model_len or describe(folder).max_model_len) + 1
+
+
+def _pool_size(config: WorkerConfig, model: Qwen2ForCausalLM, *, max_model_len: int) -> PoolSize:
+    needs = memory_needs(
+        model,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        memory_fraction=config.memory_fraction,
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
+    )
+    return size_pool(needs, num_blocks=config.num_blocks)
+
+
+def wants_cuda_runner(config: WorkerConfig) -> bool:
+    """Whether steps run by our own kernels: on a CUDA device with triton, unless an attention backend is named or
+    activations are watched, which is the slow twin's business."""
+    if torch.device(config.device).type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return config.attention_backend is None and config.check_numerics is CheckNumerics.OFF
+
+
+def _make_cuda_runner(
+    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+) -> WarmRunner:
+    from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
+
+    return make_cuda_runner(config, model, described, max_model_len=max_model_len, on_progress=on_progress)
+
+
+def _make_torch_runner(
+    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+) -> WarmRunner:
+    pool = _pool_size(config, model, max_model_len=max_model_len)
+    log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
+    runner_config = TorchRunnerConfig(
+        num_blocks=pool.num_blocks,
+        block_size=config.block_size,
+        max_slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=described.vocab_size,
+        eos_token_ids=described.eos_token_ids,
+        backend=_backend(config),
+        numerics_limit=_numerics_limit(config, model),
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
+    )
+    return TorchRunner(model, runner_config, on_numerics=_log_finding)
+
+
+def _backend(config: WorkerConfig) -> str:
+    if config.deterministic is Deterministic.ON:
+        return InvariantAttention.name
+    return config.attention_backend or DEFAULT_BACKEND
+
+
+def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | None:
+    if config.check_numerics is CheckNumerics.OFF:
+        return None
+    return config.check_numerics_limit or default_limit(model.dtype)
+
+
+def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
+    """Workers whose weights are rounded differently must not pass for the same model; nor deterministic ones, which
+    promise the same tokens, where their sums are rounded differently."""
+    is_deterministic = config.deterministic is Deterministic.ON
+    order_of_sums = arithmetic(model.device).encode() if is_deterministic else b""
+    roundings = rounding_of(config.quantization, model.device), rounding_of_cache(config.kv_cache_dtype)
+    return with_rounding(model.fingerprint, *roundings, order_of_sums)
+
+
+def _staged(stage: str, on_progress: OnProgress) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(stage, done, total)
+
+
+def _log_finding(step: int, finding: NumericFinding) -> None:
+    log.error("numerics", step=step, finding=str(finding))

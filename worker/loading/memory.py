@@ -1,0 +1,239 @@
+"""How many KV blocks fit: arithmetic on bytes, and the questions to the system that give the bytes.
+
+Must not know: the model's tensors, the block manager, flags' parsing.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from octavo.model.attention.kv_pool import kv_block_bytes
+from octavo.model.config import Qwen2Config
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.layers.linear import Linear
+
+GIB = 1 << 30
+RESERVE_BYTES = 256 << 20
+"""Left alone besides everything that is accounted for: allocator slack, the interpreter, other libraries."""
+_CGROUP = Path("/sys/fs/cgroup")
+_LARGEST_FRACTION = 0.95
+
+
+class DoesNotFit(Exception):
+    """The KV pool cannot be made. The message has three lines: what, with which numbers, what to change."""
+
+    def __init__(self, what: str, numbers: str, change: str) -> None:
+        super().__init__(f"{what}\n{numbers}\n{change}")
+        self.what, self.numbers, self.change = what, numbers, change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeds:
+    """What competes for the memory of one device. Bytes, unless the name says otherwise.
+
+    available_bytes: free after the weights are loaded. weights_bytes: what the weights took.
+    activation_bytes: worst step. block_bytes: one block over all layers.
+    memory_fraction: of what was free before loading, for weights, activations and blocks together.
+    """
+
+    available_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    block_bytes: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    memory_fraction: float = 0.9
+    reserve_bytes: int = RESERVE_BYTES
+
+    @property
+    def budget_bytes(self) -> int:
+        """What this worker may take in all."""
+        return int(self.memory_fraction * self.before_loading_bytes)
+
+    @property
+    def before_loading_bytes(self) -> int:
+        """What was free before the weights were loaded."""
+        return self.available_bytes + self.weights_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but the blocks."""
+        return self.weights_bytes + self.activation_bytes + self.reserve_bytes
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that one request of max_model_len tokens takes."""
+        return math.ceil(self.max_model_len / self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """The decision."""
+
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+
+
+def size_pool(needs: MemoryNeeds, *, num_blocks: int | None = None) -> PoolSize:
+    """The number of blocks: as asked for, or as many as the budget holds, but no more than all requests together
+    could ever fill. Raises DoesNotFit where a single request of max_model_len would not fit, or the memory is not
+    there."""
+    if num_blocks is None:
+        num_blocks = _blocks_in_budget(needs)
+    else:
+        _check_asked(needs, num_blocks)
+    return PoolSize(
+        num_blocks=num_blocks, num_tokens=num_blocks * needs.block_size, num_bytes=num_blocks * needs.block_bytes
+    )
+
+
+def _blocks_in_budget(needs: MemoryNeeds) -> int:
+    room_bytes = needs.budget_bytes - needs.fixed_bytes
+    fitting = max(room_bytes, 0) // needs.block_bytes
+    if fitting < needs.blocks_per_request:
+        raise _over_budget(needs, room_bytes)
+    return min(fitting, needs.max_num_seqs * needs.blocks_per_request)
+
+
+def _over_budget(needs: MemoryNeeds, room_bytes: int) -> DoesNotFit:
+    wanted_bytes = needs.blocks_per_request * needs.block_bytes
+    return DoesNotFit(
+        f"the KV cache of one request of {needs.max_model_len} tokens ({_gib(wanted_bytes)}) does not fit in memory",
+        f"weights {_gib(needs.weights_bytes)} + activations {_gib(needs.activation_bytes)} + reserve "
+        f"{_gib(needs.reserve_bytes)} leave {_gib(max(room_bytes, 0))} of the budget {_gib(needs.budget_bytes)} "
+        f"({needs.memory_fraction:g} of {_gib(needs.before_loading_bytes)} free); "
+        f"need {_gib(wanted_bytes - room_bytes)} more",
+        _advice(needs, room_bytes),
+    )
+
+
+def _advice(needs: MemoryNeeds, room_bytes: int) -> str:
+    """What would make it fit, as flags with values that do."""
+    tries = []
+    wanted_bytes = needs.fixed_bytes + needs.blocks_per_request * needs.block_bytes
+    fraction = math.ceil(100 * wanted_bytes / max(needs.before_loading_bytes, 1)) / 100
+    if needs.memory_fraction < fraction <= _LARGEST_FRACTION:
+        tries.append(f"--memory-fraction {fraction:.2f}")
+    max_model_len = max(room_bytes, 0) // needs.block_bytes * needs.block_size
+    if max_model_len >= needs.block_size:
+        tries.append(f"--max-model-len {_round_down(max_model_len)}")
+    if not tries:
+        return "try a smaller model, --dtype bfloat16, a smaller --max-batch-tokens, or free some memory"
+    return "try " + " or ".join(tries)
+
+
+def _check_asked(needs: MemoryNeeds, num_blocks: int) -> None:
+    wanted_bytes = num_blocks * needs.block_bytes
+    room_bytes = needs.available_bytes - needs.activation_bytes
+    if wanted_bytes > room_bytes:
+        raise DoesNotFit(
+            f"{num_blocks} KV blocks of {needs.block_size} tokens ({_gib(wanted_bytes)}) do not fit in memory",
+            f"free {_gib(needs.available_bytes)} after loading - activations {_gib(needs.activation_bytes)} = "
+            f"{_gib(max(room_bytes, 0))}; need {_gib(wanted_bytes - room_bytes)} more",
+            f"try --num-blocks {max(room_bytes, 0) // needs.block_bytes}, or leave it out",
+        )
+    if num_blocks < 1:
+        raise DoesNotFit("a KV cache needs blocks", f"--num-blocks is {num_blocks}", "try 1 or more, or leave it out")
+
+
+def _round_down(tokens: int) -> int:
+    """To a multiple of 256 where there is one, since people read it."""
+    return tokens // 256 * 256 or tokens
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 100 else f"{num_bytes / (1 << 20):.2f} MiB"
+
+
+def available_host_bytes(cgroup: Path = _CGROUP) -> int:
+    """Free memory for a process on this host: what the kernel calls available, or what the container's limit leaves,
+    whichever is less."""
+    available = int(psutil.virtual_memory().available)
+    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return available
+    reclaimable = _inactive_file_bytes(cgroup / "memory.stat")
+    return min(available, max(limit - used + reclaimable, 0))
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or it says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _inactive_file_bytes(path: Path) -> int:
+    """Page cache that the kernel gives back before it refuses memory."""
+    try:
+        fields = dict(line.split() for line in path.read_text().splitlines())
+        return int(fields.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+# What a loaded model needs of its device's memory: the bytes that `worker.loading.memory` decides with.
+#
+# Must not know: how many blocks there will be.
+
+
+def prefer_huge_pages() -> None:
+    """Let torch put large CPU tensors into 2 MB pages: reading weights is up to a tenth faster (bench/RESULTS.md). Call
+    it before the first large tensor is made; a value that is set already is kept."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def memory_needs(
+    model: Qwen2ForCausalLM,
+    *,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    memory_fraction: float,
+    kv_dtype: torch.dtype | None = None,
+) -> MemoryNeeds:
+    """Ask once, after the weights are loaded and packed and before the pool is made. kv_dtype None: the model's."""
+    return MemoryNeeds(
+        available_bytes=available_bytes(model.device),
+        weights_bytes=weights_bytes(model),
+        activation_bytes=activation_bytes(
+            model.config, dtype=model.dtype, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
+        ),
+        block_bytes=kv_block_bytes(model.config, block_size=block_size, dtype=kv_dtype or model.dtype),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        memory_fraction=memory_fraction,
+    )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_bytes()
+
+
+def weights_bytes(model: Qwen2ForCausalLM) -> int:
+    """Parameters (shared ones once), buffers and packed copies."""
+    tensors = (*model.parameters(), *model.buffers())
+    packed_bytes = sum(module.packed_bytes for module in model.modules() if isinstance(module, Linear))
+    return packed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def activation_bytes(config: Qwen2Config, *, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
+    """The most that one step holds besides weights and pool, estimated from the shapes that live at the same time:
+    the stream and its copies, QKV with its rotated twin, gate and up with their product, fp32 logits of every row with
+    two temporaries of the sampler."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    per_token = 6 * config.hidden_size + 4 * heads * config.head_dim + 4 * config.intermediate_size
+    logits_bytes = max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * torch.float32.itemsize)
+    return max_batch_tokens * per_token * dtype.itemsize + logits_bytes

@@ -1,0 +1,215 @@
+"""What gateways must know of a model, read from its checkpoint folder: the ModelCard and the tokenizer's files.
+
+Only small JSON files are read. No torch: a worker with the oracle runner describes a model too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import msgspec
+
+from octavo.wire.bundle import BUNDLE_FILES, bundle_digest
+from octavo.wire.checkpoint_files import FileRefused, find_file, read_small_file
+from octavo.wire.messages import ModelCard
+
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")
+# tokenizer.json holds what these hold; they would only make the bundle larger.
+_OLD_FORMAT = {"vocab.json", "merges.txt", "added_tokens.json"}
+
+MOST_IDS = 1 << 24
+MOST_POSITIONS = 1 << 24
+MOST_NUMBER = 1e9
+MOST_FILE_BYTES = 256 << 20
+"""Of a tokenizer's file; Qwen2.5's largest has 11 MB."""
+
+Json = dict[str, Any]
+
+
+class CardError(Exception):
+    """A checkpoint folder whose JSON files do not describe a model that can be served; names file and field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A checkpoint folder without its weights.
+
+    vocab_size: ids that the tokenizer knows (highest id + 1), not the embedding's rows.
+    max_model_len: positions that the model was made for, YaRN included. notes: for the operator.
+    """
+
+    files: dict[str, bytes]
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    def card(self, *, name: str, fingerprint: str, dtype: str, max_model_len: int) -> ModelCard:
+        """The card under the name that it is served by."""
+        return ModelCard(
+            name=name,
+            fingerprint=fingerprint,
+            architecture=self.architecture,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            default_sampling=self.default_sampling,
+            tokenizer_digest=bundle_digest(self.files),
+        )
+
+
+def describe(folder: Path) -> Described:
+    """Read a folder in HF layout. Raises CardError."""
+    config = _parse_json(folder, "config.json")
+    if config is None:
+        raise CardError(f"cannot read {folder / 'config.json'}: it is not there")
+    generation = _parse_json(folder, "generation_config.json") or {}
+    files = tokenizer_files(folder)
+    vocab_size = tokenizer_vocab_size(files["tokenizer.json"])
+    rows = config.get("vocab_size", vocab_size)
+    if not isinstance(rows, int) or not vocab_size <= rows <= MOST_IDS:
+        raise CardError(f"{folder}: tokenizer.json has {vocab_size} ids, config.json a vocab_size of {rows}")
+    return Described(
+        files=files,
+        architecture=_architecture(config),
+        vocab_size=vocab_size,
+        max_model_len=context_len(config),
+        eos_token_ids=end_token_ids(config, generation, vocab_size=vocab_size),
+        default_sampling=default_sampling(generation),
+        notes=context_notes(config),
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0])[:100] if isinstance(names, list) and names else "unknown"
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files that gateways need to tokenize and to render chats. Raises CardError without a tokenizer.json."""
+    found = {name: _read_file(folder, name) for name in BUNDLE_FILES if name not in _OLD_FORMAT}
+    files = {name: content for name, content in found.items() if content is not None}
+    if "tokenizer.json" not in files:
+        raise CardError(f"{folder}: there is no tokenizer.json in it, so no text can be read or written")
+    return files
+
+
+def tokenizer_vocab_size(tokenizer_json: bytes) -> int:
+    """Highest id + 1 over the vocabulary and the added tokens. Raises CardError."""
+    try:
+        tokenizer = msgspec.json.decode(tokenizer_json)
+        ids = [token["id"] for token in tokenizer.get("added_tokens") or ()]
+        size = int(max([*tokenizer["model"]["vocab"].values(), *ids])) + 1
+    except RecursionError:
+        raise CardError("tokenizer.json: objects and lists are nested too deeply") from None
+    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CardError(f"tokenizer.json is not a tokenizer with a vocabulary: {error!r}") from None
+    if not 0 < size <= MOST_IDS:
+        raise CardError(f"tokenizer.json: its largest id is {size - 1}, and must be below {MOST_IDS}")
+    return size
+
+
+def context_len(config: Mapping[str, Any]) -> int:
+    """Positions to serve. YaRN (rope_scaling of type yarn) extends a model's own by its factor; a model that needs
+    attention in two chunks beyond some length is served up to there. Raises CardError."""
+    cap = dual_chunk_len(config)
+    return min(_positions(config), cap) if cap is not None else _positions(config)
+
+
+def dual_chunk_len(config: Mapping[str, Any]) -> int | None:
+    """How far a model with dual_chunk_attention_config (Qwen2.5-1M) goes without that attention, which there is none
+    of here; None for every other model. Raises CardError."""
+    dual_chunk = config.get("dual_chunk_attention_config")
+    if dual_chunk is None:
+        return None
+    original = dual_chunk.get("original_max_position_embeddings") if isinstance(dual_chunk, dict) else None
+    if not _is_count(original):
+        raise CardError(
+            "config.json: dual_chunk_attention_config is not supported, and its original_max_position_embeddings, up "
+            "to which the model could be served without, is missing or no number of tokens"
+        )
+    return original
+
+
+def context_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an operator should know about `context_len`."""
+    cap = dual_chunk_len(config)
+    if cap is None or cap >= _positions(config):
+        return ()
+    return (
+        f"max_model_len is {cap}, not the {_positions(config)} of config.json: dual chunk attention "
+        "(dual_chunk_attention_config), which the model needs beyond, is not supported",
+    )
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    positions = config.get("max_position_embeddings")
+    if not _is_count(positions):
+        raise CardError(f"config.json: max_position_embeddings is {str(positions)[:40]!r}, not a number of tokens")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        raise CardError("config.json: rope_scaling is not an object")
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return positions
+    original, factor = scaling.get("original_max_position_embeddings") or positions, scaling.get("factor", 1.0)
+    if not _is_count(original) or not isinstance(factor, int | float) or not 0 < original * factor <= MOST_POSITIONS:
+        raise CardError("config.json: rope_scaling: original_max_position_embeddings times factor is no context length")
+    return max(positions, int(original * factor))
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Of tokens, as many as angles in float32 can tell apart."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_POSITIONS
+
+
+def end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], *, vocab_size: int) -> tuple[int, ...]:
+    """EOS ids: generation_config.json's list where it has one, else config.json's; in their order, each once."""
+    found = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(each, int) and 0 <= each < vocab_size for each in ids):
+        raise CardError(f"eos_token_id {str(ids)[:100]} is not within the tokenizer's {vocab_size} ids")
+    return tuple(dict.fromkeys(ids))
+
+
+def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """What generation_config.json recommends; do_sample false means greedy. Raises CardError."""
+    chosen = {}
+    for name in SAMPLING_DEFAULTS:
+        value = generation.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float | None) or abs(value or 0) > MOST_NUMBER:
+            raise CardError(f"generation_config.json: {name} is not a number that it can be")
+        if value is not None:
+            chosen[name] = float(value)
+    if generation.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    return chosen
+
+
+def _parse_json(folder: Path, name: str) -> Json | None:
+    """None where the file is not there."""
+    text = _read_file(folder, name)
+    if text is None:
+        return None
+    try:
+        content = msgspec.json.decode(text)
+    except RecursionError:
+        raise CardError(f"{folder / name}: objects and lists are nested too deeply") from None
+    except msgspec.MsgspecError as error:
+        raise CardError(f"{folder / name}: {error}") from None
+    if not isinstance(content, dict):
+        raise CardError(f"{folder / name} is not a JSON object")
+    return content
+
+
+def _read_file(folder: Path, name: str) -> bytes | None:
+    try:
+        path = find_file(folder, name)
+        return None if path is None else read_small_file(path, most_bytes=MOST_FILE_BYTES)
+    except FileRefused as error:
+        raise CardError(str(error)) from None
+    except OSError as error:
+        raise CardError(f"cannot read {folder / name}: {error.strerror}") from None

@@ -1,0 +1,107 @@
+"""Steps that nobody asked for, before the first that somebody does: libraries compile and cache their kernels, pages of
+the weights and of the pool are touched.
+
+Run on an idle runner whose pool is empty: the blocks that it writes hold nothing that anybody reads.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from octavo.wire.messages import Sampling
+from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+
+OnProgress = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+
+_GREEDY = Sampling(temperature=0.0)
+_RANDOM = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, seed=1)
+
+
+class WarmConfig(Protocol):
+    """What a runner's configuration tells of its room."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class WarmRunner(Runner, Protocol):
+    """A runner that tells its room."""
+
+    @property
+    def config(self) -> WarmConfig: ...
+
+
+def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgress) -> int:
+    """Run every warm-up step; returns how many. Raises RunnerError as a real step would: a worst-case step that does
+    not fit is better found here."""
+    plans = list(warm_up_plans(runner.config, max_batch_tokens=max_batch_tokens))
+    for done, plan in enumerate(plans):
+        on_progress(done, len(plans))
+        runner.launch(plan)
+        runner.collect()
+    on_progress(len(plans), len(plans))
+    return len(plans)
+
+
+def warm_up_plans(config: WarmConfig, *, max_batch_tokens: int) -> Iterator[StepPlan]:
+    """Prefills of powers of four and of the whole budget, then decodes of powers of four rows and of all of them."""
+    longest = min(max_batch_tokens, config.max_model_len - 1, config.num_blocks * config.block_size)
+    widest = min(config.max_slots, config.num_blocks, max_batch_tokens)
+    for num_tokens in _sizes(16, longest):
+        yield _prefill_plan(config, num_tokens)
+    for num_rows in _sizes(1, widest):
+        yield _decode_plan(num_rows)
+
+
+def _sizes(first: int, last: int) -> list[int]:
+    """first, 4 first, 16 first … below last, and last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 4
+    return [*sizes, last]
+
+
+def _prefill_plan(config: WarmConfig, num_tokens: int) -> StepPlan:
+    """One request in slot 0, in the first blocks."""
+    blocks = np.arange(-(-num_tokens // config.block_size), dtype=np.int32)
+    updates_U3 = np.stack([np.zeros_like(blocks), blocks, blocks], axis=1)
+    ids_T = np.arange(num_tokens, dtype=np.int32) % config.vocab_size
+    join = Join(slot=Slot(0), request_id="warm-up", token_ids_T=ids_T, num_prompt_tokens=num_tokens, sampling=_RANDOM)
+    chunk = Chunk(slot=Slot(0), start=0, num_tokens=num_tokens, is_last=True)
+    return StepPlan(step=0, joins=(join,), block_updates_U3=updates_U3, prefill=(chunk,))
+
+
+def _decode_plan(num_rows: int) -> StepPlan:
+    """Requests of one token in a block each, the first of them sampled, the others greedy."""
+    slots_S = np.arange(num_rows, dtype=np.int32)
+    one_T = np.ones(1, np.int32)
+    joins = tuple(
+        Join(
+            slot=Slot(slot),
+            request_id="warm-up",
+            token_ids_T=one_T,
+            num_prompt_tokens=1,
+            sampling=_GREEDY if slot else _RANDOM,
+        )
+        for slot in range(num_rows)
+    )
+    updates_U3 = np.stack([slots_S, np.zeros_like(slots_S), slots_S], axis=1)
+    return StepPlan(
+        step=0,
+        joins=joins,
+        block_updates_U3=updates_U3,
+        decode_slots_S=slots_S,
+        decode_positions_S=np.zeros_like(slots_S),
+    )

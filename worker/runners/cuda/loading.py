@@ -1,0 +1,70 @@
+"""From a loaded model to a CUDA runner that is ready to serve: weights folded, pool sized, steps recorded.
+
+Knows torch and the model, and nothing of sockets or requests. Imported only where triton is.
+"""
+
+from dataclasses import replace
+
+import structlog
+import torch
+
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.gpu.weights import GpuWeights
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading.loader import cache_dtype, weight_format
+from octavo.worker.loading.memory import size_pool, weights_bytes
+from octavo.worker.loading.model_card import Described
+from octavo.worker.loading.progress import OnProgress
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, PathChoice
+from octavo.worker.runners.cuda.memory import cuda_memory_needs
+from octavo.worker.runners.cuda.precompile import compile_kernels
+from octavo.worker.runners.cuda.runner import CudaRunner
+
+log = structlog.get_logger(__name__)
+
+
+def make_cuda_runner(
+    config: WorkerConfig,
+    model: Qwen2ForCausalLM,
+    described: Described,
+    *,
+    max_model_len: int,
+    on_progress: OnProgress,
+) -> CudaRunner:
+    """Takes the model's weights: it cannot be used on its own afterwards. Raises worker.loading.memory.DoesNotFit."""
+    runner_config = CudaRunnerConfig(
+        num_blocks=1,
+        block_size=config.block_size,
+        max_slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=described.vocab_size,
+        eos_token_ids=described.eos_token_ids,
+        max_batch_tokens=config.max_batch_tokens,
+        path_choice=PathChoice.MEASURED,
+        deterministic=config.deterministic,
+        kv_dtype=cache_dtype(config.kv_cache_dtype),
+    )
+    on_progress("compiling_kernels", None, None)
+    weights = GpuWeights.take(
+        model,
+        max_positions=runner_config.table_width * config.block_size,
+        weight_format=weight_format(config.quantization),
+    )
+    torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
+    compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
+    on_progress("rehearsing_steps", None, None)
+    needs = cuda_memory_needs(
+        weights, runner_config, weights_bytes=weights_bytes(model), memory_fraction=config.memory_fraction
+    )
+    pool = size_pool(needs, num_blocks=config.num_blocks)
+    log.info(
+        "kv_pool_sized",
+        num_blocks=pool.num_blocks,
+        num_tokens=pool.num_tokens,
+        num_bytes=pool.num_bytes,
+        step_bytes=needs.activation_bytes,
+    )
+    runner = CudaRunner(weights, replace(runner_config, num_blocks=pool.num_blocks))
+    seconds = runner.record(lambda done, total: on_progress("recording_steps", done, total))
+    log.info("steps_recorded", num_graphs=runner.programs.num_shapes, seconds=round(seconds, 2))
+    return runner

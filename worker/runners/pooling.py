@@ -1,0 +1,148 @@
+"""Embeddings out of a step's hidden states: sums over the chunks of each prompt, kept until its last one.
+
+A row that joins again (after a preemption) starts anew. Must not know: the model, the scheduler, the cache.
+
+Legend: T tokens in this step · D model dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from octavo.model.sampling.logprobs import Logprobs, RawLogprobs
+from octavo.wire.messages import Pooling
+from octavo.worker.scheduler.plan import Chunk, Join, SlotLogprobs, StepPlan
+
+HiddenOf = Callable[[slice], torch.Tensor]
+"""Hidden states after the final norm of these tokens of the step, [tokens, D] in any dtype."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    pooling: Pooling
+    sum_D: torch.Tensor | None = None  # float32
+    num_tokens: int = 0
+
+
+class Pooler:
+    """What the rows with a pooling have gathered. Costs nothing where there are none."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are rows with a pooling, which may read more of a step than its sampled rows."""
+        return bool(self._rows)
+
+    def join(self, join: Join) -> None:
+        """A request enters a slot; whatever the slot had gathered is forgotten."""
+        if join.pooling is not None:
+            self._rows[join.slot] = _Row(join.pooling)
+        elif self._rows:
+            self._rows.pop(join.slot, None)
+
+    def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, torch.Tensor]:
+        """The embeddings (float32 [D], on the model's device) that this step completes, by index into its sampled
+        rows. first_token: of the chunks, in the step as it was run."""
+        if not self._rows:
+            return {}
+        done: dict[int, torch.Tensor] = {}
+        start, index = first_token, len(plan.decode_slots_S)
+        for chunk in plan.prefill:
+            row = self._rows.get(chunk.slot)
+            if row is not None:
+                self._gather(row, chunk, start, hidden_of)
+                if chunk.is_last:
+                    assert row.sum_D is not None
+                    done[index] = row.sum_D / row.num_tokens
+                    del self._rows[chunk.slot]
+            start += chunk.num_tokens
+            index += chunk.is_last + len(chunk.forks)
+        return done
+
+    def _gather(self, row: _Row, chunk: Chunk, start: int, hidden_of: HiddenOf) -> None:
+        end = start + chunk.num_tokens
+        if row.pooling is Pooling.MEAN:
+            sum_D = hidden_of(slice(start, end)).float().sum(dim=0)
+            row.sum_D = sum_D if row.sum_D is None else row.sum_D + sum_D
+            row.num_tokens += chunk.num_tokens
+        elif chunk.is_last:
+            row.sum_D, row.num_tokens = hidden_of(slice(end - 1, end))[0].float(), 1
+
+
+# Log-probabilities of a step as the plan's results have them, and those of a prompt's own tokens.
+#
+# A prompt's logits are made a few positions at a time, so that no prompt is ever in memory with its whole vocabulary.
+# Must not know: the scheduler, the cache, how tokens are chosen.
+#
+# Legend: T tokens in this step · N of them at once · D model dim · V vocabulary.
+
+
+"""Hidden states after the final norm of these tokens of the step, [N, D]."""
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+"""Float32 logits [N, V] of hidden states [N, D]."""
+
+_POSITIONS_AT_ONCE = 32
+
+
+class PromptScorer:
+    """Serves the rows whose sampling asks for log-probabilities of the prompt. Costs nothing where there are none."""
+
+    def __init__(self, logits_of: LogitsOf, *, vocab_size: int) -> None:
+        self._logits_of = logits_of
+        self._vocab_size = vocab_size
+        self._rows: dict[int, tuple[np.ndarray, int]] = {}  # ids of the prompt, how many of the best are wanted
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are rows that ask for them, and so read more of a step than its sampled rows."""
+        return bool(self._rows)
+
+    def join(self, join: Join) -> None:
+        """A request enters a slot; what the slot asked for is forgotten."""
+        self._rows.pop(join.slot, None)
+        if (num_top := join.sampling.num_prompt_logprobs) is not None:
+            self._rows[join.slot] = join.token_ids_T[: join.num_prompt_tokens], num_top
+
+    def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, list[SlotLogprobs]]:
+        """By index of the chunk. first_token: of the chunks, in the step as it was run. Waits for the device."""
+        found: dict[int, list[SlotLogprobs]] = {}
+        if not self._rows:
+            return found
+        for index, chunk in enumerate(plan.prefill):
+            if chunk.slot in self._rows:
+                found[index] = self._score(chunk, first_token, hidden_of)
+            first_token += chunk.num_tokens
+        return found
+
+    def _score(self, chunk: Chunk, first_token: int, hidden_of: HiddenOf) -> list[SlotLogprobs]:
+        prompt_ids_T, num_top = self._rows[chunk.slot]
+        end, found = min(chunk.start + chunk.num_tokens, len(prompt_ids_T) - 1), list[SlotLogprobs]()
+        for start in range(chunk.start, end, _POSITIONS_AT_ONCE):
+            stop = min(start + _POSITIONS_AT_ONCE, end)
+            at = first_token + start - chunk.start
+            logits_NV = self._logits_of(hidden_of(slice(at, at + stop - start)))[:, : self._vocab_size]
+            next_N = torch.from_numpy(prompt_ids_T[start + 1 : stop + 1].astype(np.int64)).to(logits_NV.device)
+            raw = RawLogprobs(logits_NV, np.arange(stop - start), np.full(stop - start, num_top))
+            found += slot_logprobs(raw.choose(next_N)).values()
+        return found
+
+
+def slot_logprobs(logprobs: Logprobs) -> dict[int, SlotLogprobs]:
+    """By position in the batch, each with as many alternatives as its row asked for."""
+    rows = zip(
+        logprobs.index_N.tolist(),
+        logprobs.count_N.tolist(),
+        logprobs.chosen_N.tolist(),
+        logprobs.top_ids_NK.tolist(),
+        logprobs.top_NK.tolist(),
+        strict=True,
+    )
+    return {
+        index: SlotLogprobs(logprob=chosen, top_ids=tuple(ids[:count]), top_logprobs=tuple(top[:count]))
+        for index, count, chosen, ids, top in rows
+    }

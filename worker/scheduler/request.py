@@ -1,0 +1,278 @@
+"""One output on its way through the worker: what was asked, and what has become of it.
+
+    WAITING ──admitted──► PREFILLING ──last chunk planned──► DECODING ──► FINISHED
+       ▲                      │                                  │
+       └──────────────────────┴────────── preempted ─────────────┘
+
+An output after the first one of a prompt is FOLLOWING its leader at first. When the leader's prompt has been scheduled
+it is DECODING at once, in a fork of the leader's blocks; or, where there is no room for it, it waits as others do.
+
+A request whose grammar is not compiled yet is COMPILING before it waits.
+
+A request whose caller does not read is in no step: PAUSED while it keeps its slot and blocks, PARKED where it has none.
+
+    PREFILLING, DECODING ◄──resumed── PAUSED ──somebody needs its place──► PARKED ──resumed──► WAITING, COMPILING
+
+Per-step numbers of running requests are not here but in `worker.scheduler.slot_state`, where numpy reaches them. Knows
+no blocks.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from octavo.wire.messages import Finished, Pooling, Sampling, WireFinishReason
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.scheduler.matcher import Matcher
+from octavo.worker.scheduler.plan import Slot
+
+# When the tokens of an output came, and what a request's blocks cost: kept as it goes for next to nothing, added up at
+# the end.
+#
+# A time is a **tick**: a microsecond of the engine's clock in 32 bits. It wraps after 71 minutes, and so do
+# differences: no gap between two tokens is that long. Knows no requests.
+#
+# Shapes: T tokens of one output · G gaps
+
+
+TICKS_PER_S = 1_000_000
+NO_TICKS = np.empty(0, np.uint32)
+
+
+def tick(now_s: float) -> int:
+    """The clock, in [0, 2^32)."""
+    return int(now_s * TICKS_PER_S) & 0xFFFFFFFF
+
+
+def gap_percentiles(ticks_T: np.ndarray) -> tuple[float, float]:
+    """Median and 99th percentile (by linear interpolation) of the seconds between two tokens; 0 below two tokens.
+    ticks_T: uint32, in order."""
+    gaps_G = np.sort(np.diff(ticks_T))
+    if not len(gaps_G):
+        return 0.0, 0.0
+    return _percentile(gaps_G, 0.5), _percentile(gaps_G, 0.99)
+
+
+def _percentile(sorted_G: np.ndarray, share: float) -> float:
+    place = share * (len(sorted_G) - 1)
+    below = int(place)
+    low, high = float(sorted_G[below]), float(sorted_G[min(below + 1, len(sorted_G) - 1)])
+    return (low + (high - low) * (place - below)) / TICKS_PER_S
+
+
+def block_seconds(
+    ticks_T: np.ndarray, *, since_s: float, now_s: float, block_size: int, num_tokens_then: int, num_blocks: int
+) -> float:
+    """Blocks times the seconds that a slot held them.
+
+    ticks_T: uint32, of all the request's tokens, prompt included (whose ticks are not looked at). num_tokens_then: what
+    the blocks were taken for at since_s. num_blocks: held at now_s. A block that came later is counted from its first
+    token on, which is right to within a step or two.
+    """
+    num_blocks_then = min(-(-num_tokens_then // block_size), num_blocks)
+    seconds = num_blocks_then * (now_s - since_s)
+    firsts = np.arange(num_blocks_then, num_blocks) * block_size
+    firsts = firsts[firsts < len(ticks_T)]
+    if len(firsts):
+        ages = np.uint32(tick(now_s)) - ticks_T[firsts]
+        seconds += float(ages.sum(dtype=np.float64)) / TICKS_PER_S
+    return seconds
+
+
+class RequestKey(NamedTuple):
+    """Who wants this output: the handle is the gateway's own name for it."""
+
+    gateway: GatewayIndex
+    handle: int
+
+
+class Phase(Enum):
+    """Where a request is; exactly one at a time."""
+
+    FOLLOWING = "following"
+    COMPILING = "compiling"
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PAUSED = "paused"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AddRequest:
+    """Asks the scheduler for one output. prompt_ids_T: int32. timeout_s: from now on; None: no deadline.
+
+    pooling: for the prompt's embedding instead of tokens; then sampling.max_tokens is 1, for a token that nobody sees.
+    resumed_ids_T: int32, output that another worker gave before it was lost.
+    fork_handles: of outputs 1 and up of the same prompt, which draw with seed + 1 and up; not with resumed output.
+    tenant, weight: whose turn it takes in the queue, and how large that tenant's share is
+    (`worker.scheduler.request_queue`).
+    """
+
+    key: RequestKey
+    request_id: str
+    prompt_ids_T: np.ndarray
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    pooling: Pooling | None = None
+    resumed_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    fork_handles: tuple[int, ...] = ()
+    tenant: str = ""
+    weight: int = 1
+
+    @property
+    def keys(self) -> list[RequestKey]:
+        """Of all outputs."""
+        return [self.key, *(RequestKey(self.key.gateway, handle) for handle in self.fork_handles)]
+
+    def output(self, index: int) -> "AddRequest":
+        """What a request for this output alone would ask. The prompt's log-probabilities are told with output 0."""
+        sampling, wanted = self.sampling, self.sampling.num_prompt_logprobs
+        sampling = msgspec.structs.replace(
+            sampling,
+            seed=(sampling.seed + index) % (1 << 64),
+            num_prompt_logprobs=None if index else wanted,
+        )
+        return replace(self, key=self.keys[index], sampling=sampling, fork_handles=())
+
+    @property
+    def token_ids_T(self) -> np.ndarray:
+        """int32: everything that is known of the request when it arrives."""
+        return np.concatenate([self.prompt_ids_T, self.resumed_ids_T]) if len(self.resumed_ids_T) else self.prompt_ids_T
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """An accepted request. ``order`` counts acceptances, so it is also a unique name within this worker.
+
+    token_ids_T: int32, prompt and what was generated before the last preemption (while it runs: see the rows).
+    waited_s: spent waiting in all, without the current spell, which began at ``waiting_since_s``.
+    is_aged: it waited so long that it goes first and nobody younger displaces it.
+    leader, followers: outputs of one prompt whose fate is still the leader's (both in order).
+    origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
+    num_told_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
+    num_paid_tokens: of its first so many tokens nobody is charged again (`worker.scheduler.request_queue`).
+    resumes_as: what a PAUSED request does when it goes on; None for all others.
+    matcher: how far the output has come in its grammar; None without one, and until it is compiled.
+    slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
+    token_ticks_T: uint32, when the tokens of this worker's own came, while it holds no slot (else: see the rows).
+    Times are the engine's monotonic seconds; None: not yet.
+    """
+
+    asked: AddRequest
+    order: int
+    arrival_s: float
+    deadline_s: float | None
+    max_total_tokens: int
+    token_ids_T: np.ndarray
+    phase: Phase = Phase.WAITING
+    slot: Slot | None = None
+    waiting_since_s: float = 0.0
+    waited_s: float = 0.0
+    is_aged: bool = False
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    slot_since_s: float = 0.0
+    block_seconds: float = 0.0
+    token_ticks_T: np.ndarray = field(default_factory=lambda: NO_TICKS)
+    leader: "Request | None" = None
+    followers: "list[Request]" = field(default_factory=list)
+    origin: "Request | None" = None
+    num_told_prompt_logprobs: int = 0
+    num_paid_tokens: int = 0
+    matcher: Matcher | None = None
+    resumes_as: Phase | None = None
+    block_owner: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_owner = str(self.order)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.asked.prompt_ids_T)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Something is made of every token of the prompt, so that cached ones have to be computed all the same."""
+        return self.asked.pooling is Pooling.MEAN or self.asked.sampling.num_prompt_logprobs is not None
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """It cannot run before its grammar is compiled."""
+        return self.asked.sampling.grammar is not None and self.matcher is None
+
+    @property
+    def turn_rank(self) -> tuple[bool, int, int]:
+        """Whether it waits or runs, smaller goes first: the aged, then by priority, then who came first."""
+        return (not self.is_aged, 0 if self.is_aged else -self.asked.priority, self.order)
+
+    @property
+    def rank(self) -> tuple[bool, bool, int, int]:
+        """Smaller is more important: the same, the paused last of all."""
+        return (self.phase is Phase.PAUSED, *self.turn_rank)
+
+    @property
+    def held_slot(self) -> Slot:
+        """The slot of a running request."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
+    def is_running(self) -> bool:
+        """It holds a slot and blocks, and is in the steps."""
+        return self.phase in (Phase.PREFILLING, Phase.DECODING)
+
+    @property
+    def is_paused(self) -> bool:
+        """Its caller does not read: it is in no step."""
+        return self.phase in (Phase.PAUSED, Phase.PARKED)
+
+
+class Ending(NamedTuple):
+    """Why an output ends. error: name of an octavo.v1.ErrorReason without its prefix, where reason is ERROR."""
+
+    reason: WireFinishReason
+    stop_token_id: int | None = None
+    error: str = ""
+    detail: str = ""
+
+
+def failure(error: str, detail: str) -> Ending:
+    """An ending by error."""
+    return Ending(WireFinishReason.ERROR, error=error, detail=detail)
+
+
+def finished_message(request: Request, ending: Ending, now_s: float) -> Finished:
+    """The end of an output with its statistics."""
+    scheduled_s = request.first_scheduled_s
+    first_s, last_s = request.first_token_s, request.last_token_s
+    p50_s, p99_s = gap_percentiles(request.token_ticks_T)
+    return Finished(
+        handle=request.asked.key.handle,
+        reason=ending.reason,
+        stop_token_id=ending.stop_token_id,
+        error=ending.error,
+        detail=ending.detail,
+        prompt_tokens=request.num_prompt_tokens,
+        completion_tokens=0 if request.asked.pooling else len(request.token_ids_T) - request.num_prompt_tokens,
+        cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),  # resumed output hits too
+        computed_tokens=request.num_computed_tokens,
+        preemptions=request.num_preemptions,
+        queue_s=(now_s if scheduled_s is None else scheduled_s) - request.arrival_s,
+        prefill_s=0.0 if scheduled_s is None else (now_s if first_s is None else first_s) - scheduled_s,
+        decode_s=0.0 if first_s is None or last_s is None else last_s - first_s,
+        inter_token_p50_s=p50_s,
+        inter_token_p99_s=p99_s,
+        block_seconds=request.block_seconds,
+    )

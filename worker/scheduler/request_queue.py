@@ -1,0 +1,291 @@
+"""Who waits, and who is next.
+
+A higher priority goes first; an aged request counts as one of the highest priority that waits. Within that, tenants
+take turns (`worker.scheduler.request_queue`), and each tenant's requests go in their order: the aged, then by
+priority, then as they came. Whose turn it is keeps it until one of its requests is admitted, whatever room that takes;
+a request that has begun before, and came earlier than the one whose turn it is, needs none, and passes those of its
+tenant that wait for theirs. With one tenant all of this is: aged first, then by priority, first come first served.
+
+Knows nothing of blocks or budgets; reads no clock.
+"""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from octavo.worker.scheduler.request import Phase, Request
+from octavo.worker.scheduler.slot_state import Rows
+
+# Some requests that wait, in their order: the aged first by when they became so, then by priority, then by arrival.
+#
+# Entries of requests that have left are skipped when they come up, and thrown out once they are the most: where others
+# are served first, some would never come up. Knows no tenants, reads no clock.
+
+
+_SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
+
+
+# What each tenant has been served, so that the next turn goes to whoever had least for its weight.
+#
+# Start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens, charged as they are computed since nobody knows how
+# long an output gets (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the prompt when its
+# request gets a slot, without what was cached; output when it comes. A tenant's token costs 1 / weight. Nobody is
+# charged twice for a token that has to be computed again.
+#
+# A tenant that comes back begins at the clock, what it did not use is not saved up. The clock is what the tenant of the
+# last turn had then. Knows no queue and no priorities.
+#
+# Shapes: S slots · H of them held
+
+
+UNITS = 1_000_000  # that one token costs at weight 1: whole numbers, so that the order never hangs on rounding
+MAX_WEIGHT = 1000
+_NOBODY = -1
+_MIN_SWEEP = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """served: in units. number: while the tenant holds slots, its name in the arrays."""
+
+    served: int
+    price: int
+    num_slots: int = 0
+    number: int = _NOBODY
+
+
+class Shares:
+    """By the tenant's label; "" is one tenant too. rows: of the requests that run."""
+
+    def __init__(self, rows: Rows) -> None:
+        num_slots = len(rows.num_known_S)
+        self._rows = rows
+        self._clock = 0
+        self._shares: dict[str, _Share] = {}
+        self._holders: list[_Share | None] = [None] * num_slots  # by number; each holds a slot, so there are enough
+        self._number_S = np.full(num_slots, _NOBODY, np.intp)
+        self._paid_S = np.zeros(num_slots, np.int64)
+        self._num_appends_seen = 0
+        self._sweep_at = _MIN_SWEEP
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    # ------------------------------------------------------------ charging
+
+    def begin(self, request: Request, *, num_cached_tokens: int) -> None:
+        """The request has its slot: its tenant pays for what must be computed and was not paid before."""
+        self.settle()
+        asked, slot, num_known = request.asked, request.held_slot, len(request.token_ids_T)
+        share = self._share(asked.tenant)
+        share.price = UNITS // asked.weight
+        num_due = num_known - max(num_cached_tokens, request.num_paid_tokens)
+        if num_due > 0:
+            share.served += num_due * share.price
+        request.num_paid_tokens = max(num_known, request.num_paid_tokens)
+        self._hold(share)
+        self._number_S[slot], self._paid_S[slot] = share.number, request.num_paid_tokens
+
+    def end(self, request: Request) -> None:
+        """The request leaves its slot: what has come since it was last looked at is paid."""
+        slot, share = request.held_slot, self._shares[request.asked.tenant]
+        num_known = int(self._rows.num_known_S[slot])
+        share.served += max(0, num_known - int(self._paid_S[slot])) * share.price
+        request.num_paid_tokens = max(num_known, request.num_paid_tokens)
+        self._number_S[slot] = _NOBODY
+        share.num_slots -= 1
+        if not share.num_slots:
+            self._holders[share.number], share.number = None, _NOBODY
+
+    def settle(self) -> None:
+        """Everybody pays for the output that has come; work of numpy, whatever the number of requests."""
+        if self._num_appends_seen == self._rows.num_appends:
+            return
+        self._num_appends_seen = self._rows.num_appends
+        held_H = (self._number_S != _NOBODY).nonzero()[0]
+        num_due_H = self._rows.num_known_S[held_H] - self._paid_S[held_H]
+        sums = np.bincount(self._number_S[held_H], weights=num_due_H, minlength=1)
+        for number in sums.nonzero()[0].tolist():
+            share = self._holders[number]
+            assert share is not None
+            share.served += int(sums[number]) * share.price
+        self._paid_S[held_H] += num_due_H
+
+    def forget(self) -> None:
+        """Nobody runs and nobody waits: nobody owes anybody anything."""
+        self._shares.clear()
+        self._clock = 0
+
+    # ------------------------------------------------------------ turns
+
+    def served(self, tenant: str) -> int:
+        """In units since some moment, at least the clock; settle first."""
+        share = self._shares.get(tenant)
+        return self._clock if share is None else max(share.served, self._clock)
+
+    def take_turn(self, tenant: str) -> None:
+        """The next turn is this tenant's: what it did not use before is gone. Settle first. The clock is what it has
+        now; output of its others that comes before its request does is no reason to lift those who wait."""
+        share = self._share(tenant)
+        self._clock = share.served = max(share.served, self._clock)
+
+    # ------------------------------------------------------------ inside
+
+    def _share(self, tenant: str) -> _Share:
+        share = self._shares.get(tenant)
+        if share is None:
+            if len(self._shares) >= self._sweep_at:
+                self._sweep()
+            share = self._shares[tenant] = _Share(self._clock, UNITS)
+        return share
+
+    def _sweep(self) -> None:
+        """Those that hold nothing and are behind the clock are as good as unknown."""
+        self._shares = {
+            tenant: share for tenant, share in self._shares.items() if share.num_slots or share.served > self._clock
+        }
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._shares))
+
+    def _hold(self, share: _Share) -> None:
+        if not share.num_slots:
+            share.number = self._holders.index(None)
+            self._holders[share.number] = share
+        share.num_slots += 1
+
+
+class Line:
+    """spells: order of a waiting request -> which spell of waiting this is; shared by all lines, and their owner's."""
+
+    def __init__(self, spells: Mapping[int, int]) -> None:
+        self.num_waiting = 0  # the owner's to count
+        self._spells = spells
+        self._by_rank: list[tuple[int, int, int, Request]] = []
+        self._by_age: list[tuple[float, int, int, Request]] = []
+
+    def push(self, request: Request, *, aged_at_s: float) -> None:
+        """At its place."""
+        if max(len(self._by_rank), len(self._by_age)) > 2 * len(self._spells) + _SLACK:
+            self._throw_out()
+        order = request.order
+        spell = self._spells[order]
+        heapq.heappush(self._by_rank, (-request.asked.priority, order, spell, request))
+        heapq.heappush(self._by_age, (aged_at_s, order, spell, request))
+
+    def head(self, now_s: float) -> Request | None:
+        """Who is next, without removing it: the one whose age was due first, else the most important one."""
+        self._skip_gone(self._by_age)
+        if self._by_age and self._by_age[0][0] <= now_s:
+            request = self._by_age[0][-1]
+            request.is_aged = True
+            return request
+        return self.foremost()
+
+    def foremost(self) -> Request | None:
+        """The most important one, whatever its age."""
+        self._skip_gone(self._by_rank)
+        return self._by_rank[0][-1] if self._by_rank else None
+
+    def contends(self, priority: int, now_s: float) -> bool:
+        """Whether somebody here has this priority, or is aged; nobody has a higher one."""
+        head = self.head(now_s)
+        return head is not None and (head.is_aged or head.asked.priority == priority)
+
+    def _throw_out(self) -> None:
+        heaps: list[list[Any]] = [self._by_rank, self._by_age]
+        for heap in heaps:
+            heap[:] = [entry for entry in heap if self._spells.get(entry[1]) == entry[2]]
+            heapq.heapify(heap)
+
+    def _skip_gone(self, heap: list) -> None:
+        while heap and self._spells.get(heap[0][1]) != heap[0][2]:
+            heapq.heappop(heap)
+
+
+class WaitingQueue:
+    """Requests that hold no slot."""
+
+    def __init__(self, *, aging_s: float, shares: Shares) -> None:
+        self.shares = shares
+        self._aging_s = aging_s
+        self._spells: dict[int, int] = {}
+        self._num_spells = 0
+        self._everybody = Line(self._spells)
+        self._begun = Line(self._spells)  # those that have run before
+        self._by_tenant: dict[str, Line] = {}  # of tenants that wait
+        self._turn: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._spells)
+
+    def push(self, request: Request, now_s: float) -> None:
+        """A request begins to wait (again: after a preemption, behind nobody who came later)."""
+        self._num_spells += 1
+        self._spells[request.order] = self._num_spells
+        request.phase, request.slot, request.waiting_since_s = Phase.WAITING, None, now_s
+        line = self._by_tenant.setdefault(request.asked.tenant, Line(self._spells))
+        line.num_waiting += 1
+        aged_at_s = now_s + max(0.0, self._aging_s - request.waited_s)
+        for each in (self._everybody, line):
+            each.push(request, aged_at_s=aged_at_s)
+        if request.first_scheduled_s is not None:
+            self._begun.push(request, aged_at_s=aged_at_s)
+
+    def remove(self, request: Request, now_s: float) -> None:
+        """It waits no longer: admitted or ended."""
+        del self._spells[request.order]
+        request.waited_s += now_s - request.waiting_since_s
+        tenant = request.asked.tenant
+        if len(self._by_tenant) == 1:
+            self.shares.settle()
+            self.shares.take_turn(tenant)
+        line = self._by_tenant[tenant]
+        line.num_waiting -= 1
+        if not line.num_waiting:
+            del self._by_tenant[tenant]
+        if tenant == self._turn:
+            self._turn = None
+
+    def head(self, now_s: float) -> Request | None:
+        """Who is next, without removing it."""
+        if len(self._by_tenant) < 2:
+            return self._everybody.head(now_s)
+        return self._fair_head(now_s)
+
+    def goes_before(self, request: Request, head: Request) -> bool:
+        """Whether a request that does not wait would go before the head, if it did."""
+        ours, theirs = request.turn_rank, head.turn_rank
+        if ours[:2] != theirs[:2] or request.asked.tenant == head.asked.tenant:
+            return ours < theirs
+        self.shares.settle()
+        return self._due(request) < self._due(head)
+
+    # ------------------------------------------------------------ several tenants
+
+    def _fair_head(self, now_s: float) -> Request:
+        foremost = self._everybody.foremost()
+        assert foremost is not None
+        turn = self._line_of_turn(foremost.asked.priority, now_s).head(now_s)
+        begun = self._begun.head(now_s)
+        assert turn is not None
+        return turn if begun is None or turn.turn_rank < begun.turn_rank else begun
+
+    def _line_of_turn(self, priority: int, now_s: float) -> Line:
+        """priority: the highest that waits. A look at each tenant that waits, once a turn."""
+        line = self._by_tenant.get(self._turn) if self._turn is not None else None
+        if line is not None and line.contends(priority, now_s):
+            return line
+        self.shares.settle()
+        heads = [
+            head
+            for line in self._by_tenant.values()
+            if line.contends(priority, now_s) and (head := line.head(now_s)) is not None
+        ]
+        self._turn = min(heads, key=self._due).asked.tenant
+        self.shares.take_turn(self._turn)
+        return self._by_tenant[self._turn]
+
+    def _due(self, request: Request) -> tuple[int, int]:
+        return self.shares.served(request.asked.tenant), request.order

@@ -1,0 +1,329 @@
+"""Every unfinished request, in exactly one place: waiting, running in a slot with blocks, or paused with or without.
+
+All moves between these places happen here, so that request, row, block table and queue never disagree. Decides
+nothing: who moves and why is the planner's and the scheduler's business.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from enum import Enum
+
+import numpy as np
+
+from octavo.blockmgr.ids import PrefixLookup
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.messages import Sampling, WireFinishReason
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.scheduler.outputs import OutputBuffer
+from octavo.worker.scheduler.plan import Slot
+from octavo.worker.scheduler.request import Ending, Phase, Request, RequestKey, block_seconds, finished_message
+from octavo.worker.scheduler.request_queue import WaitingQueue
+from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.stats import SchedulerCounters
+
+# Which outputs end with the token that they just got: by a stop token, or by length.
+#
+# The vectorised check and its slow obvious twin, which tests compare. Text stops are the gateway's.
+
+
+class TokenVerdict(Enum):
+    """What one token does to its output."""
+
+    GOES_ON = 0
+    STOPS = 1
+    FILLS = 2  # the last one that fits
+
+
+def stop_ids(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end an output of this sampling, sorted."""
+    return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
+
+
+def find_ends(rows: Rows, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full)."""
+    num_known_N = rows.num_known_S[slots_N]
+    is_stop_N = (rows.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
+    is_stop_N &= num_known_N > rows.first_stop_S[slots_N]
+    return is_stop_N, is_stop_N | (num_known_N >= rows.limit_S[slots_N])
+
+
+def judge(
+    sampling: Sampling, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
+) -> TokenVerdict:
+    """The twin: what the last token of ``output`` does. limit: tokens of prompt and output."""
+    is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)
+    if is_stop and len(output) > sampling.min_tokens:
+        return TokenVerdict.STOPS
+    return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON
+
+
+class Roster:
+    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute.
+
+    paused: those that hold a slot and are in no step, by slot. parked: those that hold nothing and do not wait, by
+    order. sharing: slots whose next write may go into a block that another slot holds too.
+    """
+
+    def __init__(
+        self, *, rows: Rows, blocks: BlockManager, waiting: WaitingQueue, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.rows = rows
+        self.blocks = blocks
+        self.waiting = waiting
+        self.outputs = OutputBuffer()
+        self.counters = SchedulerCounters()
+        self.prefilling: list[Request] = []
+        self.sharing: set[int] = set()
+        self.paused: dict[Slot, Request] = {}
+        self.parked: dict[int, Request] = {}
+        self._eos_token_ids = eos_token_ids
+        self._by_key: dict[RequestKey, Request] = {}
+        self._by_slot: dict[int, Request] = {}
+        self._running_priorities: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._by_key.values()))
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._by_key
+
+    def find(self, key: RequestKey) -> Request | None:
+        """The unfinished request of this key."""
+        return self._by_key.get(key)
+
+    @property
+    def running(self) -> list[Request]:
+        """Those that hold slots, paused ones too."""
+        return list(self._by_slot.values())
+
+    @property
+    def num_running(self) -> int:
+        """How many hold slots, paused ones too."""
+        return len(self._by_slot)
+
+    @property
+    def num_active(self) -> int:
+        """How many hold slots and are in the steps."""
+        return len(self._by_slot) - len(self.paused)
+
+    @property
+    def lowest_running_priority(self) -> float:
+        """Of those that hold slots; infinite for nobody."""
+        return min(self._running_priorities, default=math.inf)
+
+    def in_slot(self, slot: int) -> Request:
+        """Who holds this slot. Raises KeyError."""
+        return self._by_slot[slot]
+
+    # ------------------------------------------------------------ moves
+
+    def accept(self, request: Request, now_s: float) -> None:
+        """A new request waits."""
+        self._by_key[request.asked.key] = request
+        self._queue(request, now_s)
+        self.counters.num_accepted += 1
+
+    def accept_followers(self, leader: Request, followers: list[Request]) -> None:
+        """Outputs whose prompt the leader computes for them."""
+        for follower in followers:
+            follower.phase, follower.leader = Phase.FOLLOWING, leader
+            self._by_key[follower.asked.key] = follower
+        leader.followers = followers
+        self.counters.num_accepted += len(followers)
+
+    def fork(self, leader: Request, now_s: float) -> Request:
+        """The next follower takes a slot and shares the leader's prompt, whose last chunk is being planned; it decodes
+        from now on. Raises OutOfSlots; then nothing has changed."""
+        follower, num_tokens = leader.followers[0], leader.num_prompt_tokens
+        slot = Slot(self.blocks.fork(leader.held_slot, follower.block_owner, num_tokens=num_tokens))
+        del leader.followers[0]
+        follower.leader, follower.origin = None, leader
+        follower.slot, follower.phase = slot, Phase.DECODING
+        follower.first_scheduled_s, follower.num_cached_tokens = now_s, num_tokens
+        follower.slot_since_s = now_s
+        self.outputs.put_started(follower.asked.key)
+        self._take_row(follower, num_tokens)
+        self.rows.is_decoding_S[slot] = True
+        self.rows.num_computed_S[slot] = 0  # scheduled, but not verified before its own first token
+        if num_tokens % self.blocks.config.block_size:
+            self.sharing |= {int(leader.held_slot), int(slot)}
+        return follower
+
+    def promote_follower(self, leader: Request, now_s: float) -> None:
+        """The followers that are left go on without the leader: the next one waits, and leads the others."""
+        if not leader.followers:
+            return
+        heir, *others = leader.followers
+        leader.followers, heir.followers, heir.leader = [], others, None
+        for other in others:
+            other.leader = heir
+        self._queue(heir, now_s)
+
+    def admit(self, request: Request, now_s: float) -> None:
+        """From the queue into a slot, with blocks for all tokens known. Raises OutOfBlocks or OutOfSlots; then
+        nothing has changed."""
+        token_ids_T = request.token_ids_T
+        admission = self.blocks.admit(
+            request.block_owner,
+            token_ids_T,
+            salt=request.asked.cache_salt,
+            reserve_tokens=len(token_ids_T),
+            lookup=PrefixLookup.NONE if request.needs_whole_prompt else PrefixLookup.LONGEST,
+        )
+        self.waiting.remove(request, now_s)
+        request.slot = Slot(admission.slot)
+        request.phase, request.slot_since_s = Phase.PREFILLING, now_s
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = admission.num_cached_tokens
+            self.counters.num_cached_tokens += admission.num_cached_tokens
+        self.prefilling.append(request)
+        self._take_row(request, admission.num_cached_tokens)
+
+    def begin_decoding(self, request: Request) -> None:
+        """Its last known token is scheduled: from now on one token a step."""
+        request.phase = Phase.DECODING
+        self.prefilling.remove(request)
+        self.rows.is_decoding_S[request.held_slot] = True
+
+    def preempt(self, request: Request, now_s: float) -> None:
+        """Back into the queue, or where it is paused, out of everybody's way; what it has generated is kept as tokens,
+        its blocks are anybody's."""
+        was_paused = request.phase is Phase.PAUSED
+        self._leave_slot(request, now_s)
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        if was_paused:
+            self._park(request)
+        else:
+            self.waiting.push(request, now_s)
+
+    def pause(self, request: Request, now_s: float) -> None:
+        """Out of the steps, or out of the queue. A slot is kept, and tokens of steps in flight still land in it;
+        followers go on without."""
+        self.promote_follower(request, now_s)
+        if request.is_running:
+            self._hold(request)
+            return
+        if request.leader is not None:
+            request.leader.followers.remove(request)
+            request.leader = None
+        elif request.phase is Phase.WAITING:
+            self.waiting.remove(request, now_s)
+        self._park(request)
+
+    def resume(self, request: Request, now_s: float) -> None:
+        """A paused request is in the steps again, or in the queue where it has lost its slot."""
+        if request.phase is Phase.PARKED:
+            del self.parked[request.order]
+            self._queue(request, now_s)
+            return
+        assert request.resumes_as is not None
+        del self.paused[request.held_slot]
+        request.phase, request.resumes_as = request.resumes_as, None
+        if request.phase is Phase.PREFILLING:
+            self.prefilling.append(request)
+        else:
+            self.rows.is_decoding_S[request.held_slot] = True
+
+    def end(self, request: Request, ending: Ending, now_s: float) -> None:
+        """The one end of a request, wherever it is."""
+        if request.slot is not None:
+            self._leave_slot(request, now_s)
+        elif request.leader is not None:
+            request.leader.followers.remove(request)
+        elif request.phase is Phase.WAITING:
+            self.waiting.remove(request, now_s)
+        self.parked.pop(request.order, None)
+        self._forget(request)
+        self.promote_follower(request, now_s)
+        finished = finished_message(request, ending, now_s)
+        self.counters.count(finished)
+        self.outputs.put_finished(request.asked.key.gateway, finished)
+
+    def end_tainted(self, request: Request, ending: Ending, now_s: float) -> None:
+        """An end after which nobody may reuse what the request computed."""
+        if request.slot is not None:
+            self.blocks.taint(request.slot)
+        self.end(request, ending, now_s)
+
+    def drop_gateway(self, gateway: GatewayIndex, now_s: float) -> None:
+        """Cancel everything of a gateway that is not there to hear of it."""
+        for key in [key for key in self._by_key if key.gateway == gateway]:
+            self.end(self._by_key[key], Ending(WireFinishReason.CANCELLED), now_s)
+        self.outputs.forget(gateway)
+
+    def commit(self, request: Request) -> None:
+        """Offer the verified full blocks of a running request to later prompts."""
+        slot = request.held_slot
+        self.blocks.commit(slot, self.rows.known_tokens(slot), int(self.rows.num_computed_S[slot]))
+
+    # ------------------------------------------------------------ inside
+
+    def _queue(self, request: Request, now_s: float) -> None:
+        """Or, where its grammar is still being compiled, into no queue yet."""
+        if request.awaits_grammar:
+            request.phase = Phase.COMPILING
+        else:
+            self.waiting.push(request, now_s)
+
+    def _hold(self, request: Request) -> None:
+        slot = request.held_slot
+        if request.phase is Phase.PREFILLING:
+            self.prefilling.remove(request)
+        self.rows.is_decoding_S[slot] = False
+        request.resumes_as, request.phase = request.phase, Phase.PAUSED
+        self.paused[slot] = request
+
+    def _park(self, request: Request) -> None:
+        request.phase = Phase.PARKED
+        self.parked[request.order] = request
+
+    def _take_row(self, request: Request, num_cached_tokens: int) -> None:
+        slot = request.held_slot
+        self._by_slot[slot] = request
+        self._running_priorities[request.asked.priority] += 1
+        ids = stop_ids(request.asked.sampling, self._eos_token_ids)
+        self.rows.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
+        self.waiting.shares.begin(request, num_cached_tokens=num_cached_tokens)
+
+    def _leave_slot(self, request: Request, now_s: float) -> None:
+        slot = request.held_slot
+        self.commit(request)
+        request.block_seconds += self._block_seconds(request, now_s)
+        if request.phase is Phase.PREFILLING:
+            self.prefilling.remove(request)
+        self.waiting.shares.end(request)
+        self.rows.leave(slot, request)
+        self.blocks.release(slot, request.block_owner)
+        del self._by_slot[slot]
+        self.sharing.discard(int(slot))
+        self.paused.pop(slot, None)
+        self._drop_priority(request.asked.priority)
+        request.slot = request.resumes_as = None
+
+    def _block_seconds(self, request: Request, now_s: float) -> float:
+        """Of the slot that is being left; token_ids_T is still what it was taken with."""
+        slot, block_size = request.held_slot, self.blocks.config.block_size
+        return block_seconds(
+            self.rows.token_ticks_SL[slot, : self.rows.num_known_S[slot]],
+            since_s=request.slot_since_s,
+            now_s=now_s,
+            block_size=block_size,
+            num_tokens_then=len(request.token_ids_T),
+            num_blocks=self.blocks.capacity(slot) // block_size,
+        )
+
+    def _drop_priority(self, priority: int) -> None:
+        self._running_priorities[priority] -= 1
+        if not self._running_priorities[priority]:
+            del self._running_priorities[priority]
+
+    def _forget(self, request: Request) -> None:
+        request.phase = Phase.FINISHED
+        del self._by_key[request.asked.key]
+        if not self._by_slot and not len(self.waiting):
+            self.waiting.shares.forget()

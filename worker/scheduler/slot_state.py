@@ -1,0 +1,100 @@
+"""The running requests as arrays, one row per slot, so that a steady decode step costs no Python per request.
+
+    tokens of a row    |--- computed, verified ---|--- in flight ---|--- known, not scheduled ---|--- not yet ---|
+                       0                     num_computed     num_scheduled                  num_known        limit
+
+With a step in flight ``num_scheduled`` may reach ``num_known``: the token at that position is still being sampled.
+*Verified* means that a token was sampled after it and its logits were finite. Knows no blocks, no clock, no queue.
+
+Slots that index these arrays are intp: numpy converts any other type in each access, which costs more than the access.
+
+Shapes: S slots · L tokens of the longest request · K stop tokens of one request · N rows of this call
+"""
+
+import numpy as np
+
+from octavo.worker.scheduler.plan import Slot
+from octavo.worker.scheduler.request import Request, tick
+
+NO_TOKEN = -1  # pads rows of stop tokens; no token has this id
+
+
+class Rows:
+    """Numbers of each slot. All are int32 unless told otherwise.
+
+    token_ids_SL: prompt and output. limit_S: where the output ends at the latest, in tokens of prompt and output.
+    has_grammar_S: bool. first_stop_S: the first position where a stop token counts. stops_KS: padded with NO_TOKEN.
+    generation_S: int64, how many requests have held the slot; tells late results from those of its present holder.
+    handle_S: int64. last_token_s_S: float64. token_ticks_SL: uint32, when each token came
+    (worker/scheduler/request.py); of prompts: anything.
+    """
+
+    def __init__(self, *, num_slots: int, max_total_tokens: int) -> None:
+        self.token_ids_SL = np.empty((num_slots, max_total_tokens), np.int32)
+        self.token_ticks_SL = np.empty((num_slots, max_total_tokens), np.uint32)
+        self.num_known_S = np.zeros(num_slots, np.int32)
+        self.num_scheduled_S = np.zeros(num_slots, np.int32)
+        self.num_computed_S = np.zeros(num_slots, np.int32)
+        self.limit_S = np.zeros(num_slots, np.int32)
+        self.first_stop_S = np.zeros(num_slots, np.int32)
+        self.stops_KS = np.full((1, num_slots), NO_TOKEN, np.int32)
+        self.is_decoding_S = np.zeros(num_slots, np.bool_)
+        self.has_grammar_S = np.zeros(num_slots, np.bool_)
+        self.generation_S = np.zeros(num_slots, np.int64)
+        self.gateway_S = np.zeros(num_slots, np.int32)
+        self.handle_S = np.zeros(num_slots, np.int64)
+        self.last_token_s_S = np.zeros(num_slots, np.float64)
+        self.num_appends = 0  # so that others can tell whether any token has come
+
+    def join(self, slot: Slot, request: Request, *, num_cached_tokens: int, stop_ids: tuple[int, ...]) -> None:
+        """A request takes the slot; its cached tokens count as computed."""
+        num_known = len(request.token_ids_T)
+        self.token_ids_SL[slot, :num_known] = request.token_ids_T
+        self.token_ticks_SL[slot, num_known - len(request.token_ticks_T) : num_known] = request.token_ticks_T
+        self.num_known_S[slot] = num_known
+        self.num_scheduled_S[slot] = self.num_computed_S[slot] = num_cached_tokens
+        self.limit_S[slot] = request.max_total_tokens
+        self.first_stop_S[slot] = request.num_prompt_tokens + request.asked.sampling.min_tokens
+        self._set_stops(slot, stop_ids)
+        self.has_grammar_S[slot] = request.matcher is not None
+        self.generation_S[slot] += 1
+        self.gateway_S[slot], self.handle_S[slot] = request.asked.key
+        self.last_token_s_S[slot] = np.nan if request.last_token_s is None else request.last_token_s
+
+    def leave(self, slot: Slot, request: Request) -> None:
+        """The slot is empty, and the request has its tokens and their times itself again. Results that are still in
+        flight for the slot belong to nobody."""
+        request.token_ids_T = self.known_tokens(slot).copy()
+        ticks_T = self.token_ticks_SL[slot, : self.num_known_S[slot]]
+        request.token_ticks_T = ticks_T[len(request.asked.token_ids_T) :].copy()
+        last_token_s = float(self.last_token_s_S[slot])
+        request.last_token_s = None if np.isnan(last_token_s) else last_token_s
+        self.is_decoding_S[slot] = False
+        self.generation_S[slot] += 1
+
+    def known_tokens(self, slot: Slot) -> np.ndarray:
+        """int32 view: prompt and output so far."""
+        return self.token_ids_SL[slot, : self.num_known_S[slot]]
+
+    def decodable(self) -> np.ndarray:
+        """intp: slots whose next token can be scheduled, and will not surely be one too many."""
+        can_decode_S = self.is_decoding_S & (self.num_scheduled_S + 1 < self.limit_S)
+        return can_decode_S.nonzero()[0]
+
+    def append(self, slots_N: np.ndarray, tokens_N: np.ndarray, num_computed_N: np.ndarray, now_s: float) -> None:
+        """One sampled token for each of these rows, which verifies what was computed before it."""
+        self.num_appends += 1
+        num_known_N = self.num_known_S[slots_N]
+        self.token_ids_SL[slots_N, num_known_N] = tokens_N
+        self.token_ticks_SL[slots_N, num_known_N] = tick(now_s)
+        self.num_known_S[slots_N] = num_known_N + 1
+        self.num_computed_S[slots_N] = num_computed_N
+        self.last_token_s_S[slots_N] = now_s
+
+    def _set_stops(self, slot: Slot, stop_ids: tuple[int, ...]) -> None:
+        width = len(self.stops_KS)
+        if len(stop_ids) > width:
+            missing = max(len(stop_ids), 2 * width) - width
+            self.stops_KS = np.pad(self.stops_KS, ((0, missing), (0, 0)), constant_values=NO_TOKEN)
+        self.stops_KS[:, slot] = NO_TOKEN
+        self.stops_KS[: len(stop_ids), slot] = stop_ids

@@ -1,0 +1,100 @@
+"""The heartbeat: a thread that tells every gateway, on a connection of its own, whether the engine's steps advance.
+
+A thread, so that a long step does not silence the worker; sockets of its own, because ZeroMQ's are not thread safe.
+Reads the engine's last snapshot and nothing else of it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+import zmq
+
+from octavo.wire.codec import encode
+from octavo.wire.messages import Heartbeat
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.socket import CurveKeys, new_gateway_dealer
+from octavo.worker.transport.watchdog import Watchdog
+
+log = structlog.get_logger(__name__)
+
+
+class HeartbeatThread:
+    """Beats from ``start`` to ``close``."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        epoch: str,
+        snapshot: Callable[[], EngineStats],
+        welcomed: Callable[[], Sequence[bool]],
+        *,
+        interval_s: float,
+        curve: CurveKeys | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """snapshot: safe from any thread. welcomed: by endpoint, whom to tell."""
+        self._endpoints = tuple(endpoints)
+        self._epoch = epoch
+        self._snapshot = snapshot
+        self._welcomed = welcomed
+        self._interval_s = interval_s
+        self._curve = curve
+        self._watchdog = watchdog
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Once. The process is watched from here on: already its first step, before any beat, can be one that hangs."""
+        if self._watchdog is not None:
+            self._watchdog.arm()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop and wait for the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        sockets = [new_gateway_dealer(context, address, self._curve) for address in self._endpoints]
+        try:
+            for socket, address in zip(sockets, self._endpoints, strict=True):
+                socket.connect(address)
+            while not self._stop.wait(self._interval_s):
+                self._beat(sockets)
+        except Exception:
+            log.exception("heartbeat_failed")
+        finally:
+            context.destroy(linger=0)
+            if self._watchdog is not None:
+                self._watchdog.close()
+
+    def _beat(self, sockets: "Sequence[zmq.Socket[bytes]]") -> None:
+        stats = self._snapshot()
+        if self._watchdog is not None:
+            self._watchdog.feed(stats, time.monotonic())
+        frame = encode(heartbeat_of(stats, self._epoch))
+        for socket, is_welcomed in zip(sockets, self._welcomed(), strict=True):
+            if is_welcomed:
+                try:
+                    socket.send(frame, zmq.NOBLOCK)
+                except zmq.Again:
+                    continue  # not connected, or it takes nothing: the next beat says the same
+
+
+def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:
+    """The engine's snapshot as a message."""
+    return Heartbeat(
+        epoch=epoch,
+        num_steps=stats.num_steps,
+        has_work=stats.has_work,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_free_blocks=stats.num_free_blocks,
+        num_cached_blocks=stats.num_cached_blocks,
+        num_paused=stats.num_paused,
+        is_draining=stats.is_draining,
+    )

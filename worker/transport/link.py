@@ -1,0 +1,304 @@
+"""The worker's links to its gateways: the engine's Inbox and Outbox over ZeroMQ.
+
+One DEALER per gateway endpoint, all used by the engine's thread; only ``wake`` may be called from elsewhere. Presents
+the worker until it is welcome, hands out the tokenizer, and reports a gateway that is gone as GatewayLost: on a
+broken connection, on a restart, or when it has taken nothing for so long that the backlog is full.
+Must not know what the engine does with messages. No asyncio.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import structlog
+import zmq
+
+from octavo.wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
+from octavo.wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
+from octavo.worker.engine.interfaces import GatewayIndex, GatewayJoined, GatewayLost, InboxMessage, OutboxMessage
+from octavo.worker.transport.socket import BacklogFull, CurveKeys, GatewaySocket, Transition
+
+log = structlog.get_logger(__name__)
+
+MAX_DRAIN = 1_000  # messages per gateway and call: the engine must get to its step
+
+
+# Where a worker stands with one gateway: events in, answers out. Pure; no sockets, no clocks.
+#
+#     OFFLINE ──connected──► PRESENTING ──Welcome──► WELCOMED
+#        ▲                       │                      │
+#        └──────disconnected─────┴──────────────────────┘
+#
+# Register is repeated while PRESENTING. A Welcome of another gateway life than the one before means that everything
+# the former life had asked for is over.
+
+
+REGISTER_INTERVAL_S = 0.5
+
+
+class LinkState(Enum):
+    OFFLINE = "offline"
+    PRESENTING = "presenting"
+    WELCOMED = "welcomed"
+
+
+class Registration:
+    """One gateway endpoint."""
+
+    def __init__(self) -> None:
+        self.state = LinkState.OFFLINE
+        self.gateway_id = ""
+        self._next_register_s: float | None = None
+
+    def on_connected(self) -> None:
+        """The transport stands: present yourself at once."""
+        if self.state is LinkState.OFFLINE:
+            self.state = LinkState.PRESENTING
+            self._next_register_s = None
+
+    def on_disconnected(self) -> bool:
+        """The transport broke. Whether a gateway that had welcomed us is lost with it."""
+        was_welcomed = self.state is LinkState.WELCOMED
+        self.state = LinkState.OFFLINE
+        return was_welcomed
+
+    def on_welcome(self, gateway_id: str) -> bool:
+        """Accepted. Whether a former gateway is lost by it (it restarted unseen)."""
+        is_replaced = self.state is LinkState.WELCOMED and gateway_id != self.gateway_id
+        self.state = LinkState.WELCOMED
+        self.gateway_id = gateway_id
+        return is_replaced
+
+    def takes_register(self, now_s: float) -> bool:
+        """Whether to send Register now; counts it as sent."""
+        if self.state is not LinkState.PRESENTING:
+            return False
+        if self._next_register_s is not None and now_s < self._next_register_s:
+            return False
+        self._next_register_s = now_s + REGISTER_INTERVAL_S
+        return True
+
+
+def _ignore(reason: str) -> None:
+    """Nobody wants to know."""
+
+
+Received = list[tuple[GatewayIndex, InboxMessage]]
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkStats:
+    """Counters since the start, over all gateways."""
+
+    received_messages: int = 0
+    received_bytes: int = 0
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    undecodable_frames: int = 0
+    unexpected_messages: int = 0  # before the welcome, or of another epoch
+    dropped_messages: int = 0  # for gateways that were not there
+    gateways_lost: int = 0
+
+
+@dataclass(slots=True)
+class _Gateway:
+    index: GatewayIndex
+    socket: GatewaySocket
+    registration: Registration = field(default_factory=Registration)
+
+
+class WorkerLink:
+    """Implements `worker.engine.interfaces.Inbox` and `worker.engine.interfaces.Outbox`."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        register: Register,
+        tokenizer_files: dict[str, bytes],
+        *,
+        curve: CurveKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Dials at once; registers from the first ``drain`` or ``wait`` on."""
+        self.stats = LinkStats()
+        self.on_refused: Callable[[str], None] = _ignore  # told why a gateway sent this worker away for good
+        self._register = register
+        self._files = tokenizer_files
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gateways = [
+            _Gateway(GatewayIndex(index), GatewaySocket(self._context, address, curve))
+            for index, address in enumerate(endpoints)
+        ]
+        self._lost: list[GatewayIndex] = []  # noticed while sending; reported by the next drain
+        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_descriptor, zmq.POLLIN)
+        for gateway in self._gateways:
+            self._poller.register(gateway.socket.socket, zmq.POLLIN)
+            self._poller.register(gateway.socket.monitor, zmq.POLLIN)
+
+    @property
+    def welcomed(self) -> tuple[bool, ...]:
+        """By endpoint, whether the gateway there has accepted this worker."""
+        return tuple(gateway.registration.state is LinkState.WELCOMED for gateway in self._gateways)
+
+    # ------------------------------------------------------------ Inbox
+
+    def drain(self) -> Received:
+        """All messages that are here now. Never blocks."""
+        received: Received = [(index, GatewayLost()) for index in self._lost]
+        self._lost.clear()
+        for gateway in self._gateways:
+            self._take_transitions(gateway, received)
+            for frame in gateway.socket.receive(MAX_DRAIN):
+                self._take(gateway, frame, received)
+            self._present(gateway)
+            gateway.socket.flush()
+        return received
+
+    def wait(self, timeout_s: float) -> None:
+        """Return as soon as ``drain`` may have something, or ``wake`` was called; at the latest after timeout_s."""
+        if self._lost:
+            return
+        bound_s = timeout_s
+        if any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways):
+            bound_s = min(timeout_s, 0.05)
+        ready = dict(self._poller.poll(math.ceil(max(bound_s, 0.0) * 1000)))
+        if self._wake_descriptor in ready:
+            os.eventfd_read(self._wake_descriptor)
+
+    def wake(self) -> None:
+        """End a ``wait`` now. From any thread or signal handler."""
+        os.eventfd_write(self._wake_descriptor, 1)
+
+    # ------------------------------------------------------------ Outbox
+
+    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
+        """To one gateway; dropped and counted where it is not there."""
+        self._send_frame(self._gateways[gateway], encode(message))
+
+    def put_all(self, message: OutboxMessage) -> None:
+        """To every gateway that has welcomed us."""
+        frame = encode(message)
+        for gateway in self._gateways:
+            if gateway.registration.state is LinkState.WELCOMED:
+                self._send_frame(gateway, frame)
+
+    def linger(self, timeout_s: float) -> None:
+        """Give what was put last (Leaving) time to go out: sockets are closed without lingering otherwise."""
+        deadline_s = self._clock() + timeout_s
+        while any(gateway.socket.has_backlog for gateway in self._gateways) and self._clock() < deadline_s:
+            time.sleep(0.005)
+            for gateway in self._gateways:
+                gateway.socket.flush()
+        for gateway in self._gateways:
+            gateway.socket.socket.setsockopt(zmq.LINGER, int(timeout_s * 1000))
+
+    def close(self) -> None:
+        """Close the sockets. Idempotent."""
+        if self._context.closed:
+            return
+        for gateway in self._gateways:
+            gateway.socket.close()
+        self._context.term()
+        os.close(self._wake_descriptor)
+
+    # ------------------------------------------------------------ parts
+
+    def _take_transitions(self, gateway: _Gateway, received: Received) -> None:
+        for transition in gateway.socket.transitions():
+            if transition is Transition.CONNECTED:
+                gateway.registration.on_connected()
+            elif transition is Transition.DISCONNECTED:
+                # Whatever is here now came before the break, so before the Register that follows it.
+                gateway.socket.forget()
+                if gateway.registration.on_disconnected():
+                    self._note_lost(gateway, "connection closed")
+                    received.append((gateway.index, GatewayLost()))
+            else:
+                log.error("gateway_refused_keys", gateway=gateway.socket.address)
+
+    def _take(self, gateway: _Gateway, frame: bytes, received: Received) -> None:
+        self.stats.received_messages += 1
+        self.stats.received_bytes += len(frame)
+        try:
+            message = decode_to_worker(frame)
+        except ProtocolError:
+            self.stats.undecodable_frames += 1
+            return
+        if isinstance(message, Welcome | Refused | NeedTokenizer):
+            self._take_own(gateway, message, received)
+        elif gateway.registration.state is LinkState.WELCOMED:
+            received.append((gateway.index, message))
+        else:
+            self.stats.unexpected_messages += 1
+
+    def _take_own(self, gateway: _Gateway, message: Welcome | Refused | NeedTokenizer, received: Received) -> None:
+        if message.epoch != self._register.epoch:
+            self.stats.unexpected_messages += 1
+            return
+        match message:
+            case Welcome():
+                self._welcome(gateway, message, received)
+            case Refused():
+                self._refuse(gateway, message, received)
+            case NeedTokenizer():
+                self._send_bundle(gateway, message.digest)
+
+    def _welcome(self, gateway: _Gateway, message: Welcome, received: Received) -> None:
+        is_new = gateway.registration.state is not LinkState.WELCOMED
+        if gateway.registration.on_welcome(message.gateway_id):
+            self._note_lost(gateway, "restarted")
+            received.append((gateway.index, GatewayLost()))
+            is_new = True
+        if is_new:
+            log.info("gateway_joined", gateway=gateway.socket.address)
+            received.append((gateway.index, GatewayJoined()))
+
+    def _refuse(self, gateway: _Gateway, message: Refused, received: Received) -> None:
+        log.error("gateway_refused_worker", gateway=gateway.socket.address, reason=message.reason)
+        if gateway.registration.on_disconnected():
+            self._note_lost(gateway, "refused")
+            received.append((gateway.index, GatewayLost()))
+        self.on_refused(message.reason)
+
+    def _send_bundle(self, gateway: _Gateway, digest: str) -> None:
+        bundle = TokenizerBundle(epoch=self._register.epoch, digest=digest, files=self._files)
+        try:
+            self._send_frame(gateway, encode(bundle))
+        except MessageTooLarge as error:
+            log.error("tokenizer_too_large", error=str(error))
+
+    def _present(self, gateway: _Gateway) -> None:
+        if gateway.registration.takes_register(self._clock()):
+            self._count_sent(encoded := encode(self._register))
+            gateway.socket.send(encoded)
+
+    def _send_frame(self, gateway: _Gateway, frame: bytes) -> None:
+        if gateway.registration.state is not LinkState.WELCOMED:
+            self.stats.dropped_messages += 1
+            return
+        try:
+            gateway.socket.send(frame)
+            self._count_sent(frame)
+        except BacklogFull as error:
+            self._give_up(gateway, str(error))
+
+    def _give_up(self, gateway: _Gateway, reason: str) -> None:
+        """It takes nothing any more. With a new connection both sides know that the old one is over."""
+        gateway.registration.on_disconnected()
+        gateway.socket.reconnect()
+        self._note_lost(gateway, reason)
+        self._lost.append(gateway.index)
+
+    def _note_lost(self, gateway: _Gateway, reason: str) -> None:
+        self.stats.gateways_lost += 1
+        log.warning("gateway_lost", gateway=gateway.socket.address, reason=reason)
+
+    def _count_sent(self, frame: bytes) -> None:
+        self.stats.sent_messages += 1
+        self.stats.sent_bytes += len(frame)

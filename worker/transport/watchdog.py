@@ -1,0 +1,46 @@
+"""Ends a worker that hangs, so that its supervisor can start another.
+
+Two kinds of hang need two guards. Steps that do not advance while the interpreter still runs are seen by the
+heartbeat thread. A native loop that holds the interpreter's lock stops every Python thread; only faulthandler's own
+C thread is left then, which writes all stacks to stderr and ends the process.
+"""
+
+import faulthandler
+import os
+import sys
+
+from octavo.worker.scheduler.stats import EngineStats
+
+EXIT_STALLED = 75
+
+
+class Watchdog:
+    """Fed by the heartbeat thread. stall_timeout_s: longer than the gateways' own, so that they report it first."""
+
+    def __init__(self, *, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._last_steps = -1
+        self._last_progress_s: float | None = None
+
+    def feed(self, stats: EngineStats, now_s: float) -> None:
+        """Note the engine's progress; ends the process where there was none for too long."""
+        self.arm()
+        if self.is_stalled(stats, now_s):
+            faulthandler.dump_traceback(all_threads=True)
+            sys.stderr.flush()
+            os._exit(EXIT_STALLED)
+
+    def is_stalled(self, stats: EngineStats, now_s: float) -> bool:
+        """Whether work waited for longer than the timeout without one step."""
+        if not stats.has_work or stats.num_steps != self._last_steps or self._last_progress_s is None:
+            self._last_steps = stats.num_steps
+            self._last_progress_s = now_s
+        return now_s - self._last_progress_s > self._stall_timeout_s
+
+    def close(self) -> None:
+        """Stop watching."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def arm(self) -> None:
+        """The process ends where this is not called again in time, whoever holds the interpreter's lock."""
+        faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True)
