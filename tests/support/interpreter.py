@@ -58,3 +58,28 @@ def let_comparisons_be_booleans() -> None:
 
     for name in [name for name in vars(builder) if name.startswith(("create_icmp", "create_fcmp"))]:
         setattr(builder, name, boolean(getattr(builder, name)))
+
+
+def sum_products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tl.dot` adds up every element of a tile in the same order, as a device's instruction does. numpy's product
+    leaves that to a library, which on some CPUs takes another order for the last rows of a tile, or for narrow ones."""
+    from triton.runtime import interpreter
+
+    original: Callable[..., Any] = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        # fp8 becomes fp16 on its way, in there: only what is multiplied is taken over.
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter.np, "matmul", _product_in_one_order)
+            return original(builder, a, b, d, *how)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def _product_in_one_order(a_MK: np.ndarray, b_KN: np.ndarray, *, dtype: Any) -> np.ndarray:
+    a_KM, b_KN = np.ascontiguousarray(a_MK.astype(dtype).T), b_KN.astype(dtype)
+    total_MN = np.zeros((a_KM.shape[1], b_KN.shape[1]), dtype)
+    part_MN = np.empty_like(total_MN)
+    for a_M, b_N in zip(a_KM, b_KN, strict=True):
+        total_MN += np.multiply(a_M[:, None], b_N, out=part_MN)
+    return total_MN

@@ -8,6 +8,7 @@ from octavo.model import Qwen2ForCausalLM
 from octavo.model.cpu.native import native_library
 from octavo.model.invariant import make_invariant
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
+from tests.support.interpreter import sum_products_in_one_order
 from tests.support.invariance import Invariance, Limits, check
 from tests.support.invariant_model import random_model
 
@@ -51,10 +52,13 @@ def test_without_the_mode_it_does() -> None:
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_the_steps_of_a_gpu_give_an_answer_that_does_not_depend_on_the_batch() -> None:
+def test_the_steps_of_a_gpu_give_an_answer_that_does_not_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("tests/gpu does it on the device")
+    sum_products_in_one_order(monkeypatch)
     from tests.support.cuda_twins import CONFIG as TINY
     from tests.support.cuda_twins import cuda_runner
 

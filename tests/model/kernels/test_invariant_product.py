@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model.kernels.products import invariant as invariant_product_module
 from octavo.model.kernels.products.activation import invariant_silu_mul, silu_mul_reference
 from octavo.model.kernels.products.invariant import (
     BY_TOKENS,
@@ -18,18 +17,17 @@ from octavo.model.kernels.products.invariant import (
     part_elements,
     product_reference,
 )
+from tests.support.interpreter import sum_products_in_one_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
-WIDE = tuple((most, tiles) for most, tiles in BY_TOKENS if tiles.tokens >= 64)
 LARGEST = 1000 if DEVICE == "cuda" else MANY_TOKENS + 5
 
 
 @pytest.fixture(autouse=True)
-def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a tile is numpy's product, whose order of sums for narrow tiles may be another one."""
+def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(invariant_product_module, "BY_TOKENS", WIDE)
+        sum_products_in_one_order(monkeypatch)
 
 
 def product(
@@ -75,8 +73,6 @@ def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(70, 192).to(dtype) * torch.rand(70, 1).to(dtype) * 8, torch.randn(200, 192).to(dtype)
     every = [tiles for _, tiles in BY_TOKENS] + [MOST]
-    if DEVICE == "cpu":
-        every = [tiles for _, tiles in WIDE] + [MOST]
     if dtype == torch.float32:
         every = [tiles for tiles in every if tiles.outputs == 64]  # the others are too large for shared memory
     wanted = product(x, weight, tiles=every[0])
