@@ -126,7 +126,7 @@ def test_a_folder_imports_only_what_its_arrow_allows(folder: str, repository: Pa
     assert wrong == {}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_everything_of_ours_is_imported_by_its_installed_name(folder: str, repository: Path) -> None:
     """`import gateway` would be another module than `octavo.gateway`, and found in a checkout only."""
     bare = FOLDERS - {"sim"}
