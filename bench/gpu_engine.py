@@ -3,7 +3,7 @@
     python -m bench.gpu_engine [--shape 0.5B] [--seeds 0 1 2] [--json out/gpu_engine.json]
 
 nano: 256 requests at once, prompts and outputs U[100,1024], ids U[0,10000], temperature 0.6, end tokens ignored; output
-tokens per second; also with Qwen's own wishes: temperature 0.7, top-k 20, top-p 0.8, repetition penalty 1.05. first
+tokens per second; also with Qwen's own sampling: temperature 0.7, top-k 20, top-p 0.8, repetition penalty 1.05. first
 token: from the request in the inbox to its token in the outbox. prefill: 64 prompts of 2048 tokens, a token each.
 decode: milliseconds per token of B greedy requests, (time for 257 tokens - time for 1) / 256 at prompt 128. host:
 microseconds that the engine's thread works per steady decode step, everything but waiting for the device. The floor
@@ -23,14 +23,14 @@ from bench.gpu.engine import GpuEngine
 from bench.gpu.kernels import kernels_of
 from bench.gpu.report import Figures, Report
 from bench.gpu.runner import make_runner
-from bench.gpu.workloads import QWENS_WISHES, decode_ms, first_token_ms, host_us, nano, nano_lengths, prefill
+from bench.gpu.workloads import QWENS_SAMPLING, decode_ms, first_token_ms, host_us, nano, nano_lengths, prefill
 from bench.gpu_floors import Floors
 from bench.shapes import PUBLISHED
 from octavo.blockmgr.ids import PrefixCache
 from octavo.worker.config import GPU_BATCH_TOKENS
 from octavo.worker.runners.cuda.runner import CudaRunner
 
-WORKLOADS = ["nano", "wishes", "first", "prefill", "decode", "host"]
+WORKLOADS = ["nano", "sampling", "first", "prefill", "decode", "host"]
 FIRST_LENGTHS = (16, 512, 2048, 8192)
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 HOST_BATCHES = (1, 64, 256)
@@ -58,8 +58,8 @@ def measure_runner(runner: CudaRunner, report: Report, floors: Floors, arguments
     if "nano" in only:
         measure_nano(runner, report, floors, arguments.seeds)
     engine = GpuEngine(runner, prefix_cache=PrefixCache.OFF)
-    if "wishes" in only:
-        report.note("nano seed 0, Qwen's wishes", nano(engine, 0, QWENS_WISHES), floor_ms=nano_floor_ms(floors, 0))
+    if "sampling" in only:
+        report.note("nano seed 0, Qwen's sampling", nano(engine, 0, QWENS_SAMPLING), floor_ms=nano_floor_ms(floors, 0))
     if "first" in only:
         measure_first_tokens(engine, report, floors, arguments.max_model_len)
     if "prefill" in only:

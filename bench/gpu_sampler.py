@@ -1,4 +1,4 @@
-"""Time of sampling on a GPU, wish by wish: from a step's logits to its tokens, every row with the same wish.
+"""Time of sampling on a GPU, from a step's logits to its tokens, for one set of parameters after another.
 
     python -m bench.gpu_sampler [--batches 1 256] [--json out/gpu_sampler.json]
 
@@ -21,11 +21,11 @@ import torch
 
 from bench.figures import write_json
 from bench.gpu.device import copy_rate, need_cuda
-from bench.gpu.workloads import QWENS_WISHES
+from bench.gpu.workloads import QWENS_SAMPLING
 from bench.shapes import NUM_IDS, PUBLISHED
 from octavo.model.gpu.autotune import time_graph
 from octavo.model.gpu.sampling_columns import Stage, plan_row
-from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, WishState
+from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, SamplingState
 from octavo.model.kernels.sampling.mask import num_words
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 from octavo.model.sampling.params import Feature, SamplingParams
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "typical-p 0.9": ("peaked", {"temperature": 1.0, "typical_p": 0.9}),
     "penalties, greedy": ("peaked", {"temperature": 0.0, **PENALTIES}),
     "penalties, temperature": ("peaked", {"temperature": 0.7, **PENALTIES}),
-    "Qwen's own": ("peaked", QWENS_WISHES),
+    "Qwen's own": ("peaked", QWENS_SAMPLING),
     "logprobs 5, greedy": ("peaked", {"temperature": 0.0, "num_logprobs": 5}),
     "logprobs 20, greedy": ("peaked", {"temperature": 0.0, "num_logprobs": 20}),
     "min_tokens, greedy": ("peaked", {"temperature": 0.0, "min_tokens": 1 << 30, "stop_ids": (151643, 151645)}),
@@ -59,9 +59,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Rows of one wish, ready to be sampled again and again."""
+    """Rows of one set of parameters, ready to be sampled again and again."""
 
-    state: WishState
+    state: SamplingState
     batch: SampledBatch
     parts: SampleParts
     stages: Stage
@@ -74,7 +74,7 @@ class Prepared:
             self.state.run(self.stages, self.batch, self.masks)
 
     def run(self) -> None:
-        """The step's own sampler, then the rows' wishes."""
+        """The step's own sampler, then the kernels for the rows' parameters."""
         batch, state = self.batch, self.state.state
         sample_and_advance(
             batch.logits_BV, batch.rows_B, state.temperature_R, state.seed_R, state.num_prompt_R, state.last_token_R,
@@ -93,20 +93,20 @@ def logits_of(kind: str, batch: int) -> torch.Tensor:
     return (20.0 - 1.5 * rank_BV.log() + 0.2 * noise_BV).to(torch.bfloat16)
 
 
-def prepare(state: WishState, logits_BV: torch.Tensor, wish: dict[str, Any], features: Feature) -> Prepared:
-    """Every row has the wish, a prompt of 500 tokens and an output of 40."""
+def prepare(state: SamplingState, logits_BV: torch.Tensor, fields: dict[str, Any], features: Feature) -> Prepared:
+    """Every row has the fields of SamplingParams, a prompt of 500 tokens and an output of 40."""
     B, rng = len(logits_BV), np.random.default_rng(0)
-    params = SamplingParams(**wish)
+    params = SamplingParams(**fields)
     plan = plan_row(params, params.features | features, vocab_size=VOCAB)
     assert plan is not None
     for name, value in plan.columns.items():
-        state.state.wish_columns[name][:B] = value
+        state.state.sampling_columns[name][:B] = value
     for row in range(B):
         ids_T = rng.integers(0, VOCAB, 540).astype(np.int32)
         state.put_tables(row, params, plan, ids_T, 500)
     columns = state.state
     columns.temperature_R[:B] = (
-        0.0 if plan.columns["wish"] else params.temperature
+        0.0 if plan.columns["method"] else params.temperature
     )  # as worker/runners/cuda/staging.py has it
     columns.position_R[:B], columns.num_prompt_R[:B] = 539, 500
     columns.seed_R[:B] = torch.arange(B, device="cuda")
@@ -143,11 +143,11 @@ def host_us(prepared: Prepared) -> float:
 
 def measure(batch: int, rate: float) -> list[dict[str, Any]]:
     """A row of figures for each case."""
-    state = WishState(num_rows=batch + 1, max_batch=batch, vocab_size=VOCAB, device="cuda")
+    state = SamplingState(num_rows=batch + 1, max_batch=batch, vocab_size=VOCAB, device="cuda")
     logits = {kind: logits_of(kind, batch) for kind in ("peaked", "flat")}
     floor, found = batch * VOCAB * 2 / rate * 1e6, []
-    for name, (kind, wish) in CASES.items():
-        prepared = prepare(state, logits[kind], wish, Feature.GRAMMAR if "grammar" in name else Feature.NONE)
+    for name, (kind, fields) in CASES.items():
+        prepared = prepare(state, logits[kind], fields, Feature.GRAMMAR if "grammar" in name else Feature.NONE)
         took = device_us(prepared)
         host = host_us(prepared)
         found.append({"case": name, "batch": batch, "device_us": took, "host_us": host, "floor_us": floor})

@@ -57,8 +57,8 @@ class InProcess:
     def ask(self, prompt_ids_T: np.ndarray, **sampling: Any) -> int:
         """Put one request into the inbox; its handle. Greedy where nothing else is said."""
         self.num_asked += 1
-        wishes = {"temperature": 0.0, "seed": self.num_asked, **sampling}
-        self.mail.coming.append((GATEWAY, run_of(self.num_asked, prompt_ids_T, **wishes)))
+        sampling = {"temperature": 0.0, "seed": self.num_asked, **sampling}
+        self.mail.coming.append((GATEWAY, run_of(self.num_asked, prompt_ids_T, **sampling)))
         return self.num_asked
 
     def cancel(self, handle: int) -> None:

@@ -55,8 +55,8 @@ class LocalEngine:
 
     def outputs(self, asks: Sequence[Ask]) -> list[list[int]]:
         """The tokens of each. Raises RuntimeError where an output has another length than was asked for."""
-        wishes = [(ask.prompt_ids_T, {"max_tokens": ask.num_output, "ignore_eos": True}) for ask in asks]
-        outputs = self._engine.outputs(wishes)
+        sampling = [(ask.prompt_ids_T, {"max_tokens": ask.num_output, "ignore_eos": True}) for ask in asks]
+        outputs = self._engine.outputs(sampling)
         if [len(output) for output in outputs] != [ask.num_output for ask in asks]:
             raise RuntimeError(f"asked for {[a.num_output for a in asks]} tokens, got {[len(o) for o in outputs]}")
         return outputs

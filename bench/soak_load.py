@@ -61,8 +61,8 @@ class Load:
             shared = self._shared[self.rng.integers(NUM_SHARED)][: self.rng.integers(0, self.sizes.longest_prompt // 2)]
             prompt = np.concatenate([shared, self._ids(int(self.rng.integers(1, self.sizes.longest_prompt // 2)))])
             num_output = int(self.rng.integers(1, self.sizes.longest_output + 1))
-            wishes = {"ignore_eos": True, "seed": int(self.rng.integers(2**63)), **KINDS[kind]}
-            handle = self.engine.ask(prompt, max_tokens=num_output, **wishes)
+            sampling = {"ignore_eos": True, "seed": int(self.rng.integers(2**63)), **KINDS[kind]}
+            handle = self.engine.ask(prompt, max_tokens=num_output, **sampling)
             self.open[handle] = (kind, num_output)
             self.asked[kind] += 1
             if self.rng.random() < CANCELLED_EACH:

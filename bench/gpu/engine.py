@@ -52,11 +52,11 @@ class GpuEngine:
         ):
             self.stopwatch.watch(owner, method, part)
 
-    def ask(self, prompt_ids_T: np.ndarray, num_output: int, **wishes: Any) -> None:
+    def ask(self, prompt_ids_T: np.ndarray, num_output: int, **sampling: Any) -> None:
         """Put one request into the inbox."""
         self._num_asked += 1
         seed = self._num_asked * 7919
-        run = run_of(self._num_asked, prompt_ids_T, max_tokens=num_output, ignore_eos=True, seed=seed, **wishes)
+        run = run_of(self._num_asked, prompt_ids_T, max_tokens=num_output, ignore_eos=True, seed=seed, **sampling)
         self.mail.coming.append((GATEWAY, run))
 
     @property

@@ -14,8 +14,8 @@ from bench.gpu.engine import GpuEngine
 
 LARGEST_ID = 10_000
 NANO_REQUESTS = 256
-NANO_WISHES = {"temperature": 0.6}
-QWENS_WISHES = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+NANO_SAMPLING = {"temperature": 0.6}
+QWENS_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> np.ndarray:
@@ -28,12 +28,12 @@ def nano_lengths(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(100, 1025, (NANO_REQUESTS, 2))
 
 
-def nano(engine: GpuEngine, seed: int, wishes: dict[str, Any] | None = None) -> dict[str, float]:
+def nano(engine: GpuEngine, seed: int, sampling: dict[str, Any] | None = None) -> dict[str, float]:
     """The workload of nano-vllm's bench.py, all at once. Raises RuntimeError where tokens are missing."""
     rng = np.random.default_rng(seed)
     lengths = nano_lengths(rng)
     for num_prompt, num_output in lengths.tolist():
-        engine.ask(random_prompt(rng, num_prompt), num_output, **(wishes or NANO_WISHES))
+        engine.ask(random_prompt(rng, num_prompt), num_output, **(sampling or NANO_SAMPLING))
     engine.stopwatch.set_to_zero()
     start_s = time.perf_counter()
     seconds = engine.finish()

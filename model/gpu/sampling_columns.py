@@ -1,4 +1,4 @@
-"""What a row's wishes ask of the device: its columns, and which kernels run behind a step that has the row.
+"""What a row's sampling parameters need on the device: values of its columns, and kernels to run behind a step.
 
 Must not know: tensors, the device.
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.model.kernels.sampling.bad_words import MAX_LENGTH, MAX_WORDS
 from octavo.model.kernels.sampling.columns import MAX_BIASES
-from octavo.model.kernels.sampling.filter import FILTERS, NO_WISH, RACE
+from octavo.model.kernels.sampling.filter import FILTERS, KEEP, RACE
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.kernels.sampling.mask import ALWAYS, WHILE_SHORT
 from octavo.model.sampling.params import MASKS, Feature, SamplingParams
@@ -38,7 +38,7 @@ class Stage(IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:
-    """stages: what a step runs for the row. columns: by name of model.gpu.state.WISH_COLUMNS. biases: by id.
+    """stages: what a step runs for the row. columns: by name of model.gpu.state.SAMPLING_COLUMNS. biases: by id.
 
     forbidden: ids never chosen. words: of two tokens or more. Ids are the vocabulary's, but for the words' beginnings.
     """
@@ -63,26 +63,26 @@ def plan_row(params: SamplingParams, features: Feature, *, vocab_size: int) -> R
     mask = ALWAYS if params.allowed_token_ids or forbidden else 0
     if Feature.MIN_TOKENS in features:
         mask |= WHILE_SHORT
-    wish = _wish(params, features, vocab_size=vocab_size)
+    method = _method(params, features, vocab_size=vocab_size)
     columns = _columns(params, vocab_size=vocab_size) | {
-        "wish": wish, "num_biases": len(biases), "mask": mask, "num_words": len(words)
+        "method": method, "num_biases": len(biases), "mask": mask, "num_words": len(words)
     }  # fmt: skip
     stages = _stages(features, columns)
     return RowPlan(stages=stages, columns=columns, biases=biases, forbidden=forbidden, words=words)
 
 
-def _wish(params: SamplingParams, features: Feature, *, vocab_size: int) -> int:
+def _method(params: SamplingParams, features: Feature, *, vocab_size: int) -> int:
     is_filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
     if params.temperature > 0 and (is_filtered or params.temperature < LEAST_TEMPERATURE):
         return FILTERS
-    return RACE if features & (Feature.PENALTY | Feature.BIAS | MASKS) else NO_WISH
+    return RACE if features & (Feature.PENALTY | Feature.BIAS | MASKS) else KEEP
 
 
 def _columns(params: SamplingParams, *, vocab_size: int) -> dict[str, float]:
     return {
         "top_k": params.top_k if 0 < params.top_k < vocab_size else 0,
         "top_p": params.top_p,
-        "wish_temperature": params.temperature,
+        "sampling_temperature": params.temperature,
         "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
         "typical_p": params.typical_p,
         "repetition": params.repetition_penalty,
@@ -96,7 +96,7 @@ def _columns(params: SamplingParams, *, vocab_size: int) -> dict[str, float]:
 def _stages(features: Feature, columns: dict[str, float]) -> Stage:
     wanted = {
         Stage.LOGPROBS: columns["logprobs"], Stage.MASK: columns["mask"], Stage.BAD_WORDS: columns["num_words"],
-        Stage.GRAMMAR: features & Feature.GRAMMAR, Stage.BIAS: columns["num_biases"], Stage.CHOICE: columns["wish"],
+        Stage.GRAMMAR: features & Feature.GRAMMAR, Stage.BIAS: columns["num_biases"], Stage.CHOICE: columns["method"],
     }  # fmt: skip
     stages = Stage.NONE
     for stage, value in wanted.items():

@@ -1,6 +1,6 @@
-"""What rows wish for beyond a temperature, on the device, and what runs for it behind a step. Nothing waits.
+"""Sampling parameters beyond a temperature on the device, and the kernels for them behind a step. Nothing waits.
 
-A step gives every row a token and moves it on. Where a row of the batch has wishes, these kernels follow, of which each
+A step gives every row a token and moves it on. Where a row of the batch needs more, these kernels follow, of which each
 leaves rows that do not ask for it alone:
 
     log-probabilities of the raw logits  ->  masks, bad words, a step's grammar masks: -inf in place
@@ -23,7 +23,7 @@ from octavo.model.gpu.sampling_columns import RowPlan, Stage, allowed_always, al
 from octavo.model.gpu.state import RowState
 from octavo.model.kernels.sampling.bad_words import MAX_LENGTH, MAX_WORDS, RING, ban
 from octavo.model.kernels.sampling.columns import IN_PROMPT, MAX_BIASES, MAX_COUNT, move_biased
-from octavo.model.kernels.sampling.filter import FilterParts, Wishes, filter_and_choose
+from octavo.model.kernels.sampling.filter import FilterParts, SamplingColumns, filter_and_choose
 from octavo.model.kernels.sampling.logprobs import LogprobParts, find_largest, take_chosen
 from octavo.model.kernels.sampling.mask import ALWAYS, WHILE_SHORT, forbid, forbid_step, num_words, packed_mask
 from octavo.model.sampling.params import Feature, SamplingParams
@@ -48,7 +48,7 @@ class DeviceMasks:
     mask_NW: torch.Tensor
 
 
-class WishState:
+class SamplingState:
     """Tables of R rows beside the row state's columns (or its own state's, in tests), and room for max_batch rows."""
 
     def __init__(
@@ -72,9 +72,9 @@ class WishState:
         self.bias_RA = table(MAX_BIASES, dtype=torch.float32)
         self.last_RN, self.length_RN = table(MAX_WORDS), table(MAX_WORDS)
         self.begin_RLN = table(MAX_LENGTH, MAX_WORDS)
-        columns = self.state.wish_columns
+        columns = self.state.sampling_columns
         names = (
-            "wish",
+            "method",
             "top_k",
             "top_p",
             "log_min_p",
@@ -84,7 +84,7 @@ class WishState:
             "frequency",
             "num_biases",
         )
-        self.wishes = Wishes(
+        self.sampling = SamplingColumns(
             bias_id_RA=table(MAX_BIASES),
             count_RV=table(vocab_size, dtype=torch.int16),
             said_RH=table(RING),
@@ -94,12 +94,12 @@ class WishState:
     # ------------------------------------------------------------ rows
 
     def put(self, row: int, params: SamplingParams, token_ids_T: np.ndarray, num_prompt_tokens: int) -> None:
-        """Set everything of a row, value by value. Raises ValueError where the row has no room for its wishes."""
+        """Set everything of a row, value by value. Raises ValueError where the row has no room for its parameters."""
         plan = plan_row(params, params.features, vocab_size=self.vocab_size)
         if plan is None:
-            raise ValueError("the wishes are too many for a row")
+            raise ValueError("the sampling parameters need more room than a row has")
         for name, value in plan.columns.items():
-            self.state.wish_columns[name][row] = value
+            self.state.sampling_columns[name][row] = value
         self.put_tables(row, params, plan, token_ids_T, num_prompt_tokens)
 
     def put_tables(
@@ -115,13 +115,13 @@ class WishState:
             self._send(packed_mask(allowed_while_short(params, vocab_size=V)), self.short_RW[row])
         if plan.biases:
             count = len(plan.biases)
-            self._send(np.fromiter(plan.biases, np.int32, count), self.wishes.bias_id_RA[row, :count])
+            self._send(np.fromiter(plan.biases, np.int32, count), self.sampling.bias_id_RA[row, :count])
             self._send(np.fromiter(plan.biases.values(), np.float32, count), self.bias_RA[row, :count])
         if plan.words:
             self._put_words(row, plan.words, token_ids_T, num_prompt_tokens)
 
     def _put_counts(self, row: int, token_ids_T: np.ndarray, num_prompt_tokens: int) -> None:
-        count_V = self.wishes.count_RV[row].zero_()
+        count_V = self.sampling.count_RV[row].zero_()
         ids_U, count_U = packed_counts(token_ids_T, num_prompt_tokens)
         count_V[to_device(ids_U, count_V.device)] = to_device(count_U, count_V.device)
 
@@ -138,7 +138,7 @@ class WishState:
         said_H = np.zeros(RING, np.int32)
         position = np.arange(max(num_prompt_tokens, len(token_ids_T) - RING), len(token_ids_T))
         said_H[position % RING] = token_ids_T[position]
-        self._send(said_H, self.wishes.said_RH[row])
+        self._send(said_H, self.sampling.said_RH[row])
 
     def _send(self, array: np.ndarray, target: torch.Tensor) -> None:
         target.copy_(to_device(array, target.device))
@@ -146,8 +146,8 @@ class WishState:
     # ------------------------------------------------------------ a step
 
     def run(self, stages: Stage, batch: SampledBatch, masks: DeviceMasks | None = None) -> None:
-        """Enqueue what the rows of a batch wish for; stages: the union of theirs."""
-        logits_BV, rows_B, state, columns = batch.logits_BV, batch.rows_B, self.state, self.state.wish_columns
+        """Enqueue the kernels that the rows of a batch need; stages: the union of theirs."""
+        logits_BV, rows_B, state, columns = batch.logits_BV, batch.rows_B, self.state, self.state.sampling_columns
         if Stage.LOGPROBS in stages:
             find_largest(logits_BV, rows_B, columns["logprobs"], self.logprobs)
         if Stage.MASK in stages:
@@ -158,11 +158,11 @@ class WishState:
         if Stage.BAD_WORDS in stages:
             ban(
                 logits_BV, rows_B, state.position_R, state.num_prompt_R, columns["num_words"], self.last_RN,
-                self.length_RN, self.begin_RLN, self.wishes.said_RH, self.vocab_size,
+                self.length_RN, self.begin_RLN, self.sampling.said_RH, self.vocab_size,
             )  # fmt: skip
         if masks is not None:
             forbid_step(logits_BV, masks.column_N, masks.mask_NW, self.vocab_size)
-        biases = self.wishes.num_biases_R, self.wishes.bias_id_RA, self.bias_RA, self.parts.biased_BA
+        biases = self.sampling.num_biases_R, self.sampling.bias_id_RA, self.bias_RA, self.parts.biased_BA
         if Stage.BIAS in stages:
             move_biased(logits_BV, rows_B, *biases)
         if Stage.CHOICE in stages:
@@ -171,11 +171,12 @@ class WishState:
             take_chosen(logits_BV, rows_B, batch.token_B, columns["logprobs"], *biases, self.logprobs)
 
     def choose(self, batch: SampledBatch) -> None:
-        """Give the rows that have a wish their tokens, behind the step's own sampler."""
+        """Give the rows that have a method of their own their tokens, behind the step's own sampler."""
         state = self.state
         filter_and_choose(
-            batch.logits_BV, batch.rows_B, state.wish_columns["wish_temperature"], state.seed_R, state.position_R,
-            state.num_prompt_R, state.last_token_R, batch.token_B, batch.is_finite_B, self.wishes, self.parts,
+            batch.logits_BV, batch.rows_B, state.sampling_columns["sampling_temperature"], state.seed_R,
+            state.position_R, state.num_prompt_R, state.last_token_R, batch.token_B, batch.is_finite_B, self.sampling,
+            self.parts,
         )  # fmt: skip
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 _ALIGNMENT_WORDS = 32
-WISH_COLUMNS = {
-    "wish": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "typical_p": "float32",
+SAMPLING_COLUMNS = {
+    "method": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "typical_p": "float32",
     "repetition": "float32", "presence": "float32", "frequency": "float32", "num_biases": "int32", "mask": "int32",
-    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32", "wish_temperature": "float32",
+    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32", "sampling_temperature": "float32",
 }  # fmt: skip
-"""Names and dtypes of the columns that say what a row wishes for beyond a temperature. A row that has a wish is greedy
-for the step's own sampler (`temperature`), whose token it does not keep; its temperature is `wish_temperature`."""
+"""Names and dtypes of the columns for sampling beyond a temperature. A row that has a method of its own is greedy
+for the step's own sampler (`temperature`), whose token it does not keep; its temperature is `sampling_temperature`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class RowLayout:
     """Where each column of the state begins, in words. num_words: of everything.
 
     seed takes two words a row, table table_width words a row, batch one word for each of max_batch, the others one.
-    wishes: where each of WISH_COLUMNS begins.
+    sampling: where each of SAMPLING_COLUMNS begins.
     """
 
     num_rows: int
@@ -42,7 +42,7 @@ class RowLayout:
     temperature: int
     batch: int
     table: int
-    wishes: Mapping[str, int]
+    sampling: Mapping[str, int]
     num_words: int
 
     @classmethod
@@ -50,24 +50,24 @@ class RowLayout:
         """The columns one after the other, each on a boundary of 128 bytes."""
         words = {
             "seed": 2 * num_rows, "last_token": num_rows, "position": num_rows, "num_prompt": num_rows,
-            "temperature": num_rows, **dict.fromkeys(WISH_COLUMNS, num_rows), "batch": max_batch,
+            "temperature": num_rows, **dict.fromkeys(SAMPLING_COLUMNS, num_rows), "batch": max_batch,
             "table": num_rows * table_width,
         }  # fmt: skip
         starts, end = {}, 0
         for name, count in words.items():
             starts[name] = end
             end += -(-count // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS
-        wishes = {name: starts.pop(name) for name in WISH_COLUMNS}
+        sampling = {name: starts.pop(name) for name in SAMPLING_COLUMNS}
         sizes = {"num_rows": num_rows, "table_width": table_width, "max_batch": max_batch, "num_words": end}
-        return cls(wishes=wishes, **sizes, **starts)
+        return cls(sampling=sampling, **sizes, **starts)
 
 
 class RowState:
     """position_R: tokens in the cache, which is where the row's last token will be written.
 
     last_token_R, position_R, num_prompt_R, table_RM: int32. temperature_R: float32, 0 is greedy. seed_R: int64 (bits of
-    a uint64). wish_columns: by name of WISH_COLUMNS, read behind the step alone (model/gpu/sampling_state.py). batch_A:
-    int32, the rows of the next decode step, then scratch. All are views of words_W, int32.
+    a uint64). sampling_columns: by name of SAMPLING_COLUMNS, read behind the step alone (model/gpu/sampling_state.py).
+    batch_A: int32, the rows of the next decode step, then scratch. All are views of words_W, int32.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class RowState:
         self.position_R = self._column(layout.position, R)
         self.num_prompt_R = self._column(layout.num_prompt, R)
         self.temperature_R = self._column(layout.temperature, R).view(torch.float32)
-        self.wish_columns = {
-            name: self._column(layout.wishes[name], R).view(getattr(torch, dtype))
-            for name, dtype in WISH_COLUMNS.items()
+        self.sampling_columns = {
+            name: self._column(layout.sampling[name], R).view(getattr(torch, dtype))
+            for name, dtype in SAMPLING_COLUMNS.items()
         }
         self.seed_R = self._column(layout.seed, 2 * R).view(torch.int64)
         self.batch_A = self._column(layout.batch, layout.max_batch).fill_(self.scratch_row)

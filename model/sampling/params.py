@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, and those wishes for many requests side by side.
+"""What a caller may ask of the sampler, and those parameters for many requests side by side.
 
 Must not know: requests, slots' lifetimes, text, logits.
 
@@ -115,7 +115,7 @@ class SamplingRows:
         self.stop_ids_RW = np.full((max_rows, 4), -1, np.int64)  # -1: unused column, never read as an id
 
     def put(self, row: int, params: SamplingParams) -> None:
-        """Give the row new wishes; whatever it had is forgotten."""
+        """Give the row new parameters; whatever it had is forgotten."""
         self.features_R[row] = params.features
         self.temperature_R[row] = params.temperature
         self.top_k_R[row] = params.top_k if 0 < params.top_k < self.vocab_size else TOP_K_OFF

@@ -40,7 +40,7 @@ class Sampled:
 
 
 class Sampler:
-    """Holds the wishes of R rows and draws their tokens.
+    """Holds the sampling parameters of R rows and draws their tokens.
 
     vocab_size: ids that may be sampled; logits past it are ignored. history: the rows' tokens, kept by the caller.
     """
@@ -57,7 +57,7 @@ class Sampler:
         self._all_ids_V = torch.arange(vocab_size, dtype=torch.int32, device=self._device)
 
     def join(self, row: int, params: SamplingParams, output_ids_T: np.ndarray) -> None:
-        """A row gets new wishes. output_ids_T: tokens that its output already has (after a preemption)."""
+        """A row gets new parameters. output_ids_T: tokens that its output already has (after a preemption)."""
         self._rows.put(row, params)
         if Feature.PENALTY in params.features:
             self._penalties.put(row, output_ids_T)

@@ -4,7 +4,7 @@ Only rows that ask have state here. Ids past the vocabulary are left out: they c
 
 Must not know: what a request is, which token comes next, text.
 
-Legend: S rows of this step that have the wish · M entries of all of them · R rows · V vocabulary · L longest word.
+Legend: S rows of this step that have the rule · M entries of all of them · R rows · V vocabulary · L longest word.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ _NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class _Kept(Generic[T]):
-    """What was made for a batch of rows, until the batch or a row's wish changes."""
+    """What was made for a batch of rows, until the batch or a row's parameters change."""
 
     def __init__(self, make: Callable[[np.ndarray], T]) -> None:
         self._make = make

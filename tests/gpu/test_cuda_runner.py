@@ -14,7 +14,7 @@ from octavo.model import Qwen2Config
 from octavo.worker.runners.cuda.graphs import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.cuda_twins import WISHES, Hand, chunk, prompt, twins, world
+from tests.support.cuda_twins import SAMPLING, Hand, chunk, prompt, twins, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,15 +47,15 @@ def test_many_rows_of_real_heads_over_a_pool_too_small(monkeypatch: pytest.Monke
 
 
 def serve(here: object, *, count: int, longest_prompt: int, most_tokens: int) -> None:
-    """Requests of all wishes, some with shared beginnings; every step is compared."""
+    """Requests with all sampling parameters, some with shared beginnings; every step is compared."""
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 120, longest_prompt // 2).tolist()
     for handle in range(count):
         ids = (
             shared[: rng.integers(1, len(shared))] + rng.integers(0, 120, rng.integers(1, longest_prompt // 2)).tolist()
         )
-        wishes = WISHES[handle % len(WISHES)]
-        here.add(handle, ids, max_tokens=int(rng.integers(3, most_tokens)), ignore_eos=True, **wishes)  # type: ignore[attr-defined]
+        sampling = SAMPLING[handle % len(SAMPLING)]
+        here.add(handle, ids, max_tokens=int(rng.integers(3, most_tokens)), ignore_eos=True, **sampling)  # type: ignore[attr-defined]
     here.run()  # type: ignore[attr-defined]
     here.check_quiet()  # type: ignore[attr-defined]
     assert all(stream.finished and not stream.finished.error for stream in here.streams.values())  # type: ignore[attr-defined]

@@ -7,10 +7,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model.gpu.sampling_columns import plan_row
-from octavo.model.gpu.sampling_state import SampledBatch, WishState
+from octavo.model.gpu.sampling_state import SampledBatch, SamplingState
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 from octavo.model.sampling.params import SamplingParams
-from tests.support.frequencies import LOGITS_V, MANY_WISHES, assert_follows, exact_distribution
+from tests.support.frequencies import LOGITS_V, MANY_SAMPLINGS, assert_follows, exact_distribution
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BATCH, STEPS = 256, 240
@@ -20,7 +20,7 @@ REAL, COMMON = 151_665, 100
 def draw(params: SamplingParams, logits_V: torch.Tensor) -> np.ndarray:
     """Tokens of 256 rows over 240 positions of one seed. logits_V: on the device."""
     vocab = len(logits_V)
-    state = WishState(num_rows=BATCH + 1, max_batch=BATCH, vocab_size=vocab, device="cuda")
+    state = SamplingState(num_rows=BATCH + 1, max_batch=BATCH, vocab_size=vocab, device="cuda")
     plan = plan_row(params, params.features, vocab_size=vocab)
     assert plan is not None
     for row in range(BATCH):
@@ -45,7 +45,7 @@ def draw(params: SamplingParams, logits_V: torch.Tensor) -> np.ndarray:
     return torch.cat(drawn).cpu().numpy()
 
 
-@pytest.mark.parametrize("params", MANY_WISHES, ids=str)
+@pytest.mark.parametrize("params", MANY_SAMPLINGS, ids=str)
 def test_draws_follow_the_exact_distribution(params: SamplingParams) -> None:
     assert_follows(draw(params, torch.from_numpy(LOGITS_V).cuda()), exact_distribution(params))
 

@@ -1,4 +1,4 @@
-"""Steady steps with every wish enqueue without waiting for the device."""
+"""Steady steps with every sampling parameter enqueue without waiting for the device."""
 
 import warnings
 from collections.abc import Iterator

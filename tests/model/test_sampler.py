@@ -17,26 +17,26 @@ V = 300
 class Rows:
     """Rows of a batch with their histories, and a sampler that knows them."""
 
-    def __init__(self, wishes: list[SamplingParams], *, vocab_size: int = V, seed: int = 0) -> None:
+    def __init__(self, sampling: list[SamplingParams], *, vocab_size: int = V, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        self.wishes = wishes
-        self.history = TokenHistory(max_rows=len(wishes) + 3, max_len=64)
+        self.sampling = sampling
+        self.history = TokenHistory(max_rows=len(sampling) + 3, max_len=64)
         self.sampler = Sampler(vocab_size=vocab_size, history=self.history)
-        self.prompts = [rng.integers(0, vocab_size, rng.integers(1, 9)).tolist() for _ in wishes]
-        self.outputs = [rng.integers(0, vocab_size, rng.integers(0, 9)).tolist() for _ in wishes]
-        for row in range(len(wishes)):
+        self.prompts = [rng.integers(0, vocab_size, rng.integers(1, 9)).tolist() for _ in sampling]
+        self.outputs = [rng.integers(0, vocab_size, rng.integers(0, 9)).tolist() for _ in sampling]
+        for row in range(len(sampling)):
             self.join(row)
 
     def join(self, row: int) -> None:
         tokens = np.asarray(self.prompts[row] + self.outputs[row], np.int32)
         self.history.put(row, tokens, len(self.prompts[row]))
-        self.sampler.join(row, self.wishes[row], tokens[len(self.prompts[row]) :])
+        self.sampler.join(row, self.sampling[row], tokens[len(self.prompts[row]) :])
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray([len(self.prompts[r]) + len(self.outputs[r]) for r in rows], np.int64)
 
     def sample(self, logits_SV: torch.Tensor, rows: list[int] | None = None) -> list[int]:
-        rows_S = np.asarray(range(len(self.wishes)) if rows is None else rows, np.int32)
+        rows_S = np.asarray(range(len(self.sampling)) if rows is None else rows, np.int32)
         return self.sampler.sample(logits_SV.clone(), rows_S, self.lengths(rows_S)).tokens_S.tolist()
 
     def append(self, row: int, token: int) -> None:
@@ -45,12 +45,14 @@ class Rows:
 
     def slow(self, logits_SV: torch.Tensor) -> list[int]:
         return [
-            slow_sampler.sample(logits_V[: self.sampler.vocab_size].numpy(), prompt, output, wish)
-            for logits_V, prompt, output, wish in zip(logits_SV, self.prompts, self.outputs, self.wishes, strict=True)
+            slow_sampler.sample(logits_V[: self.sampler.vocab_size].numpy(), prompt, output, params)
+            for logits_V, prompt, output, params in zip(
+                logits_SV, self.prompts, self.outputs, self.sampling, strict=True
+            )
         ]
 
 
-wishes_strategy = st.builds(
+sampling_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 3, 20, 64, 100, 299, 5000]),
@@ -70,14 +72,16 @@ wishes_strategy = st.builds(
 
 
 @settings(max_examples=60)
-@given(wishes=st.lists(wishes_strategy, min_size=1, max_size=6), seed=st.integers(0, 10**6), spread=st.floats(0.05, 8))
+@given(
+    sampling=st.lists(sampling_strategy, min_size=1, max_size=6), seed=st.integers(0, 10**6), spread=st.floats(0.05, 8)
+)
 def test_every_row_of_a_mixed_batch_gets_the_token_of_the_slow_twin(
-    wishes: list[SamplingParams], seed: int, spread: float
+    sampling: list[SamplingParams], seed: int, spread: float
 ) -> None:
-    rows = Rows(wishes, seed=seed)
+    rows = Rows(sampling, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
-        logits_SV = torch.randn(len(wishes), V + 17, generator=generator) * spread
+        logits_SV = torch.randn(len(sampling), V + 17, generator=generator) * spread
         expected = rows.slow(logits_SV)
         tokens = rows.sample(logits_SV)
         assert tokens == expected
@@ -87,21 +91,21 @@ def test_every_row_of_a_mixed_batch_gets_the_token_of_the_slow_twin(
 
 @settings(max_examples=8)
 @given(
-    wishes=st.lists(wishes_strategy, min_size=1, max_size=3),
+    sampling=st.lists(sampling_strategy, min_size=1, max_size=3),
     seed=st.integers(0, 10**6),
     spread=st.sampled_from([0.01, 1.0, 4.0]),
 )
 def test_a_vocabulary_larger_than_all_candidates_changes_nothing(
-    wishes: list[SamplingParams], seed: int, spread: float
+    sampling: list[SamplingParams], seed: int, spread: float
 ) -> None:
-    rows = Rows(wishes, vocab_size=9_000, seed=seed)
-    logits_SV = torch.randn(len(wishes), 9_000, generator=torch.Generator().manual_seed(seed)) * spread
+    rows = Rows(sampling, vocab_size=9_000, seed=seed)
+    logits_SV = torch.randn(len(sampling), 9_000, generator=torch.Generator().manual_seed(seed)) * spread
     assert rows.sample(logits_SV) == rows.slow(logits_SV)
 
 
 def test_equal_logits_beyond_the_candidates_race_too() -> None:
-    wishes = [SamplingParams(temperature=1.0, seed=seed, top_k=5) for seed in range(40)]
-    rows = Rows(wishes, vocab_size=9_000)
+    sampling = [SamplingParams(temperature=1.0, seed=seed, top_k=5) for seed in range(40)]
+    rows = Rows(sampling, vocab_size=9_000)
     logits_SV = torch.zeros(40, 9_000)
     tokens = rows.sample(logits_SV)
     assert tokens == rows.slow(logits_SV)
@@ -109,14 +113,14 @@ def test_equal_logits_beyond_the_candidates_race_too() -> None:
 
 
 def test_a_row_gets_the_same_tokens_alone_in_any_batch_and_after_a_new_join() -> None:
-    wishes = [
+    sampling = [
         SamplingParams(temperature=0.9, seed=11),
         SamplingParams(temperature=0.9, seed=12, top_p=0.95),
         SamplingParams(temperature=1.5, seed=13, top_k=7, frequency_penalty=0.5),
         SamplingParams(temperature=0),
         SamplingParams(temperature=0.8, seed=14, top_k=1500, min_p=0.001),
     ]
-    rows = Rows(wishes, vocab_size=20_000)
+    rows = Rows(sampling, vocab_size=20_000)
     logits_SV = torch.randn(5, 20_000, generator=torch.Generator().manual_seed(3)) * 2
     together = rows.sample(logits_SV)
     for row in range(5):
@@ -148,16 +152,16 @@ def test_ids_past_the_vocabulary_are_never_sampled_however_large_their_logits() 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_is_flagged_and_hurts_nobody(poison: float) -> None:
-    wishes = [
+    sampling = [
         SamplingParams(temperature=0),
         SamplingParams(temperature=1.0, seed=1, num_logprobs=2),
         SamplingParams(temperature=0.7, seed=2, top_k=20, top_p=0.8, repetition_penalty=1.2),
         SamplingParams(temperature=0.7, seed=3, min_p=0.1, min_tokens=99, stop_ids=(1, 2)),
     ]
     logits_SV = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
-    good = Rows(wishes).sample(logits_SV)
+    good = Rows(sampling).sample(logits_SV)
     for victim in range(4):
-        rows = Rows(wishes)
+        rows = Rows(sampling)
         poisoned_SV = logits_SV.clone()
         poisoned_SV[victim, slice(None) if poison == -torch.inf else slice(17, 18)] = poison
         rows_S = np.arange(4)
@@ -212,13 +216,13 @@ def test_a_bad_word_is_never_completed_and_its_beginning_in_the_prompt_does_not_
 
 
 def test_a_row_whose_masks_leave_nothing_is_exhausted_and_harms_no_other() -> None:
-    wishes = [
+    sampling = [
         SamplingParams(temperature=0.7, seed=3, allowed_token_ids=(4, 5), bad_words=((4,), (5,))),
         SamplingParams(temperature=0.7, seed=3, allowed_token_ids=(4, 5), bad_words=((4,),)),
         SamplingParams(temperature=0, allowed_token_ids=(7,), min_tokens=60, stop_ids=(7,)),
         SamplingParams(temperature=0),
     ]
-    rows = Rows(wishes)
+    rows = Rows(sampling)
     logits_SV = torch.randn(4, V)
     sampled = rows.sampler.sample(logits_SV.clone(), np.arange(4), rows.lengths(np.arange(4)))
     assert sampled.is_exhausted_S is not None
@@ -229,7 +233,7 @@ def test_a_row_whose_masks_leave_nothing_is_exhausted_and_harms_no_other() -> No
 
 def test_a_row_that_joins_anew_has_nothing_of_what_the_row_had_forbidden() -> None:
     rows = Rows([SamplingParams(temperature=0, logit_bias={3: 50.0}, allowed_token_ids=(3,), bad_words=((9,),))])
-    rows.wishes[0] = SamplingParams(temperature=0, logit_bias={4: 50.0})
+    rows.sampling[0] = SamplingParams(temperature=0, logit_bias={4: 50.0})
     logits_SV = torch.zeros(1, V)
     assert rows.sample(logits_SV) == [3]
     rows.join(0)
@@ -237,12 +241,12 @@ def test_a_row_that_joins_anew_has_nothing_of_what_the_row_had_forbidden() -> No
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    wishes = [
+    sampling = [
         SamplingParams(temperature=0, num_logprobs=0),
         SamplingParams(temperature=0),
         SamplingParams(temperature=0.5, seed=1, repetition_penalty=2.0, top_k=3, num_logprobs=5),
     ]
-    rows = Rows(wishes)
+    rows = Rows(sampling)
     logits_SV = torch.randn(3, V + 5)
     raw_SV = torch.log_softmax(logits_SV[:, :V].double(), dim=-1)
     sampled = rows.sampler.sample(logits_SV.clone(), np.arange(3), rows.lengths(np.arange(3)))

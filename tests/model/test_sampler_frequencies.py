@@ -11,7 +11,7 @@ from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
 from tests.support import slow_sampler
-from tests.support.frequencies import LOGITS_V, MANY_WISHES, V, assert_follows, exact_distribution
+from tests.support.frequencies import LOGITS_V, MANY_SAMPLINGS, V, assert_follows, exact_distribution
 
 DRAWS = 60_000
 BATCH = 3_000
@@ -26,7 +26,7 @@ def sampler_with(params: SamplingParams, seeds: np.ndarray) -> Sampler:
 
 @pytest.mark.parametrize(
     "params",
-    MANY_WISHES,
+    MANY_SAMPLINGS,
     ids=lambda p: f"t{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p} y{p.typical_p} b{len(p.logit_bias)}",
 )
 def test_positions_of_one_seed_follow_the_exact_distribution(params: SamplingParams) -> None:
@@ -39,7 +39,7 @@ def test_positions_of_one_seed_follow_the_exact_distribution(params: SamplingPar
     assert_follows(np.concatenate(draws), exact_distribution(params))
 
 
-@pytest.mark.parametrize("params", MANY_WISHES[:1] + MANY_WISHES[-1:], ids=["open", "filtered"])
+@pytest.mark.parametrize("params", MANY_SAMPLINGS[:1] + MANY_SAMPLINGS[-1:], ids=["open", "filtered"])
 def test_first_tokens_of_many_seeds_follow_the_exact_distribution(params: SamplingParams) -> None:
     logits_SV = torch.from_numpy(np.tile(LOGITS_V, (BATCH, 1)))
     rows_S = np.arange(BATCH)

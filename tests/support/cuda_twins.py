@@ -37,8 +37,8 @@ CONFIG = Qwen2Config(
     max_position_embeddings=128,
     tie_word_embeddings=True,
 )
-# So strong that every wish changes tokens.
-WISHES: list[dict[str, Any]] = [
+# So strong that every parameter changes tokens.
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 60.0},
     {"temperature": 0.0, "frequency_penalty": 300.0, "num_logprobs": 2},
@@ -146,9 +146,9 @@ class Hand:
 
     def join(self, slot: int, tokens: list[int], **sampling: object) -> None:
         self.tables[slot] = []
-        wishes = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         ids_T = np.asarray(tokens, np.int32)
-        join = Join(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=wishes)
+        join = Join(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params)
         self.joins.append(join)
 
     def launch(self, *, decode: dict[int, int] | None = None, prefill: tuple[Chunk, ...] = (), **more: object) -> None:

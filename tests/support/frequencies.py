@@ -7,7 +7,7 @@ from tests.support import slow_sampler
 
 V = 12
 LOGITS_V = np.asarray([2.0, 1.5, 1.2, 0.9, 0.5, 0.0, -0.3, -0.7, -1.0, -1.5, -2.0, -3.0], np.float32)
-MANY_WISHES = [
+MANY_SAMPLINGS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.6),
     SamplingParams(temperature=1.8),

@@ -93,11 +93,11 @@ class GrammarRig:
         """One request; fields of the Run's own go there."""
         of_run = ("fork_handles", "num_resumed_tokens", "timeout_s")
         run = {name: sampling.pop(name) for name in of_run if name in sampling}
-        wishes = msgspec.structs.replace(Sampling(max_tokens=256, grammar=grammar), **sampling)
+        params = msgspec.structs.replace(Sampling(max_tokens=256, grammar=grammar), **sampling)
         prompt_ids = np.array(list(prompt), "<i4").tobytes()
         for each in (handle, *run.get("fork_handles", ())):
             self.outputs[each] = Output()
-        message = Run(handle=handle, request_id=f"r{handle}", prompt_ids=prompt_ids, sampling=wishes, **run)
+        message = Run(handle=handle, request_id=f"r{handle}", prompt_ids=prompt_ids, sampling=params, **run)
         self._inbox.append((GATEWAY, message))
 
     def cancel(self, *handles: int) -> None:

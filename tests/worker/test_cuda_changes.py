@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.model.gpu.state import WISH_COLUMNS, RowLayout, RowState
+from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout, RowState
 from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.cuda.staging import RowChanges, Upload
@@ -44,23 +44,23 @@ def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -
 def test_a_join_sets_its_row_and_no_other() -> None:
     side = Side()
     before = side.state.words_W.clone()
-    wishes = dict.fromkeys(WISH_COLUMNS, 7) | {"wish": 0, "top_p": 0.8, "log_min_p": -np.inf, "repetition": 1.5}
-    side.changes.join(join(3, [8, 9, 10], num_prompt=2, temperature=0.5, seed=2**64 - 3), wishes)
+    sampling = dict.fromkeys(SAMPLING_COLUMNS, 7) | {"method": 0, "top_p": 0.8, "log_min_p": -np.inf, "repetition": 1.5}
+    side.changes.join(join(3, [8, 9, 10], num_prompt=2, temperature=0.5, seed=2**64 - 3), sampling)
     side.send()
     state = side.state
     assert (state.last_token_R[3], state.position_R[3], state.num_prompt_R[3]) == (10, 2, 2)
     assert (state.temperature_R[3].item(), state.seed_R[3].item()) == (0.5, -3)
-    got = {name: round(column_R[3].item(), 6) for name, column_R in state.wish_columns.items()}
-    assert got == wishes
-    assert int((state.words_W != before).sum()) == 6 + len(wishes) - 1
+    got = {name: round(column_R[3].item(), 6) for name, column_R in state.sampling_columns.items()}
+    assert got == sampling
+    assert int((state.words_W != before).sum()) == 6 + len(sampling) - 1
 
 
-def test_a_row_with_a_wish_is_greedy_for_the_steps_own_sampler() -> None:
+def test_a_row_with_a_method_of_its_own_is_greedy_for_the_steps_sampler() -> None:
     side = Side()
-    wishes = dict.fromkeys(WISH_COLUMNS, 0) | {"wish": 1, "wish_temperature": 0.5}
-    side.changes.join(join(3, [8, 9], num_prompt=2, temperature=0.5), wishes)
+    sampling = dict.fromkeys(SAMPLING_COLUMNS, 0) | {"method": 1, "sampling_temperature": 0.5}
+    side.changes.join(join(3, [8, 9], num_prompt=2, temperature=0.5), sampling)
     side.send()
-    assert (side.state.temperature_R[3], side.state.wish_columns["wish_temperature"][3]) == (0.0, 0.5)
+    assert (side.state.temperature_R[3], side.state.sampling_columns["sampling_temperature"][3]) == (0.0, 0.5)
 
 
 def test_the_last_of_two_blocks_for_a_place_is_the_one() -> None:
@@ -102,7 +102,7 @@ def test_columns_do_not_overlap_and_begin_on_128_bytes(rows: int, width: int, ba
         [
             (layout.seed, 2 * rows), (layout.last_token, rows), (layout.position, rows), (layout.num_prompt, rows),
             (layout.temperature, rows), (layout.batch, batch), (layout.table, rows * width),
-            *((start, rows) for start in layout.wishes.values()),
+            *((start, rows) for start in layout.sampling.values()),
         ]
     )  # fmt: skip
     assert all(start % 32 == 0 for start, _ in spans)

@@ -11,7 +11,7 @@ from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graphs import batch_sizes
 from octavo.worker.runners.interface import RunnerError, StepMasks
 from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
-from tests.support.cuda_twins import VOCAB, WISHES, Hand, chunk, prompt, twins, world
+from tests.support.cuda_twins import SAMPLING, VOCAB, Hand, chunk, prompt, twins, world
 from tests.support.interpreter import WARNINGS
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
@@ -26,7 +26,7 @@ def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, mon
     shared = rng.integers(0, VOCAB, 9).tolist()
     for handle in range(6):
         ids = shared[: rng.integers(4, 10)] + rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
-        here.add(handle, ids, max_tokens=int(rng.integers(5, 9)), ignore_eos=True, **WISHES[handle % len(WISHES)])
+        here.add(handle, ids, max_tokens=int(rng.integers(5, 9)), ignore_eos=True, **SAMPLING[handle % len(SAMPLING)])
     here.run()
     here.check_quiet()
     assert all(stream.finished and not stream.finished.error for stream in here.streams.values())
@@ -117,9 +117,9 @@ def test_forks_of_a_prompt_draw_their_own_tokens_from_its_last_logits() -> None:
     hand = Hand(twins())
     hand.join(0, prompt(10, 5), temperature=60.0, seed=1)
     hand.step(prefill=(chunk(0, 0, 5),))
-    wishes = ({"temperature": 60.0, "seed": 2}, {"temperature": 60.0, "seed": 3, "num_logprobs": 2}, {"top_k": 3})
-    for slot, wish in zip((1, 3, 2), wishes, strict=True):
-        hand.join(slot, prompt(11, 6), **wish)
+    sampling = ({"temperature": 60.0, "seed": 2}, {"temperature": 60.0, "seed": 3, "num_logprobs": 2}, {"top_k": 3})
+    for slot, params in zip((1, 3, 2), sampling, strict=True):
+        hand.join(slot, prompt(11, 6), **params)
     first, second = hand.free.pop(0), hand.free.pop(0)
     for slot in (1, 3, 2):
         hand.tables[slot] = [first, second]
@@ -188,13 +188,13 @@ def test_a_choice_that_fails_is_told_where_the_step_is_collected(monkeypatch: py
     hand.launch(prefill=(chunk(0, 0, 5),))
     fast = hand.runner.fast
     with monkeypatch.context() as patch:
-        patch.setattr(fast.programs, "run_wishes", lambda *args: (_ for _ in ()).throw(RuntimeError("no luck")))  # type: ignore[attr-defined]
+        patch.setattr(fast.programs, "run_sampling", lambda *args: (_ for _ in ()).throw(RuntimeError("no luck")))  # type: ignore[attr-defined]
         fast.constrain(masks_of({0: [1]}))
     with pytest.raises(RunnerError, match="no luck"):
         fast.collect()
 
 
-def test_wishes_without_room_on_the_device_are_served_by_the_whole_sampler() -> None:
+def test_parameters_without_room_on_the_device_are_served_by_the_whole_sampler() -> None:
     hand = Hand(twins())
     hand.join(0, prompt(17, 5), num_logprobs=25, bad_words=((1, 2),))
     hand.join(1, prompt(18, 5), bad_words=(tuple(range(40)),), allowed_token_ids=(5, 6, 7), temperature=60.0, seed=1)

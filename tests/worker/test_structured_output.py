@@ -34,12 +34,12 @@ def complete_outputs(speaker: Speaker, seeds: range, *, max_tokens: int = 400) -
     rig = speaker.rig(num_seqs=48)
     for seed in seeds:
         schema = SchemaMaker(seed).schema()
-        wishes = {"temperature": 1.0, "seed": seed, "max_tokens": max_tokens}
+        sampling = {"temperature": 1.0, "seed": seed, "max_tokens": max_tokens}
         if seed % 5 == 1:
-            wishes = {"temperature": 0.8, "seed": seed, "top_p": 0.95, "top_k": 40, "max_tokens": max_tokens}
+            sampling = {"temperature": 0.8, "seed": seed, "top_p": 0.95, "top_k": 40, "max_tokens": max_tokens}
         if seed % 5 == 2:
-            wishes |= {"frequency_penalty": 0.5, "min_tokens": 20}
-        rig.ask(seed, [5, 6, 7, 8 + seed % 50], json_schema(as_json(schema)), **wishes)
+            sampling |= {"frequency_penalty": 0.5, "min_tokens": 20}
+        rig.ask(seed, [5, 6, 7, 8 + seed % 50], json_schema(as_json(schema)), **sampling)
     outputs = rig.run(timeout_s=240)
     rig.close()
     ends = Counter(output.finished.reason.name for output in outputs.values() if output.finished)

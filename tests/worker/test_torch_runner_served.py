@@ -31,7 +31,7 @@ CONFIG = Qwen2Config(
     max_position_embeddings=128,
     tie_word_embeddings=True,
 )
-WISHES: list[dict[str, Any]] = [
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.2, "seed": 5},
     {"temperature": 0.0, "frequency_penalty": 0.7},
@@ -69,11 +69,11 @@ def world(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, *, num_block
     return World(config)
 
 
-def expected(model: Qwen2ForCausalLM, ids: list[int], count: int, wishes: dict[str, Any]) -> list[int]:
+def expected(model: Qwen2ForCausalLM, ids: list[int], count: int, sampling: dict[str, Any]) -> list[int]:
     output: list[int] = []
     for _ in range(count):
         logits_V = dense_logits(model, torch.tensor(ids + output))[-1, :VOCAB]
-        output.append(slow_sampler.sample(logits_V.numpy(), ids, output, SamplingParams(**wishes)))
+        output.append(slow_sampler.sample(logits_V.numpy(), ids, output, SamplingParams(**sampling)))
     return output
 
 
@@ -90,15 +90,17 @@ def work(model: Qwen2ForCausalLM) -> Work:
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, 12).tolist()
     prompts = [shared[: rng.integers(4, 13)] + rng.integers(0, VOCAB, rng.integers(1, 8)).tolist() for _ in range(9)]
-    wishes = [WISHES[handle % len(WISHES)] for handle in range(len(prompts))]
-    outputs = [expected(model, ids, int(rng.integers(6, 16)), wish) for ids, wish in zip(prompts, wishes, strict=True)]
+    sampling = [SAMPLING[handle % len(SAMPLING)] for handle in range(len(prompts))]
+    outputs = [
+        expected(model, ids, int(rng.integers(6, 16)), params) for ids, params in zip(prompts, sampling, strict=True)
+    ]
     return Work(prompts, outputs)
 
 
 def ask_all(here: World, work: Work) -> list[tuple[int, int]]:
     """Every prompt, for as many tokens as are expected of it."""
     return [
-        here.add(handle, prompt, max_tokens=len(output), **WISHES[handle % len(WISHES)])
+        here.add(handle, prompt, max_tokens=len(output), **SAMPLING[handle % len(SAMPLING)])
         for handle, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True))
     ]
 
@@ -172,16 +174,16 @@ def test_output_i_is_what_a_request_with_seed_plus_i_gives_alone_in_any_company(
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, 9 + index).tolist() for index in range(4)]
     together = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
-    for index, (ids, wishes) in enumerate(zip(prompts, WANTED, strict=True)):
-        together.add(index, ids, num_outputs=3, max_tokens=14, **wishes)
+    for index, (ids, sampling) in enumerate(zip(prompts, WANTED, strict=True)):
+        together.add(index, ids, num_outputs=3, max_tokens=14, **sampling)
     together.run()
     together.check_quiet()
     assert (together.scheduler.counters.num_preemptions > 0) == (num_blocks == 12)
-    for index, (ids, wishes) in enumerate(zip(prompts, WANTED, strict=True)):
+    for index, (ids, sampling) in enumerate(zip(prompts, WANTED, strict=True)):
         for output in range(3):
             alone = world(model, monkeypatch, num_blocks=64, max_in_flight=1)
-            seed = (wishes["seed"] + output) % 2**64
-            which = alone.add(7, ids, max_tokens=14, **wishes | {"seed": seed})
+            seed = (sampling["seed"] + output) % 2**64
+            which = alone.add(7, ids, max_tokens=14, **sampling | {"seed": seed})
             alone.run()
             stream = together.streams[key(index + 1000 * output)]
             assert stream.tokens == alone.streams[which].tokens, (index, output)

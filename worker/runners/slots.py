@@ -18,7 +18,7 @@ from octavo.worker.scheduler.plan import Join, StepPlan
 class RunnerRows:
     """Rows of numpy arrays, one per slot; entries past a row's length are stale.
 
-    table_RM: int32 block ids, -1 where unset. history: tokens. sampler: the wishes of each row.
+    table_RM: int32 block ids, -1 where unset. history: tokens. sampler: the parameters of each row.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunnerRows:
 
 
 def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The sampler's view of a request's wishes: end tokens are stop ids like others, unless ignored."""
+    """The sampler's view of a request's parameters: end tokens are stop ids like others, unless ignored."""
     ends = () if sampling.ignore_eos else eos_token_ids
     return SamplingParams(
         temperature=sampling.temperature,

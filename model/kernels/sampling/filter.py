@@ -1,7 +1,7 @@
-"""Biases, penalties, min-p, top-k, top-p and typical-p on the device, for the rows of a batch that wish for them.
+"""Biases, penalties, min-p, top-k, top-p and typical-p on the device, for the rows of a batch that have them.
 
 It runs behind the step's own sampler (model/kernels/sampling/sample.py), which has given every row a token already and
-moved it on; rows that wish for more get another token from the same logits, and nothing waits. The rules are
+moved it on; rows that need more get another token from the same logits, and nothing waits. The rules are
 model/sampling/filters.py's: each filter keeps a prefix of the logits in falling order (typical-p one around the mean),
 equal logits stay or fall together, and the draw among the survivors is Gumbel-max with the same noise as everywhere.
 
@@ -9,7 +9,7 @@ Nothing is sorted: the K largest logits lie in the K groups of 64 with the large
 group's maximum, the second one takes the best 64 groups and finds the cut among their 4096 logits by bisection. For
 rows where it lies past those, a third one searches the whole row (model/kernels/sampling/whole_row.py).
 
-    wish    0: none · 1: filters, or a temperature next to zero · 2: a race (or argmax) of the whole vocabulary
+    method  0: keep the token · 1: filters, or a temperature next to zero · 2: a race (or argmax) of all tokens
 
 Legend: B sequences of the batch · R rows of the state · V columns of the logits · W parts of a row · G groups · A room
 for biases · H ring of newest tokens.
@@ -38,7 +38,7 @@ from octavo.model.kernels.sampling.ordering import float_of, kth_largest, larges
 from octavo.model.kernels.sampling.whole_row import FARTHEST, choose_in_row
 
 BEST_GROUPS = 64
-NO_WISH, FILTERS, RACE = 0, 1, 2
+KEEP, FILTERS, RACE = 0, 1, 2
 EXHAUSTED = 2
 """Bit of is_finite_B: masks left the row no token."""
 _GREEDY_TEMPERATURE = tl.constexpr(1.0)
@@ -46,8 +46,8 @@ _COLDEST = tl.constexpr(1e-37)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wishes:
-    """What rows wish for, and what they have said. [R] each; int32: wish_R, top_k_R (0: off), num_biases_R.
+class SamplingColumns:
+    """How rows are sampled, and what they have said. [R] each; int32: method_R, top_k_R (0: off), num_biases_R.
 
     float32: top_p_R, typical_p_R (1: off), log_min_p_R (-inf: off), repetition_R (1: off), presence_R, frequency_R (0:
     off). count_RV: int16 [R, vocab_size], how often a token is in the output (at most MAX_COUNT), and IN_PROMPT where
@@ -55,7 +55,7 @@ class Wishes:
     model/kernels/sampling/columns.py. said_RH: int32, as in model/kernels/sampling/bad_words.py.
     """
 
-    wish_R: torch.Tensor
+    method_R: torch.Tensor
     top_k_R: torch.Tensor
     top_p_R: torch.Tensor
     log_min_p_R: torch.Tensor
@@ -97,7 +97,7 @@ def _scale(temperature):
 
 @triton.jit
 def _group_maxima_kernel(
-    logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, wish_R,
+    logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, method_R,
     count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
     group_BG, mass_BW, most_BW, width, vocab_size,
     PART: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, A: tl.constexpr, FAST: tl.constexpr,
@@ -105,9 +105,9 @@ def _group_maxima_kernel(
     b = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.load(rows_B + b)
-    wish = tl.load(wish_R + row)
+    method = tl.load(method_R + row)
     is_tail = part == PARTS - 1
-    if (wish == 0) | (is_tail & (tl.load(num_biases_R + row) == 0)):
+    if (method == 0) | (is_tail & (tl.load(num_biases_R + row) == 0)):
         return
     columns = row_of_columns(
         b, row, logits_BV, width, count_RV, vocab_size, bias_id_RA, biased_BA, num_biases_R, (PARTS - 1) * PART,
@@ -115,7 +115,7 @@ def _group_maxima_kernel(
     )  # fmt: skip
     token, x, is_token = load_part(columns, part * PART, PART)
     temperature = tl.load(temperature_R + row)
-    if (wish == 2) & (temperature > 0.0):
+    if (method == 2) & (temperature > 0.0):
         key_low, key_high = _draw_key(seed_R, position_R, num_prompt_R, row)
         x = tl.where(is_token, x / temperature - log_exponential(token, key_low, key_high, FAST), float("-inf"))
     most = tl.max(x, 0)
@@ -190,7 +190,7 @@ def _has_penalty(repetition_R, presence_R, frequency_R, row):
 @triton.jit
 def _choose_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, last_token_R, token_B, is_finite_B,
-    wish_R, top_k_R, top_p_R, log_min_p_R, typical_p_R, said_RH,
+    method_R, top_k_R, top_p_R, log_min_p_R, typical_p_R, said_RH,
     count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
     group_BG, mass_BW, most_BW, best_BG, undecided_B, width, vocab_size,
     PART: tl.constexpr, GROUP: tl.constexpr, BEST: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr,
@@ -198,8 +198,8 @@ def _choose_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     row = tl.load(rows_B + b)
-    wish = tl.load(wish_R + row)
-    if wish == 0:
+    method = tl.load(method_R + row)
+    if method == 0:
         tl.store(undecided_B + b, 0)
         return
     columns = row_of_columns(
@@ -223,7 +223,7 @@ def _choose_kernel(
     column = tl.reshape(best[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [BEST * GROUP])
     token, x, is_token = load_columns(columns, column)
     is_right = True
-    if wish == 2:
+    if method == 2:
         if temperature > 0.0:
             x = x / temperature - log_exponential(token, key_low, key_high, FAST)
         score = tl.where(is_token, x, float("-inf"))
@@ -291,41 +291,42 @@ def filter_and_choose(
     last_token_R: torch.Tensor,
     token_B: torch.Tensor,
     is_finite_B: torch.Tensor,
-    wishes: Wishes,
+    sampling: SamplingColumns,
     parts: FilterParts,
 ) -> None:
-    """Give each of rows_B that has a wish another token, in token_B and last_token_R, count it and note it in said_RH.
+    """Give each of rows_B that has a method of its own another token, in token_B and last_token_R; count it, and note
+    it in said_RH.
 
     Behind `sample_and_advance` with the same arguments: position_R is that of the token. is_finite_B gets the bit
-    EXHAUSTED where no token is left. Rows are distinct, except those without a wish. Dtypes as there. Raises ValueError
-    where a tensor does not fit.
+    EXHAUSTED where no token is left. Rows are distinct, except those that keep theirs. Dtypes as there. Raises
+    ValueError where a tensor does not fit.
     """
-    (B,), (R,), vocab_size = rows_B.shape, position_R.shape, wishes.count_RV.shape[1]
+    (B,), (R,), vocab_size = rows_B.shape, position_R.shape, sampling.count_RV.shape[1]
     check_tensor("logits_BV", logits_BV, shape=(B, None), dtype=logits_BV.dtype)
     check_tensor("rows_B", rows_B, shape=(B,), dtype=torch.int32)
     check_tensor("token_B", token_B, shape=(B,), dtype=torch.int32)
     check_tensor("is_finite_B", is_finite_B, shape=(B,), dtype=torch.int8)
-    check_tensor("count_RV", wishes.count_RV, shape=(R, None), dtype=torch.int16)
-    check_tensor("bias_id_RA", wishes.bias_id_RA, shape=(R, MAX_BIASES), dtype=torch.int32)
-    check_tensor("said_RH", wishes.said_RH, shape=(R, RING), dtype=torch.int32)
+    check_tensor("count_RV", sampling.count_RV, shape=(R, None), dtype=torch.int16)
+    check_tensor("bias_id_RA", sampling.bias_id_RA, shape=(R, MAX_BIASES), dtype=torch.int32)
+    check_tensor("said_RH", sampling.said_RH, shape=(R, RING), dtype=torch.int32)
     if logits_BV.shape[1] < vocab_size or len(parts.group_BG) < B:
         raise ValueError(f"logits_BV is {tuple(logits_BV.shape)}: need {vocab_size} ids, {len(parts.group_BG)} rows")
     state = (temperature_R, seed_R, position_R, num_prompt_R)
     outcome = (last_token_R, token_B, is_finite_B)
-    filters = (wishes.top_k_R, wishes.top_p_R, wishes.log_min_p_R, wishes.typical_p_R, wishes.said_RH)
+    filters = (sampling.top_k_R, sampling.top_p_R, sampling.log_min_p_R, sampling.typical_p_R, sampling.said_RH)
     columns = (
-        wishes.count_RV, wishes.bias_id_RA, parts.biased_BA, wishes.num_biases_R, wishes.repetition_R,
-        wishes.presence_R, wishes.frequency_R,
+        sampling.count_RV, sampling.bias_id_RA, parts.biased_BA, sampling.num_biases_R, sampling.repetition_R,
+        sampling.presence_R, sampling.frequency_R,
     )  # fmt: skip
     found = (parts.group_BG, parts.mass_BW, parts.most_BW)
     sizes, groups = (logits_BV.shape[1], vocab_size), parts.group_BG.shape[1]
     tiles = {"PART": PART, "PARTS": parts.num_parts, "A": MAX_BIASES, "FAST": logits_BV.is_cuda}
     rest = {"PART_WIDTH": next_power_of_2(parts.num_parts), "RING": RING, "MAX_COUNT": MAX_COUNT}
     _group_maxima_kernel[(B, parts.num_parts)](
-        logits_BV, rows_B, *state, wishes.wish_R, *columns, *found, *sizes, **tiles, GROUP=GROUP, num_warps=16
+        logits_BV, rows_B, *state, sampling.method_R, *columns, *found, *sizes, **tiles, GROUP=GROUP, num_warps=16
     )
     _choose_kernel[(B,)](
-        logits_BV, rows_B, *state, *outcome, wishes.wish_R, *filters, *columns, *found, parts.best_BG,
+        logits_BV, rows_B, *state, *outcome, sampling.method_R, *filters, *columns, *found, parts.best_BG,
         parts.undecided_B, *sizes, **tiles, **rest, GROUP=GROUP, BEST=BEST_GROUPS, GROUP_WIDTH=next_power_of_2(groups),
         num_warps=8, maxnreg=128,
     )  # fmt: skip

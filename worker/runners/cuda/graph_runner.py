@@ -17,7 +17,7 @@ from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.sampling_columns import Stage
-from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, WishState
+from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, SamplingState
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes
@@ -31,7 +31,7 @@ OnProgress = Callable[[int, int], None]
 Program = Callable[[], None]
 
 _RECORDED_STAGES = (Stage.CHOICE, Stage.LOGPROBS, Stage.LOGPROBS | Stage.CHOICE)
-"""What decode rows wish for most often; the rest is launched kernel by kernel behind the step, while that runs."""
+"""What decode rows need most often; the rest is launched kernel by kernel behind the step, while that runs."""
 
 
 class PathChoice(Enum):
@@ -87,7 +87,7 @@ class StepPrograms:
         self.step, self._mixed_step = make_steps(
             weights, self.state, self.kv, config, max_tokens=max(largest, config.max_batch_tokens)
         )
-        self.wishes = WishState(
+        self.sampling = SamplingState(
             num_rows=config.max_slots + 1,
             max_batch=config.max_slots + MAX_RECORDED_CHUNKS,
             vocab_size=config.vocab_size,
@@ -99,7 +99,7 @@ class StepPrograms:
         self._path_choice = config.path_choice
         self._upload_U = torch.empty(0)
         self._decodes: dict[int, Program] = {}
-        self._wishes: dict[tuple[int, Stage], Program] = {}
+        self._sampling: dict[tuple[int, Stage], Program] = {}
         self._mixed: dict[MixedLayout, Program] = {}
 
     def read_from(self, upload_U: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class StepPrograms:
             on_progress(len(self._mixed) + len(self._decodes), total)
             self._decodes[size] = self._recorder.record(self._decode_program(size))
             for stages in _RECORDED_STAGES:
-                self._wishes[size, stages] = self._recorder.record(self._wish_program(size, stages))
+                self._sampling[size, stages] = self._recorder.record(self._sampling_program(size, stages))
         on_progress(total, total)
         return time.perf_counter() - start_s
 
@@ -135,13 +135,13 @@ class StepPrograms:
         for size in self._sizes:
             for _ in self.step.paths.try_all(size):
                 self._decode_program(size)()
-            self.run_wishes(self.step.rows_B[:size])
+            self.run_sampling(self.step.rows_B[:size])
 
     def forget(self) -> None:
         """Drop what was recorded. Idempotent."""
         self._mixed.clear()
         self._decodes.clear()
-        self._wishes.clear()
+        self._sampling.clear()
 
     def record_largest(self, recorder: Recorder) -> tuple[Program, Program]:
         """The widest decode and the largest mixed step, recorded for whoever measures."""
@@ -166,11 +166,11 @@ class StepPrograms:
         program = self._mixed.get(layout)
         program() if program else self._mixed_program(layout)()
 
-    def run_wishes(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
-        """Enqueue what the rows (int32) of the step before wish for; stages: at least the union of theirs."""
+    def run_sampling(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
+        """Enqueue the kernels that the rows (int32) of the step before need; stages: at least the union of theirs."""
         step, B = self.step, len(rows_B)
         program = (
-            self._wishes.get((B, stages)) if masks is None and rows_B.data_ptr() == step.rows_B.data_ptr() else None
+            self._sampling.get((B, stages)) if masks is None and rows_B.data_ptr() == step.rows_B.data_ptr() else None
         )
         if program is not None:
             program()
@@ -178,7 +178,7 @@ class StepPrograms:
         batch = SampledBatch(
             logits_BV=step.logits_BV[:B], rows_B=rows_B, token_B=step.token_B[:B], is_finite_B=step.is_finite_B[:B]
         )
-        self.wishes.run(stages, batch, masks)
+        self.sampling.run(stages, batch, masks)
 
     def sampled_rows(self, layout: MixedLayout) -> torch.Tensor:
         """int32: rows that a mixed step of this layout samples, as they lie in the upload."""
@@ -207,9 +207,9 @@ class StepPrograms:
 
         return run
 
-    def _wish_program(self, size: int, stages: Stage) -> Program:
+    def _sampling_program(self, size: int, stages: Stage) -> Program:
         rows_B = self.step.rows_B[:size]
-        return lambda: self.run_wishes(rows_B, stages)
+        return lambda: self.run_sampling(rows_B, stages)
 
     def _mixed_program(self, layout: MixedLayout) -> Program:
         inputs = layout.inputs(self._upload_U[HEADER_WORDS:])

@@ -1,6 +1,6 @@
 """The runner that executes plans on a CUDA device, one step ahead of its results.
 
-    launch(plan):   changed rows and inputs of the chunks in one copy  ->  a recorded step  ->  what rows wish for
+    launch(plan):   changed rows and inputs of the chunks in one copy  ->  a recorded step  ->  sampling parameters
                     ->  copy of the tokens
     constrain():    where rows have grammars, the last two wait for it
     collect():      wait for the oldest step's copy, and for nothing else
@@ -157,7 +157,7 @@ class CudaRunner:
         )
         self.programs.read_from(self._upload.device_U)
         self._results = Results(
-            self.programs.step.result, self.programs.wishes.logprobs.answer_BX, num_buffers=config.max_in_flight
+            self.programs.step.result, self.programs.sampling.logprobs.answer_BX, num_buffers=config.max_in_flight
         )
         self._choosing = Choosing(self.programs, config, self._device)
         self._pooler = Pooler()

@@ -15,20 +15,20 @@ import numpy as np
 import torch
 
 from octavo.model.gpu.sampling_columns import Stage, plan_row
-from octavo.model.gpu.sampling_state import WishState
-from octavo.model.gpu.state import WISH_COLUMNS
+from octavo.model.gpu.sampling_state import SamplingState
+from octavo.model.gpu.state import SAMPLING_COLUMNS
 from octavo.model.sampling.params import Feature, SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampled, Sampler
 from octavo.worker.scheduler.plan import Join
 
-_NO_WISHES: Mapping[str, float] = dict.fromkeys(WISH_COLUMNS, 0)
+_NO_SAMPLING: Mapping[str, float] = dict.fromkeys(SAMPLING_COLUMNS, 0)
 
 
-class RowWishes:
+class RowSampling:
     """What the host remembers of the device's rows; stale for slots that nobody holds."""
 
-    def __init__(self, state: WishState, *, max_slots: int) -> None:
+    def __init__(self, state: SamplingState, *, max_slots: int) -> None:
         self._state = state
         self._stage_R = np.zeros(max_slots, np.uint8)
         self._num_logprobs_R = np.zeros(max_slots, np.int64)
@@ -46,9 +46,9 @@ class RowWishes:
         return plan.columns
 
     def leave(self, join: Join) -> Mapping[str, float]:
-        """The columns of a row that wishes for nothing here, but for a grammar's mask: the whole sampler has it."""
+        """The columns of a row that needs nothing here, but for a grammar's mask: the whole sampler has it."""
         self._stage_R[join.slot] = Stage.SPECIAL | (Stage.NONE if join.sampling.grammar is None else Stage.GRAMMAR)
-        return _NO_WISHES
+        return _NO_SAMPLING
 
     def stages(self, slots_S: np.ndarray) -> Stage:
         """What a step with these rows runs."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from octavo.model.gpu.sampling_state import DeviceMasks
-from octavo.model.gpu.state import WISH_COLUMNS, RowLayout
+from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout
 from octavo.model.kernels.row_changes import HEADER_WORDS
 from octavo.model.kernels.sampling.mask import num_words
 from octavo.worker.scheduler.plan import Join
@@ -86,27 +86,27 @@ class RowChanges:
         self._batch_A[:] = self.scratch_row
         self._seed_R = self.words_W[layout.seed : layout.seed + 2 * R].view(np.uint64)
         self._temperature_R = self.words_W[layout.temperature : layout.temperature + R].view(np.float32)
-        self._wishes = {name: self._column(name).view(dtype) for name, dtype in WISH_COLUMNS.items()}
-        single = [layout.last_token, layout.position, layout.num_prompt, layout.temperature, *layout.wishes.values()]
+        self._sampling = {name: self._column(name).view(dtype) for name, dtype in SAMPLING_COLUMNS.items()}
+        single = [layout.last_token, layout.position, layout.num_prompt, layout.temperature, *layout.sampling.values()]
         self._places_of_join = np.asarray([*single, layout.seed, layout.seed + 1], np.int32)
         self._strides_of_join = np.asarray([1] * len(single) + [2, 2], np.int32)
         self._pending: list[np.ndarray] = []
 
-    def join(self, join: Join, wishes: Mapping[str, float]) -> None:
-        """The row stands before its last known token, with an empty table. wishes: by name of WISH_COLUMNS."""
+    def join(self, join: Join, sampling: Mapping[str, float]) -> None:
+        """The row stands before its last known token, with an empty table. sampling: by name of SAMPLING_COLUMNS."""
         slot, words_W, layout = join.slot, self.words_W, self.layout
         self.table_RM[slot] = NO_BLOCK
         self._seed_R[slot] = np.uint64(join.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        self._temperature_R[slot] = 0.0 if wishes["wish"] else join.sampling.temperature
+        self._temperature_R[slot] = 0.0 if sampling["method"] else join.sampling.temperature
         words_W[layout.last_token + slot] = join.token_ids_T[-1]
         words_W[layout.position + slot] = len(join.token_ids_T) - 1
         words_W[layout.num_prompt + slot] = join.num_prompt_tokens
-        for name, column_R in self._wishes.items():
-            column_R[slot] = wishes[name]
+        for name, column_R in self._sampling.items():
+            column_R[slot] = sampling[name]
         self._pending.append(self._places_of_join + slot * self._strides_of_join)
 
     def _column(self, name: str) -> np.ndarray:
-        start = self.layout.wishes[name]
+        start = self.layout.sampling[name]
         return self.words_W[start : start + self.layout.num_rows]
 
     def put_blocks(self, updates_U3: np.ndarray) -> None:

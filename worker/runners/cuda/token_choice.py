@@ -1,4 +1,4 @@
-"""What follows a step until its tokens are chosen: the wishes of its rows, the masks of its grammars.
+"""What follows a step until its tokens are chosen: the sampling parameters of its rows, the masks of its grammars.
 
 Must not know: how the step before it was launched, who waits for the tokens.
 
@@ -16,7 +16,7 @@ from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampler
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, StepPrograms
-from octavo.worker.runners.cuda.sampling import RowWishes, SpecialRows
+from octavo.worker.runners.cuda.sampling import RowSampling, SpecialRows
 from octavo.worker.runners.cuda.staging import MaskUpload, RowChanges
 from octavo.worker.runners.interface import StepMasks
 from octavo.worker.runners.slots import sampling_params
@@ -28,7 +28,7 @@ from octavo.worker.scheduler.plan import Join, SlotLogprobs, StepPlan
 class RunStep:
     """A step that was run. rows_B: int32 on the device. first_end: where the rows of ended chunks begin in it.
 
-    slots_S: ``plan.sampled_slots``. stages: what they wish for.
+    slots_S: ``plan.sampled_slots``. stages: what they need.
     """
 
     plan: StepPlan
@@ -68,7 +68,7 @@ class Choosing:
 
     def __init__(self, programs: StepPrograms, config: CudaRunnerConfig, device: torch.device) -> None:
         self._programs, self._config, self._device = programs, config, device
-        self._rows = RowWishes(programs.wishes, max_slots=config.max_slots)
+        self._rows = RowSampling(programs.sampling, max_slots=config.max_slots)
         self._masks = MaskUpload(
             max_rows=config.max_slots, vocab_size=config.vocab_size, num_buffers=config.max_in_flight, device=device
         )
@@ -92,26 +92,26 @@ class Choosing:
         changes.join(join, columns)
 
     def warm_up(self) -> None:
-        """Run every kernel once, for a row that has no wishes."""
+        """Run every kernel once, for a row that needs none."""
         scratch_B = torch.full((1,), self._config.max_slots, dtype=torch.int32, device=self._device)
         everything = np.full((1, -(-self._config.vocab_size // 32)), -1, np.int32)
         masks = self._masks.send(np.zeros(1, np.int32), everything)
-        self._programs.run_wishes(scratch_B, ~Stage.NONE, masks)
+        self._programs.run_sampling(scratch_B, ~Stage.NONE, masks)
 
     def started(self, plan: StepPlan, rows_B: torch.Tensor, *, first_end: int) -> RunStep:
-        """The step, with what its rows wish for."""
+        """The step, with what its rows need."""
         slots_S = plan.sampled_slots
         stages = self._rows.stages(slots_S)
         return RunStep(plan=plan, rows_B=rows_B, first_end=first_end, slots_S=slots_S, stages=stages)
 
     def run(self, step: RunStep, masks: StepMasks | None) -> Chosen:
-        """Enqueue everything that the step's rows wish for. Waits for the device where a row is special, only."""
+        """Enqueue every kernel that the step's rows need. Waits for the device where a row is special, only."""
         if not step.stages:
             return _NOTHING
         slots_S, stages = step.slots_S, step.stages & ~Stage.SPECIAL
         if stages:
             sent = None if masks is None else self._masks.send(step.columns(masks.index_N), masks.bits_NW)
-            self._programs.run_wishes(step.rows_B, stages, sent)
+            self._programs.run_sampling(step.rows_B, stages, sent)
         logprobs = self._choose_special(step) if Stage.SPECIAL in step.stages else {}
         if Stage.LOGPROBS not in stages:
             return Chosen(logprobs=logprobs)

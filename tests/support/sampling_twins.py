@@ -1,4 +1,4 @@
-"""Rows with wishes in the whole sampler and on the device, token after token. Importable only where triton is."""
+"""Rows in the whole sampler and on the device, token after token. Importable only where triton is."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from octavo.model.gpu.sampling_columns import Stage
-from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, WishState
+from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, SamplingState
 from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
@@ -30,18 +30,20 @@ class Outcome:
     logprobs: dict[int, tuple[float, list[int], list[float]]]
 
 
-class WishTwins:
+class SamplingTwins:
     """num_ids: tokens of each row at the start, its prompt the first five of them; drawn where it is None."""
 
-    def __init__(self, wishes: list[dict[str, Any]], *, seed: int, vocab: int, num_ids: int | None = None) -> None:
-        rng, R = np.random.default_rng(seed), len(wishes)
+    def __init__(self, sampling: list[dict[str, Any]], *, seed: int, vocab: int, num_ids: int | None = None) -> None:
+        rng, R = np.random.default_rng(seed), len(sampling)
         self.vocab, self.num_rows = vocab, R
         self.history = TokenHistory(max_rows=R, max_len=64)
         self.slow = Sampler(vocab_size=vocab, history=self.history)
-        self.state = WishState(num_rows=R + 1, max_batch=R + 2, vocab_size=vocab, device=DEVICE)
+        self.state = SamplingState(num_rows=R + 1, max_batch=R + 2, vocab_size=vocab, device=DEVICE)
         self.lengths = rng.integers(6, 30, R) if num_ids is None else np.full(R, num_ids)
         self.seeds = rng.integers(0, 2**63, R)
-        self.params = [SamplingParams(**({"seed": int(self.seeds[row])} | wish)) for row, wish in enumerate(wishes)]
+        self.params = [
+            SamplingParams(**({"seed": int(self.seeds[row])} | params)) for row, params in enumerate(sampling)
+        ]
         self.num_prompt = np.minimum(self.lengths, 5)
         for row in range(R):
             ids_T = rng.integers(0, vocab, self.lengths[row]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Everything that a row may wish for, on the device against the whole sampler, mixed in one batch."""
+"""Every sampling parameter, on the device against the whole sampler, mixed in one batch."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from octavo.model.gpu.sampling_columns import Stage, plan_row
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.params import Feature, SamplingParams
-from tests.support.wish_twins import Outcome, WishTwins
+from tests.support.sampling_twins import Outcome, SamplingTwins
 
 V = 300
-WISHES: list[dict[str, Any]] = [
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 0.0, "num_logprobs": 3},
@@ -58,10 +58,10 @@ def assert_same(got: Outcome, wanted: Outcome) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_all_wishes_get_the_tokens_and_log_probabilities_of_the_whole_sampler(dtype: torch.dtype) -> None:
-    twins = WishTwins(WISHES, seed=1, vocab=V)
+def test_rows_of_all_parameters_get_the_tokens_and_log_probabilities_of_the_whole_sampler(dtype: torch.dtype) -> None:
+    twins = SamplingTwins(SAMPLING, seed=1, vocab=V)
     for step in range(4):
-        logits = logits_of(len(WISHES), seed=step, dtype=dtype)
+        logits = logits_of(len(SAMPLING), seed=step, dtype=dtype)
         if dtype is torch.bfloat16:  # of equal logits, any may be told first
             distinct = torch.arange(0x3F80, 0x3F80 + V, dtype=torch.int16).view(dtype)
             logits[:, :V] = distinct[torch.randperm(V, generator=torch.Generator().manual_seed(step))]
@@ -70,13 +70,13 @@ def test_rows_of_all_wishes_get_the_tokens_and_log_probabilities_of_the_whole_sa
 
 
 def test_masks_of_a_step_are_for_their_rows_alone() -> None:
-    wishes = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 9, "logit_bias": {11: 60.0}}]
-    twins = WishTwins(wishes, seed=2, vocab=V)
+    sampling = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 9, "logit_bias": {11: 60.0}}]
+    twins = SamplingTwins(sampling, seed=2, vocab=V)
     for row, params in enumerate(twins.params):  # as a runner has it where the request has a grammar
         plan = plan_row(params, params.features | Feature.GRAMMAR, vocab_size=V)
         assert plan is not None
         assert Stage.GRAMMAR | Stage.CHOICE in plan.stages
-        twins.state.state.wish_columns["wish"][row] = int(plan.columns["wish"])
+        twins.state.state.sampling_columns["method"][row] = int(plan.columns["method"])
     rng = np.random.default_rng(0)
     for step in range(3):
         allowed = rng.random((2, V)) < 0.05
@@ -88,7 +88,7 @@ def test_masks_of_a_step_are_for_their_rows_alone() -> None:
 
 def test_a_bad_word_is_forbidden_only_where_its_beginning_was_just_said() -> None:
     words = ((10, 11), (11, 12, 13), (10, 11, 12, 13), tuple(range(20, 53)), (1, 1))
-    twins = WishTwins([{"temperature": 0.0, "bad_words": words}] * 6, seed=3, vocab=V, num_ids=6)
+    twins = SamplingTwins([{"temperature": 0.0, "bad_words": words}] * 6, seed=3, vocab=V, num_ids=6)
     long = np.asarray([10, *range(20, 52)], np.int32)
     endings = ([10], [11, 12], [10, 11, 12], long.tolist(), [1], [11, 12])
     for row, said in enumerate(endings):
@@ -109,20 +109,20 @@ def test_a_bad_word_is_forbidden_only_where_its_beginning_was_just_said() -> Non
 
 
 def test_rows_that_their_masks_leave_nothing_are_told() -> None:
-    wishes = [
+    sampling = [
         {"temperature": 0.0, "allowed_token_ids": (5, 6), "bad_words": ((5,), (6,))},
         {"temperature": 1.0, "allowed_token_ids": (7,), "bad_words": ((7,),), "top_k": 3, "logit_bias": {7: 3.0}},
         {"temperature": 1.0, "allowed_token_ids": (7,)},
     ]
-    wanted, got = WishTwins(wishes, seed=4, vocab=V).choose(logits_of(3, seed=1))
+    wanted, got = SamplingTwins(sampling, seed=4, vocab=V).choose(logits_of(3, seed=1))
     assert got.is_exhausted == wanted.is_exhausted == [True, True, False]
     assert got.is_finite == wanted.is_finite == [True, True, True]
     assert got.tokens[2] == wanted.tokens[2] == 7
 
 
 def test_what_a_row_has_no_room_for_is_left_to_the_whole_sampler() -> None:
-    def plan(**wishes: Any) -> object:
-        params = SamplingParams(**wishes)
+    def plan(**sampling: Any) -> object:
+        params = SamplingParams(**sampling)
         return plan_row(params, params.features, vocab_size=5000)
 
     assert plan(logit_bias=dict.fromkeys(range(1024), 1.0)) is not None
@@ -135,17 +135,17 @@ def test_what_a_row_has_no_room_for_is_left_to_the_whole_sampler() -> None:
     assert plan(num_logprobs=21) is None
 
 
-def test_a_row_without_wishes_needs_no_kernel() -> None:
+def test_a_row_with_a_temperature_alone_needs_no_kernel() -> None:
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3)):
         plan = plan_row(params, params.features, vocab_size=V)
         assert plan is not None
-        assert (plan.stages, plan.columns["wish"]) == (Stage.NONE, 0)
+        assert (plan.stages, plan.columns["method"]) == (Stage.NONE, 0)
 
 
 @pytest.mark.timeout(1500)  # half a minute of one core in the interpreter
 @settings(max_examples=25)
 @given(
-    wishes=st.lists(
+    sampling=st.lists(
         st.fixed_dictionaries(
             {"temperature": st.sampled_from([0.0, 1e-5, 0.5, 1.0, 4.0]), "seed": st.integers(0, 2**64 - 1)},
             optional={
@@ -169,8 +169,8 @@ def test_a_row_without_wishes_needs_no_kernel() -> None:
     ),
     seed=st.integers(0, 1000),
 )
-def test_any_mixture_agrees(wishes: list[dict[str, Any]], seed: int) -> None:
-    twins = WishTwins(wishes, seed=seed, vocab=V)
+def test_any_mixture_agrees(sampling: list[dict[str, Any]], seed: int) -> None:
+    twins = SamplingTwins(sampling, seed=seed, vocab=V)
     for step in range(2):
-        wanted, got = twins.choose(logits_of(len(wishes), seed=seed + step))
+        wanted, got = twins.choose(logits_of(len(sampling), seed=seed + step))
         assert_same(got, wanted)
