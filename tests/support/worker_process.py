@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 60.0
 
 
 class WorkerProcess:

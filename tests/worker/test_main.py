@@ -17,11 +17,11 @@ from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import Sampling, WireFinishReason
 from octavo.worker.main import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.service import free_port
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.support.workers import RecordingSink, pool_config, until
 
-START_S = 30.0
+START_S = 120.0
+SILENCE_S = 60.0  # until a worker without a heartbeat is lost: a busy machine must not look like one
 Start = Callable[..., WorkerProcess]
 OpenPool = Callable[..., Awaitable[WorkerPool]]
 
@@ -32,7 +32,7 @@ async def open_pool(tmp_path: Path) -> AsyncIterator[OpenPool]:
     async with AsyncExitStack() as stack:
 
         async def run(**changes: object) -> WorkerPool:
-            opened = WorkerPool(pool_config(tmp_path, **changes))
+            opened = WorkerPool(pool_config(tmp_path, **({"heartbeat_timeout_s": SILENCE_S} | changes)))
             await opened.start()
             stack.push_async_callback(opened.close)
             return opened
@@ -80,9 +80,13 @@ def expected(seed: int, max_tokens: int = 40) -> list[int]:
 
 
 async def expect_idle(pool: WorkerPool) -> None:
-    """No block is held, and the worker's own recount agrees."""
-    ((_, reply),) = await pool.query(audit=True, flush=False, timeout_s=2.0)
-    assert (reply.num_active_blocks, reply.violations) == (0, ())
+    """Soon no block is held, and the worker's own recount agrees."""
+    async with asyncio.timeout(SILENCE_S):
+        while True:
+            ((_, reply),) = await pool.query(audit=True, flush=False, timeout_s=SILENCE_S)
+            assert reply.violations == ()
+            if not reply.num_active_blocks:
+                break
     assert reply.num_free_blocks + reply.num_cached_blocks == reply.num_blocks
 
 
@@ -91,7 +95,7 @@ async def test_fifty_requests_at_once_give_the_oracles_tokens(pool: WorkerPool, 
     await until_ready(pool)
     opened = [open_one(pool, seed)[1] for seed in range(50)]
     for seed, sink in enumerate(opened):
-        assert (await sink.end(20.0))[0] == "finished"
+        assert (await sink.end())[0] == "finished"
         assert sink.tokens == expected(seed)
         assert [call[0] for call in sink.calls if call[0] != "tokens"] == ["started", "finished"]
     assert dict(pool.stats.protocol_errors) == {}
@@ -115,7 +119,7 @@ async def test_a_cancelled_request_frees_its_blocks_and_leaves_its_neighbour_alo
     await expect_idle(pool)
 
 
-async def test_after_kill_9_victims_know_within_two_seconds_and_a_new_life_serves(
+async def test_after_kill_9_victims_know_without_waiting_for_a_heartbeat_and_a_new_life_serves(
     pool: WorkerPool, start: Start
 ) -> None:
     first = start(oracle_step_delay_s=0.005)
@@ -124,7 +128,7 @@ async def test_after_kill_9_victims_know_within_two_seconds_and_a_new_life_serve
     await until(lambda: all(sink.tokens for sink in sinks))
     first.kill()
     for seed, sink in enumerate(sinks):
-        assert await sink.end(2.0) == ("lost", "WORKER_LOST")
+        assert await sink.end(SILENCE_S / 2) == ("lost", "WORKER_LOST")
         assert sink.tokens == expected(seed, 5_000)[: len(sink.tokens)]
     assert pool.cards() == {}
     start()
@@ -210,13 +214,13 @@ async def test_the_grace_of_a_drain_ends(pool: WorkerPool, start: Start) -> None
 
 
 async def test_a_frozen_worker_is_given_up_and_leaves_when_it_thaws(open_pool: OpenPool, start: Start) -> None:
-    pool = await open_pool(heartbeat_timeout_s=0.6)
+    pool = await open_pool(heartbeat_timeout_s=3.0)
     worker = start(oracle_step_delay_s=0.005, heartbeat_interval_s=0.1)
     await until_ready(pool)
     _, sink = open_one(pool, 3, max_tokens=20_000)
     await until(lambda: sink.tokens)
     worker.signal(signal.SIGSTOP)
-    assert await sink.end(5.0) == ("lost", "WORKER_STALLED")
+    assert await sink.end() == ("lost", "WORKER_STALLED")
     num_tokens = len(sink.tokens)
     worker.signal(signal.SIGCONT)
     assert await asyncio.to_thread(worker.wait) == EXIT_REFUSED
@@ -225,7 +229,7 @@ async def test_a_frozen_worker_is_given_up_and_leaves_when_it_thaws(open_pool: O
 
 
 async def test_a_short_freeze_is_only_a_pause(open_pool: OpenPool, start: Start) -> None:
-    pool = await open_pool(heartbeat_timeout_s=2.0)
+    pool = await open_pool()
     worker = start(oracle_step_delay_s=0.005, heartbeat_interval_s=0.1)
     await until_ready(pool)
     _, sink = open_one(pool, 3, max_tokens=60)
@@ -276,21 +280,27 @@ async def test_metrics_tell_what_happened(pool: WorkerPool, start: Start) -> Non
     sinks = [open_one(pool, seed, max_tokens=10)[1] for seed in range(3)]
     for sink in sinks:
         await sink.end()
-    (loaded,) = [line for line in worker.events() if line["event"] == "loaded"]
-    page = await asyncio.to_thread(read, f"http://127.0.0.1:{loaded['metrics_port']}/metrics")
-    for line in (
+    wanted = {
         "octavo_generation_tokens_total 30.0",
         'octavo_request_finished_total{finished_reason="length"} 3.0',
         "octavo_num_requests_running 0.0",
         "octavo_kv_blocks_leaked 0.0",
         "octavo_worker_gateways 1.0",
-    ):
-        assert line in page
+    }
+    port = metrics_port(worker)
+    async with asyncio.timeout(SILENCE_S):  # a step is counted behind its message
+        while not wanted <= (page := await asyncio.to_thread(read, f"http://127.0.0.1:{port}/metrics")):
+            assert page
 
 
-def read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
-        return str(response.read().decode())
+def metrics_port(worker: WorkerProcess) -> int:
+    """As it says in its log; 0 until it does."""
+    return next((int(str(line["metrics_port"])) for line in worker.events() if line["event"] == "loaded"), 0)
+
+
+def read(url: str) -> set[str]:
+    with urllib.request.urlopen(url, timeout=SILENCE_S) as response:
+        return set(response.read().decode().splitlines())
 
 
 async def test_the_worker_never_imports_torch(pool: WorkerPool, start: Start) -> None:
@@ -320,8 +330,9 @@ def ready_says(port: int) -> tuple[int, str]:
 
 
 async def test_probes_hear_when_a_worker_is_ready_and_when_no_more(start: Start, open_pool: OpenPool) -> None:
-    port = free_port()
-    start(metrics_port=port)
+    worker = start(metrics_port=0)
+    await until(lambda: metrics_port(worker), START_S)
+    port = metrics_port(worker)
     await until(lambda: ready_says(port) == (503, "no gateway has taken this worker yet\n"), START_S)
     pool = await open_pool()
     await until(lambda: ready_says(port) == (200, "ready\n"), START_S)
