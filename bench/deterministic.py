@@ -1,11 +1,9 @@
-"""The price of deterministic mode: the same steps and the same service with and without it, in one run.
+"""The price of deterministic mode on a CPU: the same requests with and without it, in one run.
 
-    python -m bench.deterministic gpu [--shape 0.5B] [--json FILE]     a step, prefill, nano bench on a CUDA device
-    python -m bench.deterministic tiles [--shape 0.5B]                 tiles of the products: times, and equal bits
-    python -m bench.deterministic cpu [--threads 1] [--json FILE]      the bench of bench.cpu on this machine
+    python -m bench.cpu.deterministic [--shape 0.5B] [--threads 1] [--json FILE]
 
-Random weights, bf16. gpu: medians of CUDA graph replays as in bench.gpu_step; nano bench as in bench.gpu_engine.
-Prints tables; --json writes them, too. cpu keeps its checkpoint in out/checkpoint-SHAPE.
+Random weights, bf16; the workloads of bench.cpu.compare. Prints a line for each mode; --json writes the figures, too. Keeps its
+checkpoint in out/checkpoint-SHAPE. A CUDA device: bench.gpu.deterministic.
 """
 
 import argparse
@@ -17,7 +15,6 @@ import numpy as np
 import torch
 
 from bench.figures import write_json
-from bench.gpu.device import need_cuda
 from bench.local_engine import LocalEngine
 from bench.machine import this_machine
 from bench.modes import MODES
@@ -29,7 +26,7 @@ from octavo.model.invariant import make_invariant
 from octavo.worker.config import Deterministic
 
 
-def cpu(threads: int, shape: str) -> dict[str, object]:
+def compare_modes(threads: int, shape: str) -> dict[str, object]:
     """Decode at batch 1, prefill of 512, sixteen mixed requests, by mode; processor time where threads is 1."""
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
@@ -61,26 +58,11 @@ def cpu(threads: int, shape: str) -> dict[str, object]:
 def main() -> None:
     """Print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["gpu", "tiles", "cpu"])
     parser.add_argument("--shape", choices=PUBLISHED, default="0.5B")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.what != "cpu":
-        need_cuda()
-    match arguments.what:
-        case "gpu":
-            from bench.gpu.deterministic import compare_modes
-
-            with torch.inference_mode():
-                found = compare_modes(arguments.shape)
-        case "tiles":
-            from bench.gpu.invariant_tiles import compare_tiles
-
-            found = compare_tiles(arguments.shape)
-        case _:
-            found = cpu(arguments.threads, arguments.shape)
-    write_json(arguments.json, found)
+    write_json(arguments.json, compare_modes(arguments.threads, arguments.shape))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,18 @@
-"""Steps and nano bench with and without deterministic mode, over the same weights, on a CUDA device."""
+"""The price of deterministic mode on a CUDA device: the same steps and nano bench with and without it, in one run.
+
+    python -m bench.gpu.deterministic [--shape 0.5B] [--json FILE]
+
+Random weights, bf16. Medians of CUDA graph replays as in bench.gpu_step; nano bench as in bench.gpu_engine. Prints
+tables; --json writes the figures, too.
+"""
+
+import argparse
+from pathlib import Path
 
 import torch
 
+from bench.figures import write_json
+from bench.gpu.device import need_cuda
 from bench.gpu.engine import GpuEngine
 from bench.gpu.models import random_model
 from bench.gpu.runner import BLOCK_SIZE
@@ -73,3 +84,18 @@ def nano_rate(shape: str, mode: Deterministic) -> float:
     runner.close()
     torch.cuda.empty_cache()
     return rate
+
+
+def main() -> None:
+    """Print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=PUBLISHED, default="0.5B")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    need_cuda()
+    with torch.inference_mode():
+        write_json(arguments.json, compare_modes(arguments.shape))
+
+
+if __name__ == "__main__":
+    main()
