@@ -36,8 +36,8 @@ test: dev ## the whole CPU suite
 # What computes on the CPU, as lesser CPUs do it: OCTAVO_CPU_ISA hides instructions from our kernels and from torch.
 ISAS ?= avx2 vnni
 ISA_TESTS := tests/model tests/bench tests/worker/test_weight_format.py tests/worker/test_deterministic_loading.py \
-	tests/worker/test_runner_memory.py tests/cli/test_doctor_cpu.py tests/cli/test_doctor_deterministic.py \
-	tests/cli/test_check_numerics.py tests/cli/test_embed.py tests/cli/test_serve.py
+	tests/worker/test_runner_memory.py tests/cli/tools/test_doctor_cpu.py tests/cli/tools/test_doctor_deterministic.py \
+	tests/cli/tools/test_check_numerics.py tests/cli/client/test_embed.py tests/cli/serve/test_serve.py
 test-isa: dev ## the tests that depend on the kind of CPU, with instructions hidden, ISAS="avx2 vnni", in a few minutes
 	@for isa in $(ISAS); do \
 		OCTAVO_CPU_ISA=$$isa $(BIN)/python -c 'import model' 2>/dev/null || { echo "$$isa: not this CPU, skipped"; continue; }; \
@@ -58,7 +58,7 @@ test-gpu: dev ## the tests that need a CUDA device, JOBS=8 at once since compili
 	@$(BIN)/python -m pytest -p no:benchmark -m alone $(GPU_TESTS)
 
 sanitize-gpu: dev ## the kernel tests under compute-sanitizer, memcheck and racecheck
-	@$(BIN)/python -m bench.gpu_sanitize --jobs $(JOBS)
+	@$(BIN)/python -m bench.gpu.sanitize --jobs $(JOBS)
 
 SEEDS ?= 0:100
 sim: dev ## simulate the whole service under faults, SEEDS=0:1000 and more with SIM="--requests 1000 --jobs 4 --shrink"
@@ -72,16 +72,16 @@ soak: dev ## half an hour at 70 % load under random faults, SOAK="--minutes 5 --
 	@OCTAVO_FIGURES=docs/reliability.json OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --json out/soak.json $(SOAK)
 
 bench: dev ## Octavo against transformers on this machine's CPU, with a table; some ten minutes
-	@$(BIN)/python -m bench.cpu
+	@$(BIN)/python -m bench.cpu.compare
 
 SHAPE ?= 0.5B
 LOAD_GENERATOR ?=
 bench-gpu: dev ## steps, engine and transformers on a CUDA device, against the floor, JSON in out/; SHAPE=7B; LOAD_GENERATOR=FILE: gRPC too
-	@$(BIN)/python -m bench.gpu_step --shape $(SHAPE) --profile --json out/gpu_step.json
-	@$(BIN)/python -m bench.gpu_engine --shape $(SHAPE) --profile --json out/gpu_engine.json
-	@$(BIN)/python -m bench.gpu_hf --shape $(SHAPE) --json out/gpu_hf.json
+	@$(BIN)/python -m bench.gpu.step --shape $(SHAPE) --profile --json out/gpu_step.json
+	@$(BIN)/python -m bench.gpu.engine --shape $(SHAPE) --profile --json out/gpu_engine.json
+	@$(BIN)/python -m bench.gpu.hf --shape $(SHAPE) --json out/gpu_hf.json
 	@test -z "$(LOAD_GENERATOR)" || for cache in on off; do \
-		$(BIN)/python -m bench.gpu_grpc --shape $(SHAPE) --load-generator "$(LOAD_GENERATOR)" \
+		$(BIN)/python -m bench.gpu.grpc --shape $(SHAPE) --load-generator "$(LOAD_GENERATOR)" \
 			--out "out/gpu_grpc_cache_$$cache.json" -- --prefix-cache "$$cache"; done
 
 lint: dev ## style and types

@@ -110,7 +110,8 @@ class LruQueue:
     An entry is alive while its block's position points at it; `discard` only forgets the position, and dead entries
     are skipped by `pop` or squeezed out when the array is full, so every operation is amortised O(blocks given).
     An intrusive doubly linked list was measured beside it: 250 blocks in and out cost 20 us there and 4 us here, one
-    block 0.3 us there and 3 us here, and two linked lists of 500,000 take 0.12 s to build (see bench/blockmgr.py).
+    block 0.3 us there and 3 us here, and two linked lists of 500,000 take 0.12 s to build (see
+    bench/worker/blockmgr.py).
     """
 
     def __init__(self, num_blocks: int) -> None:

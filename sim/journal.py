@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sim.loop import SimLoop
+from sim.edges.loop import SimLoop
 
 MAX_VIOLATIONS = 50
 

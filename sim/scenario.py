@@ -13,7 +13,7 @@ import msgspec
 
 class FaultKind(StrEnum):
     """What can go wrong. ``duration_s`` and ``detail`` mean what is said here. Those of `LURKING` happen as soon as a
-    worker has an output at the place `detail` (`sim.lurking.PLACES`), once."""
+    worker has an output at the place `detail` (`sim.faults.lurking.PLACES`), once."""
 
     CRASH = "crash"  # the worker's process dies
     CRASH_AT = "crash_at"  # … at the fault point `detail`

@@ -7,9 +7,9 @@ import random
 
 import msgspec
 
-from sim.dealer import LIES
-from sim.lurking import MOVING
-from sim.runner import NAN_TOKEN, POISON_TOKEN
+from sim.faults.lurking import MOVING
+from sim.processes.dealer import LIES
+from sim.processes.runner import NAN_TOKEN, POISON_TOKEN
 from sim.scenario import LURKING, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
 
 MEAN_OUTPUT_TOKENS = 8

@@ -7,16 +7,16 @@ from typing import Any
 from octavo.gateway.text.model_text import ModelText
 from octavo.wire import fault_points
 from octavo.worker.runners.oracle.tokenizer import oracle_tokenizer_files
-from sim.blame import Blame
-from sim.caller import Caller
-from sim.chaos import Chaos
-from sim.expectation import Expectation
-from sim.gateway import Processes, SimGateway
+from sim.callers.caller import Caller
+from sim.checks.blame import Blame
+from sim.checks.expectation import Expectation
+from sim.edges.loop import START_S, LogLine, NothingHappens, SimLoop, TimeStandsStill, isolated
+from sim.edges.network import Hub
+from sim.faults.chaos import Chaos
 from sim.journal import Journal, Report
-from sim.life import Seat
-from sim.loop import START_S, LogLine, NothingHappens, SimLoop, TimeStandsStill, isolated
-from sim.network import Hub
-from sim.runner import VOCAB_SIZE
+from sim.processes.gateway import Processes, SimGateway
+from sim.processes.runner import VOCAB_SIZE
+from sim.processes.worker import Seat
 from sim.scenario import FaultKind, RequestSpec, Scenario
 
 READY_S = 30.0

@@ -2,7 +2,7 @@
 
     python -m bench.gpu.deterministic [--shape 0.5B] [--json FILE]
 
-Random weights, bf16. Medians of CUDA graph replays as in bench.gpu_step; nano bench as in bench.gpu_engine. Prints
+Random weights, bf16. Medians of CUDA graph replays as in bench.gpu.step; nano bench as in bench.gpu.engine. Prints
 tables; --json writes the figures, too.
 """
 
@@ -13,10 +13,10 @@ import torch
 
 from bench.figures import write_json
 from bench.gpu.device import need_cuda
-from bench.gpu.engine import GpuEngine
 from bench.gpu.models import random_model
+from bench.gpu.recorded_steps import Bench, time_decode, time_prefill
 from bench.gpu.runner import BLOCK_SIZE
-from bench.gpu.steps import Bench, time_decode, time_prefill
+from bench.gpu.timed_engine import GpuEngine
 from bench.gpu.workloads import nano
 from bench.modes import MODES
 from bench.shapes import NUM_IDS, PUBLISHED

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.engine import GpuEngine
+from bench.gpu.timed_engine import GpuEngine
 
 LARGEST_ID = 10_000
 NANO_REQUESTS = 256

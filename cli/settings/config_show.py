@@ -19,7 +19,7 @@ from octavo.cli.settings.setting import Settings, choices_of, flag_of, help_of, 
 
 INTRODUCTION = """# Configuration
 
-<!-- made by `octavo config docs`; tests/cli/test_config_docs.py fails where it is not current -->
+<!-- made by `octavo config docs`; tests/cli/settings/test_config_docs.py fails where it is not current -->
 
 Every setting has one name, which is its key in `octavo.toml`, its flag (`--max-num-seqs`) and its variable
 (`OCTAVO_MAX_NUM_SEQS`). A flag wins over the environment, the environment over the file, the file over the default.

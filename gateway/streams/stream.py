@@ -27,8 +27,8 @@ from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 #
 # A message costs its 30 to 60 µs whatever it carries, and gRPC takes in one request a turn of the event loop: a gateway
 # that is busy all the time with single tokens lets those who arrive together wait while the workers' slots are empty
-# (bench/arrivals.py). So once the loop's thread computes nearly all the time, tokens go out in rounds that move further
-# apart, and at once again when it has time to spare. First tokens and ends never wait. Knows no gRPC.
+# (bench/gateway/arrivals.py). So once the loop's thread computes nearly all the time, tokens go out in rounds that move
+# further apart, and at once again when it has time to spare. First tokens and ends never wait. Knows no gRPC.
 
 
 BUSY_SHARE = 0.7  # of the thread's time: above, rounds move apart

@@ -1,8 +1,8 @@
 """The gateway's ROUTER sockets on the event loop.
 
 Plain sockets read by ``add_reader`` on their descriptor, drained without blocking: several times cheaper per message
-than zmq.asyncio's futures (bench/wire.py). A ROUTER's descriptor is edge-triggered (zmq_getsockopt(3), ZMQ_FD): after
-every send, and when a drain stops early, what is readable must be looked at again.
+than zmq.asyncio's futures (bench/worker/wire.py). A ROUTER's descriptor is edge-triggered (zmq_getsockopt(3), ZMQ_FD):
+after every send, and when a drain stops early, what is readable must be looked at again.
 Must not know what frames mean.
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.kv_explore import ALL_ACTIONS, Scope, explore
+from tests.support.blockmgr.explore import ALL_ACTIONS, Scope, explore
 
 SAME = ((0, 0, 0),)
 SCOPES = {

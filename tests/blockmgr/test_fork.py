@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr import BlockManager, OutOfBlocks
-from tests.support.kv_state import full_state
+from tests.support.blockmgr.state import full_state
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)

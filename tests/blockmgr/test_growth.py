@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.blockmgr import BlockManager, BlockManagerConfig, OutOfBlocks, PrefixCache
-from tests.support.kv_state import full_state
+from tests.support.blockmgr.state import full_state
 
 
 def make(num_blocks: int, starts: list[int]) -> tuple[BlockManager, np.ndarray]:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.support.kv_machine import KvMachine
-from tests.support.kv_walk import walk
+from tests.support.blockmgr.machine import KvMachine
+from tests.support.blockmgr.walk import walk
 
 
 def test_any_order_of_calls_keeps_every_invariant() -> None:

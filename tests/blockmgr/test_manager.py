@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr import Admission, BlockManager, BlockManagerConfig, OutOfBlocks, OutOfSlots, PrefixCache, SlotId
-from tests.support.kv_state import full_state
+from tests.support.blockmgr.state import full_state
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)

@@ -7,8 +7,8 @@ import pytest
 
 from octavo.blockmgr import BlockManager
 from octavo.blockmgr.prefix_index import PrefixIndex, RootHasher
-from tests.support.kv_mutants import MUTANTS
-from tests.support.kv_walk import walk
+from tests.support.blockmgr.mutants import MUTANTS
+from tests.support.blockmgr.walk import walk
 
 MAX_SEEDS = 60
 

@@ -238,7 +238,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg
     of_others |= {"--prometheus-host", "--tool-call-parser"}  # smg
     of_others |= {"--total-queued-requests-metric"}  # Kubernetes' inference gateways
-    of_others |= {"--text"}  # python -m bench.quant_error
+    of_others |= {"--text"}  # python -m bench.cpu.quant_error
     of_others |= {"--wait", "--upgrade", "--generate-hashes"}  # docker compose, uv
     of_others |= {"--require-hashes", "--no-deps", "--only-binary", "--no-build-isolation", "--index-url"}  # pip
     of_others |= {"--total-queued-requests-metric"}  # pickers of Kubernetes inference gateways

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.support.scripted_server import Script, running, violation_trailers
+from tests.support.gateway.scripted_server import Script, running, violation_trailers
 
 Failure = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 

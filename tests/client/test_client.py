@@ -7,7 +7,7 @@ from octavo.client import Client
 from octavo.client_errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
 from octavo.client_options import tls_credentials
 from octavo.v1 import model_pb2
-from tests.support.scripted_server import Script, finished
+from tests.support.gateway.scripted_server import Script, finished
 
 
 @pytest.fixture

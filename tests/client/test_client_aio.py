@@ -5,7 +5,7 @@ import pytest
 from octavo.client import Client, TextStream
 from octavo.client_aio import AsyncClient, AsyncTextStream
 from octavo.client_errors import InvalidRequest, Overloaded, Unavailable
-from tests.support.scripted_server import Script, finished
+from tests.support.gateway.scripted_server import Script, finished
 
 
 async def test_a_stream_gives_its_text_then_knows_how_it_ended(target: str) -> None:

@@ -8,7 +8,7 @@ from octavo.client_embeddings import embed_request
 from octavo.client_errors import InvalidRequest
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-from tests.support.scripted_server import Script
+from tests.support.gateway.scripted_server import Script
 
 
 def test_inputs_are_texts_ids_and_conversations() -> None:

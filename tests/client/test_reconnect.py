@@ -5,7 +5,7 @@ import time
 
 from octavo.client import Client
 from octavo.client_aio import AsyncClient
-from tests.support.scripted_server import Script, running
+from tests.support.gateway.scripted_server import Script, running
 
 AGE = ("grpc.max_connection_age_ms", 150)
 GRACE = ("grpc.max_connection_age_grace_ms", 60_000)

@@ -8,7 +8,7 @@ from octavo.client_aio import AsyncClient
 from octavo.client_requests import generate_request
 from octavo.client_tools import tool_call, tool_definition
 from octavo.v1 import inference_pb2 as pb
-from tests.support.scripted_server import Script
+from tests.support.gateway.scripted_server import Script
 
 SCHEMA = {"type": "object", "properties": {"stadt": {"type": "string", "description": "größer"}}}
 PIECES = (

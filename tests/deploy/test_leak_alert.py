@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from octavo.blockmgr.pool import BlockPool
 from octavo.worker.metrics import SnapshotCollector
 from octavo.worker.transport.link import LinkStats
-from tests.support.engine_rig import Rig, run_message
-from tests.support.scheduling import WorldConfig
+from tests.support.worker.engine_rig import Rig, run_message
+from tests.support.worker.scheduling import WorldConfig
 
 COMPARISONS = {"!=": operator.ne, ">": operator.gt, "==": operator.eq}
 

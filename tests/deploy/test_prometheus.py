@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from octavo.client import Client
-from tests.support.service import Service, free_port, serve
+from tests.support.services.service import Service, free_port, serve
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import write_tiny_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

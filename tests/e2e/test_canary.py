@@ -15,7 +15,7 @@ import zmq
 
 from octavo import Client
 from octavo.gateway.auth.scopes import SCOPE_OF
-from tests.support.service import Service, serve
+from tests.support.services.service import Service, serve
 
 
 class Canary:

@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo import AsyncClient, OctavoError
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.service import serve
+from tests.support.services.service import serve
 
 NUM_CANCELS = 1000
 BYSTANDER_TOKENS = 1500

@@ -13,7 +13,7 @@ from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.service import REPOSITORY, Service, serve
+from tests.support.services.service import REPOSITORY, Service, serve
 
 INJECTED = REPOSITORY / "tests/faults/injected"
 STEP_S = 0.01

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel
 
 from octavo import AsyncClient
-from tests.support.service import serve
+from tests.support.services.service import serve
 
 INPUTS = [[(7 * index + position * position) % 300 for position in range(3 + 9 * index)] for index in range(12)]
 LIMIT = 1e-5

@@ -9,7 +9,7 @@ import pytest
 from octavo import AsyncClient
 from octavo.model import Qwen2ForCausalLM, generate, load_model
 from octavo.v1 import inference_pb2, inference_pb2_grpc
-from tests.support.service import serve
+from tests.support.services.service import serve
 
 NUM_STREAMS = 64
 BLOCK_SIZE = 4

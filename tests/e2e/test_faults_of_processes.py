@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import AsyncClient, OctavoError
-from tests.support.service import Service, serve
+from tests.support.services.service import Service, serve
 
 ORACLE = ("--runner=oracle", "--oracle-step-delay-s=0.01", "--num-blocks=512", "--max-num-seqs=64")
 

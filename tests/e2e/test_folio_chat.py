@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.main import main
-from tests.support.service import REPOSITORY, Service, environment, serve
+from tests.support.services.service import REPOSITORY, Service, environment, serve
 
 
 @pytest.fixture(scope="module")

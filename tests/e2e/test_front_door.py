@@ -8,8 +8,8 @@ import pytest
 from octavo import Client, Unauthorized, tls_credentials
 from octavo.cli.main import main
 from octavo.client_errors import Unavailable
-from tests.support.certificates import Authority
-from tests.support.guarded_service import GuardedService, guarded_service, octavo
+from tests.support.gateway.certificates import Authority
+from tests.support.services.guarded import GuardedService, guarded_service, octavo
 
 PROMPT_WORD, SYSTEM_WORD = "xylophone-secret-prompt", "zeppelin-secret-system"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo import AsyncClient
-from tests.support.service import serve
+from tests.support.services.service import serve
 
 PROMPT = [7, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62]
 WISHES: list[dict[str, Any]] = [

@@ -15,7 +15,7 @@ from octavo import AsyncClient, Cancelled, OctavoError
 from octavo.cli.main import main
 from octavo.client_aio import AsyncTextStream
 from octavo.v1 import admin_pb2, admin_pb2_grpc
-from tests.support.service import Service, launch, serve
+from tests.support.services.service import Service, launch, serve
 
 ORACLE = ("--runner=oracle", "--model=one=x", "--oracle-eos-every=1000000", "--oracle-step-delay-s=0.02")
 NUM_STREAMS = 8

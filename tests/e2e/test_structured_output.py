@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from octavo import Client, InvalidRequest, OctavoError
-from tests.support.schemas import SchemaMaker
-from tests.support.service import Service, serve
+from tests.support.grammar.schemas import SchemaMaker
+from tests.support.services.service import Service, serve
 
 PLAYER = {
     "type": "object",

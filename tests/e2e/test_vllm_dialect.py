@@ -13,8 +13,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.rpc_errors import refused
-from tests.support.service import Service, serve
+from tests.support.gateway.rpc_errors import refused
+from tests.support.services.service import Service, serve
 
 ORACLE = ("--runner=oracle", "--num-blocks=512", "--max-num-seqs=64", "--audit-every-steps=1", "--max-model-len=2048")
 

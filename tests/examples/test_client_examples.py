@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from examples.client import cancellation, chat, embeddings, streaming, structured_output, tools
 from octavo import Client
-from tests.support.checkpoints import write_tiny_checkpoint
-from tests.support.service import REPOSITORY, Service, serve
+from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.services.service import REPOSITORY, Service, serve
 
 SCRIPT = REPOSITORY / "examples" / "client" / "grpcurl.sh"
 

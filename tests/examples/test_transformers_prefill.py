@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples import transformers_prefill
-from tests.support.checkpoints import write_tiny_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.worker.runners.oracle.model import OracleModel
-from tests.support.fault_bench import FaultBench
-from tests.support.service import Service, free_port, serve
+from tests.support.faults.bench import FaultBench
+from tests.support.services.service import Service, free_port, serve
 
 INJECTED = Path(__file__).parent / "injected"
 ORACLE = (

@@ -11,9 +11,9 @@ import pytest
 
 from octavo import OctavoError
 from octavo.worker.runners.oracle.model import OracleModel
-from tests.support.fault_bench import FaultBench, Resources
-from tests.support.fault_callers import Call, golden
-from tests.support.scrape import Page
+from tests.support.faults.bench import FaultBench, Resources
+from tests.support.faults.callers import Call, golden
+from tests.support.services.scrape import Page
 
 MODEL = OracleModel()
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from octavo import AsyncClient
-from tests.support.fault_bench import FaultBench
-from tests.support.fault_callers import Call, calls, golden, request, run
-from tests.support.figures import percentile, record
+from tests.support.faults.bench import FaultBench
+from tests.support.faults.callers import Call, calls, golden, request, run
+from tests.support.faults.figures import percentile, record
 
 NUM_CANCELS = int(os.environ.get("OCTAVO_CANCELS", "10000"))
 NUM_CALLERS = 100

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_bench import FaultBench
-from tests.support.fault_callers import Call
-from tests.support.figures import percentile, record, show
+from tests.support.faults.bench import FaultBench
+from tests.support.faults.callers import Call
+from tests.support.faults.figures import percentile, record, show
 
 NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "50"))
 KILLS_A_SERVICE = 6  # a worker that dies five times in a row within 30 s is given up by the supervisor

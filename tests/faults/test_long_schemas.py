@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from octavo import Client, OctavoError
-from tests.support.figures import record
-from tests.support.schemas import Json, SchemaMaker
-from tests.support.siege import besiege, settle
+from tests.support.faults.figures import record
+from tests.support.faults.siege import besiege, settle
+from tests.support.grammar.schemas import Json, SchemaMaker
 
 NUM_SCHEMAS = int(os.environ.get("OCTAVO_SCHEMAS", "10000"))
 NUM_CALLERS = 8

@@ -21,8 +21,8 @@ from octavo.wire import options
 from octavo.wire.bundle import bundle_digest
 from octavo.wire.messages import Heartbeat, TokenizerBundle
 from octavo.worker.scheduler import scheduler as scheduler_module
-from tests.support.scheduling import World, WorldConfig
-from tests.support.workers import FILES, RecordingSink, finished, register, request, step_output
+from tests.support.gateway.workers import FILES, RecordingSink, finished, register, request, step_output
+from tests.support.worker.scheduling import World, WorldConfig
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 EPOCH = "1" * 32

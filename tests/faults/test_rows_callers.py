@@ -17,11 +17,11 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import oracle_tokens
-from tests.support.fault_bench import NO_RETRIES, FaultBench
-from tests.support.fault_callers import Call, calls, golden, request, run
-from tests.support.figures import percentile, record
-from tests.support.h2_caller import UnreadingCaller
-from tests.support.service import environment
+from tests.support.faults.bench import NO_RETRIES, FaultBench
+from tests.support.faults.callers import Call, calls, golden, request, run
+from tests.support.faults.figures import percentile, record
+from tests.support.http2.unread_caller import UnreadingCaller
+from tests.support.services.service import environment
 
 STREAM = """
 import asyncio, sys

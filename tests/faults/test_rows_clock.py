@@ -11,9 +11,9 @@ import pytest
 
 from octavo import AsyncClient
 from octavo.cli.main import main
-from tests.support.fault_bench import NO_RETRIES, FaultBench
-from tests.support.fault_callers import Call, calls, request, run
-from tests.support.figures import percentile, record
+from tests.support.faults.bench import NO_RETRIES, FaultBench
+from tests.support.faults.callers import Call, calls, request, run
+from tests.support.faults.figures import percentile, record
 
 HOUR_S = 3600
 JUMPS_S = (HOUR_S, -HOUR_S, 10 * 365 * 86400, 0)

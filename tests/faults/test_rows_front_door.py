@@ -14,11 +14,11 @@ import pytest
 from hpack import Encoder
 from hyperframe.frame import ContinuationFrame, DataFrame, Frame, HeadersFrame
 
-from tests.support.fault_callers import calls
-from tests.support.figures import record
-from tests.support.raw_http2 import PREFACE, RawHttp2, generate, grpc_headers, grpc_message
-from tests.support.service import environment
-from tests.support.siege import MIB, besiege, settle
+from tests.support.faults.callers import calls
+from tests.support.faults.figures import record
+from tests.support.faults.siege import MIB, besiege, settle
+from tests.support.http2.raw import PREFACE, RawHttp2, generate, grpc_headers, grpc_message
+from tests.support.services.service import environment
 
 ONE = "--workers=1"
 LIMIT_BYTES = 4 * MIB

@@ -12,13 +12,13 @@ import pytest
 from hyperframe.frame import DataFrame, PingFrame, SettingsFrame, WindowUpdateFrame
 
 from octavo import AsyncClient
-from tests.support import hostile_http2 as hostile
-from tests.support.crowd import Crowd, Manner
-from tests.support.fault_bench import NO_RETRIES, FaultBench
-from tests.support.fault_callers import Call, calls, golden, run
-from tests.support.figures import record
-from tests.support.raw_http2 import RawHttp2, generate, grpc_headers, grpc_message
-from tests.support.siege import besiege, let_pool_threads_be, settle
+from tests.support.faults.bench import NO_RETRIES, FaultBench
+from tests.support.faults.callers import Call, calls, golden, run
+from tests.support.faults.figures import record
+from tests.support.faults.siege import besiege, let_pool_threads_be, settle
+from tests.support.http2 import hostile
+from tests.support.http2.crowd import Crowd, Manner
+from tests.support.http2.raw import RawHttp2, generate, grpc_headers, grpc_message
 
 ONE = "--workers=1"
 LONG = pytest.mark.long

@@ -15,9 +15,9 @@ import pytest
 
 from octavo import AsyncClient
 from octavo.v1 import inference_pb2_grpc
-from tests.support.fault_bench import NO_RETRIES, FaultBench
-from tests.support.fault_callers import Call, calls, request, run
-from tests.support.figures import percentile, record
+from tests.support.faults.bench import NO_RETRIES, FaultBench
+from tests.support.faults.callers import Call, calls, request, run
+from tests.support.faults.figures import percentile, record
 
 MAGIC = 2  # the end token: no output has it, so what goes on elsewhere carries it only if it was asked for
 HEARTBEAT_TIMEOUT_S = 4.0  # half of it is a pause that the machine may add to without a worker being lost

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo import AsyncClient, OctavoError
-from tests.support.fault_callers import Call, calls, run
-from tests.support.figures import percentile, record
-from tests.support.service import REPOSITORY, environment, free_port
-from tests.support.siege import besiege
+from tests.support.faults.callers import Call, calls, run
+from tests.support.faults.figures import percentile, record
+from tests.support.faults.siege import besiege
+from tests.support.services.service import REPOSITORY, environment, free_port
 
 HOSTILE_NAMES = (
     "../secret", "../../etc/passwd", "/etc/passwd", "/dev/zero", "a/../../secret", "%2e%2e/secret", "..\\secret",

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from octavo import AsyncClient
-from tests.support.fault_bench import NO_RETRIES, FaultBench
-from tests.support.fault_callers import Call, calls, run
-from tests.support.figures import percentile, record
-from tests.support.service import launch
+from tests.support.faults.bench import NO_RETRIES, FaultBench
+from tests.support.faults.callers import Call, calls, run
+from tests.support.faults.figures import percentile, record
+from tests.support.services.service import launch
 
 MAGIC = 2  # the end token: no output has it, so what goes on elsewhere carries it only if it was asked for
 INJECTED = Path(__file__).parent / "injected"

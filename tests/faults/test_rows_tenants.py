@@ -9,10 +9,10 @@ import pytest
 from octavo import AsyncClient
 from octavo.gateway.auth.keys import digest_of
 from octavo.worker.runners.oracle.model import OracleModel
-from tests.support.fault_bench import NO_RETRIES
-from tests.support.fault_callers import Call, calls, golden, run_all
-from tests.support.figures import percentile, record
-from tests.support.guarded_service import GuardedService, guarded_service
+from tests.support.faults.bench import NO_RETRIES
+from tests.support.faults.callers import Call, calls, golden, run_all
+from tests.support.faults.figures import percentile, record
+from tests.support.services.guarded import GuardedService, guarded_service
 
 KEYS = {name: f"octavo-the-key-of-{name}-0123456789" for name in ("crowd", "small")}
 SLOTS, TOKENS = 4, 30

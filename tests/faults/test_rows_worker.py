@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.fault_callers import Call, calls
+from tests.support.faults.callers import Call, calls
 
 STANDING = {"marked": True, "nan_output_index": 5}
 # Each begins with the end token: no output has it, so what is computed again carries it only if it was asked for.

@@ -18,10 +18,10 @@ from octavo.gateway.workers import WorkerPool
 from octavo.wire.codec import MAX_FRAME_BYTES, encode
 from octavo.wire.messages import Heartbeat
 from octavo.wire.options import new_dealer
-from tests.support.fault_callers import calls
-from tests.support.figures import record
-from tests.support.siege import besiege
-from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, request, step_output, until
+from tests.support.faults.callers import calls
+from tests.support.faults.figures import record
+from tests.support.faults.siege import besiege
+from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, step_output, until
 
 ONE = "--workers=1"
 LONG = pytest.mark.long

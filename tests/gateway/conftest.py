@@ -18,8 +18,8 @@ from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.text.render_pool import InProcessRenderer, Renderer
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
-from tests.support.fake_pool import FakePool
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from octavo.gateway.config import RequestLimits
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Capacity
-from tests.support.fake_pool import FakePool, FakeRun, worker_view
+from tests.support.gateway.fake_pool import FakePool, FakeRun, worker_view
 
 NUM_CALLERS = 300
 IDS_ONLY = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)

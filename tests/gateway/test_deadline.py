@@ -16,9 +16,9 @@ from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import WireFinishReason
-from tests.support import kserve_calls
-from tests.support.fake_pool import FakePool, FakeRun
-from tests.support.rpc_errors import refused
+from tests.support.gateway import kserve_calls
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.rpc_errors import refused
 
 
 @pytest.mark.parametrize(

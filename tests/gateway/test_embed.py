@@ -13,8 +13,8 @@ from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Pooling, WireFinishReason
-from tests.support.fake_pool import FakePool, FakeRun, busy
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, FakeRun, busy
+from tests.support.gateway.rpc_errors import refused
 
 
 def vector_of(run: FakeRun) -> list[float]:

@@ -12,8 +12,8 @@ from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Sampling, TokenLogprobs, WireFinishReason
-from tests.support.fake_pool import FakePool, FakeRun
-from tests.support.generating import REQUEST, ids_of, speaking, text_of
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.generating import REQUEST, ids_of, speaking, text_of
 
 
 async def test_a_stream_is_started_then_deltas_then_finished_once(serve: Any, tiny_text: ModelText) -> None:

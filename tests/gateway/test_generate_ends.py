@@ -9,9 +9,9 @@ from octavo.gateway.text.model_text import ModelText, finish
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import WireFinishReason
-from tests.support.fake_pool import FakePool
-from tests.support.generating import REQUEST, ids_of, speaking
-from tests.support.rpc_errors import refusal_of, refused
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.generating import REQUEST, ids_of, speaking
+from tests.support.gateway.rpc_errors import refusal_of, refused
 
 
 async def test_cancel_reaches_the_worker_at_once(serve: Any) -> None:

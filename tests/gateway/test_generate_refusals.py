@@ -8,9 +8,9 @@ from octavo.gateway.config import RequestLimits
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Capacity
-from tests.support.fake_pool import FakePool, busy, gone, model_card, worker_view
-from tests.support.generating import REQUEST, speaking, text_of
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, busy, gone, model_card, worker_view
+from tests.support.gateway.generating import REQUEST, speaking, text_of
+from tests.support.gateway.rpc_errors import refused
 
 
 async def test_a_duplicate_id_is_refused_and_the_first_request_is_not_disturbed(serve: Any) -> None:

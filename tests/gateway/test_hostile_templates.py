@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from octavo.gateway.text.render_pool import RenderPool
 from octavo.v1 import inference_pb2 as pb
 from tests.gateway.text.test_render_pool import HOSTILE, only
-from tests.support.fake_pool import FakePool, model_card, worker_view
-from tests.support.rpc_errors import refused
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
+from tests.support.gateway.rpc_errors import refused
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 CHAT = pb.Chat(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hi")])
 

@@ -10,7 +10,7 @@ from octavo.gateway.streams.output_processor import OutputAssembler, OutputForma
 from octavo.gateway.streams.response import error_behind
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.wire.messages import Finished, Sampling, WireFinishReason
-from tests.support.fake_pool import model_card, worker_view
+from tests.support.gateway.fake_pool import model_card, worker_view
 
 
 async def live_in_a_write() -> LiveRequest:

@@ -15,10 +15,10 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 
 from octavo.gateway.text.service import STEP_BYTES
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
-from tests.support.kserve_calls import request as kserve_request
-from tests.support.kserve_calls import stub_of as kserve_stub
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
+from tests.support.gateway.kserve_calls import request as kserve_request
+from tests.support.gateway.kserve_calls import stub_of as kserve_stub
+from tests.support.gateway.rpc_errors import refused
 
 MIB = 1 << 20
 CONTEXT = 1000

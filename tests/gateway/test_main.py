@@ -17,7 +17,7 @@ import pytest
 
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-from tests.support.rpc_errors import refused
+from tests.support.gateway.rpc_errors import refused
 
 PROGRAM = """
 import sys
@@ -153,7 +153,7 @@ import sys
 import octavo.gateway.main
 from octavo.gateway.text.chat_template import ChatInput
 from octavo.gateway.text.model_text import ModelText
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.tokenizers_tiny import tiny_files
 text = ModelText(tiny_files(), num_ids=600)
 tool = {"type": "function", "function": {"name": "f"}}
 assert len(text.encode_chat(ChatInput(messages=[{"role": "user", "content": "<|im_end|>"}], tools=[tool]),

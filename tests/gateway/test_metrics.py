@@ -9,7 +9,7 @@ import pytest
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.workers.stats import LOSSES, PROTOCOL_ERRORS, REFUSALS, PoolStats
-from tests.support.fake_pool import worker_view
+from tests.support.gateway.fake_pool import worker_view
 
 GENERATE = "/octavo.v1.InferenceService/Generate"
 Series = dict[tuple[str, ...], float]

@@ -14,8 +14,8 @@ from octavo.gateway.text.service import TextService
 from octavo.gateway.workers.errors import NoWorker
 from octavo.gateway.workers.views import WorkerState
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool, model_card, worker_view
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 
 async def test_a_bundle_is_loaded_once_for_all_models_that_share_it() -> None:

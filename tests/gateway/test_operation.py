@@ -18,8 +18,8 @@ from octavo.gateway.workers.views import WorkerState
 from octavo.v1 import admin_pb2, common_pb2, model_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import AdminReply, WireFinishReason
-from tests.support.fake_pool import FakePool, model_card, worker_view
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
+from tests.support.gateway.rpc_errors import refused
 
 REQUEST = pb.GenerateRequest(request_id="r1", token_ids=common_pb2.TokenIds(ids=[4]))
 

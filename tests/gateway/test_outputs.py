@@ -12,8 +12,8 @@ from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
-from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
+from tests.support.gateway.rpc_errors import refused
 
 BOTH = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
 

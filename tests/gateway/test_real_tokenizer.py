@@ -12,9 +12,9 @@ import pytest
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool, model_card, worker_view
-from tests.support.figures import percentile, record
-from tests.support.rpc_errors import refused
+from tests.support.faults.figures import percentile, record
+from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
+from tests.support.gateway.rpc_errors import refused
 
 MIB = 1 << 20
 SIZES = (100_000, 300_000, 1_000_000)  # characters; of CJK three bytes each, of combining marks two

@@ -12,9 +12,9 @@ import pytest
 from octavo.gateway.config import RequestLimits
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool, model_card, worker_view
-from tests.support.held_up import held_up_s
-from tests.support.rpc_errors import Refusal, refused
+from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
+from tests.support.gateway.held_up import held_up_s
+from tests.support.gateway.rpc_errors import Refusal, refused
 
 MIB = 1024 * 1024
 # Without the time that others had the cores 0.02 s are seen, and 0.15 to 0.5 s of work on the loop.

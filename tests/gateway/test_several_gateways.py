@@ -20,8 +20,8 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import PeerAskLoad, PeerReply, ToPeer
-from tests.support.fake_pool import FakePool
-from tests.support.rpc_errors import Refusal, refused
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.rpc_errors import Refusal, refused
 
 C = grpc.StatusCode
 IDS = common_pb2.TokenIds(ids=[4])
@@ -218,8 +218,8 @@ async def test_a_drain_drains_all_gateways(fleet: Fleet) -> None:
 async def test_vllms_abort_reaches_every_gateway(fleet: Fleet) -> None:
     make_stub = pytest.importorskip("smg_grpc_proto").vllm_engine_pb2_grpc.VllmEngineStub
 
-    from tests.support import vllm_calls
-    from tests.support.vllm_calls import vllm
+    from tests.support.gateway import vllm_calls
+    from tests.support.gateway.vllm_calls import vllm
 
     async with fleet() as gateways:
         stubs = [make_stub(each.channel) for each in gateways]
@@ -240,7 +240,7 @@ async def test_vllms_abort_reaches_every_gateway(fleet: Fleet) -> None:
 async def test_vllms_figures_are_those_of_all_gateways(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     make_stub = pytest.importorskip("smg_grpc_proto").vllm_engine_pb2_grpc.VllmEngineStub
 
-    from tests.support.vllm_calls import vllm
+    from tests.support.gateway.vllm_calls import vllm
 
     async with fleet() as gateways:
         calls = await in_flight(gateways, "Generate", "r1")
@@ -373,7 +373,7 @@ async def test_garbage_at_the_socket_changes_nothing(tmp_path: Path) -> None:
 async def test_over_tcp_gateways_know_each_other_by_the_pair_that_they_share(tmp_path: Path) -> None:
     pair, _ = save_keys(generate_keys(), tmp_path, "gateway")
     other, _ = save_keys(generate_keys(), tmp_path, "stranger")
-    from tests.support.service import free_port
+    from tests.support.services.service import free_port
 
     one, two = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     ours = PeerConfig(endpoint=one, others=(two,), key_file=pair)

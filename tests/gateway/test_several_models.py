@@ -14,8 +14,8 @@ from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc as oip_grpc
 from octavo.v1 import common_pb2, inference_pb2_grpc, model_pb2
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
+from tests.support.gateway.rpc_errors import refused
 
 C = grpc.StatusCode
 IDS = common_pb2.TokenIds(ids=[4])
@@ -165,7 +165,7 @@ async def test_metadata_names_the_model_where_the_request_does_not(serve: Any) -
 async def test_vllms_callers_choose_between_models_by_metadata(serve: Any, vllm_stub: Callable[[Any], Any]) -> None:
     from smg_grpc_proto.generated import common_pb2 as smg_common  # type: ignore[import-untyped]
 
-    from tests.support.vllm_calls import request, vllm
+    from tests.support.gateway.vllm_calls import request, vllm
 
     two = worker_view("w2", card=model_card("two", max_model_len=128), num_running=3)
     pool = pool_of("one")
@@ -195,7 +195,7 @@ async def test_vllms_callers_choose_between_models_by_metadata(serve: Any, vllm_
 
 
 async def test_vllms_health_is_that_of_the_model_that_is_named(serve: Any, vllm_stub: Callable[[Any], Any]) -> None:
-    from tests.support.vllm_calls import vllm
+    from tests.support.gateway.vllm_calls import vllm
 
     async with serve(pool_of("one"), expected_models=("one", "two")) as served:
         stub = vllm_stub(served.channel)
@@ -217,7 +217,7 @@ async def test_vllms_health_is_that_of_the_model_that_is_named(serve: Any, vllm_
 async def test_a_listener_of_a_model_serves_callers_who_can_name_none(
     serve: Any, vllm_stub: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    from tests.support.vllm_calls import request, vllm
+    from tests.support.gateway.vllm_calls import request, vllm
 
     addresses = tuple((name, f"unix:{tmp_path}/{name}.sock") for name in ("one", "two"))
     async with serve(pool_of("one", "two"), model_addresses=addresses, expected_models=("one", "two")) as served:

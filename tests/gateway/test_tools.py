@@ -9,9 +9,9 @@ import pytest
 from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import WireFinishReason
-from tests.support.fake_pool import FakePool, FakeRun
-from tests.support.rpc_errors import refused
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.rpc_errors import refused
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 TOOLS = [pb.ToolDefinition(name="weather", description="d", parameters_json='{"type": "object"}')]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'

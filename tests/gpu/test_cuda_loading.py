@@ -13,7 +13,7 @@ from octavo.worker.loading.memory import DoesNotFit
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner
-from tests.support.scheduling import World, WorldConfig
+from tests.support.worker.scheduling import World, WorldConfig
 
 pytestmark = [
     pytest.mark.gpu,

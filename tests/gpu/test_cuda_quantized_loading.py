@@ -11,7 +11,7 @@ from octavo.worker.config import WorkerConfig
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.loading.loader import load_torch
 from octavo.worker.runners.cuda.runner import CudaRunner
-from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
+from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from octavo.model import Qwen2Config
 from octavo.worker.runners.cuda.graphs import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.cuda_twins import SAMPLING, Hand, chunk, prompt, twins, world
+from tests.support.worker.cuda_runners import SAMPLING, Hand, chunk, prompt, twins, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_memory_stays_where_it_was_after_many_steps() -> None:
 
 LOST = """
 import numpy as np, torch
-from tests.support.cuda_twins import Hand, chunk, prompt, twins
+from tests.support.worker.cuda_runners import Hand, chunk, prompt, twins
 from octavo.worker.runners.cuda.runner import DeviceLost
 from octavo.worker.runners.cuda.graphs import Launching
 hand = Hand(twins(launching=Launching.GRAPHS))

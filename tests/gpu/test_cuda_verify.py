@@ -14,8 +14,8 @@ from octavo.model.gpu import weights as gpu_weights
 from octavo.model.verify.served import ServedRow
 from octavo.worker.config import Deterministic
 from octavo.worker.loading.loader import FP8_CAPABILITY
-from tests.support.checkpoints import write_tiny_checkpoint
-from tests.support.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model import Qwen2Config
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graphs import Launching
-from tests.support.cuda_twins import cuda_runner
-from tests.support.invariance import Invariance, Limits, check
+from tests.support.worker.cuda_runners import cuda_runner
+from tests.support.worker.invariance import Invariance, Limits, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPE = Qwen2Config(

@@ -10,7 +10,7 @@ from octavo.model.gpu.sampling_columns import plan_row
 from octavo.model.gpu.sampling_state import SampledBatch, SamplingState
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 from octavo.model.sampling.params import SamplingParams
-from tests.support.frequencies import LOGITS_V, MANY_SAMPLINGS, assert_follows, exact_distribution
+from tests.support.model.frequencies import LOGITS_V, MANY_SAMPLINGS, assert_follows, exact_distribution
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BATCH, STEPS = 256, 240

@@ -15,7 +15,7 @@ from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graphs import Launching
 from octavo.worker.runners.interface import StepMasks
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.cuda_twins import VOCAB, Hand, chunk, prompt, twins
+from tests.support.worker.cuda_runners import VOCAB, Hand, chunk, prompt, twins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, source="unread here")

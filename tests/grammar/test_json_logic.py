@@ -17,7 +17,7 @@ from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.source import to_llguidance
 from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.grammar.vocabulary import Vocabulary
-from tests.support.grammar_models import oracle_speaker
+from tests.support.grammar.models import oracle_speaker
 
 LIMITS = GrammarLimits()
 ABSENT = object()

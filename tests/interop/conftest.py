@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.interop import NoEnvironment, interop_python
-from tests.support.service import Service, serve
+from tests.support.services.interop import NoEnvironment, interop_python
+from tests.support.services.service import Service, serve
 
 collect_ignore_glob = ["drivers/*"] if os.environ.get("OCTAVO_INTEROP") else ["*.py"]
 

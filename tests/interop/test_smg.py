@@ -14,10 +14,10 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from octavo import Client
-from tests.support.interop import PINS, run_inside
-from tests.support.scrape import scrape
-from tests.support.service import Service
-from tests.support.smg import smg
+from tests.support.services.interop import PINS, run_inside
+from tests.support.services.scrape import scrape
+from tests.support.services.service import Service
+from tests.support.services.smg import smg
 
 STORY = "The fox and the crow lived in the old wood by the river, and number {} of them had a tale to tell. "
 TAILS = ("Who speaks?", "What happens then?", "Why?", "Where do they live?")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.support.interop import run_inside
-from tests.support.service import Service
+from tests.support.services.interop import run_inside
+from tests.support.services.service import Service
 
 
 def test_tritonclient_gets_what_it_asks_for(triton_python: Path, service: Service) -> None:

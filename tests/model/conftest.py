@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.model import Qwen2Config, Qwen2ForCausalLM
-from tests.support.checkpoints import tiny_config, write_tiny_checkpoint
-from tests.support.interpreter import WARNINGS, let_comparisons_be_booleans
+from tests.support.model.checkpoints import tiny_config, write_tiny_checkpoint
+from tests.support.model.interpreter import WARNINGS, let_comparisons_be_booleans
 
 OF_KERNELS = ("gpu", "kernels")
 

@@ -8,7 +8,7 @@ import torch
 
 from octavo.model import BACKENDS, dense_logits, generate, get_backend
 from octavo.model.attention.paged import PagedSequences, cut, paged_generate, paged_logits
-from tests.support.qwen import NARROW, SHAPES, YARN, Pair, make_pair, random_ids, raw_config
+from tests.support.model.qwen import NARROW, SHAPES, YARN, Pair, make_pair, random_ids, raw_config
 
 LIMIT = 1e-4
 NUM_TOKENS = 50

@@ -8,7 +8,7 @@ from octavo.model.attention.interface import get_backend, make_inputs
 from octavo.model.attention.kv_pool import WriteRows
 from octavo.model.quantization.cache_scales import cache_scales, fold_cache_scales, power_of_two
 from octavo.model.quantization.rounding import FP8, FP8_MAX, round_to_groups
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 CONFIG = Qwen2Config.from_dict(tiny_config())
 

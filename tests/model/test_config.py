@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.model import CheckpointError, ConfigError, Qwen2Config, YarnScaling, load_config
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 
 def test_the_published_half_billion(shared: Path) -> None:

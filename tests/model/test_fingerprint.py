@@ -7,7 +7,7 @@ import torch
 
 from octavo.model import Qwen2Config, Qwen2ForCausalLM
 from octavo.model.checkpoint.fingerprint import fingerprint
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 CONFIG = Qwen2Config.from_dict(tiny_config())
 

@@ -14,7 +14,7 @@ from octavo.model import (
     make_inputs,
 )
 from octavo.model.attention.paged import PagedSequences, cut, paged_generate
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 
 def test_each_token_is_the_most_likely_one_after_all_before_it(tiny_model: Qwen2ForCausalLM) -> None:

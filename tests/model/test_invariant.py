@@ -14,7 +14,7 @@ from octavo.model.invariant import InvarianceUnavailable, TabulatedRope, arithme
 from octavo.model.layers.decoder import plain_rms_norm
 from octavo.model.layers.linear import WeightFormat
 from octavo.model.layers.rope import Rope
-from tests.support.invariant_model import CONFIG, random_model
+from tests.support.model.invariant_model import CONFIG, random_model
 
 BLOCK = 4
 LENGTH = 97

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.model import KvPool, Qwen2Config, kv_block_bytes, write_kv
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 CONFIG = Qwen2Config.from_dict(tiny_config())
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.model import CheckpointError, WeightScan, dense_logits, load_model
-from tests.support.checkpoints import write_tiny_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"

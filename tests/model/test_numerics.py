@@ -5,7 +5,7 @@ import torch
 
 from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
 from octavo.model.numerics import NumericFault, NumericFinding, NumericsWatch, default_limit, watch_numerics
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 IDS = torch.arange(10)
 

@@ -9,7 +9,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply
 
 from octavo.model import Qwen2Config
 from octavo.model.layers.rope import Rope, rotary_frequencies, rotate, yarn_amplitude
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 LIMIT = 1e-5
 HEADS, KV_HEADS = 14, 2

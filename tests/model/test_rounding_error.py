@@ -10,7 +10,7 @@ from octavo.model import Qwen2Config, Qwen2ForCausalLM
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import paged_logits
 from octavo.model.verify.rounding_error import Rounding, common_prefix, measure, round_model, until_end
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 TEXTS = [list(range(5, 70)), list(range(100, 20, -3))]
 PROMPTS = [[5, 6, 7], [90, 3]]

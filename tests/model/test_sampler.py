@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
-from tests.support import slow_sampler
+from tests.support.model import slow_sampler
 
 V = 300
 

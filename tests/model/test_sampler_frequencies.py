@@ -10,8 +10,8 @@ from octavo.model.sampling.noise import hash_bits, log_exponential, row_keys
 from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
-from tests.support import slow_sampler
-from tests.support.frequencies import LOGITS_V, MANY_SAMPLINGS, V, assert_follows, exact_distribution
+from tests.support.model import slow_sampler
+from tests.support.model.frequencies import LOGITS_V, MANY_SAMPLINGS, V, assert_follows, exact_distribution
 
 DRAWS = 60_000
 BATCH = 3_000

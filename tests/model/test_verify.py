@@ -9,7 +9,7 @@ import torch
 from octavo.model import BackendName, CheckpointError, Qwen2ForCausalLM, load_model
 from octavo.model.verify import verify
 from octavo.model.verify.verify import VerifyReport, verify_checkpoint
-from tests.support.checkpoints import write_tiny_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from octavo.cli.tools.verify import Served, rounding
 from octavo.model.errors import CheckpointError
 from octavo.model.verify.rounding import verify_rounding
-from tests.support.checkpoints import write_tiny_checkpoint
-from tests.support.packed_checkpoints import GPTQ_CONFIG, write_packed_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.model.packed_checkpoints import GPTQ_CONFIG, write_packed_checkpoint
 
 
 @pytest.fixture(name="pair")

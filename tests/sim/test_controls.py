@@ -12,7 +12,7 @@ from octavo.gateway.rpc.interceptor import Guard
 from octavo.gateway.streams.response import pump as real_pump
 from octavo.gateway.streams.stream import OutputStream
 from octavo.wire.messages import StepOutput
-from sim.dealer import LyingOutbox
+from sim.processes.dealer import LyingOutbox
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
 

@@ -6,7 +6,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.worker.scheduler.admission import Entrance
 from octavo.worker.scheduler.in_flight import Pipeline
 from octavo.worker.scheduler.planner import Planner
-from tests.support.scheduler_explore import Scope, explore
+from tests.support.worker.scheduler_explore import Scope, explore
 
 LONG, SHORT = (5, 6, 7), (5, 6, 8)
 SCOPES = {

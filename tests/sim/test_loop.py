@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sim.loop import START_S, NothingHappens, SimLoop, TimeStandsStill, isolated
+from sim.edges.loop import START_S, NothingHappens, SimLoop, TimeStandsStill, isolated
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

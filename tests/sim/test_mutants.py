@@ -12,7 +12,7 @@ from octavo.gateway.rpc.interceptor import Guard
 from octavo.gateway.workers.registry import Registry
 from octavo.worker.scheduler.in_flight import Flight
 from octavo.worker.scheduler.results import Landing
-from sim.runner import NAN_TOKEN
+from sim.processes.runner import NAN_TOKEN
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
 

@@ -21,7 +21,7 @@ from octavo.worker.engine.engine import Engine
 from octavo.worker.scheduler.request import Ending, Phase, Request
 from octavo.worker.scheduler.request_table import Roster
 from octavo.worker.scheduler.scheduler import Scheduler
-from sim.lurking import PLACES
+from sim.faults.lurking import PLACES
 from sim.swarm import scenario_of
 from sim.world import simulate
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.soak.config import FAULTS, SoakConfig
 from tests.soak.drive import Soak
 from tests.soak.report import figures, is_good, whole
-from tests.support.figures import record, show
+from tests.support.faults.figures import record, show
 
 WHOLE_S = 29 * 60.0  # shorter soaks are no row of the table
 

@@ -12,7 +12,7 @@ from octavo.client_requests import generate_request
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.fault_callers import Ending, without_call
+from tests.support.faults.callers import Ending, without_call
 
 MODEL_LEN = 1024
 PATTERN = r"[ab]{3,6}-[0-9]{2,4}"

@@ -14,8 +14,8 @@ import psutil
 
 from tests.soak.asked import PATIENCE_S, Asked, complaint
 from tests.soak.memory import MIB, Sample
-from tests.support.fault_bench import BAD_LINES, POOL_THREADS, FaultBench, Resources
-from tests.support.fault_callers import Call
+from tests.support.faults.bench import BAD_LINES, POOL_THREADS, FaultBench, Resources
+from tests.support.faults.callers import Call
 
 METHODS = {"Generate": "/octavo.v1.InferenceService/Generate", "Complete": "/octavo.v1.InferenceService/Complete"}
 LISTENERS_LEFT = 8  # descriptors: a socket that vanished is bound again, and its first listener stays open

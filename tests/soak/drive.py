@@ -24,7 +24,7 @@ from tests.soak.memory import Sample
 from tests.soak.probes import Probes
 from tests.soak.processes import NUM_WORKERS, Processes
 from tests.soak.strangers import OUTER
-from tests.support.service import free_port, serve
+from tests.support.services.service import free_port, serve
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from tests.soak.asked import Asked, draw
 from tests.soak.bench import SoakBench
 from tests.soak.load import OWN_CONNECTION, Load
 from tests.soak.processes import HEARTBEAT_TIMEOUT_S, Processes
-from tests.support.fault_bench import NO_RETRIES
+from tests.support.faults.bench import NO_RETRIES
 
 MARK = 2  # the end token: no output has it, so what goes on elsewhere carries it only if it was asked for
 MARKED = {"crash": 11, "nan": 12, "raise": 13, "oom": 14, "seize": 15}

@@ -12,7 +12,7 @@ from itertools import count
 
 from octavo import AsyncClient
 from tests.soak.asked import KINDS, PATIENCE_S, Asked, ask, draw
-from tests.support.fault_bench import NO_RETRIES
+from tests.support.faults.bench import NO_RETRIES
 
 NUM_CONNECTIONS = 4
 END_TIMEOUT_S = PATIENCE_S + 20

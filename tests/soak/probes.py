@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from octavo import AsyncClient
 from tests.soak.load import OWN_CONNECTION
-from tests.support.fault_bench import NO_RETRIES
-from tests.support.fault_callers import Call, run
+from tests.support.faults.bench import NO_RETRIES
+from tests.support.faults.callers import Call, run
 
 EVERY_S = 0.1
 LIMIT_S = 2.0  # who waits longer for three tokens is not served

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.soak.drive import Soak
 from tests.soak.memory import Slope, slope
-from tests.support.figures import percentile
+from tests.support.faults.figures import percentile
 
 WARM_UP_S = 90.0  # of a process: pools and caches fill in the beginning
 WARM_UP_SHARE = 0.15  # of short soaks

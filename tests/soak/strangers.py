@@ -24,10 +24,10 @@ from octavo.wire.messages import Heartbeat
 from octavo.wire.options import new_dealer
 from tests.soak.faults import Fault, Field
 from tests.soak.load import OWN_CONNECTION
-from tests.support import hostile_http2 as hostile
-from tests.support.fault_bench import NO_RETRIES
-from tests.support.h2_caller import UnreadingCaller
-from tests.support.raw_http2 import PREFACE, RawHttp2, generate, grpc_headers, grpc_message
+from tests.support.faults.bench import NO_RETRIES
+from tests.support.http2 import hostile
+from tests.support.http2.raw import PREFACE, RawHttp2, generate, grpc_headers, grpc_message
+from tests.support.http2.unread_caller import UnreadingCaller
 
 MIB = 1 << 20
 PING = bytes.fromhex("000008060000000000") + b"12345678"

@@ -10,7 +10,7 @@ from tests.soak.config import FAULTS
 from tests.soak.deck import Deck
 from tests.soak.faults import Takes
 from tests.soak.probes import outages
-from tests.support.fault_callers import Call
+from tests.support.faults.callers import Call
 
 
 def dealt(seed: int, rounds: int, may_take: bool = True) -> list[list[str]]:

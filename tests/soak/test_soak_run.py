@@ -15,9 +15,9 @@ from tests.soak.config import FAULTS, SoakConfig
 from tests.soak.drive import Soak
 from tests.soak.faults import Fault, Field, culprit
 from tests.soak.report import figures, whole
-from tests.support.fault_bench import NO_RETRIES
-from tests.support.figures import show
-from tests.support.service import Service
+from tests.support.faults.bench import NO_RETRIES
+from tests.support.faults.figures import show
+from tests.support.services.service import Service
 
 SHORT: dict[str, Any] = {"round_s": 2.0, "capacity_s": 1.5, "min_life_s": 0.0, "rehearses": False}
 QUICK = (

@@ -10,7 +10,7 @@ from octavo.model import CheckpointError, load_model, resolve_checkpoint
 from octavo.model.verify.prompts import make_prompts
 from octavo.wire.checkpoint_files import FileRefused, check_files, find_file, read_small_file
 from octavo.worker.loading.model_card import CardError, describe
-from tests.support.checkpoints import CHAT_TEMPLATE, write_tiny_checkpoint
+from tests.support.model.checkpoints import CHAT_TEMPLATE, write_tiny_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")

@@ -36,7 +36,7 @@ from octavo.wire.messages import (
     ToWorker,
     Welcome,
 )
-from tests.support.wire_messages import peer_replies, to_gateway, to_peer, to_worker
+from tests.support.worker.wire_messages import peer_replies, to_gateway, to_peer, to_worker
 
 DECODERS = (decode_to_gateway, decode_to_worker, decode_to_peer, decode_peer_reply)
 

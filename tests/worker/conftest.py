@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.interpreter import cut_decodes_coarsely, let_comparisons_be_booleans
+from tests.support.model.interpreter import cut_decodes_coarsely, let_comparisons_be_booleans
 
 
 @pytest.fixture(scope="session", autouse=True)

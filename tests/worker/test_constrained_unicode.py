@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo.wire.messages import Grammar, GrammarKind, WireFinishReason
-from tests.support.grammar_models import Speaker, folder_speaker, oracle_speaker, tiny_speaker
-from tests.support.grammar_rig import json_schema
+from tests.support.grammar.models import Speaker, folder_speaker, oracle_speaker, tiny_speaker
+from tests.support.grammar.rig import json_schema
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.wire.messages import Pooling
-from tests.support.cuda_twins import VOCAB, twins, world
-from tests.support.interpreter import WARNINGS
+from tests.support.model.interpreter import WARNINGS
+from tests.support.worker.cuda_runners import VOCAB, twins, world
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.support.cuda_twins import prompt, twins, world
-from tests.support.interpreter import WARNINGS
+from tests.support.model.interpreter import WARNINGS
+from tests.support.worker.cuda_runners import prompt, twins, world
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 

@@ -13,9 +13,9 @@ from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
 from octavo.worker.runners.cuda.graphs import Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from tests.support.cuda_twins import BLOCK, CONFIG, DEVICE, VOCAB, Hand, chunk, prompt, random_model
-from tests.support.interpreter import WARNINGS, convert_to_e4m3_as_devices_do
-from tests.support.twin_runner import TwinRunner
+from tests.support.model.interpreter import WARNINGS, convert_to_e4m3_as_devices_do
+from tests.support.worker.cuda_runners import BLOCK, CONFIG, DEVICE, VOCAB, Hand, chunk, prompt, random_model
+from tests.support.worker.runner_pair import TwinRunner
 
 pytestmark = WARNINGS
 LAUNCHING = Launching.GRAPHS if DEVICE == "cuda" else Launching.EAGER

@@ -11,8 +11,8 @@ from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graphs import batch_sizes
 from octavo.worker.runners.interface import RunnerError, StepMasks
 from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
-from tests.support.cuda_twins import SAMPLING, VOCAB, Hand, chunk, prompt, twins, world
-from tests.support.interpreter import WARNINGS
+from tests.support.model.interpreter import WARNINGS
+from tests.support.worker.cuda_runners import SAMPLING, VOCAB, Hand, chunk, prompt, twins, world
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 

@@ -8,9 +8,9 @@ from octavo.model import Qwen2ForCausalLM
 from octavo.model.cpu.native import native_library
 from octavo.model.invariant import make_invariant
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from tests.support.interpreter import sum_products_in_one_order
-from tests.support.invariance import Invariance, Limits, check
-from tests.support.invariant_model import random_model
+from tests.support.model.interpreter import sum_products_in_one_order
+from tests.support.model.invariant_model import random_model
+from tests.support.worker.invariance import Invariance, Limits, check
 
 LIMITS = Limits(num_blocks=400, block_size=4, max_slots=40, max_batch_tokens=96, max_model_len=120, vocab_size=301)
 
@@ -59,8 +59,8 @@ def test_the_steps_of_a_gpu_give_an_answer_that_does_not_depend_on_the_batch(
     if torch.cuda.is_available():
         pytest.skip("tests/gpu does it on the device")
     sum_products_in_one_order(monkeypatch)
-    from tests.support.cuda_twins import CONFIG as TINY
-    from tests.support.cuda_twins import cuda_runner
+    from tests.support.worker.cuda_runners import CONFIG as TINY
+    from tests.support.worker.cuda_runners import cuda_runner
 
     limits = Limits(
         num_blocks=60, block_size=4, max_slots=6, max_batch_tokens=24, max_model_len=48, vocab_size=120,

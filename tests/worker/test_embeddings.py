@@ -6,7 +6,7 @@ import pytest
 from octavo.wire.messages import Pooling
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel, oracle_embedding, state_vector
-from tests.support.scheduling import World, WorldConfig
+from tests.support.worker.scheduling import World, WorldConfig
 
 LAST, MEAN = Pooling.LAST_TOKEN, Pooling.MEAN
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

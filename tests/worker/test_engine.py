@@ -23,8 +23,8 @@ from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.engine_rig import Rig, run_message
-from tests.support.scheduling import WorldConfig
+from tests.support.worker.engine_rig import Rig, run_message
+from tests.support.worker.scheduling import WorldConfig
 
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))
 

@@ -12,9 +12,9 @@ from octavo.grammar.check import check_grammar
 from octavo.grammar.errors import GrammarRefused
 from octavo.grammar.limits import GrammarLimits
 from octavo.wire.messages import WireFinishReason
-from tests.support.everyday_schemas import REFUSED, SCHEMAS
-from tests.support.grammar_models import Speaker, oracle_speaker, tiny_speaker
-from tests.support.grammar_rig import json_schema
+from tests.support.grammar.everyday_schemas import REFUSED, SCHEMAS
+from tests.support.grammar.models import Speaker, oracle_speaker, tiny_speaker
+from tests.support.grammar.rig import json_schema
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SERVED = {name: schema for name, schema in SCHEMAS.items() if name not in REFUSED}

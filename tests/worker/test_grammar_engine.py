@@ -12,9 +12,9 @@ from octavo.wire.messages import Finished, Grammar, GrammarKind, WireFinishReaso
 from octavo.worker.grammar import manager
 from octavo.worker.grammar.vocabulary import Vocabulary
 from octavo.worker.scheduler.request import Phase
-from tests.support.grammar_models import Speaker, as_json, oracle_speaker, tiny_speaker
-from tests.support.grammar_rig import GrammarRig, Output, json_schema
-from tests.support.schemas import SchemaMaker
+from tests.support.grammar.models import Speaker, as_json, oracle_speaker, tiny_speaker
+from tests.support.grammar.rig import GrammarRig, Output, json_schema
+from tests.support.grammar.schemas import SchemaMaker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,7 +28,7 @@ from octavo.wire.options import new_router
 from octavo.worker.engine.interfaces import GatewayIndex, GatewayJoined, GatewayLost
 from octavo.worker.transport import socket
 from octavo.worker.transport.link import REGISTER_INTERVAL_S, WorkerLink
-from tests.support.workers import FILES, finished, register, step_output
+from tests.support.gateway.workers import FILES, finished, register, step_output
 
 EPOCH = "e" * 32
 G0, G1 = GatewayIndex(0), GatewayIndex(1)

@@ -17,8 +17,8 @@ from octavo.wire.keys import generate_keys, save_keys
 from octavo.wire.messages import Sampling, WireFinishReason
 from octavo.worker.main import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.worker_process import WorkerProcess, running_worker
-from tests.support.workers import RecordingSink, pool_config, until
+from tests.support.gateway.workers import RecordingSink, pool_config, until
+from tests.support.services.worker_process import WorkerProcess, running_worker
 
 START_S = 120.0
 SILENCE_S = 60.0  # until a worker without a heartbeat is lost: a busy machine must not look like one

@@ -20,7 +20,7 @@ from octavo.worker.metrics import (
 )
 from octavo.worker.scheduler.stats import EngineStats
 from octavo.worker.transport.link import LinkStats
-from tests.support.workers import card, finished
+from tests.support.gateway.workers import card, finished
 
 
 def report(**changes: object) -> StepReport:

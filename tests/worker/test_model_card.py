@@ -17,7 +17,7 @@ from octavo.worker.loading.model_card import (
     end_token_ids,
     tokenizer_vocab_size,
 )
-from tests.support.checkpoints import tiny_config, write_tokenizer
+from tests.support.model.checkpoints import tiny_config, write_tokenizer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from octavo.wire.messages import Finished, Run, Sampling, WireFinishReason
 from octavo.worker.engine.codec import asked_by
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from octavo.worker.scheduler.request import AddRequest, RequestKey
-from tests.support.scheduling import GATEWAY, Stream, World, WorldConfig, key
+from tests.support.worker.scheduling import GATEWAY, Stream, World, WorldConfig, key
 
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,), eos_every=9)
 

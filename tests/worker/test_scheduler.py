@@ -6,8 +6,8 @@ import pytest
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler.plan import StepResult
 from octavo.worker.scheduler.request import Phase
-from tests.support.plan_checks import Seen
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.plan_checks import Seen
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 
 def test_decode_goes_first_and_prefill_takes_what_is_left() -> None:

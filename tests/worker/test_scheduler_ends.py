@@ -5,8 +5,8 @@ import pytest
 from octavo.wire.messages import Finished, WireFinishReason
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler.request import Ending
-from tests.support.plan_checks import Seen
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.plan_checks import Seen
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

@@ -5,7 +5,7 @@ import pytest
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 NAN_TOKEN = 40
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))

@@ -4,8 +4,8 @@ import pytest
 
 from octavo.blockmgr.ids import PrefixCache
 from octavo.worker.scheduler.request import Phase
-from tests.support.plan_checks import Seen
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.plan_checks import Seen
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 PROMPT = [3, 4, 5, 6, 7]
 

@@ -16,7 +16,7 @@ from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler.request import Phase, RequestKey
-from tests.support.scheduling import Stream, World, WorldConfig
+from tests.support.worker.scheduling import Stream, World, WorldConfig
 
 MAX_ADDED = 12
 NAN_TOKEN = 6  # no prompt of other requests has it

@@ -24,7 +24,7 @@ from octavo.worker.scheduler.request_table import Roster
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.scheduler.slot_state import Rows
 from octavo.worker.scheduler.stats import SchedulerCounters
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 NAN_TOKEN = 40
 

@@ -7,7 +7,7 @@ import pytest
 from octavo.blockmgr.ids import PrefixCache
 from octavo.wire.messages import WireFinishReason
 from octavo.worker.scheduler.request import Phase, failure
-from tests.support.scheduling import GATEWAY, World, WorldConfig, key
+from tests.support.worker.scheduling import GATEWAY, World, WorldConfig, key
 
 WIDE = WorldConfig(num_blocks=64, block_size=2, max_num_seqs=4, max_batch_tokens=32)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from octavo.worker.runners.oracle.model import OracleModel
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 
 def _random_world(seed: int, max_in_flight: int, tenants: Sequence[str] = ("",)) -> World:

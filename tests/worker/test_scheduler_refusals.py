@@ -6,8 +6,8 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import Finished, WireFinishReason
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.scheduler.scheduler import Scheduler
-from tests.support.plan_checks import Seen
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.worker.plan_checks import Seen
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 
 def test_a_request_too_long_for_the_pool_is_refused_at_once_and_nobody_waits_behind_it() -> None:

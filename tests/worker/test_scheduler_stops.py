@@ -13,7 +13,7 @@ from octavo.worker.scheduler.request import AddRequest, Phase, Request
 from octavo.worker.scheduler.request_queue import Shares, WaitingQueue
 from octavo.worker.scheduler.request_table import TokenVerdict, find_ends, judge, stop_ids
 from octavo.worker.scheduler.slot_state import Rows
-from tests.support.scheduling import key
+from tests.support.worker.scheduling import key
 
 EOS = (2, 3)
 

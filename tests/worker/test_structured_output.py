@@ -10,9 +10,9 @@ import pytest
 
 from octavo.grammar.tool_calls import CALL_TAGS, CLOSING, OPENING
 from octavo.wire.messages import Grammar, GrammarKind, WireFinishReason
-from tests.support.grammar_models import Speaker, as_json, folder_speaker, oracle_speaker, tiny_speaker
-from tests.support.grammar_rig import json_schema
-from tests.support.schemas import SchemaMaker
+from tests.support.grammar.models import Speaker, as_json, folder_speaker, oracle_speaker, tiny_speaker
+from tests.support.grammar.rig import json_schema
+from tests.support.grammar.schemas import SchemaMaker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

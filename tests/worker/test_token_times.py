@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.worker.scheduler.request import block_seconds, gap_percentiles, tick
-from tests.support.scheduling import World, WorldConfig
+from tests.support.worker.scheduling import World, WorldConfig
 
 
 @given(st.lists(st.integers(1, 10**9), max_size=50), st.integers(0, 2**33))

@@ -14,7 +14,7 @@ from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
-from tests.support import slow_sampler
+from tests.support.model import slow_sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,8 +14,8 @@ from octavo.model.sampling.params import SamplingParams
 from octavo.wire.messages import Pooling
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from tests.support import slow_sampler
-from tests.support.scheduling import World, WorldConfig, key
+from tests.support.model import slow_sampler
+from tests.support.worker.scheduling import World, WorldConfig, key
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

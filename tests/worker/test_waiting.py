@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octavo.worker.scheduler import request_queue as shares_module
 from octavo.worker.scheduler.request import Phase
-from tests.support.fair_queue import AGING_S, Twins, drawn_events
+from tests.support.worker.fair_queue import AGING_S, Twins, drawn_events
 
 
 @pytest.mark.parametrize("first", range(0, 300, 75))

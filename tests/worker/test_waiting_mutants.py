@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.worker.scheduler.request_queue import Line, Shares, WaitingQueue
-from tests.support.fair_queue import Twins, drawn_events
+from tests.support.worker.fair_queue import Twins, drawn_events
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

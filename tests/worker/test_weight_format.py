@@ -13,8 +13,8 @@ from octavo.worker.config import Deterministic, WorkerConfig
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.loading.loader import check_format, check_head_dim, load_torch, rounding_of, with_rounding
 from octavo.worker.loading.memory import weights_bytes
-from tests.support.checkpoints import write_tiny_checkpoint
-from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
+from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
 
 needs_panels = pytest.mark.skipif(not can_panel(torch.empty(1, 2, dtype=torch.bfloat16)), reason="no C compiler here")
 

@@ -30,7 +30,7 @@ ROWS: dict[int, Row] = {
     4: row(
         "a worker dies, or fails, while it loads",
         KILLED + "4_a_worker_that_dies_while_it_loads_ends_the_start_and_leaves_nobody_behind",
-        "tests/cli/test_serve.py::test_a_worker_that_cannot_start_ends_the_service_with_its_reason",
+        "tests/cli/serve/test_serve.py::test_a_worker_that_cannot_start_ends_the_service_with_its_reason",
         figures=("4, load raises", "4, load is killed"),
     ),
     5: row(
@@ -63,7 +63,7 @@ ROWS: dict[int, Row] = {
     9: row(
         "a gateway, or the supervisor, is killed",
         KILLED + "9_a_killed_gateway_is_back_its_workers_stay_and_hold_nothing_of_it",
-        "tests/cli/test_serve.py::test_a_supervisor_that_is_killed_leaves_no_orphan_and_its_ports_free",
+        "tests/cli/serve/test_serve.py::test_a_supervisor_that_is_killed_leaves_no_orphan_and_its_ports_free",
         figures=("9",),
     ),
     10: row("a step raises", WORKER + "10_a_step_that_raises_ends_its_own_batch_and_says_so"),

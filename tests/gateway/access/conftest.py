@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.certificates import Authority
+from tests.support.gateway.certificates import Authority
 
 
 @pytest.fixture

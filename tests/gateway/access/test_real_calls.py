@@ -17,8 +17,8 @@ from octavo.gateway.auth.scopes import SCOPE_OF, Scope
 from octavo.gateway.config import AccessConfig
 from octavo.v1 import admin_pb2, model_pb2, model_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool, FakeRun
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.rpc_errors import refused
 
 C = grpc.StatusCode
 KEYS = {name: f"octavo-the-key-of-{name}-0123456789" for name in ("ann", "bob", "ops", "old", "eve")}

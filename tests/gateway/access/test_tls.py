@@ -16,9 +16,9 @@ from octavo.gateway.rpc.addresses import AddressError, check_admin, check_exposu
 from octavo.gateway.rpc.tls import load_tls
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
-from tests.support.certificates import Authority, Pair
-from tests.support.fake_pool import FakePool
-from tests.support.rpc_errors import refused
+from tests.support.gateway.certificates import Authority, Pair
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.rpc_errors import refused
 
 C = grpc.StatusCode
 OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_pool import FakePool
-from tests.support.kserve_calls import stub_of
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.kserve_calls import stub_of
 
 
 def generate(served: Any, stub: Any) -> Any:
-    from tests.support.vllm_calls import request
+    from tests.support.gateway.vllm_calls import request
 
     return stub(served.channel).Generate(request())
 
 
 def generate_whole(served: Any, stub: Any) -> Any:
-    from tests.support.vllm_calls import request
+    from tests.support.gateway.vllm_calls import request
 
     return stub(served.channel).Generate(request(stream=False))
 

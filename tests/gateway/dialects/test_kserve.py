@@ -12,9 +12,9 @@ import pytest
 from octavo.gateway.text.model_text import ModelText
 from octavo.kserve import inference_pb2 as oip
 from octavo.wire.messages import Sampling, WireFinishReason
-from tests.support.fake_pool import FakePool, FakeRun
-from tests.support.kserve_calls import request, speaking, stream, stub_of, values
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.kserve_calls import request, speaking, stream, stub_of, values
+from tests.support.gateway.rpc_errors import refused
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from octavo.gateway.config import Dialects
 from octavo.gateway.dialects.kserve.model import INPUTS, OUTPUTS
 from octavo.gateway.workers.views import WorkerState
 from octavo.kserve import inference_pb2 as oip
-from tests.support.fake_pool import worker_view
-from tests.support.kserve_calls import stub_of
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import worker_view
+from tests.support.gateway.kserve_calls import stub_of
+from tests.support.gateway.rpc_errors import refused
 
 
 async def test_readiness_follows_workers_and_draining(serve: Any) -> None:

@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from octavo.kserve import inference_pb2 as oip
-from tests.support.fake_pool import FakePool, busy
-from tests.support.kserve_calls import request, stream, stub_of
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, busy
+from tests.support.gateway.kserve_calls import request, stream, stub_of
+from tests.support.gateway.rpc_errors import refused
 
 
 def tensor(name: str, datatype: str = "BYTES", shape: tuple[int, ...] = (1,), **fields: Any) -> Any:

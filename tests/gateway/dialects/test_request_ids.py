@@ -8,9 +8,9 @@ import pytest
 
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
-from tests.support import kserve_calls
-from tests.support.fake_pool import FakePool
-from tests.support.rpc_errors import Refusal, refused
+from tests.support.gateway import kserve_calls
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.rpc_errors import Refusal, refused
 
 UNFIT = ["é", "日本", "a\nb", "a\x00b", "\x7f", "a\tb", "\u2028", "😀"]
 TOO_LONG = "x" * 200_000  # a trailer of that size would cost the caller the whole status

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
-from tests.support.fake_pool import FakePool, FakeRun
-from tests.support.vllm_calls import Stub, request
+from tests.support.gateway.fake_pool import FakePool, FakeRun
+from tests.support.gateway.vllm_calls import Stub, request
 
 
 @pytest.mark.parametrize("stream", [True, False])

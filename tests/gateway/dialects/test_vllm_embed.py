@@ -10,8 +10,8 @@ pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from octavo.wire.messages import Pooling
-from tests.support.fake_pool import FakePool, busy
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool, busy
+from tests.support.gateway.rpc_errors import refused
 
 Stub = Callable[[Any], Any]
 

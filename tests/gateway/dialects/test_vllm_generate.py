@@ -11,8 +11,8 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untype
 
 from octavo.gateway.text.model_text import ModelText
 from octavo.wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
-from tests.support.fake_pool import FakePool, FakeRun, model_card, worker_view
-from tests.support.vllm_calls import Stub, request, speaking
+from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
+from tests.support.gateway.vllm_calls import Stub, request, speaking
 
 
 async def test_a_stream_is_chunks_of_new_tokens_and_one_complete(serve: Any, vllm_stub: Stub) -> None:

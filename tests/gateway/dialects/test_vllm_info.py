@@ -22,9 +22,9 @@ from octavo.gateway.dialects.vllm import translate as vllm_fields
 from octavo.gateway.dialects.vllm.info import model_info
 from octavo.gateway.dialects.vllm.servicer import archive_of
 from octavo.wire.messages import AdminReply
-from tests.support.fake_pool import FakePool, model_card, worker_view
-from tests.support.rpc_errors import refused
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
+from tests.support.gateway.rpc_errors import refused
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 Stub = Callable[[Any], Any]
 

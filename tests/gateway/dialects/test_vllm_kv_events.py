@@ -16,8 +16,8 @@ from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.workers import events
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
-from tests.support.fake_pool import FakePool, worker_view
-from tests.support.rpc_errors import Refusal, refusal_of, refused
+from tests.support.gateway.fake_pool import FakePool, worker_view
+from tests.support.gateway.rpc_errors import Refusal, refusal_of, refused
 
 Stub = Callable[[Any], Any]
 BLOCK = 16

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
-from tests.support.fake_pool import FakePool, busy
-from tests.support.rpc_errors import refused
-from tests.support.vllm_calls import Stub, request
+from tests.support.gateway.fake_pool import FakePool, busy
+from tests.support.gateway.rpc_errors import refused
+from tests.support.gateway.vllm_calls import Stub, request
 
 
 async def test_errors_are_statuses_with_the_reasons_of_the_gateway(serve: Any, vllm_stub: Stub) -> None:

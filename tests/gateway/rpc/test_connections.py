@@ -31,8 +31,8 @@ from octavo.gateway.rpc.connections import (
     num_reserved,
 )
 from octavo.wire.host import raise_descriptor_limit
-from tests.support.crowd import Crowd, Manner
-from tests.support.raw_http2 import RawHttp2
+from tests.support.http2.crowd import Crowd, Manner
+from tests.support.http2.raw import RawHttp2
 
 LIMITS = ConnectionLimits(total=16, per_peer=16)  # 14 are kept
 TOTAL, PER_PEER = Reason.TOTAL, Reason.PER_PEER

@@ -18,8 +18,8 @@ from octavo.gateway.rpc.interceptor import Guard
 from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.rpc.status import status_of
 from octavo.v1 import inference_pb2 as pb
-from tests.support.fake_pool import FakePool
-from tests.support.rpc_errors import refused
+from tests.support.gateway.fake_pool import FakePool
+from tests.support.gateway.rpc_errors import refused
 
 
 async def counted(meters: GatewayMeters) -> None:
@@ -210,7 +210,7 @@ def test_messages_to_callers_name_no_paths() -> None:
 
 
 async def test_health_follows_the_workers_and_watchers_are_told(serve: Any) -> None:
-    from tests.support.fake_pool import worker_view
+    from tests.support.gateway.fake_pool import worker_view
 
     states = health_pb2.HealthCheckResponse
     async with asyncio.timeout(60), serve(FakePool()) as served:

@@ -13,7 +13,7 @@ from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.rpc.connections import Address, address_of
 from octavo.gateway.rpc.interceptor import Guard
 from octavo.gateway.rpc.unread import UnreadEndings
-from tests.support.h2_caller import GENERATE, UnreadingCaller
+from tests.support.http2.unread_caller import GENERATE, UnreadingCaller
 
 PLACES = 8
 

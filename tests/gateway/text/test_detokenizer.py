@@ -11,7 +11,7 @@ from octavo.gateway.streams.output_processor import Detokenizer
 from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.text.pieces import byte_alphabet, byte_level_config, token_bytes
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 PIECES = [
     *("你好，世界。", "春眠不觉晓，处处闻啼鸟", "日本語のテキスト", "한국어 텍스트", "ภาษาไทย", "हिन्दी", "العربية"),

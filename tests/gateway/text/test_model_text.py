@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError
 from octavo.gateway.text.model_text import Bounds, ModelText, finish
-from tests.support.tokenizers_tiny import TEMPLATE, tiny_files
+from tests.support.gateway.tokenizers_tiny import TEMPLATE, tiny_files
 
 LIMIT = 1 << 20
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|vision_start|>", "<|box_end|>"]

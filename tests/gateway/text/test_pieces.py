@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from octavo.gateway.text.errors import TooManyTokens
 from octavo.gateway.text.model_text import Bounds, ModelText, finish
 from octavo.gateway.text.pieces import DIGITS, LETTERS, NFC_SHRINKS, QWEN2_WORDS, SIGNS, TextPieces
-from tests.support.tokenizers_tiny import tiny_files
+from tests.support.gateway.tokenizers_tiny import tiny_files
 
 EVERY = [chr(code) for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF]
 WORDS = [

@@ -23,7 +23,7 @@ from octavo.gateway.text.fair_queue import Share
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.text.render_pool import InProcessRenderer, RenderLimits, RenderPool, chat_json
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
-from tests.support.tokenizers_tiny import TEMPLATE
+from tests.support.gateway.tokenizers_tiny import TEMPLATE
 
 LIMIT = 1 << 20
 CHAT = ChatInput(messages=[{"role": "user", "content": "hi"}])

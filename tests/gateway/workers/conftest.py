@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.gateway.workers import WorkerPool
-from tests.support.workers import Dial, FakeWorker, open_pool
+from tests.support.gateway.workers import Dial, FakeWorker, open_pool
 
 
 @pytest.fixture

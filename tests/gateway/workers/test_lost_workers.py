@@ -9,7 +9,7 @@ import pytest
 from octavo.gateway.workers import NoWorker, WorkerGone, WorkerPool
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Heartbeat, Leaving, Refused, Run, Welcome
-from tests.support.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request
+from tests.support.gateway.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request
 
 Sleeper = subprocess.Popen[bytes]
 

@@ -6,7 +6,7 @@ from octavo.gateway.workers.outputs import Output, Outputs
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
-from tests.support.workers import RecordingSink, finished, request, step_output
+from tests.support.gateway.workers import RecordingSink, finished, request, step_output
 
 OURS, OTHER = 1, 2  # incarnations
 

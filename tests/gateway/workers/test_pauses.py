@@ -6,7 +6,7 @@ from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.gateway.workers.views import WorkerState
 from octavo.wire.messages import Cancel, Heartbeat, Pause, Resume, Run, WireFinishReason
-from tests.support.workers import FakeWorker, RecordingSink, finished, open_pool, register, request, until
+from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, register, request, until
 
 EPOCH = "e" * 32
 

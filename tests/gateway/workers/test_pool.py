@@ -26,7 +26,7 @@ from octavo.wire.messages import (
     Welcome,
     WireFinishReason,
 )
-from tests.support.workers import (
+from tests.support.gateway.workers import (
     FILES,
     PROMPT,
     Dial,

@@ -8,7 +8,7 @@ from octavo.gateway.workers.registry import GIVEN_UP, MAX_REMEMBERED, Registry, 
 from octavo.gateway.workers.views import LostReason, WorkerState
 from octavo.wire.bundle import BundleError, bundle_digest
 from octavo.wire.messages import Heartbeat, TokenizerBundle
-from tests.support.workers import FILES, capacity, card, register
+from tests.support.gateway.workers import FILES, capacity, card, register
 
 ALICE, BOB, CAROL = (Peer(0, bytes([0, n])) for n in range(3))
 E1, E2, E3 = ("1" * 32, "2" * 32, "3" * 32)

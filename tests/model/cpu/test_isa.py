@@ -15,7 +15,7 @@ from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
 from octavo.model.cpu.panels import PanelWeight, pack_bf16, pack_int8
 from octavo.model.layers.linear import WeightFormat
 from tests.model.cpu import test_layer, test_prefill
-from tests.support.invariant_model import random_model
+from tests.support.model.invariant_model import random_model
 
 AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
 AVX2 = "sse2 avx2 fma f16c bmi1 bmi2"

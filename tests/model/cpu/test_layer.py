@@ -10,7 +10,7 @@ from octavo.model.cpu.layer import LayerRest
 from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import WeightFormat
-from tests.support.checkpoints import tiny_config
+from tests.support.model.checkpoints import tiny_config
 
 pytestmark = pytest.mark.skipif(not can_panel(torch.ones(2, 2).bfloat16()), reason="no C compiler here")
 

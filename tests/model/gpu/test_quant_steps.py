@@ -20,7 +20,7 @@ from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear, WeightFormat
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8, Fp8Weight, round_to_groups
-from tests.support.interpreter import convert_to_e4m3_as_devices_do
+from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12

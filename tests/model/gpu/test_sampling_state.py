@@ -15,7 +15,7 @@ from octavo.model.gpu.sampling_columns import Stage, plan_row
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.params import Feature, SamplingParams
-from tests.support.sampling_twins import Outcome, SamplingTwins
+from tests.support.model.sampling_references import Outcome, SamplingTwins
 
 V = 300
 SAMPLING: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.support.sampling_twins import SamplingTwins
+from tests.support.model.sampling_references import SamplingTwins
 
 VOCAB, WIDTH = 5000, 5120
 SAMPLING: list[dict[str, Any]] = [

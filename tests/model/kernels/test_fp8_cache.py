@@ -24,7 +24,7 @@ from octavo.model.kernels.small_batch.attention import (
 from octavo.model.kernels.small_batch.launch import Cut, Overlap
 from octavo.model.kernels.small_batch.qkv import narrow_qkv, narrow_qkv_reference
 from octavo.model.quantization.rounding import FP8, to_fp8
-from tests.support.interpreter import convert_to_e4m3_as_devices_do
+from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16

@@ -17,7 +17,7 @@ from octavo.model.kernels.products.invariant import (
     part_elements,
     product_reference,
 )
-from tests.support.interpreter import sum_products_in_one_order
+from tests.support.model.interpreter import sum_products_in_one_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]

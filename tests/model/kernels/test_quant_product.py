@@ -19,7 +19,7 @@ from octavo.model.kernels.products.quantized import (
 from octavo.model.kernels.products.unpack import round_rows, unpack_weight
 from octavo.model.quantization.grouped import GroupedWeight
 from octavo.model.quantization.rounding import FP8, Fp8Weight, quantize_rows, round_to_groups
-from tests.support.interpreter import convert_to_e4m3_as_devices_do
+from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]

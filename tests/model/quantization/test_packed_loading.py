@@ -11,7 +11,7 @@ from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.errors import CheckpointError, ConfigError
 from octavo.model.quantization.grouped import GroupedWeight
-from tests.support.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, change_config, write_packed_checkpoint
+from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, change_config, write_packed_checkpoint
 
 G32 = {"group_size": 32}
 LAYOUTS = {

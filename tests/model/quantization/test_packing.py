@@ -7,7 +7,7 @@ import torch
 from octavo.model.checkpoint.packed import PackingError, packed_shapes, unpack
 from octavo.model.quantization.grouped import GroupedWeight, join_outputs, pack_nibbles, unpack_nibbles
 from octavo.model.quantization.settings import GroupSettings, Packing
-from tests.support.packed_checkpoints import RandomMatrix
+from tests.support.model.packed_checkpoints import RandomMatrix
 
 
 def settings(

@@ -1,0 +1,69 @@
+"""The price of deterministic mode on a CPU: the same requests with and without it, in one run.
+
+    python -m bench.cpu.deterministic [--shape 0.5B] [--threads 1] [--json FILE]
+
+Random weights, bf16; the workloads of bench.cpu.compare. Prints a line for each mode; --json writes the figures, too.
+Keeps its checkpoint in out/checkpoint-SHAPE. A CUDA device: bench.gpu.deterministic.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.cpu.local_engine import LocalEngine
+from bench.cpu.workloads import decode_ms, mixed, output_rate, prefill_ms
+from bench.figures import write_json
+from bench.machine import this_machine
+from bench.modes import MODES
+from bench.random_checkpoint import write_checkpoint
+from bench.shapes import PUBLISHED
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.invariant import make_invariant
+from octavo.worker.config import Deterministic
+
+
+def compare_modes(threads: int, shape: str) -> dict[str, object]:
+    """Decode at batch 1, prefill of 512, sixteen mixed requests, by mode; processor time where threads is 1."""
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    folder = Path("out") / f"checkpoint-{shape}"
+    if not (folder / "config.json").exists():
+        write_checkpoint(folder, PUBLISHED[shape])
+    found: dict[str, object] = {"machine": this_machine().as_dict()}
+    print(this_machine().line(), flush=True)
+    for mode in MODES:
+        model = load_model(folder)
+        if MODES[mode] is Deterministic.ON:
+            make_invariant(model, max_positions=1025)
+        else:
+            model.pack_weights()
+        backend = "invariant" if MODES[mode] is Deterministic.ON else "sdpa"
+        side = LocalEngine(model, max_num_seqs=16, max_model_len=1024, clock=clock, backend=backend)
+        rng = np.random.default_rng(0)
+        figures = {
+            "decode ms": statistics.median(decode_ms(side, rng, num_prompt=32, num_output=24) for _ in range(3)),
+            "prefill 512 ms": statistics.median(prefill_ms(side, rng, num_prompt=512) for _ in range(3)),
+            "mixed tok/s": output_rate(side, mixed(rng, count=16, shortest=20, longest=100)),
+        }
+        print(f"{mode:14s}" + "  ".join(f"{name} {value:.1f}" for name, value in figures.items()), flush=True)
+        found[mode] = figures
+        del model, side
+    return found
+
+
+def main() -> None:
+    """Print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=PUBLISHED, default="0.5B")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    write_json(arguments.json, compare_modes(arguments.threads, arguments.shape))
+
+
+if __name__ == "__main__":
+    main()

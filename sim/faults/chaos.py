@@ -1,0 +1,168 @@
+"""Makes faults happen, and takes them all back. Knows what each kind does to which part, not when."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from octavo.gateway.errors import RequestAborted
+from octavo.gateway.workers.errors import PoolError
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from sim.faults.lurking import Lurking
+from sim.processes.runner import ProcessDied
+from sim.scenario import LURKING, Fault, FaultKind
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+CUT_AFTER_S = 10.0  # wire.options.PING_TIMEOUT_MS
+
+
+class Chaos:
+    """One per world."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._pending: Counter[tuple[str, str]] = Counter()  # (task or "", point) that something happens at
+        self._queries: set[asyncio.Task[None]] = set()
+        self._lurking = Lurking(world)
+        self.look = self._lurking.look
+        self._actions: dict[FaultKind, Callable[[Fault], None]] = {
+            FaultKind.CRASH: self._crash,
+            FaultKind.CRASH_AT: self._crash_at,
+            FaultKind.FREEZE: self._freeze,
+            FaultKind.SLOW: self._slow,
+            FaultKind.HANG: self._hang,
+            FaultKind.OUT_OF_MEMORY: self._fail_step,
+            FaultKind.ENGINE_ERROR: self._fail_step,
+            FaultKind.LIE: self._lie,
+            FaultKind.DISCONNECT: self._disconnect,
+            FaultKind.PARTITION: self._partition,
+            FaultKind.LAG: self._partition,
+            FaultKind.DRAIN_WORKER: self._drain_worker,
+            FaultKind.KILL_GATEWAY: self._kill_gateway,
+            FaultKind.DRAIN_GATEWAY: self._drain_gateway,
+            FaultKind.ABORT: self._abort,
+            FaultKind.FLUSH: self._flush,
+            **dict.fromkeys(LURKING, self._lurking.add),
+            FaultKind.DEFECT: self._defect,
+        }
+
+    async def run(self, faults: tuple[Fault, ...], start_s: float) -> None:
+        """All of them, each at its time."""
+        loop = self._world.loop
+        for fault in faults:
+            await asyncio.sleep(max(0.0, start_s + fault.at_s - loop.time()))
+            self._world.journal.note(f"fault {fault}")
+            self._world.journal.faults[fault.kind.value] += 1
+            self._actions[fault.kind](fault)
+
+    def stop(self) -> None:
+        """Everything is well again; what had to be replaced is replaced."""
+        self._pending.clear()
+        self._lurking.clear()
+        for seat in self._world.seats:
+            if seat.life is not None:
+                seat.life.thaw()
+                seat.life.outbox.lie = ""
+                seat.life.runner.hangs, seat.life.runner.next_error, seat.life.runner.slow_until_s = False, None, 0.0
+
+    def at_point(self, name: str) -> None:
+        """The product passes a fault point."""
+        self._world.journal.points[name] += 1
+        if not self._pending:
+            return
+        task = asyncio.current_task()
+        key = (task.get_name() if task is not None and name.startswith("engine.") else "", name)
+        if self._pending[key] > 0:
+            self._pending[key] -= 1
+            if key[0]:
+                raise ProcessDied(f"killed at {name}")
+            raise RuntimeError(f"planted at {name}")
+
+    # ------------------------------------------------------------ workers
+
+    def _crash(self, fault: Fault) -> None:
+        self._world.seats[fault.worker].crash()
+
+    def _crash_at(self, fault: Fault) -> None:
+        self._pending[(f"life of w{fault.worker}", fault.detail)] += 1
+
+    def _freeze(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            life.freeze()
+            self._world.loop.call_later(fault.duration_s, life.thaw)
+
+    def _slow(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            life.runner.slow_until_s = self._world.loop.time() + fault.duration_s
+
+    def _hang(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            life.runner.hangs = True
+
+    def _fail_step(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            kind = RunnerOutOfMemory if fault.kind is FaultKind.OUT_OF_MEMORY else RunnerError
+            life.runner.next_error = kind("planted")
+
+    def _lie(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            life.outbox.lie = fault.detail
+
+    def _drain_worker(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            life.engine.request_drain(fault.duration_s)
+
+    # ------------------------------------------------------------ connections
+
+    def _disconnect(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None:
+            life.dealers[fault.gateway].cut()
+
+    def _partition(self, fault: Fault) -> None:
+        life, until_s = self._world.seats[fault.worker].life, self._world.loop.time() + fault.duration_s
+        if life is not None:
+            for dealer in (life.dealers[fault.gateway], life.beats[fault.gateway]):
+                dealer.partition(until_s, cut_after_s=CUT_AFTER_S)
+
+    # ------------------------------------------------------------ gateways
+
+    def _kill_gateway(self, fault: Fault) -> None:
+        self._world.kill_gateway(fault.gateway)
+
+    def _drain_gateway(self, fault: Fault) -> None:
+        self._world.drain_gateway(fault.gateway, fault.duration_s)
+
+    def _abort(self, fault: Fault) -> None:
+        gateway = self._world.gateways[fault.gateway]
+        if gateway is not None:
+            for request_id in gateway.desk.admission.request_ids():
+                gateway.desk.abort(request_id)
+            gateway.desk.fail_all(RequestAborted("an operator ended it"))
+
+    def _flush(self, fault: Fault) -> None:
+        task = asyncio.create_task(self._ask(fault.gateway), name="operator")
+        self._queries.add(task)
+        task.add_done_callback(self._queries.discard)
+
+    async def _ask(self, index: int) -> None:
+        gateway = self._world.gateways[index]
+        if gateway is None:
+            return
+        try:
+            replies = await gateway.pool.query(audit=True, flush=True, timeout_s=5.0)
+        except PoolError:
+            return
+        for name, reply in replies:
+            self._world.journal.check(not reply.violations, f"audit of {name}: {reply.violations}")
+
+    def _defect(self, fault: Fault) -> None:
+        self._pending[("", fault.detail)] += 1

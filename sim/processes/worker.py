@@ -1,0 +1,367 @@
+"""One life of a worker process: the real engine with all that it owns, stepped on the virtual clock.
+
+A step happens in one go; what it says leaves when its duration has passed, and is lost where the process dies before
+that. Must not know what the callers want, nor why it is frozen or killed.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from octavo.blockmgr.config import BlockManagerConfig
+from octavo.blockmgr.ids import PrefixCache
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.bundle import bundle_digest
+from octavo.wire.codec import encode
+from octavo.wire.messages import Capacity, Leaving, ModelCard, Register
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.engine.engine import Engine, EngineConfig
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.scheduler.scheduler import Scheduler
+from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.transport.heartbeat import heartbeat_of
+from octavo.worker.transport.link import LinkState, LinkStats, Received, WorkerLink, _Gateway
+from octavo.worker.transport.watchdog import Watchdog
+from sim.checks.fairness import FairnessWatch
+from sim.checks.watches import WorkerWatch
+from sim.edges.loop import SimLoop
+from sim.edges.network import Hub
+from sim.journal import Journal
+from sim.processes.dealer import LyingOutbox, SimDealer
+from sim.processes.runner import VOCAB_SIZE, ProcessDied, SimClock, SimRunner, oracle_model
+from sim.scenario import Scenario
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+IDLE_WAIT_S = 0.5
+MAX_IDLE_TURNS = 3  # with work waiting and nothing in flight
+
+
+class SimLink(WorkerLink):
+    """The real link, on simulated sockets and without a poller."""
+
+    def __init__(self, dealers: list[SimDealer], register: Register, files: dict[str, bytes], clock: SimClock) -> None:
+        self.stats = LinkStats()
+        self.on_refused = lambda reason: None
+        self._register = register
+        self._files = files
+        self._clock = clock
+        self._gateways = [_Gateway(GatewayIndex(index), dealer) for index, dealer in enumerate(dealers)]
+        self._lost = []
+        self.on_drained: Callable[[Received], None] = lambda messages: None
+
+    def drain(self) -> Received:
+        received = super().drain()
+        self.on_drained(received)
+        return received
+
+    @property
+    def patience_s(self) -> float:
+        """How long an idle engine may wait: as `WorkerLink.wait` has it."""
+        if self._lost:
+            return 0.0
+        is_busy = any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways)
+        return 0.05 if is_busy else IDLE_WAIT_S
+
+
+def scheduler_config(scenario: Scenario) -> SchedulerConfig:
+    """The scheduler's part of the scenario."""
+    config = scenario.config
+    return SchedulerConfig(
+        max_model_len=config.max_model_len,
+        vocab_size=400,
+        eos_token_ids=(2,),
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_batch_tokens=config.max_batch_tokens,
+        max_chunk_tokens=config.max_chunk_tokens,
+        max_in_flight=config.max_in_flight,
+        aging_s=config.aging_s,
+        preempt_every_steps=config.preempt_every_steps,
+    )
+
+
+class Life:
+    """From start to death. on_death(exit code): called once, when it ends by itself; not after ``kill``. on_step:
+    called after each turn of the engine."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        loop: SimLoop,
+        journal: Journal,
+        hubs: list[Hub],
+        register: Register,
+        files: dict[str, bytes],
+        *,
+        on_death: Callable[[int], None],
+        on_step: Callable[[], None],
+    ) -> None:
+        config = self._config = scenario.config
+        self._loop, self._journal, self._on_death, self._on_step = loop, journal, on_death, on_step
+        self.name = register.worker_id
+        self.register = register
+        self._awake = asyncio.Event()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self.dealers = [SimDealer(hub, high_water=config.high_water, on_event=self._awake.set) for hub in hubs]
+        self.beats = [SimDealer(hub, high_water=config.high_water, on_event=lambda: None) for hub in hubs]
+        self.clock = SimClock(loop)
+        self.link = SimLink(self.dealers, register, files, self.clock)
+        self.link.on_refused = self._refused
+        self.outbox = LyingOutbox(self.link, journal)
+        self.blocks = BlockManager(
+            BlockManagerConfig(
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                max_slots=config.max_num_seqs,
+                max_blocks_per_slot=-(-config.max_model_len // config.block_size),
+                fingerprint=b"sim",
+                prefix_cache=PrefixCache.ON if config.has_prefix_cache else PrefixCache.OFF,
+                secret=b"sim",
+            )
+        )
+        self.scheduler = Scheduler(scheduler_config(scenario), self.blocks)
+        self.watch = WorkerWatch(self.scheduler, journal, self.name)
+        self.link.on_drained = self.watch.heard
+        self.runner = SimRunner(config, scenario.rng(f"steps of {register.epoch}"), self.clock, journal)
+        self.runner.on_plan = self.watch.look_at
+        self.engine = Engine(
+            config=EngineConfig(epoch=register.epoch, audit_every_steps=0),
+            scheduler=self.scheduler,
+            blocks=self.blocks,
+            runner=self.runner,
+            inbox=self.link,
+            outbox=self.outbox,
+            clock=self.clock,
+        )
+        self.fairness = FairnessWatch(self.scheduler, journal, self.name, scenario)
+        self.exit_code = 0
+        self.is_alive = True
+        self._computing_since: int | None = None  # how many steps there were before the one that takes its time now
+        self._num_idle_turns = 0
+        self._tasks = [
+            asyncio.create_task(self._live(), name=f"life of {self.name}"),
+            asyncio.create_task(self._beat(), name=f"heart of {self.name}"),
+        ]
+
+    # ------------------------------------------------------------ what is done to it
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self._thawed.set()
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        if self.is_alive:
+            self.is_alive = False
+            for socket in (*self.dealers, *self.beats):
+                socket.close()
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+
+    def _die(self, code: int) -> None:
+        if self.is_alive:
+            self.exit_code = code
+            self.kill()
+            self._on_death(code)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the heartbeat's thread sees: before a step's end the work, but not the step."""
+        if self._computing_since is None:
+            return self.engine.stats
+        return replace(self.engine.stats, num_steps=self._computing_since, num_in_flight=1)
+
+    # ------------------------------------------------------------ its threads
+
+    async def _live(self) -> None:
+        try:
+            while not self.engine.is_done:
+                num_steps = self.engine.num_steps
+                await self._step()
+                if self.engine.num_steps == num_steps and not self.engine.is_done and not self.engine.is_telling:
+                    await self._wait(self.link.patience_s)
+            reason = "STOPPED" if self.engine._is_stopping else "DRAINED"
+            self.outbox.put_all(Leaving(epoch=self.register.epoch, reason=reason))
+            await asyncio.sleep(0.05)  # lingering
+            self._die(self.exit_code)
+        except ProcessDied:
+            self._die(139)
+        except Exception as error:
+            self._journal.violate(f"the engine of {self.name} failed: {error!r}")
+            self._die(70)
+
+    async def _step(self) -> None:
+        num_steps = self.engine.num_steps
+        for dealer in self.dealers:
+            dealer.compute()
+        self.engine.step()
+        self.watch.look()
+        self._on_step()
+        if self.clock.ahead_s:
+            self._computing_since = num_steps
+            await asyncio.sleep(self.clock.ahead_s)
+            self.clock.ahead_s = 0.0
+        await self._thawed.wait()
+        self._computing_since = None
+        for dealer in self.dealers:
+            dealer.release()
+        self._check(num_steps)
+
+    async def _wait(self, limit_s: float) -> None:
+        self._awake.clear()
+        handle = self._loop.call_later(limit_s, self._awake.set)
+        try:
+            await self._awake.wait()
+        finally:
+            handle.cancel()
+        await self._thawed.wait()
+
+    async def _beat(self) -> None:
+        watchdog = Watchdog(stall_timeout_s=self._config.stall_exit_s)
+        while True:
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+            await self._thawed.wait()
+            if watchdog.is_stalled(self.stats, self._loop.time()):
+                self._journal.outcomes["watchdog"] += 1
+                self._die(75)
+                return
+            frame = encode(heartbeat_of(self.stats, self.register.epoch))
+            for dealer, is_welcomed in zip(self.beats, self.link.welcomed, strict=True):
+                dealer.transitions()
+                if is_welcomed:
+                    dealer._try_send(frame)
+
+    def _refused(self, reason: str) -> None:
+        self.exit_code = 76
+        self.engine.request_stop()
+
+    # ------------------------------------------------------------ invariants
+
+    def _check(self, num_steps: int) -> None:
+        if self._config.poisons:
+            self.runner.poison(self.blocks._pool.blank_blocks())
+        if self._config.tenants:
+            self.fairness.look()
+        every = self._config.audit_every_steps
+        if every and self.engine.num_steps % every == 0:
+            self.audit()
+        stuck = self.scheduler.has_work and self.engine.num_steps == num_steps
+        self._num_idle_turns = self._num_idle_turns + 1 if stuck else 0
+        self._journal.check(self._num_idle_turns <= MAX_IDLE_TURNS, lambda: f"{self.name} has work and makes no steps")
+
+    def audit(self) -> None:
+        """Recount everything, and the counters with it."""
+        journal, blocks, counters = self._journal, self.blocks, self.scheduler.counters
+        self.watch.recount()
+        violations = blocks.audit().violations
+        journal.check(not violations, lambda: f"audit of {self.name}: {violations}")
+        total = blocks.num_free + blocks.num_cached + blocks.num_active
+        journal.check(total == self._config.num_blocks, lambda: f"{total} blocks of {self._config.num_blocks}")
+        unfinished = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_paused
+        ended = counters.num_ended.total()
+        is_whole = counters.num_accepted == ended + unfinished
+        journal.check(is_whole, lambda: f"{counters} with {unfinished} unfinished")
+
+    def check_quiet(self) -> None:
+        """Nothing is asked of it, so it holds nothing."""
+        self.audit()
+        journal, scheduler = self._journal, self.scheduler
+        journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.roster)}")
+        journal.check(self.blocks.num_active == 0, f"{self.name} holds {self.blocks.num_active} blocks for nobody")
+
+
+# A worker's place: one life after the other, each with an epoch of its own, as a supervisor starts them.
+
+
+class Seat:
+    """``life`` is None between two lives."""
+
+    def __init__(self, world: "World", index: int, files: dict[str, bytes]) -> None:
+        self.name = f"w{index}"
+        self.life: Life | None = None
+        self._world, self._index, self._files = world, index, files
+        self._num_lives = 0
+        self._is_closed = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """It lives, every gateway knows it, and it has nothing to do."""
+        life = self.life
+        return life is not None and all(life.link.welcomed) and not life.stats.has_work and life.scheduler.is_empty
+
+    def start(self) -> None:
+        """A new life."""
+        if self._is_closed:
+            return
+        self._num_lives += 1
+        register = self._register()
+        self._world.processes.alive.add(register.pid)
+        life = self.life = Life(
+            self._world.scenario,
+            self._world.loop,
+            self._world.journal,
+            self._world.hubs,
+            register,
+            self._files,
+            on_death=self._died,
+            on_step=lambda: self._world.chaos.look(self._index),
+        )
+        self._world.journal.note(f"{life.name} lives as {register.pid}")
+
+    def crash(self) -> None:
+        """SIGKILL."""
+        if self.life is not None:
+            self.life.kill()
+            self._died(-9)
+
+    def close(self) -> None:
+        """The end of the play."""
+        self._is_closed = True
+        if self.life is not None:
+            self.life.kill()
+            self.life = None
+
+    def _died(self, code: int) -> None:
+        life, self.life = self.life, None
+        assert life is not None
+        self._world.journal.note(f"{life.name} died with {code}")
+        self._world.processes.ended(life.register.pid)
+        self._world.loop.call_later(self._world.scenario.config.restart_s, self.start)
+
+    def _register(self) -> Register:
+        config, pid = self._world.scenario.config, 10_000 * (self._index + 1) + self._num_lives
+        fingerprint = hashlib.blake2b(repr(oracle_model(config)).encode(), digest_size=32).hexdigest()
+        return Register(
+            worker_id=self.name,
+            epoch=f"{pid:032x}",
+            card=ModelCard(
+                name="oracle",
+                fingerprint=fingerprint,
+                architecture="Oracle",
+                dtype="oracle",
+                max_model_len=config.max_model_len,
+                vocab_size=VOCAB_SIZE,
+                eos_token_ids=(2,),
+                default_sampling={},
+                tokenizer_digest=bundle_digest(self._files),
+            ),
+            capacity=Capacity(
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_waiting=config.max_waiting,
+                max_batch_tokens=config.max_batch_tokens,
+            ),
+            pid=pid,
+            pid_namespace="sim",
+        )

@@ -1,0 +1,35 @@
+"""`octavo embed` against a scripted server."""
+
+import io
+import json
+
+import pytest
+
+from octavo.cli.client import embed
+from octavo.cli.main import main
+from tests.support.gateway.scripted_server import Script, running
+
+
+def test_each_text_becomes_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed, "BATCH", 2)
+    with running(script := Script()) as target:
+        port = target.rpartition(":")[2]
+        assert main(["embed", "--port", port, "--pooling", "mean", "--raw", "a", "b", "ü"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in lines] == ["a", "b", "ü"]
+    assert [line["values"] for line in lines] == [[0, 0.5], [1, 0.5], [0, 0.5]]
+    assert [len(request.inputs) for request in script.embed_requests] == [2, 1]
+    assert all(request.HasField("normalize") and not request.normalize for request in script.embed_requests)
+
+
+def test_lines_of_stdin_are_texts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo \n"))
+    with running(Script()) as target:
+        assert main(["embed", "--port", target.rpartition(":")[2]]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == ["one", "two "]
+
+
+def test_nothing_to_embed_is_a_mistake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["embed"]) == 2
+    assert "no texts" in capsys.readouterr().err

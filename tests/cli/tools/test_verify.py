@@ -1,0 +1,220 @@
+"""`octavo verify` passes what is sound in every way it is served, and goes red for mistakes that are small or hidden in
+one way of serving."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.cli.tools.verify import Served, compare_served
+from octavo.model.checkpoint.loading import load_model
+from octavo.model.checkpoint.source import resolve_checkpoint
+from octavo.model.cpu.native import native_library
+from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.layers.linear import FormatUnavailable
+from octavo.model.layers.rope import Rope
+from octavo.model.verify.served import MISTAKE, ServedRow
+from octavo.worker.config import Deterministic
+from octavo.worker.loading import loader as runner_loading
+from octavo.worker.runners.torch.runner import TorchRunner
+from octavo.worker.scheduler.plan import StepPlan
+from tests.support.model.checkpoints import write_tiny_checkpoint
+from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
+
+HALF, WIDE = "bfloat16", "float32"
+needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), torch_dtype="bfloat16", intermediate_size=160)
+
+
+@pytest.fixture(scope="module")
+def yarn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    folder = tmp_path_factory.mktemp("yarn")
+    return write_tiny_checkpoint(folder, torch_dtype="bfloat16", max_position_embeddings=64, rope_scaling=scaling)
+
+
+def compare(folder: Path, **options: Any) -> list[ServedRow]:
+    return compare_served(Served(model=str(folder), device="cpu", **options), folder, num_prompts=3, max_new_tokens=6)
+
+
+def red(rows: list[ServedRow]) -> dict[str, set[str]]:
+    """The checks that failed, by dtype."""
+    found: dict[str, set[str]] = {HALF: set(), WIDE: set()}
+    for row in rows:
+        if not row.is_ok:
+            found[row.label.rpartition(" ")[2]].add(row.check)
+    return found
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, dtype: str, damage: Callable[[Qwen2ForCausalLM], None]) -> None:
+    """Whatever a worker loads in this dtype is damaged before it is packed."""
+
+    def load(*arguments: Any, **options: Any) -> Qwen2ForCausalLM:
+        model = load_model(*arguments, **options)
+        if str(model.dtype) == f"torch.{dtype}":
+            damage(model)
+        return model
+
+    monkeypatch.setattr(runner_loading, "load_model", load)
+
+
+def scale_queries(model: Qwen2ForCausalLM, factor: float) -> None:
+    """What a wrong scale of attention does: queries of another length."""
+    for layer in model.decoder_layers:
+        attention = layer.self_attn.qkv_proj
+        queries = model.config.num_attention_heads * model.config.head_dim
+        for tensor in (attention.weight.data, attention.bias.data):  # type: ignore[union-attr]
+            tensor[:queries] = (tensor[:queries].float() * factor).to(tensor.dtype)
+
+
+def scale_outputs(model: Qwen2ForCausalLM, factor: float) -> None:
+    for layer in model.decoder_layers:
+        layer.mlp.down_proj.weight.data.mul_(factor)
+
+
+def raise_epsilon(model: Qwen2ForCausalLM) -> None:
+    for module in model.modules():
+        if hasattr(module, "epsilon"):
+            module.epsilon = 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"attention_backend": "reference"},
+        {"kv_cache_dtype": "fp8"},
+        {"max_model_len": 40},
+        pytest.param({"deterministic": Deterministic.ON}, marks=needs_compiler),
+    ],
+    ids=str,
+)
+def test_what_is_sound_is_green_in_every_way_it_is_served(tiny: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny
+    if "deterministic" in options:  # whose kernels want heads of 32
+        folder = write_tiny_checkpoint(tmp_path, torch_dtype="bfloat16", num_attention_heads=2, num_key_value_heads=1)
+    rows = compare(folder, **options)
+    assert [row for row in rows if not row.is_ok] == []
+    assert len({row.label for row in rows}) == (1 if options.get("dtype") == "float32" else 2)
+    labels = [row.label for row in rows]
+    assert any(label.endswith("float32") for label in labels)
+
+
+def test_positions_go_to_the_end_of_the_served_context(yarn: Path, tiny: Path) -> None:
+    for folder, options, last in ((yarn, {}, 511), (tiny, {}, 511), (tiny, {"max_model_len": 300}, 299)):
+        modes = {row.mode for row in compare(folder, **options) if row.check == "far positions"}
+        assert f"up to {last}" in modes
+
+
+def test_integers_are_judged_against_the_same_integers_in_float32(tiny: Path) -> None:
+    try:
+        rows = compare(tiny, quantization="int8")
+    except FormatUnavailable as error:
+        pytest.skip(str(error))
+    assert [row for row in rows if not row.is_ok] == []
+    assert "int8" in rows[0].label
+
+
+def test_packed_checkpoints_are_judged_against_their_own_weights(tmp_path: Path) -> None:
+    write_packed_checkpoint(tmp_path, AWQ_CONFIG | {"group_size": 32})
+    rows = compare(tmp_path)
+    assert [row for row in rows if not row.is_ok] == []
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("folio-chat", HALF), ("tiny", HALF), ("tiny", WIDE)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda model: scale_queries(model, 1.02), id="attention scale × 1.02"),
+        pytest.param(raise_epsilon, id="eps 1e-4"),
+        pytest.param(lambda model: scale_outputs(model, 1.02), id="what MLPs add × 1.02"),
+    ],
+)
+def test_a_small_mistake_in_one_dtype_alone_is_red_there_and_only_there(
+    name: str, damage: Callable[[Qwen2ForCausalLM], None], dtype: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, dtype, damage)
+    found = red(compare(resolve_checkpoint("folio-chat") if name == "folio-chat" else tiny))
+    assert found[dtype]
+    assert not found[WIDE if dtype == HALF else HALF]
+
+
+def test_packed_products_that_are_half_as_large_again_are_red(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = Qwen2ForCausalLM.pack_weights
+
+    def pack_wrongly(model: Qwen2ForCausalLM, *arguments: Any) -> None:
+        if model.dtype == torch.bfloat16:
+            for layer in model.decoder_layers:
+                layer.mlp.down_proj.weight.data.mul_(1.5)
+                layer.self_attn.o_proj.weight.data.mul_(1.5)
+        pack(model, *arguments)
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "pack_weights", pack_wrongly)
+    found = red(compare(tiny))
+    assert {"a long prompt", "decodes", "far positions"} <= found[HALF]
+    assert found[WIDE] == set()
+
+
+@pytest.mark.parametrize("last", [127, 400])
+def test_positions_that_stop_counting_are_red_where_only_far_ones_show_it(
+    yarn: Path, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    angles = Rope.angles
+    monkeypatch.setattr(Rope, "angles", lambda rope, positions_T: angles(rope, positions_T.clamp(max=last)))
+    rows = compare(yarn)
+    assert {"far positions"} <= red(rows)[HALF] & red(rows)[WIDE]
+    assert not any(row.check == "decodes" and not row.is_ok for row in rows)
+
+
+def test_a_mistake_of_decodes_alone_is_red_in_decodes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = TorchRunner.launch
+
+    def launch_late(runner: TorchRunner, plan: StepPlan) -> None:
+        """Decodes are taken for tokens of the position before."""
+        launch(runner, replace(plan, decode_positions_S=np.maximum(plan.decode_positions_S - 1, 0)))
+
+    monkeypatch.setattr(TorchRunner, "launch", launch_late)
+    found = red(compare(tiny))
+    assert "decodes" in found[HALF] & found[WIDE]
+    assert "a long prompt" not in found[HALF] | found[WIDE]
+
+
+@needs_compiler
+def test_deterministic_mode_that_rounds_by_the_batch_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_checkpoint(tmp_path, torch_dtype="bfloat16", num_attention_heads=2, num_key_value_heads=1)
+    rows = compare(folder, deterministic=Deterministic.ON)
+    same = [row for row in rows if row.check == "the same bits"]
+    assert len(same) == 2
+    assert all(row.is_ok and row.error == 0 and row.num_values for row in same)
+    logits = Qwen2ForCausalLM.logits
+    monkeypatch.setattr(
+        Qwen2ForCausalLM,
+        "logits",
+        lambda model, hidden_SD: logits(model, hidden_SD * (1 + 1e-6 * (len(hidden_SD) > 1))),
+    )
+    assert red(compare(folder, deterministic=Deterministic.ON))[WIDE] == {"the same bits"}
+
+
+def test_logits_that_are_nan_are_red(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, HALF, lambda model: model.norm.weight.data.fill_(torch.nan))
+    found = red(compare(tiny))
+    assert {"a long prompt", "decodes", "far positions", MISTAKE} <= found[HALF]
+    assert found[WIDE] == set()
+
+
+def test_a_folder_without_a_tokenizer_is_refused_as_a_worker_refuses_it(tiny: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(Exception, match=r"there is no tokenizer\.json"):
+        compare(folder)

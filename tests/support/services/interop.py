@@ -1,0 +1,71 @@
+"""Clients and gateways of others, each in a virtual environment of its own, made on demand and kept between runs."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PINS = REPOSITORY / "tests" / "interop"
+INSTALL_TIMEOUT_S = 240.0
+
+
+class NoEnvironment(Exception):
+    """It could not be made: most often there is no network."""
+
+
+def environments_folder() -> Path:
+    """Where they are kept: OCTAVO_INTEROP_DIR, else an ignored folder of the checkout."""
+    return Path(os.environ.get("OCTAVO_INTEROP_DIR", REPOSITORY / ".interop"))
+
+
+@cache
+def interop_python(name: str) -> Path:
+    """The interpreter of the environment of `tests/interop/NAME.txt`. Raises NoEnvironment."""
+    pins = (PINS / f"{name}.txt").read_bytes()
+    digest = hashlib.sha256(pins + sys.version.encode()).hexdigest()[:12]
+    folder = environments_folder() / f"{name}-{digest}"
+    python = folder / "bin" / "python"
+    if not (folder / ".complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
+        _make(folder, python, PINS / f"{name}.txt")
+        (folder / ".complete").touch()
+    return python
+
+
+def _make(folder: Path, python: Path, pins: Path) -> None:
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries=1"]
+    try:
+        _run([sys.executable, "-m", "venv", str(folder)])
+        _run([*pip, "-r", str(pins)])
+    except (NoEnvironment, subprocess.TimeoutExpired) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise NoEnvironment(f"{pins.name} could not be installed: {error}") from None
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise NoEnvironment(last[-1] if last else f"exit status {done.returncode}")
+
+
+def run_inside(python: Path, driver: str, *, timeout_s: float, **settings: str) -> None:
+    """Run a file of tests (`tests/interop/DRIVER.py`) by the pytest of an environment, the settings as variables; what
+    it says is shown where a test fails or is skipped there."""
+    command = [str(python), "-m", "pytest", "-q", "-ra", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull]
+    command += ["--rootdir", str(PINS), "--confcutdir", str(PINS / "drivers"), str(PINS / "drivers" / f"{driver}.py")]
+    done = subprocess.run(
+        command,
+        cwd=PINS / "drivers",
+        env={"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"} | settings,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert "skipped" not in done.stdout, done.stdout

@@ -1,0 +1,176 @@
+"""The whole service as a user starts it: `octavo serve` in a process of its own, with its gateways and workers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0  # a busy machine is no fault
+IDLE_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running service."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    admin_port: int
+    log: Path
+
+    @property
+    def target(self) -> str:
+        """Where the gRPC service is."""
+        return f"127.0.0.1:{self.port}"
+
+    def children(self, command: str) -> list[psutil.Process]:
+        """The live processes that run `octavo COMMAND` (worker, gateway) under the supervisor."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if command in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def audit(self) -> list[admin_pb2.BlockAudit]:
+        """A recount of every worker's blocks."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.admin_port}") as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            return list(stub.AuditBlocks(admin_pb2.AuditBlocksRequest(), timeout=ANSWER_TIMEOUT_S).audits)
+
+    def load(self) -> list[admin_pb2.WorkerLoad]:
+        """What every worker is doing."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.admin_port}") as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            return list(stub.GetLoad(admin_pb2.GetLoadRequest(), timeout=ANSWER_TIMEOUT_S).workers)
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until InferenceService is SERVING; raises AssertionError with the end of the log where it never is."""
+        deadline = time.monotonic() + timeout_s
+        with grpc.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="octavo.v1.InferenceService")
+            while time.monotonic() < deadline and self.process.poll() is None:
+                try:
+                    if stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                time.sleep(0.05)
+        raise AssertionError(f"the service is not ready:\n{self.log.read_text()[-4000:]}")
+
+    def wait_until_supervised(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until the supervisor says that all is ready: who dies from then on is started again."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.log.parent / "run" / "ready").exists():
+            assert time.monotonic() < deadline, f"never ready:\n{self.log.read_text()[-4000:]}"
+            time.sleep(0.02)
+
+    def wait_until_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> None:
+        """Until every block is free or cached and nothing runs or waits; raises AssertionError else."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            audits, loads = self.audit(), self.load()
+            if not any(audit.num_active_blocks for audit in audits) and not any(
+                load.num_running or load.num_waiting for load in loads
+            ):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"still busy: {self.audit()} {self.load()}")
+
+
+def environment() -> dict[str, str]:
+    """The environment of a service: this checkout, one thread per process, no settings from outside."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    return kept | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'proto'}", "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def launch(
+    folder: Path,
+    *arguments: str,
+    injector: Path | None = None,
+    injected: Mapping[str, object] | None = None,
+    descriptors: int | None = None,
+) -> Iterator[Service]:
+    """`octavo serve ARGUMENTS`, just started; killed at the end where it is still there. injector: a folder with a
+    sitecustomize, which reads the faults that are to be injected. descriptors: `ulimit -n` of its processes."""
+    variables = environment()
+    if injector is not None:
+        variables["PYTHONPATH"] = f"{injector}:{variables['PYTHONPATH']}"
+        variables["FAULTS_INJECTED"] = json.dumps(injected or {})
+    port, admin_port, log = free_port(), free_port(), folder / "service.log"
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]
+    command += ["--metrics-port=0", "--worker-metrics-port=0", f"--run-dir={folder / 'run'}", *arguments]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _within(descriptors, command), cwd=folder, env=variables, stdout=output, stderr=output
+        )
+    try:
+        yield Service(process=process, port=port, admin_port=admin_port, log=log)
+    finally:
+        stop_by_force(process)
+
+
+def _within(descriptors: int | None, command: Sequence[str]) -> Sequence[str]:
+    if descriptors is None:
+        return command
+    return ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
+
+
+@contextmanager
+def serve(
+    folder: Path,
+    *arguments: str,
+    injector: Path | None = None,
+    injected: Mapping[str, object] | None = None,
+    descriptors: int | None = None,
+) -> Iterator[Service]:
+    """The same, ready; stopped by SIGTERM at the end, which must leave no process behind."""
+    with launch(folder, *arguments, injector=injector, injected=injected, descriptors=descriptors) as service:
+        service.wait_until_ready()
+        process = service.process
+        family = psutil.Process(process.pid)
+        yield service
+        members = family.children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_TIMEOUT_S) == 0, service.log.read_text()[-4000:]
+        _, alive = psutil.wait_procs(members, timeout=STOP_TIMEOUT_S)
+        assert alive == []
+
+
+def stop_by_force(process: subprocess.Popen[bytes]) -> None:
+    """Kill a supervisor that is still there, and its children."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait(STOP_TIMEOUT_S)
+    for child in family:
+        if child.is_running():
+            child.kill()

@@ -1,0 +1,192 @@
+"""A CUDA runner beside a torch runner of the same weights, driven by a scheduler or by plans written by hand.
+
+Importable only where triton is.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model.gpu.weights import GpuWeights
+from octavo.wire.messages import Sampling
+from octavo.worker.config import Deterministic
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
+from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.oracle.model import OracleModel
+from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
+from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from tests.support.worker.invariance import Limits
+from tests.support.worker.runner_pair import TwinRunner
+from tests.support.worker.scheduling import World, WorldConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 120
+BLOCK = 4
+CONFIG = Qwen2Config(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+# So strong that every parameter changes tokens.
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 60.0},
+    {"temperature": 0.0, "frequency_penalty": 300.0, "num_logprobs": 2},
+    {"temperature": 60.0, "top_k": 6, "top_p": 0.9, "presence_penalty": 150.0},
+    {"temperature": 0.0, "repetition_penalty": 3.0},
+    {"temperature": 60.0, "min_p": 0.5, "min_tokens": 3, "stop_token_ids": (5, 6)},
+    {"temperature": 60.0, "logit_bias": {9: 40.0, 3: -100.0}, "typical_p": 0.7, "num_logprobs": 0},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(0, 120, 3)), "bad_words": ((0, 3), (6,), (9, 12, 15))},
+]
+
+
+def random_model(config: Qwen2Config, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    """Logits that differ clearly, outputs that vary."""
+    model = Qwen2ForCausalLM.random(config, seed=4, dtype=dtype, device=DEVICE)
+    for parameter in model.parameters():
+        parameter.data *= 8 if config.hidden_size < 100 else 3
+    return model
+
+
+def twins(
+    model_config: Qwen2Config = CONFIG,
+    *,
+    num_blocks: int = 64,
+    max_slots: int = 4,
+    max_model_len: int = 48,
+    max_batch_tokens: int = 24,
+    launching: Launching = Launching.EAGER,
+) -> TwinRunner:
+    """Over pools of NaN, so that any read of what was not written shows."""
+    common: dict[str, Any] = {
+        "num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": max_model_len,
+        "vocab_size": VOCAB, "eos_token_ids": (7,), "max_in_flight": 2,
+    }  # fmt: skip
+    slow = TorchRunner(random_model(model_config), TorchRunnerConfig(**common))
+    weights = GpuWeights.take(random_model(model_config), max_positions=max_model_len + BLOCK)
+    fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=launching, max_batch_tokens=max_batch_tokens))
+    fast.record(lambda done, total: None)
+    slow.kv.k_pool_LPKBH.fill_(torch.nan)
+    slow.kv.v_pool_LPKBH.fill_(torch.nan)
+    fast.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
+    fast.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
+    return TwinRunner(slow, fast)
+
+
+def cuda_runner(
+    model_config: Qwen2Config,
+    limits: Limits,
+    *,
+    launching: Launching = Launching.EAGER,
+    deterministic: Deterministic = Deterministic.ON,
+    dtype: torch.dtype = torch.float32,
+) -> CudaRunner:
+    """A CUDA runner alone, in deterministic mode unless told otherwise, over a pool of NaN."""
+    weights = GpuWeights.take(random_model(model_config, dtype), max_positions=limits.max_model_len + limits.block_size)
+    config = CudaRunnerConfig(
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_slots=limits.max_slots,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_batch_tokens=limits.max_batch_tokens,
+        launching=launching,
+        deterministic=deterministic,
+    )
+    runner = CudaRunner(weights, config)
+    runner.record(lambda done, total: None)
+    runner.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
+    runner.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
+    return runner
+
+
+def world(
+    runner: TwinRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_blocks: int,
+    max_slots: int = 4,
+    max_model_len: int = 48,
+    max_batch_tokens: int = 24,
+) -> World:
+    """A scheduler that drives the runner."""
+    config = WorldConfig(
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_num_seqs=max_slots,
+        max_batch_tokens=max_batch_tokens,
+        max_model_len=max_model_len,
+        max_in_flight=runner.max_in_flight,
+        model=OracleModel(vocab_size=VOCAB, eos_token_ids=()),
+    )
+    monkeypatch.setattr(WorldConfig, "runner", lambda self: runner)
+    return World(config)
+
+
+class Hand:
+    """Plans written by hand; blocks are dealt in a shuffled order."""
+
+    def __init__(self, runner: TwinRunner) -> None:
+        self.runner = runner
+        self.free = np.random.default_rng(0).permutation(64).tolist()
+        self.tables: dict[int, list[int]] = {}
+        self.joins: list[Join] = []
+        self.updates: list[tuple[int, int, int]] = []
+        self.num_steps = 0
+
+    def join(self, slot: int, tokens: list[int], **sampling: object) -> None:
+        self.tables[slot] = []
+        params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        ids_T = np.asarray(tokens, np.int32)
+        join = Join(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params)
+        self.joins.append(join)
+
+    def launch(self, *, decode: dict[int, int] | None = None, prefill: tuple[Chunk, ...] = (), **more: object) -> None:
+        decode = decode or {}
+        for slot, position in [*decode.items(), *((c.slot, c.start + c.num_tokens - 1) for c in prefill)]:
+            while len(self.tables[slot]) * BLOCK <= position:
+                self.updates.append((slot, len(self.tables[slot]), self.free[0]))
+                self.tables[slot].append(self.free.pop(0))
+        self.num_steps += 1
+        plan = StepPlan(
+            step=self.num_steps,
+            joins=tuple(self.joins),
+            block_updates_U3=np.asarray(self.updates, np.int32).reshape(-1, 3),
+            prefill=prefill,
+            decode_slots_S=np.asarray(list(decode), np.int32),
+            decode_positions_S=np.asarray(list(decode.values()), np.int32),
+            **more,  # type: ignore[arg-type]
+        )
+        self.joins, self.updates = [], []
+        self.runner.launch(plan)
+
+    @staticmethod
+    def bare(step: int, decode: dict[int, int]) -> StepPlan:
+        """Decodes and nothing else."""
+        return StepPlan(
+            step=step,
+            decode_slots_S=np.asarray(list(decode), np.int32),
+            decode_positions_S=np.asarray(list(decode.values()), np.int32),
+        )
+
+    def step(self, **what: object) -> list[int]:
+        self.launch(**what)  # type: ignore[arg-type]
+        return self.runner.collect().tokens_S.tolist()
+
+
+def chunk(slot: int, start: int, num_tokens: int, *, last: bool = True) -> Chunk:
+    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=last)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
