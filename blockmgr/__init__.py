@@ -3,9 +3,9 @@
 from octavo.blockmgr.audit import BlockAudit
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks, OutOfSlots
-from octavo.blockmgr.events import BlockEvent, EventKind
 from octavo.blockmgr.ids import BlockId, PrefixCache, SlotId
 from octavo.blockmgr.manager import Admission, BlockManager
+from octavo.blockmgr.prefix_index import BlockEvent, EventKind
 
 __all__ = [
     "Admission",

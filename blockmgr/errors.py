@@ -4,7 +4,7 @@
 class OutOfBlocks(Exception):
     """Fewer blocks can be had than were asked for.
 
-    wanted: blocks asked for. free: blocks that could be had, cached ones nobody uses included.
+    wanted: blocks asked for. free: blocks that could be had, unused cached ones included.
     """
 
     def __init__(self, *, wanted: int, free: int) -> None:

@@ -9,8 +9,8 @@ Every refusal (OutOfBlocks, OutOfSlots, ValueError) leaves everything as it was.
 Why a block may be hit before it is written: plans run in order, copies before tokens, and in each layer keys and values
 of all tokens are written before any token attends. So `commit` may be called when the plan is made or when its result
 is known: whoever is admitted afterwards reads these blocks in the same plan or in a later one, after the write. If the
-plan fails, the scheduler taints its slots and ends `slots_sharing` of them that were admitted on the promise; one that
-commits after the result has none of those. Commit nothing that no plan will carry out.
+plan fails, the scheduler taints its slots, which takes their blocks out of the index; those admitted on the promise end
+with it. A scheduler that commits after the result has none of those. Commit nothing that no plan will carry out.
 """
 
 from dataclasses import dataclass
@@ -20,25 +20,20 @@ import numpy as np
 from octavo.blockmgr.audit import BlockAudit, audit_blocks, count_leaked
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
-from octavo.blockmgr.events import BlockEvent
 from octavo.blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from octavo.blockmgr.pool import BlockPool
-from octavo.blockmgr.prefix_index import Chain, HashBlock, IndexWalk, PrefixIndex, RootHasher, hash_block
+from octavo.blockmgr.prefix_index import BlockEvent, Chain, HashBlock, IndexWalk, PrefixIndex, RootHasher, hash_block
 from octavo.blockmgr.tables import CopyQueue, SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)
-
-
-# How a slot gets room to write: new blocks at its end, and copies of blocks that it shares.
-#
-# It must not know hashes of tokens; of steps only that the copy queue waits for them.
-
-
 _NO_SLOTS = np.empty(0, np.int32)
 
 
 class Growth:
-    """Capacity and exclusive ownership of the blocks that a slot writes to."""
+    """Gives a slot room to write: new blocks at its end, and copies of blocks that it shares.
+
+    It must not know hashes of tokens; of steps only that the copy queue waits for them.
+    """
 
     def __init__(self, block_size: int, tables: SlotTables, pool: BlockPool, chains: dict[int, Chain]) -> None:
         self.copies = CopyQueue()
@@ -184,12 +179,12 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody uses and that a later request may hit; given up when `num_free` is 0."""
+        """Unused blocks that a later request may hit; given up when `num_free` is 0."""
         return self._pool.num_cached
 
     @property
     def num_active(self) -> int:
-        """Blocks neither free nor cached: somebody uses them, they wait for steps in flight, or they leaked."""
+        """Blocks neither free nor cached: they are in use, wait for steps in flight, or they leaked."""
         return self.config.num_blocks - self._pool.num_available
 
     @property
@@ -262,10 +257,6 @@ class BlockManager:
         unowned = blocks[self._pool.ref_P[blocks] == 0]
         self._growth.drop_sources(self._growth.copies.cancel(unowned))
 
-    def can_grow(self, slot: int, num_tokens: int) -> bool:
-        """Whether `grow` would succeed. ValueError where no row is so wide."""
-        return self._growth.missing(slot, num_tokens) <= self._pool.num_available
-
     def grow(self, slot: int, num_tokens: int) -> None:
         """Capacity for at least ``num_tokens``; all or nothing. OutOfBlocks; ValueError where no row is so wide."""
         self._growth.grow(slot, num_tokens)
@@ -308,13 +299,8 @@ class BlockManager:
         self._index.bar(blocks)
         self._pool.forget(blocks)
 
-    def slots_sharing(self, slot: int) -> np.ndarray:
-        """int32: other slots whose rows hold a block of this one's."""
-        slots = np.flatnonzero(np.isin(self._tables.table_SM, self._tables.row(slot)).any(axis=1))
-        return slots[slots != slot].astype(np.int32)
-
     def flush_prefix_cache(self) -> int:
-        """Forget every cached block that nobody uses; how many."""
+        """Forget every unused cached block; how many."""
         held = self._pool.fence.to_array()
         blocks = np.concatenate([self._pool.lru.to_array(), held[self._index.holds(held)]])
         if len(blocks) and len(blocks) == len(self._index):
@@ -342,12 +328,9 @@ class BlockManager:
         """Changes of the prefix index since the last call."""
         return self._index.events.take()
 
-    def snapshot_events(self) -> list[BlockEvent]:
-        """STORED for every indexed block, parents first: what a listener that joins late must hear."""
-        return self._index.snapshot()
-
     def walk_events(self) -> IndexWalk:
-        """The same in parts, for a listener that hears every change too; this may be changed between two parts."""
+        """STORED for every indexed block, parents first, in parts: for a listener that joins late and hears every
+        change from now on. The index may change between two parts."""
         return IndexWalk(self._index)
 
     def count_leaked(self) -> int:

@@ -5,8 +5,9 @@
       │                     └── share ── cached ◄─────────────────┘                    │
       └──── evict ───────────────────────┘ └────────────────────────► blank ◄──────────┘
 
-A block is in exactly one of these places; `ref_P` counts live table entries and queued copies. It must not know who
-the owners are, nor what a table row looks like.
+A block is in exactly one of these places; `ref_P` counts live table entries and queued copies. Blocks are deferred by
+the fence and cached in a queue, least recently released first. It must not know who the owners are, nor what a table
+row looks like.
 """
 
 from collections import deque
@@ -17,29 +18,17 @@ from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.prefix_index import PrefixIndex
 
 _NO_BLOCKS = np.empty(0, np.int32)
-
-
-# Free blocks in the order in which they will be given up: least recently released first.
-#
-# It must not know what the blocks hold, nor who released them.
-
-
-_ABSENT = -1
-
-
-# Blocks that were released while steps were in flight, and wait until those steps have ended.
-#
-# It must not know what becomes of the blocks afterwards.
-#
-#     begin 1 ── begin 2 ── release of b ── end 1 ── end 2 ── b may be used again
-
-
-_NOT_HELD = 0
+_NOT_HELD = 0  # by the fence
+_ABSENT = -1  # from the queue
 
 
 class StepFence:
-    """Holds blocks until every step begun before their release has ended. Steps begin in rising order and end in the
-    order in which they began."""
+    """Holds blocks that were released while steps were in flight, until every step begun before has ended.
+
+        begin 1 ── begin 2 ── release of b ── end 1 ── end 2 ── b may be used again
+
+    Steps begin in rising order and end in the order in which they began.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._open: deque[int] = deque()
@@ -87,7 +76,7 @@ class StepFence:
         self._count += len(blocks)
 
     def discard(self, blocks: np.ndarray) -> None:
-        """Forget held blocks: somebody uses them again."""
+        """Forget held blocks: they are in use again."""
         self._hold_P[blocks] = _NOT_HELD
         self._count -= len(blocks)
 
@@ -102,7 +91,7 @@ class StepFence:
 
 
 class LruQueue:
-    """A queue over block ids with removal from the middle, all of it by whole arrays.
+    """Cached blocks in the order in which they will be given up, with removal from the middle, all by whole arrays.
 
     The order is the order of `push`: what was pushed first is popped first. A request's blocks are pushed tail first,
     so that a prefix loses its end before its beginning. A block that is pushed again (after `discard`) is the newest.
@@ -201,7 +190,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody references and that a later request may hit."""
+        """Unreferenced blocks that a later request may hit."""
         return len(self.lru)
 
     @property

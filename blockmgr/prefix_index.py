@@ -1,103 +1,145 @@
-"""Which block holds which full block of tokens after which prefix.
+"""The prefix cache: which block holds which full block of tokens after which prefix, and what changed in it.
 
-It must not know who references a block. Legend: P blocks of the pool · B block size.
+It must not know who references a block, nor who listens to the changes. Legend: P blocks of the pool · B block size.
 
-The digest finds a candidate; the candidate counts only if its tokens are equal, its parent is the very entry that was
-matched before it, and its salt is equal. Every insertion gets an entry number that is never used again, so a chain of
-equal parents proves the whole prefix without comparing it again, whatever the hash does.
+    root = H(secret; fingerprint, salt)        one per salt, never published
+    h[0] = H(root + tokens of block 0)         h[i] = H(h[i-1] + tokens of block i)
+
+The digest finds a candidate and proves nothing: the candidate counts only if its tokens are equal, its parent is the
+very entry that was matched before it, and its salt is equal. Every insertion gets an entry number that is never used
+again, so a chain of equal parents proves the whole prefix without comparing it again, whatever the hash does.
 """
 
 import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from hashlib import blake2b
-from typing import Protocol
 
 import numpy as np
-
-from octavo.blockmgr.events import BlockEvent, EventLog, stored_event
-
-_ROOT_ENTRY = 0  # parent of every first block
-_NO_ENTRY = -1  # the block is not in the index
-_NO_BLOCKS = np.empty(0, np.int32)
-
-
-# The hash chain over full blocks.
-#
-#     root = H(secret; fingerprint, salt)        one per salt, never published
-#     h[0] = H(root + tokens of block 0)         h[i] = H(h[i-1] + tokens of block i)
-#
-# Nothing here is a proof of equality: the prefix index compares tokens on every hit.
-
 
 HashBlock = Callable[[bytes, bytes], bytes]
 """(parent digest, token bytes of one block) -> digest."""
 
+LOOK_AHEAD = 16  # parts of a walk that are sorted at once: one pass over all entries for so many
+_ROOT_ENTRY = 0  # parent of every first block
+_NO_ENTRY = -1  # the block is not in the index
+_NO_BLOCKS = np.empty(0, np.int32)
 _DIGEST_BYTES = 16
 _ROOT_PERSON = b"octavo.kv.root.1"  # at most 16 bytes: keeps roots apart from every other use of the hash
 
 
-# Everything that is in the prefix index, in parts, while the index goes on changing.
-#
-# Parts come in the order of entries, parents before children, and each says what is in the index when it is taken. So
-# whoever hears every change as well has the whole index at the end: what entered behind the walk comes with it, perhaps
-# again, what left before its turn does not come, and what left after it was heard as a change.
-# It must not know who listens.
+class EventKind(Enum):
+    """What became of a block."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"  # every block
 
 
-LOOK_AHEAD = 16  # parts that are sorted at once: one pass over all entries for so many
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvent:
+    """One change of the prefix index.
+
+    parent_hash: empty for the first block of a chain, so that the secret root stays secret.
+    token_ids: int32, little-endian, block_size of them; STORED only, as are parent_hash and salt.
+    """
+
+    kind: EventKind
+    block_hash: bytes = b""
+    parent_hash: bytes = b""
+    token_ids: bytes = b""
+    salt: str = ""
 
 
-class Entries(Protocol):
-    """What a walk needs of the index. entry_P: int64, growing with each entry, negative where a block has none."""
+class EventLog:
+    """Events since the last `take`, in order.
 
-    entry_P: np.ndarray
+    Nobody may be listening: beyond ``max_events`` the log is thrown away, and the next `take` gives CLEARED and then
+    everything that is stored now, which leaves a listener at the same state.
+    """
 
-    def stored_event(self, block: int) -> BlockEvent:
-        """STORED for a block of the index."""
+    def __init__(self, max_events: int, snapshot: Callable[[], list[BlockEvent]]) -> None:
+        self._max_events = max_events
+        self._snapshot = snapshot
+        self._events: list[BlockEvent] = []
+        self._has_overflowed = False
 
+    def stored(self, event: BlockEvent) -> None:
+        """A block entered the index."""
+        if not self._has_overflowed:
+            self._append(event)
 
-class IndexWalk:
-    """One listener's way through the index."""
+    def removed(self, digest: bytes) -> None:
+        """A block left the index."""
+        if not self._has_overflowed:
+            self._append(BlockEvent(kind=EventKind.REMOVED, block_hash=digest))
 
-    def __init__(self, index: Entries) -> None:
-        self._index = index
-        self._last_entry = 0  # of those that were sorted; entries begin at 1
-        self._ahead: deque[tuple[int, int]] = deque()  # (entry, block), in order
+    def cleared(self) -> None:
+        """Every block left the index."""
+        self._events.clear()
+        self._has_overflowed = False
+        self._append(BlockEvent(kind=EventKind.CLEARED))
 
-    def take(self, max_blocks: int) -> list[BlockEvent]:
-        """STORED for the next blocks, at most max_blocks. Fewer: the end is reached, for now."""
-        events: list[BlockEvent] = []
-        while len(events) < max_blocks:
-            if not self._ahead and not self._sort(LOOK_AHEAD * max_blocks):
-                break
-            entry, block = self._ahead.popleft()
-            if self._index.entry_P[block] == entry:
-                events.append(self._index.stored_event(block))
+    def take(self) -> list[BlockEvent]:
+        """Events since the last call."""
+        if self._has_overflowed:
+            self._has_overflowed = False
+            return [BlockEvent(kind=EventKind.CLEARED), *self._snapshot()]
+        events, self._events = self._events, []
         return events
 
-    def _sort(self, max_blocks: int) -> bool:
-        """Look up the next entries. Whether there are any."""
-        entry_P = self._index.entry_P
-        blocks = np.flatnonzero(entry_P > self._last_entry)
-        if len(blocks) > max_blocks:
-            blocks = blocks[np.argpartition(entry_P[blocks], max_blocks)[:max_blocks]]
-        blocks = blocks[np.argsort(entry_P[blocks])]
-        self._ahead.extend(zip(entry_P[blocks].tolist(), blocks.tolist(), strict=True))
-        if self._ahead:
-            self._last_entry = self._ahead[-1][0]
-        return bool(self._ahead)
+    def _append(self, event: BlockEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > self._max_events:
+            self._events.clear()
+            self._has_overflowed = True
 
 
-# What a slot knows of its own prefix.
+def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
+    """The next digest of a chain: BLAKE2b (RFC 7693) of the parent's digest and the block's int32 tokens."""
+    return blake2b(parent + token_bytes, digest_size=_DIGEST_BYTES).digest()
+
+
+class RootHasher:
+    """Roots of the chains of one model.
+
+    The fingerprint is length-prefixed, so that no salt can look like another fingerprint's end; the secret keys the
+    hash, so that a digest cannot be predicted from outside (CVE-2025-25183).
+    """
+
+    def __init__(self, *, fingerprint: bytes, secret: bytes) -> None:
+        self._key = secret or secrets.token_bytes(32)
+        self._prefix = len(fingerprint).to_bytes(8, "little") + fingerprint
+
+    def root(self, salt: str) -> bytes:
+        """The root digest of all chains with this salt."""
+        data = self._prefix + salt.encode("utf-8", "surrogatepass")
+        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key, person=_ROOT_PERSON).digest()
+
+
+class DigestMemo:
+    """The digests of the prompt that was looked up last: a scheduler asks again each step until there is room for it,
+    and once more to admit it."""
+
+    def __init__(self) -> None:
+        self._salt = ""
+        self._data = b""
+        self._digests: list[bytes] = []
+
+    def of(self, salt: str, data: bytes) -> list[bytes]:
+        """Digests found so far, head first: the caller appends what it computes beyond them."""
+        if salt != self._salt or data != self._data:
+            self._salt, self._data, self._digests = salt, data, []
+        return self._digests
 
 
 @dataclass(slots=True, kw_only=True)
 class Chain:
-    """The committed full blocks of one slot, head first: digest and index entry of each.
+    """What a slot knows of its own prefix: digest and index entry of each committed full block, head first.
 
-    The entry names the block in the index with this content, which is the slot's own block or another request's twin.
+    The entry names the block in the index with this content, the slot's own or another's with equal tokens.
     root: digest that the first block's digest continues. is_tainted: nothing of this slot may enter the index.
     """
 
@@ -130,53 +172,15 @@ class Chain:
         )
 
 
-def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
-    """The next digest of a chain: BLAKE2b (RFC 7693) of the parent's digest and the block's int32 tokens."""
-    return blake2b(parent + token_bytes, digest_size=_DIGEST_BYTES).digest()
-
-
-class RootHasher:
-    """Roots of the chains of one model.
-
-    The fingerprint is length-prefixed, so that no salt can look like another fingerprint's end; the secret keys the
-    hash, so that nobody outside can predict a digest (CVE-2025-25183).
-    """
-
-    def __init__(self, *, fingerprint: bytes, secret: bytes) -> None:
-        self._key = secret or secrets.token_bytes(32)
-        self._prefix = len(fingerprint).to_bytes(8, "little") + fingerprint
-
-    def root(self, salt: str) -> bytes:
-        """The root digest of all chains with this salt."""
-        data = self._prefix + salt.encode("utf-8", "surrogatepass")
-        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key, person=_ROOT_PERSON).digest()
-
-
-class DigestMemo:
-    """The digests of the prompt that was looked up last: a scheduler asks again each step until there is room for it,
-    and once more to admit it."""
-
-    def __init__(self) -> None:
-        self._salt = ""
-        self._data = b""
-        self._digests: list[bytes] = []
-
-    def of(self, salt: str, data: bytes) -> list[bytes]:
-        """Digests found so far, head first: the caller appends what it computes beyond them."""
-        if salt != self._salt or data != self._data:
-            self._salt, self._data, self._digests = salt, data, []
-        return self._digests
-
-
 class PrefixIndex:
     """Digest to block, with what proves a hit. One block per digest: of two blocks with equal content the first stays
     and the second is never indexed; of two contents with an equal digest (or where the first lost its parent, so that
-    nobody can reach it) the second replaces the first."""
+    no prompt can reach it) the second replaces the first."""
 
     def __init__(
         self, num_blocks: int, block_size: int, roots: RootHasher, max_events: int, hash_block: HashBlock = hash_block
     ) -> None:
-        self.events = EventLog(max_events, self.snapshot)
+        self.events = EventLog(max_events, lambda: IndexWalk(self).take(num_blocks))
         self.roots = roots
         self.hash_block = hash_block
         self.block_of: dict[bytes, int] = {}
@@ -242,12 +246,12 @@ class PrefixIndex:
                 break
             token_bytes = data[i * width : (i + 1) * width]
             digest = self.hash_block(chain.digests[-1] if chain.digests else chain.root, token_bytes)
-            twin = self._twin(digest, chain, token_bytes)
-            if twin is None:
+            known = self._equal_block(digest, chain, token_bytes)
+            if known is None:
                 replaced += self._make_way(digest, block)
                 self._insert(block, digest, chain, token_bytes)
-                twin = block
-            chain.append(digest, int(self.entry_P[twin]))
+                known = block
+            chain.append(digest, int(self.entry_P[known]))
         return np.array(replaced, np.int32) if replaced else _NO_BLOCKS
 
     def remove(self, blocks: np.ndarray) -> None:
@@ -268,20 +272,15 @@ class PrefixIndex:
         self.entry_P.fill(_NO_ENTRY)
         self.events.cleared()
 
-    def snapshot(self) -> list[BlockEvent]:
-        """STORED for everything in the index, parents before children."""
-        blocks = np.array(list(self.block_of.values()), np.int64)
-        return [self.stored_event(block) for block in blocks[np.argsort(self.entry_P[blocks])].tolist()]
-
     def stored_event(self, block: int) -> BlockEvent:
         """STORED for an indexed block."""
-        salt, token_bytes = self.content(block)
-        digest = self.digest_of[block] or b""
-        return stored_event(digest=digest, parent=self._parent_of[block], token_bytes=token_bytes, salt=salt)
-
-    def content(self, block: int) -> tuple[str, bytes]:
-        """Salt and token bytes of an indexed block."""
-        return self._salt_of[block], self._tokens_PB[block].tobytes()
+        return BlockEvent(
+            kind=EventKind.STORED,
+            block_hash=self.digest_of[block] or b"",
+            parent_hash=self._parent_of[block],
+            token_ids=self._tokens_PB[block].tobytes(),
+            salt=self._salt_of[block],
+        )
 
     def _proven(self, blocks: np.ndarray, token_ids_T: np.ndarray, salt: str) -> np.ndarray:
         """The candidates before the first one whose tokens, parent or salt differ."""
@@ -301,7 +300,7 @@ class PrefixIndex:
         block = self.block_of.get(chain.digests[i])
         return block is not None and int(self.entry_P[block]) == chain.entries[i]
 
-    def _twin(self, digest: bytes, chain: Chain, token_bytes: bytes) -> int | None:
+    def _equal_block(self, digest: bytes, chain: Chain, token_bytes: bytes) -> int | None:
         """The indexed block with exactly this content after exactly this chain."""
         block = self.block_of.get(digest)
         if block is None or self._salt_of[block] != chain.salt:
@@ -330,4 +329,41 @@ class PrefixIndex:
         self.digest_of[block] = digest
         self._parent_of[block] = parent
         self._salt_of[block] = chain.salt
-        self.events.stored(digest=digest, parent=parent, token_bytes=token_bytes, salt=chain.salt)
+        self.events.stored(self.stored_event(block))
+
+
+class IndexWalk:
+    """Tells one listener everything that is in the index, in parts, while the index goes on changing.
+
+    Parts come in the order of entries, parents before children, and each says what is in the index when it is taken.
+    A listener that hears every change as well has the whole index at the end: what entered behind the walk comes with
+    it, perhaps again; what left before its turn does not come, and what left after it was heard as a change.
+    """
+
+    def __init__(self, index: "PrefixIndex") -> None:
+        self._index = index
+        self._last_entry = 0  # of those that were sorted; entries begin at 1
+        self._ahead: deque[tuple[int, int]] = deque()  # (entry, block), in order
+
+    def take(self, max_blocks: int) -> list[BlockEvent]:
+        """STORED for the next blocks, at most max_blocks. Fewer: the end is reached, for now."""
+        events: list[BlockEvent] = []
+        while len(events) < max_blocks:
+            if not self._ahead and not self._sort(LOOK_AHEAD * max_blocks):
+                break
+            entry, block = self._ahead.popleft()
+            if self._index.entry_P[block] == entry:
+                events.append(self._index.stored_event(block))
+        return events
+
+    def _sort(self, max_blocks: int) -> bool:
+        """Look up the next entries. Whether there are any."""
+        entry_P = self._index.entry_P
+        blocks = np.flatnonzero(entry_P > self._last_entry)
+        if len(blocks) > max_blocks:
+            blocks = blocks[np.argpartition(entry_P[blocks], max_blocks)[:max_blocks]]
+        blocks = blocks[np.argsort(entry_P[blocks])]
+        self._ahead.extend(zip(entry_P[blocks].tolist(), blocks.tolist(), strict=True))
+        if self._ahead:
+            self._last_entry = self._ahead[-1][0]
+        return bool(self._ahead)

@@ -1,6 +1,7 @@
-"""Who has which slot, and the block-table row of every slot.
+"""Who has which slot, the block-table row of every slot, and what the next plan must do to the rows and blocks.
 
-It must not know reference counts, hashes or steps. Legend: S slots · M table width · U updates.
+A log keeps what was written to the rows, a queue the copies of blocks (copy-on-write). It must not know reference
+counts, hashes or steps. Legend: S slots · M table width · U updates · C copies.
 """
 
 import heapq
@@ -11,25 +12,16 @@ from octavo.blockmgr.errors import OutOfSlots
 from octavo.blockmgr.ids import SlotId
 
 UNSET = -1
-
-
-# What was written to the block table since somebody last asked.
-#
-# It must not know what the rows mean.
-
-
 _FIRST_CAPACITY = 256
-
-
-# Block copies that the next plan must carry out (copy-on-write).
-#
-# A queued copy owns one reference to its source, until the plan that carries the copy has begun: then the fence of
-# that step protects the source. It must not know how references are counted: it hands sources back to be dropped.
 
 
 class CopyQueue:
     """Copies (source, destination) in order; every destination once, and no source is a destination, so that a runner
-    may do them one by one or all at once."""
+    may do them one by one or all at once.
+
+    A queued copy owns one reference to its source, until the plan that carries the copy has begun: then the fence of
+    that step protects the source. References are counted elsewhere: the queue hands sources back to be dropped.
+    """
 
     def __init__(self) -> None:
         self._source_of: dict[int, int] = {}  # by destination
@@ -48,7 +40,7 @@ class CopyQueue:
         return self.sources.count(block)
 
     def cancel(self, destinations: np.ndarray) -> list[int]:
-        """Forget copies into blocks that nobody holds any more; their sources, to be dropped."""
+        """Forget copies into blocks that no row holds any more; their sources, to be dropped."""
         if not self._source_of:
             return []
         doomed = [block for block in destinations.tolist() if block in self._source_of]
@@ -78,7 +70,7 @@ class CopyQueue:
 
 
 class UpdateLog:
-    """Rows (slot, column, block) in the order in which they were written, int32 [U, 3]."""
+    """What was written to the rows since the last `take`: (slot, column, block) in order, int32 [U, 3]."""
 
     def __init__(self) -> None:
         self._rows_U3 = np.empty((_FIRST_CAPACITY, 3), np.int32)
@@ -143,7 +135,7 @@ class SlotTables:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """Slots that are free."""
         return len(self._free)
 
     @property
@@ -165,7 +157,7 @@ class SlotTables:
             raise OutOfSlots(max_slots=self.max_slots)
 
     def check_live(self, slot: int) -> None:
-        """ValueError where nobody has the slot."""
+        """ValueError where the slot is free."""
         if self.owner_of(slot) is None:
             raise ValueError(f"nobody holds slot {slot}")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from octavo.blockmgr import BlockManager
+from octavo.blockmgr import BlockManager, OutOfBlocks
 from octavo.blockmgr.pool import StepFence
 
 MakeManager = Callable[..., BlockManager]
@@ -32,9 +32,12 @@ def test_deferred_blocks_count_as_active_and_cannot_be_grown_into(make_manager: 
     other = manager.admit("b", TEN, reserve_tokens=1).slot
     manager.begin_step(1)
     manager.release(slot, "a")
-    assert (manager.num_active, manager.audit().num_deferred, manager.can_grow(other, 5)) == (4, 3, False)
+    assert (manager.num_active, manager.audit().num_deferred) == (4, 3)
+    with pytest.raises(OutOfBlocks):
+        manager.grow(other, 5)
     manager.end_step(1)
-    assert (manager.num_active, manager.audit().num_deferred, manager.can_grow(other, 5)) == (1, 0, True)
+    assert (manager.num_active, manager.audit().num_deferred) == (1, 0)
+    manager.grow(other, 5)
 
 
 def test_a_deferred_prefix_can_be_hit_and_waits_anew_when_released_again(make_manager: MakeManager) -> None:

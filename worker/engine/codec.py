@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octavo.blockmgr.events import BlockEvent, EventKind
 from octavo.blockmgr.manager import BlockManager
-from octavo.blockmgr.prefix_index import IndexWalk
+from octavo.blockmgr.prefix_index import BlockEvent, EventKind, IndexWalk
 from octavo.wire.messages import Finished, KvEvent, KvEventKind, KvEvents, Run, Sampling, StepOutput, WireFinishReason
 from octavo.worker.engine.interfaces import GatewayIndex, Outbox
 from octavo.worker.scheduler.outputs import GatewayOutput

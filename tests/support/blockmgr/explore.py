@@ -102,7 +102,11 @@ def state_of(machine: KvMachine) -> tuple[Any, ...]:
     index = manager._index
     entries = {int(index.entry_P[b]): b for b in index.block_of.values()} | {0: -1}
     links = tuple(
-        (names[b], index.content(b), names.get(entries.get(int(index.parent_entry_P[b]), -2), -1))
+        (
+            names[b],
+            (index._salt_of[b], index._tokens_PB[b].tobytes()),
+            names.get(entries.get(int(index.parent_entry_P[b]), -2), -1),
+        )
         for b in sorted(index.block_of.values(), key=lambda b: names.get(b, 99))
         if b in names
     )

@@ -228,8 +228,8 @@ class KvMachine(KvTwin):
         index = self.manager._index
         block_of_entry = {int(index.entry_P[block]): block for block in index.block_of.values()}
         for block in index.block_of.values():
-            salt, token_bytes = index.content(block)
-            tokens = np.frombuffer(token_bytes, np.int32).tolist()
+            stored = index.stored_event(block)
+            salt, tokens = stored.salt, np.frombuffer(stored.token_ids, np.int32).tolist()
             held_salt, held = self.shadow.blocks[block][-1]
             assert (held_salt, list(held[-BLOCK_SIZE:])) == (salt, tokens), "I6"
             assert self.shadow.blocks[block][0] == (salt, held[:-1]), "I6"
@@ -254,7 +254,9 @@ class KvMachine(KvTwin):
         """A router that listened knows exactly what is stored."""
         if hasattr(self, "manager"):
             self._listen()
-            stored = {e.block_hash: (e.parent_hash, e.token_ids, e.salt) for e in self.manager.snapshot_events()}
+            stored = {
+                e.block_hash: (e.parent_hash, e.token_ids, e.salt) for e in self.manager.walk_events().take(10**6)
+            }
             assert self.router == stored
 
     def teardown(self) -> None:

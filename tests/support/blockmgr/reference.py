@@ -104,7 +104,8 @@ class KvTwin(RuleBasedStateMachine):
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         before = self._row(request)
-        can_grow = self.manager.can_grow(request.slot, num_tokens)
+        missing = -(-(num_tokens - self.manager.capacity(request.slot)) // BLOCK_SIZE)
+        can_grow = missing <= max(0, self.manager.num_free + self.manager.num_cached)
         has_grown = self._attempt(lambda: self.manager.grow(request.slot, num_tokens)) is not None
         assert has_grown == can_grow
         if has_grown:
