@@ -37,7 +37,7 @@ def worker_process(endpoints: tuple[str, ...], pace: Pace, num_streams: int, tim
     due_s = time.monotonic()
 
     def timed_launch(self: OracleRunner, plan: StepPlan) -> None:
-        names.update({join.slot: join.request_id for join in plan.joins})
+        names.update({join.slot: join.request_id for join in plan.new_requests})
         plans.append(plan)
         if pace.reads_back:
             launch(self, plan)

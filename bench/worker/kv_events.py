@@ -22,7 +22,7 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.dialects.vllm.messages import KvBatches
 from octavo.gateway.workers.prefix_index import Prefixes
 from octavo.wire.codec import decode_to_gateway, encode
-from octavo.worker.engine.codec import CacheTelling
+from octavo.worker.engine.codec import KvEventPublisher
 from octavo.worker.engine.interfaces import GatewayIndex, OutboxMessage
 
 BLOCK_SIZE = 16
@@ -75,11 +75,11 @@ class Frames:
 
 def tell(manager: BlockManager, sent: Frames) -> list[float]:
     """The whole cache, as an engine does between its steps; the seconds of each part, of the thread alone."""
-    telling, took_s = CacheTelling(manager, sent, epoch="e"), []
+    telling, took_s = KvEventPublisher(manager, sent, epoch="e"), []
     telling.begin(GatewayIndex(0))
     while telling.is_due:
         begin_s = time.thread_time()
-        telling.tell_a_part()
+        telling.publish_part()
         took_s.append(time.thread_time() - begin_s)
     return took_s
 

@@ -39,8 +39,8 @@ class FairnessWatch:
 
     def look(self) -> None:
         """After every step."""
-        waiting = {request.order: request for request in self._scheduler.roster if request.phase is Phase.WAITING}
-        self._tenants.update(request.asked.tenant for request in self._scheduler.roster)
+        waiting = {request.order: request for request in self._scheduler.requests if request.phase is Phase.WAITING}
+        self._tenants.update(request.asked.tenant for request in self._scheduler.requests)
         self._check_order(waiting)
         self._waiting = {order: (request, request.num_preemptions) for order, request in waiting.items()}
         if not self._has_priorities:
@@ -81,7 +81,7 @@ class FairnessWatch:
 
     def _served(self) -> Counter[str]:
         """Tokens that were computed for each tenant, each counted once."""
-        live = {request.order: request for request in self._scheduler.roster}
+        live = {request.order: request for request in self._scheduler.requests}
         for order, request in self._live.items():
             if order not in live:
                 self._ended[request.asked.tenant] += self._size(request)
@@ -94,6 +94,6 @@ class FairnessWatch:
     def _size(self, request: Request) -> int:
         if request.first_scheduled_s is None:
             return 0
-        rows, slot = self._scheduler.roster.rows, request.slot
+        rows, slot = self._scheduler.requests.slots, request.slot
         num_known = len(request.token_ids_T) if slot is None else int(rows.num_known_S[slot])
         return num_known - request.num_cached_tokens

@@ -14,7 +14,7 @@ from octavo.wire.messages import Cancel, Message, Pause, Resume, Run, StepOutput
 from octavo.worker.engine.interfaces import GatewayIndex, GatewayLost, InboxMessage
 from octavo.worker.scheduler.plan import StepPlan
 from octavo.worker.scheduler.request import Phase, Request, RequestKey
-from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.scheduler import Scheduler
 from sim.edges.loop import SimLoop
 from sim.edges.rpc import SimCall
@@ -52,22 +52,22 @@ class WorkerWatch:
 
     def look_at(self, plan: StepPlan) -> None:
         """A plan is launched."""
-        roster = self._scheduler.roster
+        table = self._scheduler.requests
         for slot in (*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)):
-            key = roster.in_slot(slot).asked.key
+            key = table.in_slot(slot).asked.key
             self._check(not self._is_paused.get(key), f"{key} is in step {plan.step} though it is paused")
             self._check(key not in self._ended, f"{key} is in step {plan.step} though it was cancelled")
 
     def look(self) -> None:
         """After a step."""
-        roster = self._scheduler.roster
+        table = self._scheduler.requests
         for key in self._ended:
-            self._check(key not in roster, f"{key} was cancelled and is still there")
+            self._check(key not in table, f"{key} was cancelled and is still there")
         if self._lost:
-            left = [request.asked.key for request in roster if request.asked.key.gateway in self._lost]
+            left = [request.asked.key for request in table if request.asked.key.gateway in self._lost]
             self._check(not left, f"{left} are still there, their gateway is gone")
         for key, is_paused in list(self._is_paused.items()):
-            request = roster.find(key)
+            request = table.find(key)
             if request is None:
                 del self._is_paused[key]
             else:
@@ -78,10 +78,10 @@ class WorkerWatch:
 
     def recount(self) -> None:
         """Every request is in exactly one place, and nobody is in a place who is not a request."""
-        roster = self._scheduler.roster
-        for problem in _misplaced(roster):
+        table = self._scheduler.requests
+        for problem in _misplaced(table):
             self._check(False, problem)
-        unasked = [r.asked.key for r in roster if r.is_paused and not self._is_paused.get(r.asked.key)]
+        unasked = [r.asked.key for r in table if r.is_paused and not self._is_paused.get(r.asked.key)]
         self._check(not unasked, f"{unasked} are paused and nobody asked for it")
 
     def _check(self, is_true: bool, what: str) -> None:
@@ -90,30 +90,30 @@ class WorkerWatch:
             self._journal.violate(f"{self._name}: {what}")
 
 
-def _misplaced(roster: Roster) -> Iterator[str]:
-    requests = list(roster)
+def _misplaced(table: RequestTable) -> Iterator[str]:
+    requests = list(table)
     of_phase: dict[Phase, list[Request]] = {phase: [r for r in requests if r.phase is phase] for phase in Phase}
-    decoding = {slot for slot, is_on in enumerate(roster.rows.is_decoding_S.tolist()) if is_on}
+    decoding = {slot for slot, is_on in enumerate(table.slots.is_decoding_S.tolist()) if is_on}
     for name, found, said in (
-        ("prefilling", roster.prefilling, of_phase[Phase.PREFILLING]),
-        ("paused", roster.paused.values(), of_phase[Phase.PAUSED]),
-        ("parked", roster.parked.values(), of_phase[Phase.PARKED]),
+        ("prefilling", table.prefilling, of_phase[Phase.PREFILLING]),
+        ("paused", table.paused.values(), of_phase[Phase.PAUSED]),
+        ("parked", table.parked.values(), of_phase[Phase.PARKED]),
     ):
         if {r.order for r in found} != {r.order for r in said} or len(found) != len(said):
             yield f"{name} are {sorted(r.order for r in found)}, by phase {sorted(r.order for r in said)}"
-    if len(roster.waiting) != len(of_phase[Phase.WAITING]):
-        yield f"{len(roster.waiting)} wait in the queue, by phase {len(of_phase[Phase.WAITING])}"
+    if len(table.waiting) != len(of_phase[Phase.WAITING]):
+        yield f"{len(table.waiting)} wait in the queue, by phase {len(of_phase[Phase.WAITING])}"
     if decoding != {r.slot for r in of_phase[Phase.DECODING]}:
         yield f"slots {sorted(decoding)} decode, by phase {sorted(int(r.held_slot) for r in of_phase[Phase.DECODING])}"
     in_slots = [r for r in requests if r.slot is not None]
-    if {r.order for r in in_slots} != {r.order for r in roster.running}:
-        yield f"slots are held by {[r.order for r in roster.running]}, their requests are {[r.order for r in in_slots]}"
+    if {r.order for r in in_slots} != {r.order for r in table.running}:
+        yield f"slots are held by {[r.order for r in table.running]}, their requests are {[r.order for r in in_slots]}"
     following = {follower.order for r in requests for follower in r.followers}
     if following != {r.order for r in of_phase[Phase.FOLLOWING]}:
         yield f"{sorted(following)} follow, by phase {sorted(r.order for r in of_phase[Phase.FOLLOWING])}"
     for follower in of_phase[Phase.FOLLOWING]:
         leader = follower.leader
-        if leader is None or leader.asked.key not in roster or leader.is_paused:
+        if leader is None or leader.asked.key not in table or leader.is_paused:
             yield f"{follower.order} follows nobody who will lead"
 
 

@@ -111,7 +111,7 @@ class Lurking:
 
     def _at(self, worker: int, fault: Fault) -> _Victim | None:
         life = self._world.seats[worker].life
-        for request in life.scheduler.roster if life is not None else ():
+        for request in life.scheduler.requests if life is not None else ():
             if PLACES[fault.detail](request):
                 gateway = self._world.gateways[request.asked.key.gateway]
                 output = None if gateway is None else gateway.pool._outputs._live.get(request.asked.key.handle)

@@ -11,7 +11,7 @@ from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.oracle.runner import OracleRunner
-from octavo.worker.scheduler.plan import Join, StepPlan, StepResult
+from octavo.worker.scheduler.plan import NewRequest, StepPlan, StepResult
 from sim.journal import Journal
 from sim.scenario import SimConfig
 
@@ -89,7 +89,7 @@ class SimRunner(OracleRunner):
         slowness = SLOWNESS if self._clock() < self.slow_until_s else 1.0
         return steady_s * slowness * self._rng.uniform(1 - config.jitter, 1 + config.jitter)
 
-    def _new_row(self, join: Join) -> Any:
+    def _new_row(self, join: NewRequest) -> Any:
         if POISON_TOKEN in join.token_ids_T[: join.num_prompt_tokens].tolist():
             self._journal.faults["poison"] += 1
             raise ProcessDied("a request killed it")

@@ -188,7 +188,7 @@ class Life:
             while not self.engine.is_done:
                 num_steps = self.engine.num_steps
                 await self._step()
-                if self.engine.num_steps == num_steps and not self.engine.is_done and not self.engine.is_telling:
+                if self.engine.num_steps == num_steps and not self.engine.is_done and not self.engine.has_kv_events:
                     await self._wait(self.link.patience_s)
             reason = "STOPPED" if self.engine._is_stopping else "DRAINED"
             self.outbox.put_all(Leaving(epoch=self.register.epoch, reason=reason))
@@ -276,7 +276,7 @@ class Life:
         """Nothing is asked of it, so it holds nothing."""
         self.audit()
         journal, scheduler = self._journal, self.scheduler
-        journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.roster)}")
+        journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.requests)}")
         journal.check(self.blocks.num_active == 0, f"{self.name} holds {self.blocks.num_active} blocks for nobody")
 
 

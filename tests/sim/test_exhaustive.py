@@ -3,8 +3,8 @@
 import pytest
 
 from octavo.blockmgr.ids import PrefixCache
-from octavo.worker.scheduler.admission import Entrance
-from octavo.worker.scheduler.in_flight import Pipeline
+from octavo.worker.scheduler.admission import Admission
+from octavo.worker.scheduler.in_flight import InFlight
 from octavo.worker.scheduler.planner import Planner
 from tests.support.worker.scheduler_explore import Scope, explore
 
@@ -45,16 +45,16 @@ def test_it_finds_requests_that_are_displaced_again_before_their_prompt_is_compu
 ) -> None:
     assert explore(TIGHT, max_states=1000).cycles == []
 
-    def displace_all(self: Planner, step: int, pipeline: Pipeline, now_s: float) -> None:
-        for request in self._roster.running:
-            self._roster.preempt(request, now_s)
+    def displace_all(self: Planner, step: int, pipeline: InFlight, now_s: float) -> None:
+        for request in self._requests.running:
+            self._requests.preempt(request, now_s)
 
     monkeypatch.setattr(Planner, "_disturb", displace_all)
     assert explore(TIGHT, max_states=1000).cycles != []
 
 
 def test_it_finds_a_queue_that_nobody_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Entrance, "_may_fit", lambda self, head: self._roster.num_running == 1)
+    monkeypatch.setattr(Admission, "_may_fit", lambda self, head: self._requests.num_running == 1)
     assert explore(TIGHT, max_states=1000).deadlocks != []
 
 
@@ -62,5 +62,5 @@ def test_it_finds_those_who_wait_for_the_slot_of_one_whose_caller_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scope = SCOPES["readers stop, one slot"]
-    monkeypatch.setattr(Entrance, "make_way", lambda self, pipeline, now_s: None)
+    monkeypatch.setattr(Admission, "preempt_for_head", lambda self, pipeline, now_s: None)
     assert explore(scope, max_states=10_000).deadlocks != []

@@ -10,8 +10,8 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.requests.admission import Admission
 from octavo.gateway.rpc.interceptor import Guard
 from octavo.gateway.workers.registry import Registry
-from octavo.worker.scheduler.in_flight import Flight
-from octavo.worker.scheduler.results import Landing
+from octavo.worker.scheduler.in_flight import InFlightStep
+from octavo.worker.scheduler.results import Results
 from sim.processes.runner import NAN_TOKEN
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
@@ -58,7 +58,7 @@ def m6_salt_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_results_for_the_next_holder_of_the_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flight, "is_live_A", lambda self, rows: self.generations_A == self.generations_A)
+    patch.setattr(InFlightStep, "is_live_A", lambda self, rows: self.generations_A == self.generations_A)
 
 
 def m10_admission_never_left(patch: pytest.MonkeyPatch) -> None:
@@ -66,13 +66,13 @@ def m10_admission_never_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def m12_nan_row_sampled(patch: pytest.MonkeyPatch) -> None:
-    judge = Landing._judge
+    judge = Results._judge
 
-    def blind(self: Landing, flight: Any, result: Any, now_s: float) -> Any:
+    def blind(self: Results, flight: Any, result: Any, now_s: float) -> Any:
         result.is_finite_S[:] = True
         return judge(self, flight, result, now_s)
 
-    patch.setattr(Landing, "_judge", blind)
+    patch.setattr(Results, "_judge", blind)
 
 
 def m16_cancelled_error_escapes(patch: pytest.MonkeyPatch) -> None:

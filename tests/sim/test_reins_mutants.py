@@ -19,7 +19,7 @@ from octavo.gateway.workers.views import LostReason
 from octavo.wire.messages import Cancel, Pause, Resume, WireFinishReason
 from octavo.worker.engine.engine import Engine
 from octavo.worker.scheduler.request import Ending, Phase, Request
-from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.scheduler import Scheduler
 from sim.faults.lurking import PLACES
 from sim.swarm import scenario_of
@@ -154,7 +154,7 @@ def cancel_is_ignored(where: Callable[[Request], bool]) -> Plant:
         cancel = Scheduler.cancel
 
         def careless(self: Scheduler, key: Any, *, now_s: float) -> None:
-            request = self.roster.find(key)
+            request = self.requests.find(key)
             if request is None or not where(request):
                 cancel(self, key, now_s=now_s)
 
@@ -174,27 +174,27 @@ MUTANTS |= {
 
 @mutant
 def a_cancelled_follower_is_still_forked(patch: pytest.MonkeyPatch) -> None:
-    end = Roster.end
+    end = RequestTable.end
 
-    def careless(self: Roster, request: Request, ending: Ending, now_s: float) -> None:
+    def careless(self: RequestTable, request: Request, ending: Ending, now_s: float) -> None:
         leader = request.leader
         end(self, request, ending, now_s)
         if leader is not None and request.slot is None:
             leader.followers.append(request)
 
-    patch.setattr(Roster, "end", careless)
+    patch.setattr(RequestTable, "end", careless)
 
 
 @mutant
 def followers_are_left_behind_by_a_leader_that_ends(patch: pytest.MonkeyPatch) -> None:
-    end = Roster.end
+    end = RequestTable.end
 
-    def careless(self: Roster, request: Request, ending: Ending, now_s: float) -> None:
+    def careless(self: RequestTable, request: Request, ending: Ending, now_s: float) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Roster, "promote_follower", lambda self, leader, now_s: None)
+            inner.setattr(RequestTable, "promote_follower", lambda self, leader, now_s: None)
             end(self, request, ending, now_s)
 
-    patch.setattr(Roster, "end", careless)
+    patch.setattr(RequestTable, "end", careless)
 
 
 @mutant
@@ -203,24 +203,24 @@ def parked_requests_are_not_taken_off_the_list(patch: pytest.MonkeyPatch) -> Non
         def pop(self, *args: Any) -> Any:
             return None
 
-    start = Roster.__init__
+    start = RequestTable.__init__
 
-    def careless(self: Roster, **parts: Any) -> None:
+    def careless(self: RequestTable, **parts: Any) -> None:
         start(self, **parts)
         self.parked = Sticky()
 
-    patch.setattr(Roster, "__init__", careless)
+    patch.setattr(RequestTable, "__init__", careless)
 
 
 @mutant
 def a_paused_request_that_is_preempted_waits_its_turn(patch: pytest.MonkeyPatch) -> None:
-    def careless(self: Roster, request: Request, now_s: float) -> None:
+    def careless(self: RequestTable, request: Request, now_s: float) -> None:
         self._leave_slot(request, now_s)
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self.waiting.push(request, now_s)
 
-    patch.setattr(Roster, "preempt", careless)
+    patch.setattr(RequestTable, "preempt", careless)
 
 
 @mutant
@@ -228,7 +228,7 @@ def a_resume_is_ignored_where_the_slot_is_lost(patch: pytest.MonkeyPatch) -> Non
     resume = Scheduler.resume
 
     def careless(self: Scheduler, key: Any, *, now_s: float) -> None:
-        request = self.roster.find(key)
+        request = self.requests.find(key)
         if request is None or request.phase is not Phase.PARKED:
             resume(self, key, now_s=now_s)
 
@@ -237,13 +237,13 @@ def a_resume_is_ignored_where_the_slot_is_lost(patch: pytest.MonkeyPatch) -> Non
 
 @mutant
 def a_gateway_that_is_gone_leaves_its_paused_requests(patch: pytest.MonkeyPatch) -> None:
-    def careless(self: Roster, gateway: Any, now_s: float) -> None:
+    def careless(self: RequestTable, gateway: Any, now_s: float) -> None:
         for request in list(self):
             if request.asked.key.gateway == gateway and not request.is_paused:
                 self.end(request, Ending(WireFinishReason.CANCELLED), now_s)
         self.outputs.forget(gateway)
 
-    patch.setattr(Roster, "drop_gateway", careless)
+    patch.setattr(RequestTable, "drop_gateway", careless)
 
 
 QUICK = {  # each of a kind: the whole suite has them, the others take a minute more

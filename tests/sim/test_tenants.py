@@ -8,7 +8,7 @@ import pytest
 from octavo.gateway.requests.admission import TenantQuotas, TokenBucket
 from octavo.gateway.requests.tracker import Desk
 from octavo.worker.scheduler.request import Request
-from octavo.worker.scheduler.request_queue import Line, Shares
+from octavo.worker.scheduler.request_queue import TenantFairness, WaitingHeap
 from sim.scenario import RequestSpec, Scenario, SimConfig, Tenant
 from sim.swarm import scenario_of
 from sim.world import simulate
@@ -83,27 +83,27 @@ def outputs_counted_once(patch: pytest.MonkeyPatch) -> None:
 
 def queue_that_ignores_a_tenant(patch: pytest.MonkeyPatch) -> None:
     """What the first tenant gets is never charged."""
-    served, known = Shares.served, list[str]()
+    served, known = TenantFairness.served, list[str]()
 
-    def blind(self: Shares, tenant: str) -> int:
+    def blind(self: TenantFairness, tenant: str) -> int:
         known.append(tenant)
         return 0 if tenant == known[0] else 1 + served(self, tenant)
 
-    patch.setattr(Shares, "served", blind)
+    patch.setattr(TenantFairness, "served", blind)
 
 
 def queue_without_tenants(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shares, "served", lambda self, tenant: 0)
+    patch.setattr(TenantFairness, "served", lambda self, tenant: 0)
 
 
 def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
     """Among the aged, and within a tenant."""
 
-    def head(self: Line, now_s: float) -> Request | None:
+    def head(self: WaitingHeap, now_s: float) -> Request | None:
         entries = [entry for entry in self._by_rank if self._spells.get(entry[1]) == entry[2]]
         return max(entries)[-1] if entries else None
 
-    patch.setattr(Line, "head", head)
+    patch.setattr(WaitingHeap, "head", head)
 
 
 MUTANTS: dict[str, Plant] = {

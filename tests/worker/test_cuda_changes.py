@@ -13,7 +13,7 @@ from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout, RowState
 from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.cuda.staging import RowChanges, Upload
-from octavo.worker.scheduler.plan import Join, Slot
+from octavo.worker.scheduler.plan import NewRequest, Slot
 
 SLOTS, WIDTH = 5, 4
 
@@ -31,8 +31,8 @@ class Side:
         apply_changes_reference(self.upload.device_U, self.state.words_W)
 
 
-def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -> Join:
-    return Join(
+def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -> NewRequest:
+    return NewRequest(
         slot=Slot(slot),
         request_id="r",
         token_ids_T=np.asarray(tokens, np.int32),

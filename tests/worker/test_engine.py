@@ -135,7 +135,7 @@ def test_a_gateway_that_joins_late_hears_the_whole_cache_a_part_a_step(monkeypat
     early = [event for message in rig.outbox.sent_to_all if isinstance(message, KvEvents) for event in message.events]
     rig.inbox.put(GatewayJoined(), gateway=1)
     sizes: list[list[int]] = []
-    while not sizes or rig.engine.is_telling:
+    while not sizes or rig.engine.has_kv_events:
         num_sent = len(rig.outbox.sent)
         rig.engine.step()
         sizes.append([len(told.events) for _, told in rig.outbox.sent[num_sent:] if isinstance(told, KvEvents)])
@@ -287,7 +287,7 @@ def test_every_handle_of_a_cancel_a_pause_and_a_resume_counts(order: tuple[int, 
     assert (rig.engine.stats.num_paused, rig.engine.stats.num_running) == (0, 3)
     rig.inbox.put(Cancel(handles=order))
     rig.engine.step()
-    assert rig.scheduler.is_empty or not list(rig.scheduler.roster)
+    assert rig.scheduler.is_empty or not list(rig.scheduler.requests)
     assert {handle: end.reason for handle, end in rig.outbox.finished().items()} == dict.fromkeys(
         (1, 2, 3), WireFinishReason.CANCELLED
     )

@@ -203,7 +203,7 @@ def slow_rig(speaker: Speaker, **more: object) -> tuple[GrammarRig, SlowVocabula
 
 
 def phases(rig: GrammarRig) -> list[Phase]:
-    return [request.phase for request in rig.scheduler.roster]
+    return [request.phase for request in rig.scheduler.requests]
 
 
 def test_others_go_on_while_a_grammar_is_compiled_and_no_block_is_held_for_it(tiny: Speaker) -> None:

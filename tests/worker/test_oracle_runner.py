@@ -8,7 +8,7 @@ from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel, choose_token, mix_token, oracle_tokens
 from octavo.worker.runners.oracle.runner import OracleRunner, OracleViolation, mix_tokens
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 MODEL = OracleModel(vocab_size=100_000, eos_token_ids=(2,))
 SAMPLING = Sampling(seed=5, max_tokens=8)
@@ -30,7 +30,7 @@ def make_runner(max_in_flight: int = 1, faults: OracleFaults | None = None) -> O
 
 def prefill(step: int, slot: int, blocks: list[int], prompt: list[int] = PROMPT) -> StepPlan:
     """A whole prompt into these blocks."""
-    join = Join(
+    join = NewRequest(
         slot=Slot(slot),
         request_id=f"r{slot}",
         token_ids_T=np.asarray(prompt, np.int32),
@@ -39,7 +39,7 @@ def prefill(step: int, slot: int, blocks: list[int], prompt: list[int] = PROMPT)
     )
     updates = np.asarray([(slot, column, block) for column, block in enumerate(blocks)], np.int32).reshape(-1, 3)
     chunk = Chunk(slot=Slot(slot), start=0, num_tokens=len(prompt), is_last=True)
-    return StepPlan(step=step, joins=(join,), block_updates_U3=updates, prefill=(chunk,))
+    return StepPlan(step=step, new_requests=(join,), block_updates_U3=updates, prefill=(chunk,))
 
 
 def decode(step: int, slot: int, position: int, updates: list[tuple[int, int, int]] | None = None) -> StepPlan:
@@ -173,7 +173,7 @@ def test_whoever_reads_what_a_nan_row_wrote_is_nan_too() -> None:
     join = prefill(2, 1, [5, 0, 1], [11, 12, 3, 4, 15])
     reader = StepPlan(
         step=2,
-        joins=join.joins,
+        new_requests=join.new_requests,
         block_updates_U3=join.block_updates_U3,
         prefill=(Chunk(slot=Slot(1), start=4, num_tokens=1, is_last=True),),
     )

@@ -6,14 +6,14 @@ import torch
 
 from octavo.wire.messages import Pooling, Sampling
 from octavo.worker.runners.pooling import Pooler
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 HIDDEN_TD = torch.arange(60, dtype=torch.float32).reshape(20, 3)
 
 
-def join(slot: int, pooling: Pooling | None) -> Join:
+def join(slot: int, pooling: Pooling | None) -> NewRequest:
     ids_T = np.zeros(5, np.int32)
-    return Join(
+    return NewRequest(
         slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=5, sampling=Sampling(), pooling=pooling
     )
 

@@ -193,7 +193,7 @@ def test_a_result_of_another_step_is_our_own_defect_and_changes_nothing() -> Non
 def test_a_request_is_in_one_phase_at_a_time() -> None:
     world = World(WorldConfig(max_batch_tokens=4, max_num_seqs=1))
     world.add(1, [3, 4, 5, 6, 7], max_tokens=2)
-    request = world.scheduler.roster.find(key(1))
+    request = world.scheduler.requests.find(key(1))
     assert request is not None
     phases = [request.phase]
     while world.scheduler.has_work:

@@ -12,7 +12,7 @@ PROMPT = [3, 4, 5, 6, 7]
 
 def blocks_of(world: World, handle: int) -> list[int]:
     """The blocks of a running output, in order."""
-    slot = next(int(each.held_slot) for each in world.scheduler.roster.running if each.asked.key == key(handle))
+    slot = next(int(each.held_slot) for each in world.scheduler.requests.running if each.asked.key == key(handle))
     return [block for block in world.blocks.table_SM[slot].tolist() if block >= 0]
 
 
@@ -74,7 +74,7 @@ def test_where_the_first_output_goes_before_its_prompt_is_computed_the_next_one_
     world.add(1, PROMPT, num_outputs=3)
     world.step()
     world.cancel(1)
-    assert [request.phase for request in world.scheduler.roster] == [Phase.WAITING, Phase.FOLLOWING]
+    assert [request.phase for request in world.scheduler.requests] == [Phase.WAITING, Phase.FOLLOWING]
     world.run()
     world.check_complete()
     assert world.reasons() == {1: "CANCELLED", 1001: "LENGTH", 2001: "LENGTH"}
@@ -85,8 +85,8 @@ def test_a_preempted_fork_is_computed_again_alone() -> None:
     world.add(1, PROMPT, num_outputs=3, max_tokens=8)
     for _ in range(3):
         world.step()
-    roster = world.scheduler.roster
-    roster.preempt(next(each for each in roster.running if each.asked.key == key(1001)), world.now_s)
+    table = world.scheduler.requests
+    table.preempt(next(each for each in table.running if each.asked.key == key(1001)), world.now_s)
     world.run()
     world.check_complete()
     finished = {which.handle: stream.finished for which, stream in world.streams.items()}
@@ -146,7 +146,7 @@ def test_further_outputs_take_no_slot_that_another_tenant_has_the_turn_for() -> 
     seen = []
     for _ in range(3):
         world.step()
-        seen.append(sorted(request.asked.tenant for request in world.scheduler.roster.running))
+        seen.append(sorted(request.asked.tenant for request in world.scheduler.requests.running))
     assert seen == [["few", "many"], ["few", "many", "many"], ["few", "many", "many"]]
     world.run()
     world.check_complete()
@@ -158,4 +158,4 @@ def test_alone_all_outputs_that_fit_fork_at_once() -> None:
     world.add(1, [3, 4, 5, 6], max_tokens=12, num_outputs=8, tenant="many")
     world.add(2, [7, 8], max_tokens=12, tenant="many")
     world.step()
-    assert [request.asked.key.handle for request in world.scheduler.roster.running] == [1, 1001, 2001]
+    assert [request.asked.key.handle for request in world.scheduler.requests.running] == [1, 1001, 2001]

@@ -155,8 +155,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
 
     def _paused(self) -> dict[RequestKey, Stream]:
-        roster = self.world.scheduler.roster
-        return {request.asked.key: self.world.streams[request.asked.key] for request in roster if request.is_paused}
+        table = self.world.scheduler.requests
+        return {request.asked.key: self.world.streams[request.asked.key] for request in table if request.is_paused}
 
     @rule()
     def launch(self) -> None:
@@ -175,9 +175,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def preempt(self, index: int) -> None:
         """At any moment, also with steps in flight: nothing but time may be lost."""
-        running = self.world.scheduler.roster.running
+        running = self.world.scheduler.requests.running
         if index < len(running):
-            self.world.scheduler.roster.preempt(running[index], self.world.now_s)
+            self.world.scheduler.requests.preempt(running[index], self.world.now_s)
 
     @precondition(lambda self: self.num_added < MAX_ADDED)
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=6))
@@ -213,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         scheduler = self.world.scheduler
-        requests = list(scheduler.roster)
+        requests = list(scheduler.requests)
         running = [request for request in requests if request.is_running]
         waiting = [request for request in requests if request.phase is Phase.WAITING]
         following = [request for request in requests if request.phase is Phase.FOLLOWING]
@@ -221,28 +221,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         parked = [request for request in requests if request.phase is Phase.PARKED]
         assert len(running) + len(waiting) + len(following) + len(paused) + len(parked) == len(requests)
         assert scheduler.num_paused == len(paused) + len(parked)
-        assert {id(request) for request in paused} == {id(each) for each in scheduler.roster.paused.values()}
-        assert {id(request) for request in parked} == {id(each) for each in scheduler.roster.parked.values()}
+        assert {id(request) for request in paused} == {id(each) for each in scheduler.requests.paused.values()}
+        assert {id(request) for request in parked} == {id(each) for each in scheduler.requests.parked.values()}
         assert all(request.leader is None and not request.followers for request in [*paused, *parked])
         assert all((request.resumes_as is not None) == (request.phase is Phase.PAUSED) for request in requests)
-        assert (len(running), len(waiting)) == (scheduler.num_running, len(scheduler.roster.waiting))
+        assert (len(running), len(waiting)) == (scheduler.num_running, len(scheduler.requests.waiting))
         assert scheduler.num_waiting == len(waiting) + len(following)
         led = [follower for request in requests for follower in request.followers]
         assert {id(request) for request in led} == {id(request) for request in following}
         assert all(follower.leader is request for request in requests for follower in request.followers)
-        in_slots = {id(request) for request in scheduler.roster.running}
+        in_slots = {id(request) for request in scheduler.requests.running}
         assert {id(request) for request in [*running, *paused]} == in_slots
         assert all(request.slot is None for request in [*waiting, *following, *parked])
         assert len(running) + len(paused) <= self.world.config.max_num_seqs
         prefilling = [request for request in running if request.phase is Phase.PREFILLING]
-        assert {id(request) for request in prefilling} == {id(request) for request in scheduler.roster.prefilling}
+        assert {id(request) for request in prefilling} == {id(request) for request in scheduler.requests.prefilling}
 
     @invariant()
     def rows_agree_with_requests(self) -> None:
         if not hasattr(self, "world"):
             return
-        rows = self.world.scheduler.roster.rows
-        for request in self.world.scheduler.roster.running:
+        rows = self.world.scheduler.requests.slots
+        for request in self.world.scheduler.requests.running:
             slot = request.held_slot
             assert rows.num_computed_S[slot] <= rows.num_scheduled_S[slot] < rows.limit_S[slot]
             assert rows.num_known_S[slot] <= rows.limit_S[slot]

@@ -16,13 +16,13 @@ from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler import scheduler as scheduler_module
-from octavo.worker.scheduler.in_flight import Flight, Pipeline
+from octavo.worker.scheduler.in_flight import InFlight, InFlightStep
 from octavo.worker.scheduler.plan import StepPlan, StepResult
 from octavo.worker.scheduler.planner import Planner
 from octavo.worker.scheduler.request import Ending, Request
-from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.scheduler import Scheduler
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.slot_state import SlotState
 from octavo.worker.scheduler.stats import SchedulerCounters
 from tests.support.worker.scheduling import World, WorldConfig, key
 
@@ -178,12 +178,12 @@ def m8_cancel_frees_blocks_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 
 def m10_slot_kept_after_disconnect(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Roster, "drop_gateway", lambda self, gateway, now_s: self.outputs.forget(gateway))
+    patch.setattr(RequestTable, "drop_gateway", lambda self, gateway, now_s: self.outputs.forget(gateway))
 
 
 def m11_preempts_while_blocks_are_deferred(patch: pytest.MonkeyPatch) -> None:
     original = Planner.plan
-    patch.setattr(Planner, "plan", lambda self, step, pipeline, now_s: original(self, step, Pipeline.EMPTY, now_s))
+    patch.setattr(Planner, "plan", lambda self, step, pipeline, now_s: original(self, step, InFlight.EMPTY, now_s))
 
 
 def m12_nan_row_is_a_token(patch: pytest.MonkeyPatch) -> None:
@@ -196,36 +196,36 @@ def m12_nan_row_is_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def m13_nan_blocks_are_cached(patch: pytest.MonkeyPatch) -> None:
-    def end_tainted(self: Roster, request: Request, ending: Ending, now_s: float) -> None:
+    def end_tainted(self: RequestTable, request: Request, ending: Ending, now_s: float) -> None:
         self.end(request, ending, now_s)
 
-    patch.setattr(Roster, "end_tainted", end_tainted)
+    patch.setattr(RequestTable, "end_tainted", end_tainted)
 
 
 def late_results_go_to_whoever_has_the_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flight, "is_live_A", lambda self, rows: np.ones(len(self.slots_A), np.bool_))
+    patch.setattr(InFlightStep, "is_live_A", lambda self, rows: np.ones(len(self.slots_A), np.bool_))
 
 
 def one_token_too_many_is_scheduled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rows, "decodable", lambda self: self.is_decoding_S.nonzero()[0])
+    patch.setattr(SlotState, "decodable", lambda self: self.is_decoding_S.nonzero()[0])
 
 
 def preemption_forgets_what_was_generated(patch: pytest.MonkeyPatch) -> None:
-    original = Roster.preempt
+    original = RequestTable.preempt
 
-    def preempt(self: Roster, request: Request, now_s: float) -> None:
+    def preempt(self: RequestTable, request: Request, now_s: float) -> None:
         original(self, request, now_s)
         request.token_ids_T = request.asked.prompt_ids_T
 
-    patch.setattr(Roster, "preempt", preempt)
+    patch.setattr(RequestTable, "preempt", preempt)
 
 
 def preemption_loses_the_request(patch: pytest.MonkeyPatch) -> None:
-    def preempt(self: Roster, request: Request, now_s: float) -> None:
+    def preempt(self: RequestTable, request: Request, now_s: float) -> None:
         self._leave_slot(request, now_s)
         self.counters.num_preemptions += 1
 
-    patch.setattr(Roster, "preempt", preempt)
+    patch.setattr(RequestTable, "preempt", preempt)
 
 
 def the_oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
@@ -236,12 +236,12 @@ def the_oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_not_verified_are_committed(patch: pytest.MonkeyPatch) -> None:
-    def commit(self: Roster, request: Request) -> None:
+    def commit(self: RequestTable, request: Request) -> None:
         assert request.slot is not None
         known = self.rows.known_tokens(request.slot)
         self.blocks.commit(request.slot, known, min(len(known), self.blocks.capacity(request.slot)))
 
-    patch.setattr(Roster, "commit", commit)
+    patch.setattr(RequestTable, "commit", commit)
 
 
 def table_updates_are_lost(patch: pytest.MonkeyPatch) -> None:
@@ -263,33 +263,33 @@ def paused_requests_keep_their_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def paused_requests_stay_in_the_steps(patch: pytest.MonkeyPatch) -> None:
-    original = Roster.pause
+    original = RequestTable.pause
 
-    def pause(self: Roster, request: Request, now_s: float) -> None:
+    def pause(self: RequestTable, request: Request, now_s: float) -> None:
         original(self, request, now_s)
         if request.slot is not None:
             self.rows.is_decoding_S[request.slot] = True
 
-    patch.setattr(Roster, "pause", pause)
+    patch.setattr(RequestTable, "pause", pause)
 
 
 def paused_requests_wait_where_others_do(patch: pytest.MonkeyPatch) -> None:
-    original = Roster._park
+    original = RequestTable._park
 
-    def park(self: Roster, request: Request) -> None:
+    def park(self: RequestTable, request: Request) -> None:
         original(self, request)
         self.waiting.push(request, 0.0)
 
-    patch.setattr(Roster, "_park", park)
+    patch.setattr(RequestTable, "_park", park)
 
 
 def a_resume_forgets_that_it_decoded(patch: pytest.MonkeyPatch) -> None:
-    def resume(self: Roster, request: Request, now_s: float) -> None:
+    def resume(self: RequestTable, request: Request, now_s: float) -> None:
         self.parked.pop(request.order, None)
         if request.slot is None:
             self._queue(request, now_s)
 
-    patch.setattr(Roster, "resume", resume)
+    patch.setattr(RequestTable, "resume", resume)
 
 
 MUTANTS = [

@@ -13,7 +13,7 @@ WIDE = WorldConfig(num_blocks=64, block_size=2, max_num_seqs=4, max_batch_tokens
 
 
 def phase(world: World, handle: int) -> Phase | None:
-    request = world.scheduler.roster.find(key(handle))
+    request = world.scheduler.requests.find(key(handle))
     return None if request is None else request.phase
 
 
@@ -231,5 +231,5 @@ def test_a_request_that_ends_while_it_has_lost_its_slot_is_counted_nowhere_any_m
         case "drain":
             world.scheduler.end_all(failure("DRAINING", "over"), now_s=world.now_s)
     assert phase(world, 1) is None
-    assert (world.scheduler.num_paused, dict(world.scheduler.roster.parked)) == (0, {})
+    assert (world.scheduler.num_paused, dict(world.scheduler.requests.parked)) == (0, {})
     assert world.scheduler.num_waiting >= 0

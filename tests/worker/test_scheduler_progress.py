@@ -72,9 +72,9 @@ def test_every_request_of_a_crowd_is_preempted_and_none_notices(max_in_flight: i
         world.add(handle, [*shared, *(rng.randint(3, 999) for _ in range(rng.randint(1, 12)))], max_tokens=32)
         if rng.random() < 0.3:
             world.step()
-        running = world.scheduler.roster.running
+        running = world.scheduler.requests.running
         if running and rng.random() < 0.3:
-            world.scheduler.roster.preempt(rng.choice(running), world.now_s)
+            world.scheduler.requests.preempt(rng.choice(running), world.now_s)
     world.run(max_steps=_bound(world))
     world.check_complete()
     world.check_quiet()

@@ -10,9 +10,9 @@ from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.scheduler.outputs import GatewayOutput, OutputBuffer
 from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import AddRequest, Phase, Request
-from octavo.worker.scheduler.request_queue import Shares, WaitingQueue
+from octavo.worker.scheduler.request_queue import TenantFairness, RequestQueue
 from octavo.worker.scheduler.request_table import TokenVerdict, find_ends, judge, stop_ids
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.slot_state import SlotState
 from tests.support.worker.scheduling import key
 
 EOS = (2, 3)
@@ -52,7 +52,7 @@ cases = st.fixed_dictionaries(
 @given(rows_of=st.lists(cases, min_size=1, max_size=6))
 @settings(max_examples=200)
 def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[dict]) -> None:
-    rows = Rows(num_slots=len(rows_of), max_total_tokens=16)
+    rows = SlotState(num_slots=len(rows_of), max_total_tokens=16)
     requests = []
     for slot, case in enumerate(rows_of):
         request = make_request(
@@ -89,7 +89,7 @@ def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[
 
 
 def test_a_row_with_many_stop_tokens_makes_room_and_leaves_nothing_behind() -> None:
-    rows = Rows(num_slots=2, max_total_tokens=8)
+    rows = SlotState(num_slots=2, max_total_tokens=8)
     rows.join(Slot(0), make_request(0, [9]), num_cached_tokens=0, stop_ids=(1,))
     former = make_request(1, [9])
     rows.join(Slot(1), former, num_cached_tokens=0, stop_ids=(1, 2, 3, 4, 5))
@@ -100,7 +100,7 @@ def test_a_row_with_many_stop_tokens_makes_room_and_leaves_nothing_behind() -> N
 
 
 def test_leaving_and_joining_change_the_generation() -> None:
-    rows = Rows(num_slots=1, max_total_tokens=8)
+    rows = SlotState(num_slots=1, max_total_tokens=8)
     seen = [int(rows.generation_S[0])]
     for order in range(2):
         request = make_request(order, [9])
@@ -112,7 +112,7 @@ def test_leaving_and_joining_change_the_generation() -> None:
 
 
 def test_the_queue_is_by_priority_then_arrival_and_forgets_who_left() -> None:
-    queue = WaitingQueue(aging_s=100.0, shares=Shares(Rows(num_slots=1, max_total_tokens=8)))
+    queue = RequestQueue(aging_s=100.0, fairness=TenantFairness(SlotState(num_slots=1, max_total_tokens=8)))
     requests = [make_request(order, [9], priority=priority) for order, priority in enumerate([0, 1, 0, 1])]
     for request in requests:
         queue.push(request, now_s=0.0)
@@ -124,7 +124,7 @@ def test_the_queue_is_by_priority_then_arrival_and_forgets_who_left() -> None:
 
 
 def test_time_waited_counts_over_all_spells_and_makes_aged() -> None:
-    queue = WaitingQueue(aging_s=10.0, shares=Shares(Rows(num_slots=1, max_total_tokens=8)))
+    queue = RequestQueue(aging_s=10.0, fairness=TenantFairness(SlotState(num_slots=1, max_total_tokens=8)))
     old, important = make_request(0, [9], priority=-5), make_request(1, [9], priority=5)
     queue.push(old, now_s=0.0)
     queue.remove(old, now_s=6.0)

@@ -57,7 +57,7 @@ def test_the_sum_of_receipts_is_what_the_pool_saw() -> None:
         world.add(handle, list(range(3, 6 + handle)), max_tokens=5, salt=str(handle))
     held = 0.0
     while world.scheduler.has_work:
-        before = {id(request): request for request in world.scheduler.roster.running}
+        before = {id(request): request for request in world.scheduler.requests.running}
         world.step()  # one second
         held += sum(
             world.blocks.capacity(request.held_slot) // 2 for request in before.values() if request.slot is not None

@@ -13,7 +13,7 @@ from octavo.wire.messages import Sampling
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from tests.support.model import slow_sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +66,7 @@ class Hand:
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
         self.tables: dict[int, list[int]] = {}
         self.updates: list[tuple[int, int, int]] = []
-        self.joins: list[Join] = []
+        self.new_requests: list[NewRequest] = []
         self.num_steps = 0
 
     def join(self, slot: int, tokens: list[int], *, num_prompt: int | None = None, sampling: Sampling = GREEDY) -> None:
@@ -74,8 +74,8 @@ class Hand:
         self.tables[slot] = []
         ids_T = np.asarray(tokens, np.int32)
         num_prompt = len(tokens) if num_prompt is None else num_prompt
-        join = Join(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=num_prompt, sampling=sampling)
-        self.joins.append(join)
+        join = NewRequest(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=num_prompt, sampling=sampling)
+        self.new_requests.append(join)
 
     def plan(self, *, decode: dict[int, int] | None = None, prefill: list[Chunk] | None = None) -> StepPlan:
         """decode: slot -> position."""
@@ -88,13 +88,13 @@ class Hand:
         self.num_steps += 1
         plan = StepPlan(
             step=self.num_steps,
-            joins=tuple(self.joins),
+            new_requests=tuple(self.new_requests),
             block_updates_U3=np.asarray(self.updates, np.int32).reshape(-1, 3),
             prefill=tuple(prefill),
             decode_slots_S=np.asarray(list(decode), np.int32),
             decode_positions_S=np.asarray(list(decode.values()), np.int32),
         )
-        self.joins, self.updates = [], []
+        self.new_requests, self.updates = [], []
         return plan
 
     def step(self, **what: object) -> list[int]:
@@ -320,7 +320,7 @@ def test_a_plan_without_a_block_for_its_tokens_fails_and_writes_nothing(model: Q
     hand = Hand(model)
     hand.join(0, prompt(13, 6))
     plan = hand.plan(prefill=[chunk(0, 0, 6)])
-    hand.runner.launch(StepPlan(step=1, joins=plan.joins, prefill=plan.prefill))
+    hand.runner.launch(StepPlan(step=1, new_requests=plan.new_requests, prefill=plan.prefill))
     with pytest.raises(RunnerError, match="slot 0 has no block for position 0"):
         hand.runner.collect()
     assert bool(hand.runner.kv.k_pool_LPKBH.isnan().all())

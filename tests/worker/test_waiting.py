@@ -15,7 +15,7 @@ from tests.support.worker.fair_queue import AGING_S, Twins, drawn_events
 def test_any_order_of_events_gives_the_twins_order(first: int) -> None:
     for seed in range(first, first + 75):
         twins = Twins()
-        twins.queue.shares._sweep_at = 1  # forget as often as possible: nobody may notice
+        twins.queue.fairness._sweep_at = 1  # forget as often as possible: nobody may notice
         for event in drawn_events(seed, 120):
             twins.do(("add", "a", *event[2:]) if seed % 5 == 0 and event[0] == "add" else event)
             twins.check()
@@ -127,7 +127,7 @@ def test_whose_turn_it_is_keeps_it_while_there_is_no_room() -> None:
     twins.admit(0)
     big = twins.add("big", 1, 0, 300)
     twins.add("nimble", 1, 0, 1)
-    twins.queue.shares.take_turn("big")
+    twins.queue.fairness.take_turn("big")
     assert twins.queue.head(0.0) in (big, twins.twin.head(0.0))
     head = twins.queue.head(0.0)
     for _ in range(20):
@@ -155,7 +155,7 @@ def test_tenants_that_owe_nothing_are_forgotten() -> None:
         twins.add("busy", 1, 0, 5)
         twins.add(f"t{number}", 1, 0, 5)
         serve(twins, 2)
-    assert len(twins.queue.shares) < 10
+    assert len(twins.queue.fairness) < 10
 
 
 @pytest.mark.parametrize("tenants", [("",), ("a", "b")])

@@ -5,71 +5,71 @@ from typing import Any
 
 import pytest
 
-from octavo.worker.scheduler.request_queue import Line, Shares, WaitingQueue
+from octavo.worker.scheduler.request_queue import WaitingHeap, TenantFairness, RequestQueue
 from tests.support.worker.fair_queue import Twins, drawn_events
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def a_tenant_that_is_never_charged(patch: pytest.MonkeyPatch) -> None:
-    served = Shares.served
-    patch.setattr(Shares, "served", lambda self, tenant: 0 if tenant == "b" else served(self, tenant))
+    served = TenantFairness.served
+    patch.setattr(TenantFairness, "served", lambda self, tenant: 0 if tenant == "b" else served(self, tenant))
 
 
 def output_that_is_never_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shares, "settle", lambda self: None)
+    patch.setattr(TenantFairness, "settle", lambda self: None)
 
 
 def weights_that_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    begin = Shares.begin
+    begin = TenantFairness.begin
 
-    def forgetful(self: Shares, request: Any, *, num_cached_tokens: int) -> None:
+    def forgetful(self: TenantFairness, request: Any, *, num_cached_tokens: int) -> None:
         begin(self, request, num_cached_tokens=num_cached_tokens)
-        self._shares[request.asked.tenant].price = 1_000_000
+        self._accounts[request.asked.tenant].price = 1_000_000
 
-    patch.setattr(Shares, "begin", forgetful)
+    patch.setattr(TenantFairness, "begin", forgetful)
 
 
 def credit_that_is_saved_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shares, "take_turn", lambda self, tenant: None)
+    patch.setattr(TenantFairness, "take_turn", lambda self, tenant: None)
 
 
 def a_price_for_what_is_computed_again(patch: pytest.MonkeyPatch) -> None:
-    begin = Shares.begin
+    begin = TenantFairness.begin
 
-    def greedy(self: Shares, request: Any, *, num_cached_tokens: int) -> None:
+    def greedy(self: TenantFairness, request: Any, *, num_cached_tokens: int) -> None:
         request.num_paid_tokens = 0
         begin(self, request, num_cached_tokens=num_cached_tokens)
 
-    patch.setattr(Shares, "begin", greedy)
+    patch.setattr(TenantFairness, "begin", greedy)
 
 
 def turns_that_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    line_of_turn = WaitingQueue._line_of_turn
+    heap_of_turn = RequestQueue._heap_of_turn
 
-    def fickle(self: WaitingQueue, priority: int, now_s: float) -> Line:
+    def fickle(self: RequestQueue, priority: int, now_s: float) -> WaitingHeap:
         self._turn = None
-        return line_of_turn(self, priority, now_s)
+        return heap_of_turn(self, priority, now_s)
 
-    patch.setattr(WaitingQueue, "_line_of_turn", fickle)
+    patch.setattr(RequestQueue, "_heap_of_turn", fickle)
 
 
 def the_aged_of_all_tenants_first(patch: pytest.MonkeyPatch) -> None:
-    fair_head = WaitingQueue._fair_head
+    fair_head = RequestQueue._fair_head
 
-    def older(self: WaitingQueue, now_s: float) -> Any:
-        head = self._everybody.head(now_s)
+    def older(self: RequestQueue, now_s: float) -> Any:
+        head = self._all.head(now_s)
         return head if head is not None and head.is_aged else fair_head(self, now_s)
 
-    patch.setattr(WaitingQueue, "_fair_head", older)
+    patch.setattr(RequestQueue, "_fair_head", older)
 
 
 def the_preempted_where_their_tenant_is(patch: pytest.MonkeyPatch) -> None:
-    def fair_head(self: WaitingQueue, now_s: float) -> Any:
-        foremost = self._everybody.foremost()
-        return self._line_of_turn(foremost.asked.priority, now_s).head(now_s) if foremost else None
+    def fair_head(self: RequestQueue, now_s: float) -> Any:
+        foremost = self._all.foremost()
+        return self._heap_of_turn(foremost.asked.priority, now_s).head(now_s) if foremost else None
 
-    patch.setattr(WaitingQueue, "_fair_head", fair_head)
+    patch.setattr(RequestQueue, "_fair_head", fair_head)
 
 
 MUTANTS: dict[str, Plant] = {

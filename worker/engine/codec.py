@@ -101,7 +101,7 @@ def _kv_event(event: BlockEvent) -> KvEvent:
 MAX_PART_BLOCKS = 256  # 1 to 3 ms of the engine's thread
 
 
-class CacheTelling:
+class KvEventPublisher:
     """epoch: of this life of the process."""
 
     def __init__(self, blocks: BlockManager, outbox: Outbox, *, epoch: str) -> None:
@@ -117,7 +117,7 @@ class CacheTelling:
 
     def begin(self, gateway: GatewayIndex) -> None:
         """It knows nothing, or something that is over. What has changed before is told first, to the others."""
-        self.tell_changes()
+        self.publish_changes()
         self._walks.pop(gateway, None)
         if self._blocks.num_indexed:
             self._walks[gateway] = self._blocks.walk_events()
@@ -127,12 +127,12 @@ class CacheTelling:
         """It is gone. Idempotent."""
         self._walks.pop(gateway, None)
 
-    def tell_changes(self) -> None:
+    def publish_changes(self) -> None:
         """All since the last call, to every gateway."""
         for message in kv_events(self._blocks.take_events(), epoch=self._epoch):
             self._outbox.put_all(message)
 
-    def tell_a_part(self) -> None:
+    def publish_part(self) -> None:
         """To whoever has waited longest. All changes so far must have been told."""
         if not self._walks:
             return

@@ -15,7 +15,7 @@ import structlog
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.fault_points import fault_point
 from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
-from octavo.worker.engine.codec import CacheTelling, asked_by, refused_run, step_output
+from octavo.worker.engine.codec import KvEventPublisher, asked_by, refused_run, step_output
 from octavo.worker.engine.interfaces import (
     Clock,
     GatewayIndex,
@@ -28,7 +28,7 @@ from octavo.worker.engine.interfaces import (
     Outbox,
     StepReport,
 )
-from octavo.worker.grammar.manager import GrammarDesk
+from octavo.worker.grammar.manager import GrammarManager
 from octavo.worker.runners.interface import Runner, RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.outputs import StepOutputs
 from octavo.worker.scheduler.plan import StepPlan
@@ -77,7 +77,7 @@ class Steps:
         *,
         scheduler: Scheduler,
         runner: Runner,
-        grammars: GrammarDesk | None,
+        grammars: GrammarManager | None,
         clock: Clock,
         on_end: Callable[[EndedStep], None],
         send: Callable[[StepOutputs], None],
@@ -204,7 +204,7 @@ class Engine:
         outbox: Outbox,
         clock: Clock,
         observer: Observer | None = None,
-        grammars: GrammarDesk | None = None,
+        grammars: GrammarManager | None = None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -215,7 +215,7 @@ class Engine:
         self._clock = clock
         self._observer = observer or NullObserver()
         self._grammars = grammars
-        self._telling = CacheTelling(blocks, outbox, epoch=config.epoch)
+        self._kv_events = KvEventPublisher(blocks, outbox, epoch=config.epoch)
         self._steps = Steps(
             scheduler=scheduler,
             runner=runner,
@@ -243,7 +243,7 @@ class Engine:
             while not self.is_done:
                 num_steps = self.num_steps
                 self.step()
-                if self.num_steps == num_steps and not self.is_done and not self.is_telling:
+                if self.num_steps == num_steps and not self.is_done and not self.has_kv_events:
                     self._inbox.wait(self._config.idle_wait_s)
             self._outbox.put_all(
                 Leaving(epoch=self._config.epoch, reason="STOPPED" if self._is_stopping else "DRAINED")
@@ -264,8 +264,8 @@ class Engine:
             self._take_stats()  # should this very step hang, whoever watches must know that there was work
         self._steps.launch_ahead()
         self._send(self._steps.collect() if len(self._steps) else self._scheduler.flush())
-        self._telling.tell_changes()
-        self._telling.tell_a_part()
+        self._kv_events.publish_changes()
+        self._kv_events.publish_part()
         self._look_after_blocks(self._clock())
         self._take_stats()
 
@@ -276,9 +276,9 @@ class Engine:
         return self._is_stopping or is_drained
 
     @property
-    def is_telling(self) -> bool:
+    def has_kv_events(self) -> bool:
         """A gateway has not heard yet all that is cached here: there is more to do than `has_work` says."""
-        return self._telling.is_due
+        return self._kv_events.is_due
 
     def request_drain(self, grace_s: float) -> None:
         """Take no new requests, finish the others within ``grace_s`` seconds, then end."""
@@ -311,11 +311,11 @@ class Engine:
             case Drain():
                 self.request_drain(message.grace_s)
             case GatewayJoined():
-                self._telling.begin(gateway)
+                self._kv_events.begin(gateway)
             case GatewayLost():
                 self._scheduler.drop_gateway(gateway, now_s=now_s)
                 self._seq.pop(gateway, None)
-                self._telling.end(gateway)
+                self._kv_events.end(gateway)
 
     def _add(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
         try:

@@ -160,7 +160,7 @@ class _Ticket:
     is_answered: bool = False
 
 
-class GrammarDesk:
+class GrammarManager:
     """wake: lets a waiting engine look again; called from other threads."""
 
     def __init__(
@@ -239,7 +239,7 @@ class GrammarDesk:
 
 def make_grammars(
     config: GrammarConfig, loaded: Loaded, registry: CollectorRegistry, *, wake: Callable[[], None]
-) -> GrammarDesk:
+) -> GrammarManager:
     """Ready at once; the vocabulary is read in the background."""
     cache = GrammarCache(max_entries=config.cache_entries, max_bytes=config.cache_bytes)
     metrics = GrammarMetrics(registry, cache)
@@ -253,4 +253,4 @@ def make_grammars(
         on_compiled=metrics.on_compiled,
     )
     compiler.warm_up()
-    return GrammarDesk(compiler, timeout_s=config.timeout_s, observer=metrics, wake=wake)
+    return GrammarManager(compiler, timeout_s=config.timeout_s, observer=metrics, wake=wake)

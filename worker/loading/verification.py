@@ -19,7 +19,7 @@ import numpy as np
 from octavo.model.verify.served import ServedSequence, TokenScore
 from octavo.wire.messages import Sampling
 from octavo.worker.loading.warmup import WarmRunner
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, SlotLogprobs, StepPlan, StepResult
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, SlotLogprobs, StepPlan, StepResult
 
 NUM_TOP = 20
 CHUNK_LENS = (1, 7, 16, 33)
@@ -204,7 +204,7 @@ class _Feeder:
 
     def _run(
         self,
-        joins: Sequence[Join],
+        joins: Sequence[NewRequest],
         updates: Sequence[tuple[int, int, int]],
         chunks: Sequence[Chunk],
         decode: dict[int, int] | None = None,
@@ -212,7 +212,7 @@ class _Feeder:
         decode = decode or {}
         plan = StepPlan(
             step=self._step,
-            joins=tuple(joins),
+            new_requests=tuple(joins),
             block_updates_U3=np.asarray(updates, np.int32).reshape(-1, 3),
             prefill=tuple(chunks),
             decode_slots_S=np.asarray(list(decode), np.int32),
@@ -228,7 +228,7 @@ class _Feeder:
     def _unfinished(self, rows: dict[int, _Row], slots: Iterator[int] | range | dict, num_new: int) -> list[int]:
         return [slot for slot in slots if rows[slot].served.num_sampled < num_new]
 
-    def _join(self, slot: int, ids: Sequence[int], *, prompt_scores: bool) -> Join:
+    def _join(self, slot: int, ids: Sequence[int], *, prompt_scores: bool) -> NewRequest:
         sampling = Sampling(
             temperature=0.0,
             ignore_eos=True,
@@ -236,7 +236,7 @@ class _Feeder:
             num_prompt_logprobs=NUM_TOP if prompt_scores else None,
         )
         array = np.asarray(ids, np.int32)
-        return Join(
+        return NewRequest(
             slot=Slot(slot), request_id="verify", token_ids_T=array, num_prompt_tokens=len(array), sampling=sampling
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.interface import Runner
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 OnProgress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -78,9 +78,11 @@ def _prefill_plan(config: WarmConfig, num_tokens: int) -> StepPlan:
     blocks = np.arange(-(-num_tokens // config.block_size), dtype=np.int32)
     updates_U3 = np.stack([np.zeros_like(blocks), blocks, blocks], axis=1)
     ids_T = np.arange(num_tokens, dtype=np.int32) % config.vocab_size
-    join = Join(slot=Slot(0), request_id="warm-up", token_ids_T=ids_T, num_prompt_tokens=num_tokens, sampling=_RANDOM)
+    join = NewRequest(
+        slot=Slot(0), request_id="warm-up", token_ids_T=ids_T, num_prompt_tokens=num_tokens, sampling=_RANDOM
+    )
     chunk = Chunk(slot=Slot(0), start=0, num_tokens=num_tokens, is_last=True)
-    return StepPlan(step=0, joins=(join,), block_updates_U3=updates_U3, prefill=(chunk,))
+    return StepPlan(step=0, new_requests=(join,), block_updates_U3=updates_U3, prefill=(chunk,))
 
 
 def _decode_plan(num_rows: int) -> StepPlan:
@@ -88,7 +90,7 @@ def _decode_plan(num_rows: int) -> StepPlan:
     slots_S = np.arange(num_rows, dtype=np.int32)
     one_T = np.ones(1, np.int32)
     joins = tuple(
-        Join(
+        NewRequest(
             slot=Slot(slot),
             request_id="warm-up",
             token_ids_T=one_T,
@@ -100,7 +102,7 @@ def _decode_plan(num_rows: int) -> StepPlan:
     updates_U3 = np.stack([slots_S, np.zeros_like(slots_S), slots_S], axis=1)
     return StepPlan(
         step=0,
-        joins=joins,
+        new_requests=joins,
         block_updates_U3=updates_U3,
         decode_slots_S=slots_S,
         decode_positions_S=np.zeros_like(slots_S),

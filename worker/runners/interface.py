@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.worker.scheduler.plan import Join, StepPlan, StepResult
+from octavo.worker.scheduler.plan import NewRequest, StepPlan, StepResult
 
 # Which rows of a step wait for the mask of a grammar, and the masks.
 #
@@ -34,7 +34,7 @@ class MaskedSlots:
         self._is_masked_R = np.zeros(max_slots, np.bool_)
         self._num_joined = 0
 
-    def join(self, join: Join) -> None:
+    def join(self, join: NewRequest) -> None:
         """A request enters the slot."""
         has_grammar = join.sampling.grammar is not None
         self._num_joined += has_grammar

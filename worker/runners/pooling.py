@@ -13,7 +13,7 @@ import torch
 
 from octavo.model.sampling.logprobs import Logprobs, RawLogprobs
 from octavo.wire.messages import Pooling
-from octavo.worker.scheduler.plan import Chunk, Join, SlotLogprobs, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan
 
 HiddenOf = Callable[[slice], torch.Tensor]
 """Hidden states after the final norm of these tokens of the step, [tokens, D] in any dtype."""
@@ -37,7 +37,7 @@ class Pooler:
         """Whether there are rows with a pooling, which may read more of a step than its sampled rows."""
         return bool(self._rows)
 
-    def join(self, join: Join) -> None:
+    def join(self, join: NewRequest) -> None:
         """A request enters a slot; whatever the slot had gathered is forgotten."""
         if join.pooling is not None:
             self._rows[join.slot] = _Row(join.pooling)
@@ -102,7 +102,7 @@ class PromptScorer:
         """Whether there are rows that ask for them, and so read more of a step than its sampled rows."""
         return bool(self._rows)
 
-    def join(self, join: Join) -> None:
+    def join(self, join: NewRequest) -> None:
         """A request enters a slot; what the slot asked for is forgotten."""
         self._rows.pop(join.slot, None)
         if (num_top := join.sampling.num_prompt_logprobs) is not None:

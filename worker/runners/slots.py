@@ -12,7 +12,7 @@ from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
 from octavo.wire.messages import Sampling
-from octavo.worker.scheduler.plan import Join, StepPlan
+from octavo.worker.scheduler.plan import NewRequest, StepPlan
 
 
 class RunnerRows:
@@ -40,7 +40,7 @@ class RunnerRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Joins, then block updates; copies of blocks are the KV pool's business."""
-        for join in plan.joins:
+        for join in plan.new_requests:
             self._join(join)
         if len(plan.block_updates_U3):
             slot_U, column_U, block_U = plan.block_updates_U3.T
@@ -50,7 +50,7 @@ class RunnerRows:
         """Each row holds ``lengths_S`` tokens and gets one more."""
         self.history.tokens_RT[slots_S, lengths_S] = tokens_S
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: NewRequest) -> None:
         self.table_RM[join.slot] = -1
         self.history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
         params = sampling_params(join.sampling, self._eos_token_ids)

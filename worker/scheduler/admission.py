@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.worker.config import SchedulerConfig
-from octavo.worker.scheduler.in_flight import Pipeline, ResultsFirst
+from octavo.worker.scheduler.in_flight import InFlight, ResultsFirst
 from octavo.worker.scheduler.request import AddRequest, Ending, Request, failure
-from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.request_table import RequestTable
 
 # Whether a request can be served here at all, decided at once and without looking at what else runs.
 #
@@ -86,36 +86,36 @@ def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[R
     return [*sorted(paused, key=lambda request: request.rank, reverse=True), *others]
 
 
-class Entrance:
+class Admission:
     """Admits and displaces."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._max_num_seqs = config.max_num_seqs
-        self._roster = roster
-        self._blocks = roster.blocks
-        self._block_size = roster.blocks.config.block_size
-        self._headroom_cap = max(1, roster.blocks.config.num_blocks // 50)
+        self._requests = table
+        self._blocks = table.blocks
+        self._block_size = table.blocks.config.block_size
+        self._headroom_cap = max(1, table.blocks.config.num_blocks // 50)
         self._refused: tuple[int, int] = (-1, 0)  # the head that did not fit, and the room there was
         self._hopeless: tuple[int, int] = (-1, 0)  # the same with the room there would have been without others
 
-    def admit_head(self, pipeline: Pipeline, now_s: float) -> Request | None:
+    def admit_head(self, pipeline: InFlight, now_s: float) -> Request | None:
         """The head of the queue with slot and blocks; None where nobody waits or it does not fit now."""
-        head = self._roster.waiting.head(now_s)
+        head = self._requests.waiting.head(now_s)
         if head is None or not self._may_fit(head):
             return None
         try:
-            self._roster.admit(head, now_s)
+            self._requests.admit(head, now_s)
         except OutOfBlocks:
             self._refused = (head.order, self._room)
-            if not self._roster.num_running and pipeline is Pipeline.EMPTY:
-                self._roster.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
+            if not self._requests.num_running and pipeline is InFlight.EMPTY:
+                self._requests.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
             return None
         return head
 
     def _may_fit(self, head: Request) -> bool:
         """Whether trying is worth it. Cached blocks make it a guess, so a refusal is remembered until there is more
         room than then: trying again hashes the whole prompt."""
-        num_running = self._roster.num_running
+        num_running = self._requests.num_running
         if num_running >= self._max_num_seqs:
             return False
         if not num_running:
@@ -140,37 +140,37 @@ class Entrance:
     @property
     def _room(self) -> int:
         """Blocks for newcomers: those that run keep some to grow, or the newcomer would soon be preempted."""
-        headroom = min(self._roster.num_active, self._headroom_cap)
+        headroom = min(self._requests.num_active, self._headroom_cap)
         return self._blocks.num_free + self._blocks.num_cached - headroom
 
     def may_fork(self, leader: Request, num_forked: int, now_s: float) -> bool:
         """Whether the leader's next follower can run now, after others that forked in the same plan: a slot is free,
         there is a block for each to write to, and nobody who waits goes before it."""
-        if not leader.followers or self._roster.num_running >= self._max_num_seqs:
+        if not leader.followers or self._requests.num_running >= self._max_num_seqs:
             return False
-        waiting = self._roster.waiting
+        waiting = self._requests.waiting
         head = waiting.head(now_s)
         return self._room > num_forked + 1 and (head is None or waiting.goes_before(leader.followers[0], head))
 
     # ------------------------------------------------------------ who gives way
 
-    def make_way(self, pipeline: Pipeline, now_s: float) -> None:
+    def preempt_for_head(self, pipeline: InFlight, now_s: float) -> None:
         """Preempt paused requests, then those of lower priority, until the head of the queue fits, if that can make it
         fit."""
-        roster = self._roster
-        head = roster.waiting.head(now_s)
+        table = self._requests
+        head = table.waiting.head(now_s)
         if head is None:
             return
-        has_prey = head.asked.priority > roster.lowest_running_priority
-        if not (roster.paused or has_prey) or self._may_fit(head):
+        has_prey = head.asked.priority > table.lowest_running_priority
+        if not (table.paused or has_prey) or self._may_fit(head):
             return
-        victims = paused_first(roster.paused.values(), displaceable_by(head, roster.running) if has_prey else [])
+        victims = paused_first(table.paused.values(), displaceable_by(head, table.running) if has_prey else [])
         if not victims or not self._would_fit_without(head, victims):
             return
-        if pipeline is Pipeline.BUSY:
+        if pipeline is InFlight.BUSY:
             raise ResultsFirst
         for victim in victims:
-            self._roster.preempt(victim, now_s)
+            self._requests.preempt(victim, now_s)
             if self._may_fit(head):
                 return
 

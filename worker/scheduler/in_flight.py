@@ -12,12 +12,12 @@ from enum import Enum
 import numpy as np
 
 from octavo.worker.scheduler.plan import StepPlan
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.slot_state import SlotState
 
 # Whether steps are launched whose results are not known yet, and the wish to wait for them.
 
 
-class Pipeline(Enum):
+class InFlight(Enum):
     """EMPTY: what is released now is free at once. BUSY: it is free when the steps in flight have ended."""
 
     EMPTY = "empty"
@@ -29,7 +29,7 @@ class ResultsFirst(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Flight:
+class InFlightStep:
     """One step in flight. slots_A: intp. num_computed_A: int32, computed tokens of each row once the step is done."""
 
     plan: StepPlan
@@ -39,7 +39,7 @@ class Flight:
     num_computed_A: np.ndarray
 
     @classmethod
-    def of(cls, plan: StepPlan, rows: Rows) -> "Flight":
+    def of(cls, plan: StepPlan, slots: SlotState) -> "InFlightStep":
         """Remember who holds which slot right after planning."""
         sampled = plan.sampled_slots
         others = [chunk.slot for chunk in plan.prefill if not chunk.is_last]
@@ -48,10 +48,10 @@ class Flight:
             plan=plan,
             num_sampled=len(sampled),
             slots_A=slots_A,
-            generations_A=rows.generation_S[slots_A],
-            num_computed_A=rows.num_scheduled_S[slots_A],
+            generations_A=slots.generation_S[slots_A],
+            num_computed_A=slots.num_scheduled_S[slots_A],
         )
 
-    def is_live_A(self, rows: Rows) -> np.ndarray:
+    def is_live_A(self, slots: SlotState) -> np.ndarray:
         """bool [A]: the request that the row was planned for still holds the slot."""
-        return rows.generation_S[self.slots_A] == self.generations_A
+        return slots.generation_S[self.slots_A] == self.generations_A

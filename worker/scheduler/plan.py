@@ -2,7 +2,8 @@
 
 Plain data between the pure scheduler and whatever executes it. Rows are **slots**: stable small integers, one per
 request that holds blocks, also the row of its block table. A plan is self-contained: a runner that applies every
-plan in order (joins, table updates, copies, then the tokens) needs nothing else, in particular not the block manager.
+plan in order (new requests, table updates, copies, then the tokens) needs nothing else, in particular not the block
+manager.
 
     tokens of a request   |--- computed (in the KV cache) ---|--- chunk of this step ---|--- not yet ---|
     positions             0                               start                start + num_tokens
@@ -23,7 +24,7 @@ def _no_rows(width: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Join:
+class NewRequest:
     """A request enters a slot (again, after a preemption). The runner forgets whatever the slot held before.
 
     token_ids_T: int32, prompt followed by tokens generated before a preemption.
@@ -57,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One step. Order of execution: joins, block_updates, block_copies, then all tokens in one forward pass.
+    """One step. Order of execution: new_requests, block_updates, block_copies, then all tokens in one forward pass.
 
     block_updates_U3: int32 rows (slot, column of the slot's table row, block id), in order.
     block_copies_C2: int32 rows (source block, destination block): copy-on-write, before any write of this step.
@@ -68,7 +69,7 @@ class StepPlan:
     """
 
     step: int
-    joins: tuple[Join, ...] = ()
+    new_requests: tuple[NewRequest, ...] = ()
     block_updates_U3: np.ndarray = field(default_factory=lambda: _no_rows(3))
     block_copies_C2: np.ndarray = field(default_factory=lambda: _no_rows(2))
     prefill: tuple[Chunk, ...] = ()

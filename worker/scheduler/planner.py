@@ -10,34 +10,34 @@ import numpy as np
 
 from octavo.wire.messages import WireFinishReason
 from octavo.worker.config import SchedulerConfig
-from octavo.worker.scheduler.admission import Entrance, least_disturbed, least_important
-from octavo.worker.scheduler.in_flight import Pipeline, ResultsFirst
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.admission import Admission, least_disturbed, least_important
+from octavo.worker.scheduler.in_flight import InFlight, ResultsFirst
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from octavo.worker.scheduler.request import Ending, Request
-from octavo.worker.scheduler.request_table import Roster
+from octavo.worker.scheduler.request_table import RequestTable
 
 
 class Planner:
-    """Turns the roster into plans."""
+    """Turns the table into plans."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._config = config
-        self._roster = roster
-        self._rows = roster.rows
-        self._blocks = roster.blocks
-        self._entrance = Entrance(config, roster)
-        self._joins: list[Join] = []  # of the plan that is being made
+        self._requests = table
+        self._slots = table.slots
+        self._blocks = table.blocks
+        self._admission = Admission(config, table)
+        self._new_requests: list[NewRequest] = []  # of the plan that is being made
 
-    def plan(self, step: int, pipeline: Pipeline, now_s: float) -> StepPlan | None:
+    def plan(self, step: int, pipeline: InFlight, now_s: float) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Raises ResultsFirst."""
-        self._joins = []
-        self._entrance.make_way(pipeline, now_s)
-        num_preempted = self._roster.counters.num_preemptions
+        self._new_requests = []
+        self._admission.preempt_for_head(pipeline, now_s)
+        num_preempted = self._requests.counters.num_preemptions
         self._disturb(step, pipeline, now_s)
         decode_slots_S = self._schedule_decodes(pipeline, now_s)
         budget = self._config.max_batch_tokens - len(decode_slots_S)
         chunks = self._continue_prefills(budget, now_s)
-        if self._roster.counters.num_preemptions == num_preempted:
+        if self._requests.counters.num_preemptions == num_preempted:
             budget -= sum(chunk.num_tokens for chunk in chunks)
             self._admit_waiting(budget, chunks, pipeline, now_s)
         if not len(decode_slots_S) and not chunks:
@@ -45,13 +45,13 @@ class Planner:
         return self._seal(step, decode_slots_S, tuple(chunks))
 
     def _seal(self, step: int, slots_S: np.ndarray, chunks: tuple[Chunk, ...]) -> StepPlan:
-        positions_S = self._rows.num_scheduled_S[slots_S]
-        self._rows.num_scheduled_S[slots_S] = positions_S + 1
-        self._roster.counters.num_decode_tokens += len(slots_S)
+        positions_S = self._slots.num_scheduled_S[slots_S]
+        self._slots.num_scheduled_S[slots_S] = positions_S + 1
+        self._requests.counters.num_decode_tokens += len(slots_S)
         updates_U3, copies_C2 = self._blocks.take_updates()
         return StepPlan(
             step=step,
-            joins=tuple(self._joins),
+            new_requests=tuple(self._new_requests),
             block_updates_U3=updates_U3,
             block_copies_C2=copies_C2,
             prefill=chunks,
@@ -59,61 +59,61 @@ class Planner:
             decode_positions_S=positions_S,
         )
 
-    def _disturb(self, step: int, pipeline: Pipeline, now_s: float) -> None:
+    def _disturb(self, step: int, pipeline: InFlight, now_s: float) -> None:
         every = self._config.preempt_every_steps
         if every is None or step % every:
             return
-        in_steps = [request for request in self._roster.running if not request.is_paused]
+        in_steps = [request for request in self._requests.running if not request.is_paused]
         if len(in_steps) < 2:  # one has to make the step, or its number comes again and again
             return
-        if pipeline is Pipeline.BUSY:
+        if pipeline is InFlight.BUSY:
             raise ResultsFirst
-        self._roster.preempt(least_disturbed(in_steps), now_s)
+        self._requests.preempt(least_disturbed(in_steps), now_s)
 
     # ------------------------------------------------------------ decodes
 
-    def _schedule_decodes(self, pipeline: Pipeline, now_s: float) -> np.ndarray:
-        slots_S = self._rows.decodable()
+    def _schedule_decodes(self, pipeline: InFlight, now_s: float) -> np.ndarray:
+        slots_S = self._slots.decodable()
         short_S = self._grow(slots_S)
         if not len(short_S):
             return slots_S
-        if pipeline is Pipeline.BUSY:
+        if pipeline is InFlight.BUSY:
             raise ResultsFirst
         while len(short_S):
             self._give_up_one(now_s)
-            short_S = self._grow(short_S[self._rows.is_decoding_S[short_S]])
-        return self._rows.decodable()
+            short_S = self._grow(short_S[self._slots.is_decoding_S[short_S]])
+        return self._slots.decodable()
 
     def _grow(self, slots_S: np.ndarray) -> np.ndarray:
         if not len(slots_S):
             return slots_S
-        refused_S = self._blocks.grow_many(slots_S, self._rows.num_scheduled_S[slots_S] + 1)
-        return refused_S if not self._roster.sharing else self._separate(slots_S, refused_S)
+        refused_S = self._blocks.grow_many(slots_S, self._slots.num_scheduled_S[slots_S] + 1)
+        return refused_S if not self._requests.sharing else self._separate(slots_S, refused_S)
 
     def _separate(self, slots_S: np.ndarray, refused_S: np.ndarray) -> np.ndarray:
         """Copy on write: forks that are about to write into a block that they share get one of their own. Returns the
         slots that found no room, also those of `refused_S`."""
-        sharing = [slot for slot in slots_S.tolist() if slot in self._roster.sharing and slot not in refused_S]
+        sharing = [slot for slot in slots_S.tolist() if slot in self._requests.sharing and slot not in refused_S]
         if not sharing:
             return refused_S
         sharing_S = np.asarray(sharing, np.intp)
-        stuck_S = self._blocks.prepare_write_many(sharing_S, self._rows.num_scheduled_S[sharing_S])
-        self._roster.sharing.difference_update(sharing)
-        self._roster.sharing.update(stuck_S.tolist())
+        stuck_S = self._blocks.prepare_write_many(sharing_S, self._slots.num_scheduled_S[sharing_S])
+        self._requests.sharing.difference_update(sharing)
+        self._requests.sharing.update(stuck_S.tolist())
         return np.concatenate([refused_S, stuck_S])
 
     def _give_up_one(self, now_s: float) -> None:
-        running = self._roster.running
+        running = self._requests.running
         if len(running) > 1:
-            self._roster.preempt(least_important(running), now_s)
+            self._requests.preempt(least_important(running), now_s)
         else:  # alone, and the pool is all its own: this is as long as it can get
-            self._roster.end(running[0], Ending(WireFinishReason.LENGTH), now_s)
+            self._requests.end(running[0], Ending(WireFinishReason.LENGTH), now_s)
 
     # ------------------------------------------------------------ prefill
 
     def _continue_prefills(self, budget: int, now_s: float) -> list[Chunk]:
         chunks: list[Chunk] = []
-        for request in sorted(self._roster.prefilling, key=lambda request: request.rank):
+        for request in sorted(self._requests.prefilling, key=lambda request: request.rank):
             if not budget:
                 break
             chunks.append(self._next_chunk(request, budget, now_s))
@@ -122,28 +122,28 @@ class Planner:
 
     def _next_chunk(self, request: Request, budget: int, now_s: float) -> Chunk:
         slot = request.held_slot
-        start, num_known = int(self._rows.num_scheduled_S[slot]), int(self._rows.num_known_S[slot])
+        start, num_known = int(self._slots.num_scheduled_S[slot]), int(self._slots.num_known_S[slot])
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens or budget)
-        self._rows.num_scheduled_S[slot] += num_tokens
+        self._slots.num_scheduled_S[slot] += num_tokens
         self._note_scheduled(request, num_tokens, now_s)
         is_last = start + num_tokens == num_known
         if is_last:
-            self._roster.begin_decoding(request)
+            self._requests.begin_decoding(request)
         forks = self._fork(request, now_s) if is_last and request.followers else ()
         return Chunk(slot=slot, start=start, num_tokens=num_tokens, is_last=is_last, forks=forks)
 
     def _fork(self, leader: Request, now_s: float) -> tuple[Slot, ...]:
         """Followers that find room share what the leader has computed; the others go on following."""
         forks: list[Slot] = []
-        while self._entrance.may_fork(leader, len(forks), now_s):
-            follower = self._roster.fork(leader, now_s)
+        while self._admission.may_fork(leader, len(forks), now_s):
+            follower = self._requests.fork(leader, now_s)
             self._join(follower)
             forks.append(follower.held_slot)
         return tuple(forks)
 
     def _join(self, request: Request) -> None:
-        self._joins.append(
-            Join(
+        self._new_requests.append(
+            NewRequest(
                 slot=request.held_slot,
                 request_id=request.asked.request_id,
                 token_ids_T=request.token_ids_T,
@@ -155,16 +155,16 @@ class Planner:
 
     def _note_scheduled(self, request: Request, num_tokens: int, now_s: float) -> None:
         request.num_computed_tokens += num_tokens
-        self._roster.counters.num_prefill_tokens += num_tokens
+        self._requests.counters.num_prefill_tokens += num_tokens
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
-            self._roster.counters.num_prompt_tokens += request.num_prompt_tokens
-            self._roster.outputs.put_started(request.asked.key)
+            self._requests.counters.num_prompt_tokens += request.num_prompt_tokens
+            self._requests.outputs.put_started(request.asked.key)
 
     # ------------------------------------------------------------ admission
 
-    def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: Pipeline, now_s: float) -> None:
-        while budget and (request := self._entrance.admit_head(pipeline, now_s)):
+    def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: InFlight, now_s: float) -> None:
+        while budget and (request := self._admission.admit_head(pipeline, now_s)):
             self._join(request)
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens

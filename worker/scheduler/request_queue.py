@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from octavo.worker.scheduler.request import Phase, Request
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.slot_state import SlotState
 
 # Some requests that wait, in their order: the aged first by when they became so, then by priority, then by arrival.
 #
@@ -48,7 +48,7 @@ _MIN_SWEEP = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
+class _Account:
     """served: in units. number: while the tenant holds slots, its name in the arrays."""
 
     served: int
@@ -57,22 +57,22 @@ class _Share:
     number: int = _NOBODY
 
 
-class Shares:
-    """By the tenant's label; "" is one tenant too. rows: of the requests that run."""
+class TenantFairness:
+    """By the tenant's label; "" is one tenant too. slots: of the requests that run."""
 
-    def __init__(self, rows: Rows) -> None:
-        num_slots = len(rows.num_known_S)
-        self._rows = rows
+    def __init__(self, slots: SlotState) -> None:
+        num_slots = len(slots.num_known_S)
+        self._slots = slots
         self._clock = 0
-        self._shares: dict[str, _Share] = {}
-        self._holders: list[_Share | None] = [None] * num_slots  # by number; each holds a slot, so there are enough
+        self._accounts: dict[str, _Account] = {}
+        self._holders: list[_Account | None] = [None] * num_slots  # by number; each holds a slot, so there are enough
         self._number_S = np.full(num_slots, _NOBODY, np.intp)
         self._paid_S = np.zeros(num_slots, np.int64)
         self._num_appends_seen = 0
         self._sweep_at = _MIN_SWEEP
 
     def __len__(self) -> int:
-        return len(self._shares)
+        return len(self._accounts)
 
     # ------------------------------------------------------------ charging
 
@@ -80,84 +80,86 @@ class Shares:
         """The request has its slot: its tenant pays for what must be computed and was not paid before."""
         self.settle()
         asked, slot, num_known = request.asked, request.held_slot, len(request.token_ids_T)
-        share = self._share(asked.tenant)
-        share.price = UNITS // asked.weight
+        account = self._account(asked.tenant)
+        account.price = UNITS // asked.weight
         num_due = num_known - max(num_cached_tokens, request.num_paid_tokens)
         if num_due > 0:
-            share.served += num_due * share.price
+            account.served += num_due * account.price
         request.num_paid_tokens = max(num_known, request.num_paid_tokens)
-        self._hold(share)
-        self._number_S[slot], self._paid_S[slot] = share.number, request.num_paid_tokens
+        self._hold(account)
+        self._number_S[slot], self._paid_S[slot] = account.number, request.num_paid_tokens
 
     def end(self, request: Request) -> None:
         """The request leaves its slot: what has come since it was last looked at is paid."""
-        slot, share = request.held_slot, self._shares[request.asked.tenant]
-        num_known = int(self._rows.num_known_S[slot])
-        share.served += max(0, num_known - int(self._paid_S[slot])) * share.price
+        slot, account = request.held_slot, self._accounts[request.asked.tenant]
+        num_known = int(self._slots.num_known_S[slot])
+        account.served += max(0, num_known - int(self._paid_S[slot])) * account.price
         request.num_paid_tokens = max(num_known, request.num_paid_tokens)
         self._number_S[slot] = _NOBODY
-        share.num_slots -= 1
-        if not share.num_slots:
-            self._holders[share.number], share.number = None, _NOBODY
+        account.num_slots -= 1
+        if not account.num_slots:
+            self._holders[account.number], account.number = None, _NOBODY
 
     def settle(self) -> None:
         """Everybody pays for the output that has come; work of numpy, whatever the number of requests."""
-        if self._num_appends_seen == self._rows.num_appends:
+        if self._num_appends_seen == self._slots.num_appends:
             return
-        self._num_appends_seen = self._rows.num_appends
+        self._num_appends_seen = self._slots.num_appends
         held_H = (self._number_S != _NOBODY).nonzero()[0]
-        num_due_H = self._rows.num_known_S[held_H] - self._paid_S[held_H]
+        num_due_H = self._slots.num_known_S[held_H] - self._paid_S[held_H]
         sums = np.bincount(self._number_S[held_H], weights=num_due_H, minlength=1)
         for number in sums.nonzero()[0].tolist():
-            share = self._holders[number]
-            assert share is not None
-            share.served += int(sums[number]) * share.price
+            account = self._holders[number]
+            assert account is not None
+            account.served += int(sums[number]) * account.price
         self._paid_S[held_H] += num_due_H
 
     def forget(self) -> None:
         """Nobody runs and nobody waits: nobody owes anybody anything."""
-        self._shares.clear()
+        self._accounts.clear()
         self._clock = 0
 
     # ------------------------------------------------------------ turns
 
     def served(self, tenant: str) -> int:
         """In units since some moment, at least the clock; settle first."""
-        share = self._shares.get(tenant)
-        return self._clock if share is None else max(share.served, self._clock)
+        account = self._accounts.get(tenant)
+        return self._clock if account is None else max(account.served, self._clock)
 
     def take_turn(self, tenant: str) -> None:
         """The next turn is this tenant's: what it did not use before is gone. Settle first. The clock is what it has
         now; output of its others that comes before its request does is no reason to lift those who wait."""
-        share = self._share(tenant)
-        self._clock = share.served = max(share.served, self._clock)
+        account = self._account(tenant)
+        self._clock = account.served = max(account.served, self._clock)
 
     # ------------------------------------------------------------ inside
 
-    def _share(self, tenant: str) -> _Share:
-        share = self._shares.get(tenant)
-        if share is None:
-            if len(self._shares) >= self._sweep_at:
+    def _account(self, tenant: str) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= self._sweep_at:
                 self._sweep()
-            share = self._shares[tenant] = _Share(self._clock, UNITS)
-        return share
+            account = self._accounts[tenant] = _Account(self._clock, UNITS)
+        return account
 
     def _sweep(self) -> None:
         """Those that hold nothing and are behind the clock are as good as unknown."""
-        self._shares = {
-            tenant: share for tenant, share in self._shares.items() if share.num_slots or share.served > self._clock
+        self._accounts = {
+            tenant: account
+            for tenant, account in self._accounts.items()
+            if account.num_slots or account.served > self._clock
         }
-        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._shares))
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._accounts))
 
-    def _hold(self, share: _Share) -> None:
-        if not share.num_slots:
-            share.number = self._holders.index(None)
-            self._holders[share.number] = share
-        share.num_slots += 1
+    def _hold(self, account: _Account) -> None:
+        if not account.num_slots:
+            account.number = self._holders.index(None)
+            self._holders[account.number] = account
+        account.num_slots += 1
 
 
-class Line:
-    """spells: order of a waiting request -> which spell of waiting this is; shared by all lines, and their owner's."""
+class WaitingHeap:
+    """spells: order of a waiting request -> which spell of waiting this is; shared by all heaps, and their owner's."""
 
     def __init__(self, spells: Mapping[int, int]) -> None:
         self.num_waiting = 0  # the owner's to count
@@ -204,17 +206,17 @@ class Line:
             heapq.heappop(heap)
 
 
-class WaitingQueue:
+class RequestQueue:
     """Requests that hold no slot."""
 
-    def __init__(self, *, aging_s: float, shares: Shares) -> None:
-        self.shares = shares
+    def __init__(self, *, aging_s: float, fairness: TenantFairness) -> None:
+        self.fairness = fairness
         self._aging_s = aging_s
         self._spells: dict[int, int] = {}
         self._num_spells = 0
-        self._everybody = Line(self._spells)
-        self._begun = Line(self._spells)  # those that have run before
-        self._by_tenant: dict[str, Line] = {}  # of tenants that wait
+        self._all = WaitingHeap(self._spells)
+        self._begun = WaitingHeap(self._spells)  # those that have run before
+        self._by_tenant: dict[str, WaitingHeap] = {}  # of tenants that wait
         self._turn: str | None = None
 
     def __len__(self) -> int:
@@ -225,10 +227,10 @@ class WaitingQueue:
         self._num_spells += 1
         self._spells[request.order] = self._num_spells
         request.phase, request.slot, request.waiting_since_s = Phase.WAITING, None, now_s
-        line = self._by_tenant.setdefault(request.asked.tenant, Line(self._spells))
-        line.num_waiting += 1
+        heap = self._by_tenant.setdefault(request.asked.tenant, WaitingHeap(self._spells))
+        heap.num_waiting += 1
         aged_at_s = now_s + max(0.0, self._aging_s - request.waited_s)
-        for each in (self._everybody, line):
+        for each in (self._all, heap):
             each.push(request, aged_at_s=aged_at_s)
         if request.first_scheduled_s is not None:
             self._begun.push(request, aged_at_s=aged_at_s)
@@ -239,11 +241,11 @@ class WaitingQueue:
         request.waited_s += now_s - request.waiting_since_s
         tenant = request.asked.tenant
         if len(self._by_tenant) == 1:
-            self.shares.settle()
-            self.shares.take_turn(tenant)
-        line = self._by_tenant[tenant]
-        line.num_waiting -= 1
-        if not line.num_waiting:
+            self.fairness.settle()
+            self.fairness.take_turn(tenant)
+        heap = self._by_tenant[tenant]
+        heap.num_waiting -= 1
+        if not heap.num_waiting:
             del self._by_tenant[tenant]
         if tenant == self._turn:
             self._turn = None
@@ -251,7 +253,7 @@ class WaitingQueue:
     def head(self, now_s: float) -> Request | None:
         """Who is next, without removing it."""
         if len(self._by_tenant) < 2:
-            return self._everybody.head(now_s)
+            return self._all.head(now_s)
         return self._fair_head(now_s)
 
     def goes_before(self, request: Request, head: Request) -> bool:
@@ -259,33 +261,33 @@ class WaitingQueue:
         ours, theirs = request.turn_rank, head.turn_rank
         if ours[:2] != theirs[:2] or request.asked.tenant == head.asked.tenant:
             return ours < theirs
-        self.shares.settle()
+        self.fairness.settle()
         return self._due(request) < self._due(head)
 
     # ------------------------------------------------------------ several tenants
 
     def _fair_head(self, now_s: float) -> Request:
-        foremost = self._everybody.foremost()
+        foremost = self._all.foremost()
         assert foremost is not None
-        turn = self._line_of_turn(foremost.asked.priority, now_s).head(now_s)
+        turn = self._heap_of_turn(foremost.asked.priority, now_s).head(now_s)
         begun = self._begun.head(now_s)
         assert turn is not None
         return turn if begun is None or turn.turn_rank < begun.turn_rank else begun
 
-    def _line_of_turn(self, priority: int, now_s: float) -> Line:
+    def _heap_of_turn(self, priority: int, now_s: float) -> WaitingHeap:
         """priority: the highest that waits. A look at each tenant that waits, once a turn."""
-        line = self._by_tenant.get(self._turn) if self._turn is not None else None
-        if line is not None and line.contends(priority, now_s):
-            return line
-        self.shares.settle()
+        heap = self._by_tenant.get(self._turn) if self._turn is not None else None
+        if heap is not None and heap.contends(priority, now_s):
+            return heap
+        self.fairness.settle()
         heads = [
             head
-            for line in self._by_tenant.values()
-            if line.contends(priority, now_s) and (head := line.head(now_s)) is not None
+            for heap in self._by_tenant.values()
+            if heap.contends(priority, now_s) and (head := heap.head(now_s)) is not None
         ]
         self._turn = min(heads, key=self._due).asked.tenant
-        self.shares.take_turn(self._turn)
+        self.fairness.take_turn(self._turn)
         return self._by_tenant[self._turn]
 
     def _due(self, request: Request) -> tuple[int, int]:
-        return self.shares.served(request.asked.tenant), request.order
+        return self.fairness.served(request.asked.tenant), request.order

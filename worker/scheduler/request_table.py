@@ -18,8 +18,8 @@ from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.scheduler.outputs import OutputBuffer
 from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import Ending, Phase, Request, RequestKey, block_seconds, finished_message
-from octavo.worker.scheduler.request_queue import WaitingQueue
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.request_queue import RequestQueue
+from octavo.worker.scheduler.slot_state import SlotState
 from octavo.worker.scheduler.stats import SchedulerCounters
 
 # Which outputs end with the token that they just got: by a stop token, or by length.
@@ -40,12 +40,12 @@ def stop_ids(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> tuple[int, .
     return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
 
 
-def find_ends(rows: Rows, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full)."""
-    num_known_N = rows.num_known_S[slots_N]
-    is_stop_N = (rows.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
-    is_stop_N &= num_known_N > rows.first_stop_S[slots_N]
-    return is_stop_N, is_stop_N | (num_known_N >= rows.limit_S[slots_N])
+    num_known_N = slots.num_known_S[slots_N]
+    is_stop_N = (slots.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
+    is_stop_N &= num_known_N > slots.first_stop_S[slots_N]
+    return is_stop_N, is_stop_N | (num_known_N >= slots.limit_S[slots_N])
 
 
 def judge(
@@ -58,7 +58,7 @@ def judge(
     return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON
 
 
-class Roster:
+class RequestTable:
     """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute.
 
     paused: those that hold a slot and are in no step, by slot. parked: those that hold nothing and do not wait, by
@@ -66,9 +66,9 @@ class Roster:
     """
 
     def __init__(
-        self, *, rows: Rows, blocks: BlockManager, waiting: WaitingQueue, eos_token_ids: tuple[int, ...]
+        self, *, slots: SlotState, blocks: BlockManager, waiting: RequestQueue, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self.rows = rows
+        self.slots = slots
         self.blocks = blocks
         self.waiting = waiting
         self.outputs = OutputBuffer()
@@ -147,8 +147,8 @@ class Roster:
         follower.slot_since_s = now_s
         self.outputs.put_started(follower.asked.key)
         self._take_row(follower, num_tokens)
-        self.rows.is_decoding_S[slot] = True
-        self.rows.num_computed_S[slot] = 0  # scheduled, but not verified before its own first token
+        self.slots.is_decoding_S[slot] = True
+        self.slots.num_computed_S[slot] = 0  # scheduled, but not verified before its own first token
         if num_tokens % self.blocks.config.block_size:
             self.sharing |= {int(leader.held_slot), int(slot)}
         return follower
@@ -187,7 +187,7 @@ class Roster:
         """Its last known token is scheduled: from now on one token a step."""
         request.phase = Phase.DECODING
         self.prefilling.remove(request)
-        self.rows.is_decoding_S[request.held_slot] = True
+        self.slots.is_decoding_S[request.held_slot] = True
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Back into the queue, or where it is paused, out of everybody's way; what it has generated is kept as tokens,
@@ -227,7 +227,7 @@ class Roster:
         if request.phase is Phase.PREFILLING:
             self.prefilling.append(request)
         else:
-            self.rows.is_decoding_S[request.held_slot] = True
+            self.slots.is_decoding_S[request.held_slot] = True
 
     def end(self, request: Request, ending: Ending, now_s: float) -> None:
         """The one end of a request, wherever it is."""
@@ -259,7 +259,7 @@ class Roster:
     def commit(self, request: Request) -> None:
         """Offer the verified full blocks of a running request to later prompts."""
         slot = request.held_slot
-        self.blocks.commit(slot, self.rows.known_tokens(slot), int(self.rows.num_computed_S[slot]))
+        self.blocks.commit(slot, self.slots.known_tokens(slot), int(self.slots.num_computed_S[slot]))
 
     # ------------------------------------------------------------ inside
 
@@ -274,7 +274,7 @@ class Roster:
         slot = request.held_slot
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)
-        self.rows.is_decoding_S[slot] = False
+        self.slots.is_decoding_S[slot] = False
         request.resumes_as, request.phase = request.phase, Phase.PAUSED
         self.paused[slot] = request
 
@@ -287,8 +287,8 @@ class Roster:
         self._by_slot[slot] = request
         self._running_priorities[request.asked.priority] += 1
         ids = stop_ids(request.asked.sampling, self._eos_token_ids)
-        self.rows.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
-        self.waiting.shares.begin(request, num_cached_tokens=num_cached_tokens)
+        self.slots.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
+        self.waiting.fairness.begin(request, num_cached_tokens=num_cached_tokens)
 
     def _leave_slot(self, request: Request, now_s: float) -> None:
         slot = request.held_slot
@@ -296,8 +296,8 @@ class Roster:
         request.block_seconds += self._block_seconds(request, now_s)
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)
-        self.waiting.shares.end(request)
-        self.rows.leave(slot, request)
+        self.waiting.fairness.end(request)
+        self.slots.leave(slot, request)
         self.blocks.release(slot, request.block_owner)
         del self._by_slot[slot]
         self.sharing.discard(int(slot))
@@ -309,7 +309,7 @@ class Roster:
         """Of the slot that is being left; token_ids_T is still what it was taken with."""
         slot, block_size = request.held_slot, self.blocks.config.block_size
         return block_seconds(
-            self.rows.token_ticks_SL[slot, : self.rows.num_known_S[slot]],
+            self.slots.token_ticks_SL[slot, : self.slots.num_known_S[slot]],
             since_s=request.slot_since_s,
             now_s=now_s,
             block_size=block_size,
@@ -326,4 +326,4 @@ class Roster:
         request.phase = Phase.FINISHED
         del self._by_key[request.asked.key]
         if not self._by_slot and not len(self.waiting):
-            self.waiting.shares.forget()
+            self.waiting.fairness.forget()

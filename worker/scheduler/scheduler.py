@@ -18,15 +18,15 @@ from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.scheduler.admission import max_total_tokens, refusal
 from octavo.worker.scheduler.constraints import Constraints
-from octavo.worker.scheduler.in_flight import Flight, Pipeline, ResultsFirst
+from octavo.worker.scheduler.in_flight import InFlight, InFlightStep, ResultsFirst
 from octavo.worker.scheduler.outputs import StepOutputs
 from octavo.worker.scheduler.plan import StepPlan, StepResult
 from octavo.worker.scheduler.planner import Planner
 from octavo.worker.scheduler.request import AddRequest, Ending, Request, RequestKey, failure, finished_message
-from octavo.worker.scheduler.request_queue import Shares, WaitingQueue
-from octavo.worker.scheduler.request_table import Roster
-from octavo.worker.scheduler.results import Landing
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
+from octavo.worker.scheduler.request_table import RequestTable
+from octavo.worker.scheduler.results import Results
+from octavo.worker.scheduler.slot_state import SlotState
 from octavo.worker.scheduler.stats import SchedulerCounters
 
 
@@ -44,13 +44,15 @@ class Scheduler:
             raise ValueError(f"max_num_seqs ({config.max_num_seqs}) is more than the {pool.max_slots} slots")
         self._pool_tokens = pool.block_size * min(pool.num_blocks, pool.max_blocks_per_slot)
         longest = min(config.max_model_len, self._pool_tokens + 1)
-        self._rows = Rows(num_slots=pool.max_slots, max_total_tokens=longest)
-        waiting = WaitingQueue(aging_s=config.aging_s, shares=Shares(self._rows))
-        self._roster = Roster(rows=self._rows, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids)
-        self._planner = Planner(config, self._roster)
-        self._landing = Landing(self._roster)
-        self._flights: deque[Flight] = deque()
-        self.constraints = Constraints(self._roster, self._flights, config.eos_token_ids)
+        self._slots = SlotState(num_slots=pool.max_slots, max_total_tokens=longest)
+        waiting = RequestQueue(aging_s=config.aging_s, fairness=TenantFairness(self._slots))
+        self._requests = RequestTable(
+            slots=self._slots, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids
+        )
+        self._planner = Planner(config, self._requests)
+        self._results = Results(self._requests)
+        self._in_flight: deque[InFlightStep] = deque()
+        self.constraints = Constraints(self._requests, self._in_flight, config.eos_token_ids)
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._num_accepted = 0
         self._step = 0
@@ -61,32 +63,32 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold a slot and are in the steps."""
-        return self._roster.num_active
+        return self._requests.num_active
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue, preempted ones among them, and outputs whose prompt another one computes for them."""
-        return len(self._roster) - self._roster.num_running - len(self._roster.parked)
+        return len(self._requests) - self._requests.num_running - len(self._requests.parked)
 
     @property
     def num_paused(self) -> int:
         """Requests that are in no step until their callers read on, with a slot or without."""
-        return len(self._roster.paused) + len(self._roster.parked)
+        return len(self._requests.paused) + len(self._requests.parked)
 
     @property
     def num_in_flight(self) -> int:
         """Plans whose results have not been applied."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
         """Whether steps should be made: any request that is not paused is unfinished, or a step is."""
-        return bool(self._flights or self.num_running or self.num_waiting)
+        return bool(self._in_flight or self.num_running or self.num_waiting)
 
     @property
     def is_empty(self) -> bool:
         """Whether no request and no step is unfinished."""
-        return not (self._roster or self._flights)
+        return not (self._requests or self._in_flight)
 
     @property
     def is_draining(self) -> bool:
@@ -96,19 +98,19 @@ class Scheduler:
     @property
     def counters(self) -> SchedulerCounters:
         """What has been counted so far."""
-        return self._roster.counters
+        return self._requests.counters
 
     @property
-    def roster(self) -> Roster:
+    def requests(self) -> RequestTable:
         """Who is where; for tests and the engine's look, not for changing."""
-        return self._roster
+        return self._requests
 
     # ------------------------------------------------------------ events
 
     def add(self, asked: AddRequest, *, now_s: float) -> None:
         """A new request waits, or its refusal is in the next outputs. A key that is in use is counted and ignored, and
         all outputs with it."""
-        if any(key in self._roster for key in asked.keys):
+        if any(key in self._requests for key in asked.keys):
             self.counters.num_duplicates += 1
             return
         wanted = [asked] if not asked.fork_handles else [asked.output(index) for index in range(len(asked.keys))]
@@ -116,43 +118,43 @@ class Scheduler:
         if ending := self._refusal(asked):
             self.counters.num_refused += len(requests)
             for request in requests:
-                self._roster.outputs.put_finished(asked.key.gateway, finished_message(request, ending, now_s))
+                self._requests.outputs.put_finished(asked.key.gateway, finished_message(request, ending, now_s))
             return
         self._num_accepted += len(requests)
-        self._roster.accept(requests[0], now_s)
-        self._roster.accept_followers(requests[0], requests[1:])
+        self._requests.accept(requests[0], now_s)
+        self._requests.accept_followers(requests[0], requests[1:])
         for request in requests:
             if request.deadline_s is not None:
                 heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.asked.key))
 
     def keeps(self, asked: AddRequest) -> bool:
         """Whether this very request was accepted and has not ended."""
-        request = self._roster.find(asked.key)
+        request = self._requests.find(asked.key)
         return request is not None and request.asked.sampling.grammar is asked.sampling.grammar
 
     def cancel(self, key: RequestKey, *, now_s: float) -> None:
         """End a request wherever it is; its blocks are free once no step in flight can touch them. Unknown and
         finished keys are ignored."""
-        if request := self._roster.find(key):
-            self._roster.end(request, Ending(WireFinishReason.CANCELLED), now_s)
+        if request := self._requests.find(key):
+            self._requests.end(request, Ending(WireFinishReason.CANCELLED), now_s)
 
     def pause(self, key: RequestKey, *, now_s: float) -> None:
         """Nobody reads what this request gives: no step has it until `resume`. It keeps its blocks until others need
         its place. Unknown and finished keys are ignored, and those of paused requests."""
-        request = self._roster.find(key)
+        request = self._requests.find(key)
         if request is not None and not request.is_paused:
             self.counters.num_pauses += 1
-            self._roster.pause(request, now_s)
+            self._requests.pause(request, now_s)
 
     def resume(self, key: RequestKey, *, now_s: float) -> None:
         """A paused request goes on where it was. All other keys are ignored."""
-        request = self._roster.find(key)
+        request = self._requests.find(key)
         if request is not None and request.is_paused:
-            self._roster.resume(request, now_s)
+            self._requests.resume(request, now_s)
 
     def drop_gateway(self, gateway: GatewayIndex, *, now_s: float) -> None:
         """Cancel all requests of a gateway that is gone; nobody is told."""
-        self._roster.drop_gateway(gateway, now_s)
+        self._requests.drop_gateway(gateway, now_s)
 
     def drain(self) -> None:
         """Refuse new requests from now on. Idempotent."""
@@ -160,8 +162,8 @@ class Scheduler:
 
     def end_all(self, ending: Ending, *, now_s: float) -> None:
         """End every request, for example at the end of a drain's grace."""
-        for request in self._roster:
-            self._roster.end(request, ending, now_s)
+        for request in self._requests:
+            self._requests.end(request, ending, now_s)
 
     # ------------------------------------------------------------ decisions
 
@@ -169,40 +171,40 @@ class Scheduler:
         """The next step; None where there is nothing to do now, or results must be applied first. Requests whose
         deadline has passed end here, before anything is scheduled for them."""
         self._expire(now_s)
-        if len(self._flights) >= self._config.max_in_flight:
+        if len(self._in_flight) >= self._config.max_in_flight:
             return None
-        pipeline = Pipeline.BUSY if self._flights else Pipeline.EMPTY
+        pipeline = InFlight.BUSY if self._in_flight else InFlight.EMPTY
         try:
             plan = self._planner.plan(self._step + 1, pipeline, now_s)
         except ResultsFirst:
             return None
         if plan is not None:
             self._step = plan.step
-            self._flights.append(Flight.of(plan, self._rows))
+            self._in_flight.append(InFlightStep.of(plan, self._slots))
             self._blocks.begin_step(plan.step)
         return plan
 
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
-        self._landing.succeed(self._land(result.step), result, now_s)
-        return self._roster.outputs.take()
+        self._results.succeed(self._land(result.step), result, now_s)
+        return self._requests.outputs.take()
 
     def flush(self) -> StepOutputs:
         """News that came without a result: refusals, cancels, deadlines, starts."""
-        return self._roster.outputs.take()
+        return self._requests.outputs.take()
 
     # ------------------------------------------------------------ failed steps
 
     def fail(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
         """The oldest plan failed: every request in it ends with ENGINE_ERROR, and nobody reuses its blocks."""
-        self._landing.fail(self._land(step), detail, now_s)
-        return self._roster.outputs.take()
+        self._results.fail(self._land(step), detail, now_s)
+        return self._requests.outputs.take()
 
     def fail_out_of_memory(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
         """The oldest plan did not fit into the device's memory: its largest prefill (without one: its longest
         request) ends with OUT_OF_MEMORY, the others are computed again."""
-        self._landing.run_out_of_memory(self._land(step), detail, now_s)
-        return self._roster.outputs.take()
+        self._results.run_out_of_memory(self._land(step), detail, now_s)
+        return self._requests.outputs.take()
 
     # ------------------------------------------------------------ inside
 
@@ -223,19 +225,19 @@ class Scheduler:
             return Ending(WireFinishReason.DEADLINE)
         if ending := refusal(asked, self._config, pool_tokens=self._pool_tokens):
             return ending
-        if len(self._roster) + len(asked.fork_handles) >= self._config.max_waiting + self._config.max_num_seqs:
+        if len(self._requests) + len(asked.fork_handles) >= self._config.max_waiting + self._config.max_num_seqs:
             return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting, {self.num_paused} paused")
         return None
 
     def _expire(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, order, key = heapq.heappop(self._deadlines)
-            request = self._roster.find(key)
+            request = self._requests.find(key)
             if request is not None and request.order == order:
-                self._roster.end(request, Ending(WireFinishReason.DEADLINE), now_s)
+                self._requests.end(request, Ending(WireFinishReason.DEADLINE), now_s)
 
-    def _land(self, step: int) -> Flight:
-        if not self._flights or self._flights[0].plan.step != step:
-            raise ValueError(f"step {step} ended, in flight are {[flight.plan.step for flight in self._flights]}")
+    def _land(self, step: int) -> InFlightStep:
+        if not self._in_flight or self._in_flight[0].plan.step != step:
+            raise ValueError(f"step {step} ended, in flight are {[each.plan.step for each in self._in_flight]}")
         self._blocks.end_step(step)
-        return self._flights.popleft()
+        return self._in_flight.popleft()

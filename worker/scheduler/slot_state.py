@@ -19,7 +19,7 @@ from octavo.worker.scheduler.request import Request, tick
 NO_TOKEN = -1  # pads rows of stop tokens; no token has this id
 
 
-class Rows:
+class SlotState:
     """Numbers of each slot. All are int32 unless told otherwise.
 
     token_ids_SL: prompt and output. limit_S: where the output ends at the latest, in tokens of prompt and output.
@@ -63,7 +63,7 @@ class Rows:
 
     def leave(self, slot: Slot, request: Request) -> None:
         """The slot is empty, and the request has its tokens and their times itself again. Results that are still in
-        flight for the slot belong to nobody."""
+        in_flight for the slot belong to nobody."""
         request.token_ids_T = self.known_tokens(slot).copy()
         ticks_T = self.token_ticks_SL[slot, : self.num_known_S[slot]]
         request.token_ticks_T = ticks_T[len(request.asked.token_ids_T) :].copy()

@@ -56,7 +56,7 @@ def _inject(wanted: dict[str, Any]) -> None:
             self._num_steps = 0  # since there is a file to hold for
 
         def launch(self, plan: Any) -> None:
-            joined = {token for join in plan.joins for token in join.token_ids_T.tolist()}
+            joined = {token for join in plan.new_requests for token in join.token_ids_T.tolist()}
             while wanted.get("hang_token_id") in joined:
                 pass
             if wanted.get("seize_token_id") in joined:
@@ -74,7 +74,7 @@ def _inject(wanted: dict[str, Any]) -> None:
                 time.sleep(0.01)
 
         def _act_on(self, plan: Any) -> None:
-            acts = {MARKS.get(tuple(join.token_ids_T[:2].tolist())) for join in plan.joins}
+            acts = {MARKS.get(tuple(join.token_ids_T[:2].tolist())) for join in plan.new_requests}
             if "crash" in acts:
                 os._exit(139)
             if "raise" in acts:

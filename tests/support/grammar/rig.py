@@ -18,7 +18,7 @@ from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage
 from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, LoadVocabulary
-from octavo.worker.grammar.manager import GrammarDesk
+from octavo.worker.grammar.manager import GrammarManager
 from octavo.worker.runners.interface import Runner
 from octavo.worker.scheduler.scheduler import Scheduler
 
@@ -86,7 +86,7 @@ class GrammarRig:
             inbox=self,
             outbox=self,
             clock=clock,
-            grammars=GrammarDesk(self.compiler, timeout_s=timeout_s, observer=self.observed),
+            grammars=GrammarManager(self.compiler, timeout_s=timeout_s, observer=self.observed),
         )
 
     def ask(self, handle: int, prompt: Iterable[int], grammar: Grammar | None = None, **sampling: Any) -> None:

@@ -18,7 +18,7 @@ from octavo.worker.runners.cuda.graphs import Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from tests.support.worker.invariance import Limits
 from tests.support.worker.runner_pair import TwinRunner
 from tests.support.worker.scheduling import World, WorldConfig
@@ -140,7 +140,7 @@ class Hand:
         self.runner = runner
         self.free = np.random.default_rng(0).permutation(64).tolist()
         self.tables: dict[int, list[int]] = {}
-        self.joins: list[Join] = []
+        self.new_requests: list[NewRequest] = []
         self.updates: list[tuple[int, int, int]] = []
         self.num_steps = 0
 
@@ -148,8 +148,8 @@ class Hand:
         self.tables[slot] = []
         params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         ids_T = np.asarray(tokens, np.int32)
-        join = Join(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params)
-        self.joins.append(join)
+        join = NewRequest(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params)
+        self.new_requests.append(join)
 
     def launch(self, *, decode: dict[int, int] | None = None, prefill: tuple[Chunk, ...] = (), **more: object) -> None:
         decode = decode or {}
@@ -160,14 +160,14 @@ class Hand:
         self.num_steps += 1
         plan = StepPlan(
             step=self.num_steps,
-            joins=tuple(self.joins),
+            new_requests=tuple(self.new_requests),
             block_updates_U3=np.asarray(self.updates, np.int32).reshape(-1, 3),
             prefill=prefill,
             decode_slots_S=np.asarray(list(decode), np.int32),
             decode_positions_S=np.asarray(list(decode.values()), np.int32),
             **more,  # type: ignore[arg-type]
         )
-        self.joins, self.updates = [], []
+        self.new_requests, self.updates = [], []
         self.runner.launch(plan)
 
     @staticmethod

@@ -8,7 +8,7 @@ import numpy as np
 from octavo.wire.messages import Sampling
 from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import AddRequest, Phase, Request
-from octavo.worker.scheduler.request_queue import Shares, WaitingQueue
+from octavo.worker.scheduler.request_queue import TenantFairness, RequestQueue
 from octavo.worker.scheduler.slot_state import Rows
 from tests.support.worker.fair_reference import FairTwin, TwinEntry
 from tests.support.worker.scheduling import key
@@ -44,7 +44,7 @@ class Twins:
 
     def __init__(self) -> None:
         self.rows = Rows(num_slots=NUM_SLOTS, max_total_tokens=400)
-        self.queue = WaitingQueue(aging_s=AGING_S, shares=Shares(self.rows))
+        self.queue = RequestQueue(aging_s=AGING_S, fairness=TenantFairness(self.rows))
         self.twin = FairTwin()
         self.running: list[Request] = []
         self.now_s = 0.0
@@ -77,7 +77,7 @@ class Twins:
         request.slot, request.phase = Slot(min(set(range(NUM_SLOTS)) - taken)), Phase.DECODING
         request.first_scheduled_s = self.now_s
         self.rows.join(request.slot, request, num_cached_tokens=cached, stop_ids=())
-        self.queue.shares.begin(request, num_cached_tokens=cached)
+        self.queue.fairness.begin(request, num_cached_tokens=cached)
         self.running.append(request)
         return request
 
@@ -90,7 +90,7 @@ class Twins:
 
     def leave(self, request: Request) -> None:
         self.running.remove(request)
-        self.queue.shares.end(request)
+        self.queue.fairness.end(request)
         self.rows.leave(request.held_slot, request)
         request.slot = None
 
@@ -104,7 +104,7 @@ class Twins:
 
     def check(self) -> None:
         if not self.running and not self.twin.waiting:
-            self.queue.shares.forget()
+            self.queue.fairness.forget()
             self.twin = FairTwin()
         assert self.queue.head(self.now_s) is self.twin.head(self.now_s)
         assert len(self.queue) == len(self.twin.waiting)

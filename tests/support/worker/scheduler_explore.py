@@ -122,7 +122,7 @@ def _actions(node: _Node, scope: Scope) -> Iterator[tuple[str, int]]:
                 yield failure, 0
     yield from (("add", handle) for handle in range(len(scope.prompts)) if handle not in node.added)
     for handle in node.added:
-        request = world.scheduler.roster.find(key(handle))
+        request = world.scheduler.requests.find(key(handle))
         if request is not None and left.get("cancel"):
             yield "cancel", handle
         if request is not None and request.is_paused:
@@ -154,9 +154,9 @@ def _do(node: _Node, action: str, handle: int, scope: Scope) -> None:
         case "resume":
             world.resume(handle)
         case "preempt":
-            request = world.scheduler.roster.find(key(handle))
+            request = world.scheduler.requests.find(key(handle))
             assert request is not None
-            world.scheduler.roster.preempt(request, world.now_s)
+            world.scheduler.requests.preempt(request, world.now_s)
         case "fail" | "oom":
             _fail_step(world, RunnerError("planted") if action == "fail" else RunnerOutOfMemory("planted"))
     world.take(world.scheduler.flush())
@@ -171,7 +171,7 @@ def _fail_step(world: World, error: RunnerError) -> None:
 
 def _check(world: World) -> None:
     assert world.blocks.audit().violations == ()
-    counters, unfinished = world.scheduler.counters, len(world.scheduler.roster)
+    counters, unfinished = world.scheduler.counters, len(world.scheduler.requests)
     assert counters.num_accepted == counters.num_ended.total() + unfinished
     for which, stream in world.streams.items():
         assert stream.tokens == world.expected(which)[: len(stream.tokens)], which
@@ -186,10 +186,10 @@ def _check(world: World) -> None:
 def state_of(node: _Node) -> State:
     """All that matters to the future: no times, no counters, blocks named in the order in which they are met."""
     world = node.world
-    roster, rows = world.scheduler.roster, world.scheduler.roster.rows
+    table, rows = world.scheduler.requests, world.scheduler.requests.slots
     requests: list[State] = []
     for handle in sorted(node.added):
-        request = roster.find(key(handle))
+        request = table.find(key(handle))
         if request is None:
             requests.append((handle, "ended"))
             continue
@@ -209,10 +209,10 @@ def state_of(node: _Node) -> State:
             tuple(flight.num_computed_A.tolist()),
             flight.num_sampled,
         )
-        for flight in world.scheduler._flights
+        for flight in world.scheduler._in_flight
     )
-    entrance = world.scheduler._planner._entrance
-    refused = (entrance._refused, entrance._hopeless)
+    admission = world.scheduler._planner._admission
+    refused = (admission._refused, admission._hopeless)
     left = tuple(sorted(node.left.items()))
     return tuple(requests), flights, refused, left, _blocks_state(world.blocks)
 

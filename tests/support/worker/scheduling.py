@@ -232,7 +232,7 @@ class World:
                 self.take(self.scheduler.flush())
                 return num_steps
             self.step()
-        raise AssertionError(f"not done after {max_steps} steps: {list(self.scheduler.roster)}")
+        raise AssertionError(f"not done after {max_steps} steps: {list(self.scheduler.requests)}")
 
     def take(self, outputs: StepOutputs) -> StepOutputs:
         """File outputs by stream."""
@@ -294,7 +294,7 @@ class World:
         self.trace.append(seen(plan, by_slot))
 
     def _by_slot(self) -> dict[int, Request]:
-        return {int(request.held_slot): request for request in self.scheduler.roster.running}
+        return {int(request.held_slot): request for request in self.scheduler.requests.running}
 
     def check_complete(self) -> None:
         """Every accepted output that was not cut short is what the twin says; the others are a beginning of it."""

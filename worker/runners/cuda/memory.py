@@ -19,7 +19,7 @@ from octavo.worker.runners.cuda.graphs import EagerRecorder, GraphRecorder, Laun
 from octavo.worker.runners.cuda.layout import MixedLayout
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.slots import sampling_params
-from octavo.worker.scheduler.plan import Chunk, Join, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 _SAMPLING = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0, seed=1)
 
@@ -107,7 +107,7 @@ def _sample_special(runner: CudaRunner) -> None:
     slots_N, one_T = np.arange(runner.config.max_slots, dtype=np.int32), np.ones(1, np.int32)
     params = sampling_params(_SAMPLING, ())
     for slot in slots_N.tolist():
-        join = Join(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
+        join = NewRequest(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
         runner.special.join(join, params)
     logits_NV = runner.programs.step.logits_BV[: len(slots_N)].float()
     runner.special.sample(logits_NV, slots_N, np.ones(len(slots_N), np.int64))

@@ -30,7 +30,7 @@ from octavo.worker.runners.cuda.token_choice import Choosing, Chosen, RunStep, r
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory, StepMasks
 from octavo.worker.runners.pooling import Pooler, PromptScorer
 from octavo.worker.runners.torch.runner import as_runner_error, empty_result
-from octavo.worker.scheduler.plan import Join, SlotLogprobs, StepPlan, StepResult
+from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -269,14 +269,14 @@ class CudaRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         """Joins and block updates into the changes; copies at once, behind the steps in flight."""
-        for join in plan.joins:
+        for join in plan.new_requests:
             self._join(join)
         self._changes.put_blocks(plan.block_updates_U3)
         if len(plan.block_copies_C2):
             pairs_C2 = torch.from_numpy(plan.block_copies_C2.astype(np.int64)).to(self._device)
             self.programs.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: NewRequest) -> None:
         self._choosing.join(join, self._changes)
         self._pooler.join(join)
         self._scorer.join(join)

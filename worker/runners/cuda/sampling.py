@@ -20,7 +20,7 @@ from octavo.model.gpu.state import SAMPLING_COLUMNS
 from octavo.model.sampling.params import Feature, SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampled, Sampler
-from octavo.worker.scheduler.plan import Join
+from octavo.worker.scheduler.plan import NewRequest
 
 _NO_SAMPLING: Mapping[str, float] = dict.fromkeys(SAMPLING_COLUMNS, 0)
 
@@ -33,7 +33,7 @@ class RowSampling:
         self._stage_R = np.zeros(max_slots, np.uint8)
         self._num_logprobs_R = np.zeros(max_slots, np.int64)
 
-    def join(self, join: Join, params: SamplingParams) -> Mapping[str, float] | None:
+    def join(self, join: NewRequest, params: SamplingParams) -> Mapping[str, float] | None:
         """The row's columns of the state; what is larger is on its way. None where only the whole sampler can do it:
         `leave` then."""
         grammar = Feature.NONE if join.sampling.grammar is None else Feature.GRAMMAR
@@ -45,7 +45,7 @@ class RowSampling:
         self._state.put_tables(join.slot, params, plan, join.token_ids_T, join.num_prompt_tokens)
         return plan.columns
 
-    def leave(self, join: Join) -> Mapping[str, float]:
+    def leave(self, join: NewRequest) -> Mapping[str, float]:
         """The columns of a row that needs nothing here, but for a grammar's mask: the whole sampler has it."""
         self._stage_R[join.slot] = Stage.SPECIAL | (Stage.NONE if join.sampling.grammar is None else Stage.GRAMMAR)
         return _NO_SAMPLING
@@ -80,13 +80,13 @@ class SpecialRows:
         self._history = TokenHistory(max_rows=max_slots, max_len=max_model_len + 1)
         self._sampler = sampler(vocab_size=vocab_size, history=self._history, device=device)
 
-    def join(self, join: Join, params: SamplingParams) -> None:
+    def join(self, join: NewRequest, params: SamplingParams) -> None:
         """A request that needs it enters the slot."""
         self._is_special_R[join.slot] = True
         self._history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
         self._sampler.join(join.slot, params, join.token_ids_T[join.num_prompt_tokens :])
 
-    def leave(self, join: Join) -> None:
+    def leave(self, join: NewRequest) -> None:
         """Another one enters it: forget what the slot had."""
         if self._is_special_R[join.slot]:
             self._is_special_R[join.slot] = False

@@ -18,7 +18,7 @@ from octavo.model.gpu.sampling_state import DeviceMasks
 from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout
 from octavo.model.kernels.row_changes import HEADER_WORDS
 from octavo.model.kernels.sampling.mask import num_words
-from octavo.worker.scheduler.plan import Join
+from octavo.worker.scheduler.plan import NewRequest
 
 # What the host changed in the rows' state and has not sent yet, with the host's copy of what it last wrote.
 #
@@ -92,7 +92,7 @@ class RowChanges:
         self._strides_of_join = np.asarray([1] * len(single) + [2, 2], np.int32)
         self._pending: list[np.ndarray] = []
 
-    def join(self, join: Join, sampling: Mapping[str, float]) -> None:
+    def join(self, join: NewRequest, sampling: Mapping[str, float]) -> None:
         """The row stands before its last known token, with an empty table. sampling: by name of SAMPLING_COLUMNS."""
         slot, words_W, layout = join.slot, self.words_W, self.layout
         self.table_RM[slot] = NO_BLOCK

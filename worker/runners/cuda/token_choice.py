@@ -21,7 +21,7 @@ from octavo.worker.runners.cuda.staging import MaskUpload, RowChanges
 from octavo.worker.runners.interface import StepMasks
 from octavo.worker.runners.slots import sampling_params
 from octavo.worker.runners.torch.runner import slot_logprobs
-from octavo.worker.scheduler.plan import Join, SlotLogprobs, StepPlan
+from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +80,7 @@ class Choosing:
             sampler=EachRowSampler if config.deterministic is Deterministic.ON else Sampler,
         )
 
-    def join(self, join: Join, changes: RowChanges) -> None:
+    def join(self, join: NewRequest, changes: RowChanges) -> None:
         """A request enters a slot."""
         params = sampling_params(join.sampling, self._config.eos_token_ids)
         columns = self._rows.join(join, params)

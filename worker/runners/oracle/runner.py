@@ -30,7 +30,7 @@ from octavo.worker.runners.oracle.model import (
     choose_token,
     state_vector,
 )
-from octavo.worker.scheduler.plan import Chunk, Join, SlotLogprobs, StepPlan, StepResult
+from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan, StepResult
 
 # The KV store of the oracle: token ids and their positions in blocks, read and written through block tables.
 #
@@ -206,7 +206,7 @@ class OracleRunner:
         if error := self._faults.launch_errors.get(plan.step):
             raise error
         self._launched.append(plan)
-        for join in plan.joins:
+        for join in plan.new_requests:
             self._masked.join(join)
         self._awaits_masks = len(self._masked.index_of(plan)) > 0
 
@@ -247,12 +247,12 @@ class OracleRunner:
     # ------------------------------------------------------------ differences
 
     def _apply_differences(self, plan: StepPlan) -> None:
-        for join in plan.joins:
+        for join in plan.new_requests:
             self._rows[join.slot] = self._new_row(join)
             self.store.empty_table(join.slot)
         self.store.update(plan.block_updates_U3, plan.block_copies_C2)
 
-    def _new_row(self, join: Join) -> OracleRow:
+    def _new_row(self, join: NewRequest) -> OracleRow:
         token_ids = join.token_ids_T.tolist()
         if self._faults.crash_token_id is not None and self._faults.crash_token_id in token_ids:
             os._exit(139)

@@ -223,7 +223,7 @@ class TorchRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult | _Held:
         self._rows.apply(plan)
-        for join in plan.joins:
+        for join in plan.new_requests:
             self._pooler.join(join)
             self._scorer.join(join)
             self._masked.join(join)
