@@ -238,7 +238,7 @@ def the_oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 def tokens_not_verified_are_committed(patch: pytest.MonkeyPatch) -> None:
     def commit(self: RequestTable, request: Request) -> None:
         assert request.slot is not None
-        known = self.rows.known_tokens(request.slot)
+        known = self.slots.known_tokens(request.slot)
         self.blocks.commit(request.slot, known, min(len(known), self.blocks.capacity(request.slot)))
 
     patch.setattr(RequestTable, "commit", commit)
@@ -268,7 +268,7 @@ def paused_requests_stay_in_the_steps(patch: pytest.MonkeyPatch) -> None:
     def pause(self: RequestTable, request: Request, now_s: float) -> None:
         original(self, request, now_s)
         if request.slot is not None:
-            self.rows.is_decoding_S[request.slot] = True
+            self.slots.is_decoding_S[request.slot] = True
 
     patch.setattr(RequestTable, "pause", pause)
 

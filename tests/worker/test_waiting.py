@@ -176,5 +176,5 @@ def test_an_overload_that_goes_on_leaves_nothing_of_those_that_were_served(tenan
                 twins.leave(request)
         twins.now_s += 1.0
     queue = twins.queue
-    lines = [queue._everybody, queue._begun, *queue._by_tenant.values()]
+    lines = [queue._all, queue._begun, *queue._by_tenant.values()]
     assert max(len(heap) for line in lines for heap in (line._by_rank, line._by_age)) <= 2 * 50 * len(tenants) + 70
