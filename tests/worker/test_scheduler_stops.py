@@ -10,7 +10,7 @@ from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.scheduler.outputs import GatewayOutput, OutputBuffer
 from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import AddRequest, Phase, Request
-from octavo.worker.scheduler.request_queue import TenantFairness, RequestQueue
+from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
 from octavo.worker.scheduler.request_table import TokenVerdict, find_ends, judge, stop_ids
 from octavo.worker.scheduler.slot_state import SlotState
 from tests.support.worker.scheduling import key

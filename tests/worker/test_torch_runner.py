@@ -74,7 +74,9 @@ class Hand:
         self.tables[slot] = []
         ids_T = np.asarray(tokens, np.int32)
         num_prompt = len(tokens) if num_prompt is None else num_prompt
-        join = NewRequest(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=num_prompt, sampling=sampling)
+        join = NewRequest(
+            slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=num_prompt, sampling=sampling
+        )
         self.new_requests.append(join)
 
     def plan(self, *, decode: dict[int, int] | None = None, prefill: list[Chunk] | None = None) -> StepPlan:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.worker.scheduler.request_queue import WaitingHeap, TenantFairness, RequestQueue
+from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness, WaitingHeap
 from tests.support.worker.fair_queue import Twins, drawn_events
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -148,7 +148,9 @@ class Hand:
         self.tables[slot] = []
         params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         ids_T = np.asarray(tokens, np.int32)
-        join = NewRequest(slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params)
+        join = NewRequest(
+            slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params
+        )
         self.new_requests.append(join)
 
     def launch(self, *, decode: dict[int, int] | None = None, prefill: tuple[Chunk, ...] = (), **more: object) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 from octavo.wire.messages import Sampling
 from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import AddRequest, Phase, Request
-from octavo.worker.scheduler.request_queue import TenantFairness, RequestQueue
-from octavo.worker.scheduler.slot_state import Rows
+from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
+from octavo.worker.scheduler.slot_state import SlotState
 from tests.support.worker.fair_reference import FairTwin, TwinEntry
 from tests.support.worker.scheduling import key
 
@@ -43,7 +43,7 @@ class Twins:
     """A queue with its slots and the twin, given the same events; they have to agree after each."""
 
     def __init__(self) -> None:
-        self.rows = Rows(num_slots=NUM_SLOTS, max_total_tokens=400)
+        self.rows = SlotState(num_slots=NUM_SLOTS, max_total_tokens=400)
         self.queue = RequestQueue(aging_s=AGING_S, fairness=TenantFairness(self.rows))
         self.twin = FairTwin()
         self.running: list[Request] = []
