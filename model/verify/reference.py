@@ -194,7 +194,8 @@ def rounded_rows(weight_OI: torch.Tensor, name: str) -> torch.Tensor:
     wide_OI = weight_OI.float()
     most = 127 if name == "int8" else FP8_MAX
     scale_O1 = (wide_OI.abs().amax(1, keepdim=True) / most).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide_OI / scale_O1).round().mul(scale_O1) if name == "int8" else (wide_OI / scale_O1).to(FP8) * scale_O1
+    steps_OI = wide_OI / scale_O1
+    return (steps_OI.round() if name == "int8" else steps_OI.to(FP8).float()) * scale_O1
 
 
 def _rounded_tokens(x: torch.Tensor) -> torch.Tensor:
