@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(client.complete(messages=[("user", "Is the sea wet?")], choice=["yes", "no"]).text)
         print(client.complete(text="A number to call: ", regex=r"0[0-9]{2}-[0-9]{4}").text)
         try:
-            client.complete(messages=question, json_schema={"not": {"type": "string"}})
+            client.complete(messages=question, json_schema={"type": "array", "contains": {"const": 1}})
         except InvalidRequest as refused:
             print(f"refused: {refused.violations[0].field}: {refused.violations[0].description}")
     return 0

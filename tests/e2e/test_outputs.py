@@ -39,7 +39,8 @@ async def together(client: AsyncClient, wishes: dict[str, Any]) -> list[list[int
 async def test_each_output_is_what_a_request_with_its_seed_gives(
     tmp_path: Path, tiny_checkpoint: Path, cache: str
 ) -> None:
-    arguments = (f"--model={tiny_checkpoint}", "--num-blocks=64", "--block-size=4", "--max-num-seqs=4", cache)
+    arguments = (f"--model={tiny_checkpoint}", "--num-blocks=64", "--block-size=4")
+    arguments += ("--max-model-len=256", "--max-num-seqs=4", cache)
     arguments += ("--max-batch-tokens=64", "--audit-every-steps=1", "--preempt-every-steps=3")
     with serve(tmp_path, *arguments) as service:
         async with AsyncClient(service.target) as client:

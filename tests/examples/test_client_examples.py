@@ -61,7 +61,7 @@ def test_structured_output(service: Service, capsys: pytest.CaptureFixture[str])
     assert {*ast.literal_eval(person)} == {"name", "born", "trade"}
     assert answer in ("yes", "no")
     assert re.fullmatch(r"0[0-9]{2}-[0-9]{4}", number)
-    assert refused == "refused: generate.constraint.json_schema: not: is not supported"
+    assert refused == "refused: generate.constraint.json_schema: contains: is not supported"
 
 
 def test_embeddings(service: Service, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,8 @@ def test_a_header_of_more_tensors_than_any_model_has_is_refused_before_it_is_par
 ) -> None:
     entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = ("{" + ",".join(f'"t{i}":{entry}' for i in range(100_001)) + "}").encode()
-    monkeypatch.setattr("model.safetensors_file.json.loads", lambda *_a, **_k: pytest.fail("it was parsed"))
+    json = "octavo.model.checkpoint.safetensors_file.json"
+    monkeypatch.setattr(f"{json}.loads", lambda *_a, **_k: pytest.fail("it was parsed"))
     path = write(tmp_path / "many.safetensors", len(text).to_bytes(8, "little") + text)
     with pytest.raises(CheckpointError, match=r"^many\.safetensors: the header names 100001 tensors, 100000 are"):
         read_all(path)
