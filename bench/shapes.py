@@ -6,7 +6,7 @@ Must not know: devices, weights.
 
 from dataclasses import dataclass
 
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 
 NUM_IDS = 151_665
 """Of Qwen2.5's tokenizer; rows of the embedding beyond it are padding."""
@@ -32,9 +32,9 @@ class Shape:
         return self.hidden_size // self.num_heads
 
     @property
-    def config(self) -> Qwen2Config:
+    def config(self) -> ModelConfig:
         """What the model is made of."""
-        return Qwen2Config(
+        return ModelConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,

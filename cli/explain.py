@@ -18,7 +18,7 @@ _KNOWN = {
     ),
     "ConfigError": (
         "the checkpoint is not supported",
-        "Qwen2.5 dense checkpoints are; see docs/architecture.md",
+        "Qwen2.5 and Qwen3 dense checkpoints are; see docs/architecture.md",
     ),
     "CacheUnusable": (
         "a cache cannot be used",

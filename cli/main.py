@@ -22,7 +22,7 @@ INTERRUPTED = 130
 app = typer.Typer(
     name="octavo",
     cls=PlainGroup,
-    help="Serves Qwen2.5 over gRPC from paged memory.",
+    help="Serves Qwen2.5 and Qwen3 over gRPC from paged memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -47,7 +47,7 @@ def octavo(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Serves Qwen2.5 over gRPC from paged memory."""
+    """Serves Qwen2.5 and Qwen3 over gRPC from paged memory."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.model import BACKENDS, Qwen2Config, Qwen2ForCausalLM, generate, get_backend
+from octavo.model import BACKENDS, CausalLM, ModelConfig, generate, get_backend
 from octavo.model.attention.paged import paged_generate
 
 
@@ -28,10 +28,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def tiny_config(flags: argparse.Namespace) -> Qwen2Config:
+def tiny_config(flags: argparse.Namespace) -> ModelConfig:
     """What a config.json with these numbers says."""
     hidden_size = flags.heads * flags.head_dim
-    return Qwen2Config.from_dict(
+    return ModelConfig.from_dict(
         {
             "model_type": "qwen2",
             "vocab_size": flags.vocab,
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print what each way generates; 1 if they differ."""
     flags = parse(arguments)
     config = tiny_config(flags)
-    model = Qwen2ForCausalLM.random(config, seed=flags.seed)
+    model = CausalLM.random(config, seed=flags.seed)
     generator = torch.Generator().manual_seed(flags.seed)
     prompts = [torch.randint(flags.vocab, (5 + 14 * i,), generator=generator).tolist() for i in range(flags.prompts)]
     print(f"{flags.heads} query heads on {flags.kv_heads} KV heads, {config.group_size} on each")

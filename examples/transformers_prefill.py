@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octavo.model import BACKENDS, Qwen2ForCausalLM, get_backend, load_model, resolve_checkpoint, write_kv
+from octavo.model import BACKENDS, CausalLM, get_backend, load_model, resolve_checkpoint, write_kv
 from octavo.model.attention.paged import PagedSequences
 
 
@@ -65,7 +65,7 @@ def adopt_cache(sequences: PagedSequences, cache: Any, num_tokens: int) -> None:
     sequences.lengths[0] = num_tokens
 
 
-def decode_together(ours: Qwen2ForCausalLM, theirs: Any, ids: list[int], flags: argparse.Namespace) -> bool:
+def decode_together(ours: CausalLM, theirs: Any, ids: list[int], flags: argparse.Namespace) -> bool:
     """Feed both the token that transformers finds most likely; whether ours was the same at every step."""
     sequences = PagedSequences(ours, get_backend(flags.backend), num_sequences=1, max_tokens=len(ids) + flags.tokens)
     output = theirs(torch.tensor([ids]), use_cache=True)

@@ -1,4 +1,5 @@
-"""Qwen2.5 on tensors, usable alone as a library: config, weights, layers, paged attention, an oracle without a cache.
+"""Language models on tensors, usable alone as a library: config, weights, layers, paged attention, an oracle without
+a cache.
 
     model = load_model(resolve_checkpoint("Qwen/Qwen2.5-0.5B-Instruct"))
     ids = generate(model, prompt_ids, max_new_tokens=32, eos_token_ids=model.config.eos_token_ids)
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
         make_inputs,
     )
     from octavo.model.attention.kv_pool import KvPool, kv_block_bytes, write_kv
+    from octavo.model.causal_lm import CausalLM
     from octavo.model.checkpoint.loading import WeightScan, load_model
     from octavo.model.checkpoint.source import resolve_checkpoint
-    from octavo.model.config import Qwen2Config, load_config
+    from octavo.model.config import ModelConfig, load_config
     from octavo.model.dtypes import DTYPES
     from octavo.model.errors import CheckpointError, ConfigError
-    from octavo.model.families.qwen2 import Qwen2ForCausalLM
     from octavo.model.generation import dense_logits, generate
     from octavo.model.layers.rope_scaling import YarnScaling
 
@@ -36,11 +37,11 @@ __all__ = [
     "AttentionBackend",
     "AttentionInputs",
     "BackendName",
+    "CausalLM",
     "CheckpointError",
     "ConfigError",
     "KvPool",
-    "Qwen2Config",
-    "Qwen2ForCausalLM",
+    "ModelConfig",
     "WeightScan",
     "YarnScaling",
     "dense_logits",
@@ -63,8 +64,8 @@ _MODULES = {
     "ConfigError": "octavo.model.errors",
     "DTYPES": "octavo.model.dtypes",
     "KvPool": "octavo.model.attention.kv_pool",
-    "Qwen2Config": "octavo.model.config",
-    "Qwen2ForCausalLM": "octavo.model.families.qwen2",
+    "ModelConfig": "octavo.model.config",
+    "CausalLM": "octavo.model.causal_lm",
     "WeightScan": "octavo.model.checkpoint.loading",
     "YarnScaling": "octavo.model.layers.rope_scaling",
     "dense_logits": "octavo.model.generation",

@@ -1,4 +1,4 @@
-"""The hyper-parameters of a Qwen2.5 model, read from config.json and checked field by field.
+"""The hyper-parameters of a model of any served family, read from config.json and checked field by field.
 
 Must not know: tensors on disk, devices, attention backends.
 """
@@ -14,6 +14,9 @@ import torch
 from octavo.model.config_fields import ConfigFields
 from octavo.model.dtypes import DTYPES
 from octavo.model.errors import CheckpointError, ConfigError
+from octavo.model.families.interface import Family
+from octavo.model.families.qwen2 import QWEN2
+from octavo.model.families.registry import family_of
 from octavo.model.layers.rope_scaling import DEFAULT_THETA, YarnScaling, parse_rope
 from octavo.model.quantization.settings import GroupSettings, parse_quantization
 from octavo.wire.checkpoint_files import FileRefused, find_file, read_small_file
@@ -27,13 +30,14 @@ MOST_POSITIONS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen2Config:
-    """Shape of a Qwen2.5 dense model. Names are those of config.json.
+class ModelConfig:
+    """Shape of a dense model. Names are those of config.json.
 
     rope_theta: base of the rotary frequencies. yarn: the long-context recipe, None without it.
     dtype: what the checkpoint says that it is meant to be computed in; None where it does not say.
     eos_token_ids: of config.json alone; generation_config.json may name more.
-    quantization: how the checkpoint's matrices are packed; None where they are plain.
+    quantization: how the checkpoint's matrices are packed; None where they are plain. family: what the shape alone does
+    not say (model/families).
     """
 
     vocab_size: int
@@ -51,6 +55,7 @@ class Qwen2Config:
     dtype: torch.dtype | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: GroupSettings | None = None
+    family: Family = QWEN2
 
     def __post_init__(self) -> None:
         """Check what only holds between fields. Raises ConfigError."""
@@ -73,15 +78,17 @@ class Qwen2Config:
         return self.head_dim**-0.5
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "Qwen2Config":
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read the content of a config.json, of transformers 4's layout or 5's. Raises ConfigError naming the field.
 
         Fields that say nothing about inference are ignored, `auto_map` (remote code) among them.
         """
         fields = ConfigFields(raw)
-        refuse_what_is_not_supported(fields)
+        family = family_of(fields)
+        refuse_what_is_not_supported(fields, family)
         heads = fields.positive_int("num_attention_heads", most=MOST_HEADS)
         hidden_size = fields.positive_int("hidden_size", most=MOST_WIDTH)
+        head_dim = default_head_dim(fields, family, hidden_size, heads)
         max_positions = fields.positive_int("max_position_embeddings", 32768, most=MOST_POSITIONS)
         rope = parse_rope(fields, max_positions)
         return cls(
@@ -91,7 +98,7 @@ class Qwen2Config:
             num_hidden_layers=fields.positive_int("num_hidden_layers", most=MOST_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=fields.positive_int("num_key_value_heads", heads, most=MOST_HEADS),
-            head_dim=fields.positive_int("head_dim", default_head_dim(fields, hidden_size, heads), most=MOST_HEADS),
+            head_dim=fields.positive_int("head_dim", head_dim, most=MOST_HEADS),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
             rope_theta=rope.theta,
@@ -100,12 +107,13 @@ class Qwen2Config:
             dtype=checkpoint_dtype(fields),
             eos_token_ids=fields.token_ids("eos_token_id"),
             quantization=parse_quantization(fields),
+            family=family,
         )
 
 
-def load_config(folder: Path) -> Qwen2Config:
+def load_config(folder: Path) -> ModelConfig:
     """Read config.json of a checkpoint folder. Raises CheckpointError, ConfigError."""
-    return Qwen2Config.from_dict(read_json_object(folder, "config.json"))
+    return ModelConfig.from_dict(read_json_object(folder, "config.json"))
 
 
 def read_json_object(folder: Path, name: str) -> dict[str, Any]:
@@ -126,8 +134,10 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def default_head_dim(fields: ConfigFields, hidden_size: int, heads: int) -> int:
+def default_head_dim(fields: ConfigFields, family: Family, hidden_size: int, heads: int) -> int:
     """What head_dim is where the config has none. Raises ConfigError when it would not come out even."""
+    if family.head_dim is not None:
+        return family.head_dim
     if not fields.has("head_dim") and hidden_size % heads:
         raise ConfigError("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {heads}")
     return hidden_size // heads
@@ -144,13 +154,13 @@ def checkpoint_dtype(fields: ConfigFields) -> torch.dtype | None:
     return DTYPES[text]
 
 
-def refuse_what_is_not_supported(fields: ConfigFields) -> None:
+def refuse_what_is_not_supported(fields: ConfigFields, family: Family) -> None:
     """Everything that would change the result if it were ignored. Raises ConfigError."""
-    fields.must_be("model_type", "qwen2")
-    if fields.has("architectures") and "Qwen2ForCausalLM" not in fields.value("architectures"):
-        raise ConfigError("architectures", f"{fields.value('architectures')!r} does not name Qwen2ForCausalLM")
     if fields.has("hidden_act"):
-        fields.must_be("hidden_act", "silu")
+        fields.must_be_one_of("hidden_act", ("silu",))
+    for flag in family.must_be_false:
+        if fields.boolean(flag, False):
+            raise ConfigError(flag, f"true is not supported for {family.model_type}")
     if fields.boolean("use_sliding_window", False):
         raise ConfigError("use_sliding_window", "sliding-window attention is not supported, only full attention")
     layer_types = fields.value("layer_types") if fields.has("layer_types") else []

@@ -4,7 +4,7 @@ Must not know: which fields there are.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.model.errors import ConfigError
@@ -89,10 +89,11 @@ class ConfigFields:
             raise ConfigError(self.path(name), f"must be a token id or a list of them, is {shown(value)}")
         return tuple(ids)
 
-    def must_be(self, name: str, expected: str) -> None:
-        """The field has this one supported value."""
-        if self.text(name) != expected:
-            raise ConfigError(self.path(name), f"{shown(self.value(name))} is not supported, only {expected!r}")
+    def must_be_one_of(self, name: str, supported: Sequence[str]) -> None:
+        """The field has a supported value."""
+        if self.text(name) not in supported:
+            only = " and ".join(map(repr, supported))
+            raise ConfigError(self.path(name), f"{shown(self.value(name))} is not supported, only {only}")
 
 
 def shown(value: object) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 
 
 def generate(
-    model: Qwen2ForCausalLM,
+    model: CausalLM,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
@@ -34,7 +34,7 @@ def generate(
     return ids[len(prompt_ids) :]
 
 
-def dense_logits(model: Qwen2ForCausalLM, ids_T: torch.Tensor) -> torch.Tensor:
+def dense_logits(model: CausalLM, ids_T: torch.Tensor) -> torch.Tensor:
     """float32 logits_TV at every position of one sequence."""
     angles = model.rope.angles(torch.arange(len(ids_T), device=ids_T.device))
     hidden_TD = model.embed_tokens(ids_T)

@@ -10,12 +10,12 @@ Must not know: requests, batches.
 import torch
 from torch.nn import functional as F
 
-from octavo.model.config import Qwen2Config
+from octavo.model.causal_lm import CausalLM
+from octavo.model.config import ModelConfig
 from octavo.model.cpu import invariant
 from octavo.model.cpu.native import kernels_fingerprint, native_library, why_missing
 from octavo.model.cpu.ops import silu_mul
 from octavo.model.cpu.panels import pack_bf16
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 from octavo.model.layers.decoder import Mlp, RmsNorm
 from octavo.model.layers.linear import Linear, WeightFormat, packed
 from octavo.model.layers.rope import Rope, RopeAngles
@@ -56,7 +56,7 @@ class InvariantMlp(torch.nn.Module):
 class TabulatedRope(Rope):
     """Angles looked up: a vector's rest would be rounded otherwise than its body, and so depend on the batch."""
 
-    def __init__(self, config: Qwen2Config, dtype: torch.dtype, *, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, max_positions: int) -> None:
         super().__init__(config, dtype, torch.device("cpu"))
         angle_LH = torch.arange(max_positions, dtype=torch.float32)[:, None] * self._frequencies
         angle_LH = torch.cat([angle_LH, angle_LH], dim=-1).double()
@@ -68,7 +68,7 @@ class TabulatedRope(Rope):
         return RopeAngles(F.embedding(positions_T.long(), self._cos_LH), F.embedding(positions_T.long(), self._sin_LH))
 
 
-def make_invariant(model: Qwen2ForCausalLM, *, max_positions: int, wanted: WeightFormat = WeightFormat.BF16) -> None:
+def make_invariant(model: CausalLM, *, max_positions: int, wanted: WeightFormat = WeightFormat.BF16) -> None:
     """Once, after loading, instead of `pack_weights`; then use the backend "invariant". max_positions: tokens of the
     longest request. Raises InvarianceUnavailable, model.layers.linear.FormatUnavailable."""
     check_available(model)
@@ -84,12 +84,15 @@ def make_invariant(model: Qwen2ForCausalLM, *, max_positions: int, wanted: Weigh
     for layer in model.decoder_layers:
         layer.input_layernorm = _norm(layer.input_layernorm)
         layer.post_attention_layernorm = _norm(layer.post_attention_layernorm)
+        attention = layer.self_attn
+        if attention.q_norm is not None and attention.k_norm is not None:
+            attention.q_norm, attention.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
         layer.mlp = InvariantMlp(layer.mlp)  # type: ignore[assignment]
     model.norm = _norm(model.norm)
     model.rope = TabulatedRope(model.config, model.dtype, max_positions=max_positions)
 
 
-def check_available(model: Qwen2ForCausalLM) -> None:
+def check_available(model: CausalLM) -> None:
     """Raises InvarianceUnavailable."""
     config = model.config
     if model.device.type != "cpu":

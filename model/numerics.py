@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from octavo.model.causal_lm import CausalLM
 from octavo.model.cpu.layer import LayerRest
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 
 LARGEST_USUAL = 1e6
 """Published Qwen2.5 models have a few activations of about 1e4; nothing that works has 1e6."""
@@ -60,7 +60,7 @@ def default_limit(dtype: torch.dtype) -> float:
 class NumericsWatch:
     """Watches every module of a model from `attach` to `detach`. first: the earliest finding since the last `reset`."""
 
-    def __init__(self, model: Qwen2ForCausalLM, *, limit: float | None = None) -> None:
+    def __init__(self, model: CausalLM, *, limit: float | None = None) -> None:
         self._model = model
         self._limit = default_limit(model.dtype) if limit is None else limit
         self._handles: list[RemovableHandle] = []
@@ -97,7 +97,7 @@ class NumericsWatch:
 
 
 @contextmanager
-def watch_numerics(model: Qwen2ForCausalLM, *, limit: float | None = None) -> Iterator[NumericsWatch]:
+def watch_numerics(model: CausalLM, *, limit: float | None = None) -> Iterator[NumericsWatch]:
     """`with watch_numerics(model) as watch:` run steps, then read `watch.first`. limit: None takes `default_limit`."""
     watch = NumericsWatch(model, limit=limit)
     watch.attach()

@@ -60,7 +60,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         "attention": {"cpu", "families", "layers", "quantization"},
         "checkpoint": {"families", "layers", "quantization"},
         "cpu": set(),
-        "families": {"attention", "checkpoint", "layers"},
+        "families": set(),
         "gpu": {"attention", "families", "kernels", "kernels/attention", "kernels/products", "kernels/sampling"}
         | {"kernels/small_batch", "layers", "quantization", "sampling"},
         "kernels": set(),

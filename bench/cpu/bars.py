@@ -26,7 +26,7 @@ from bench.cpu.workloads import Clock, ask, mixed, output_rate, prefill_ms
 from bench.figures import write_json
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 from octavo.model.layers.linear import WeightFormat
 from octavo.worker.loading.memory import prefer_huge_pages
 
@@ -107,7 +107,7 @@ BARS = (
 
 def make_engine(weights: WeightFormat, clock: Clock) -> LocalEngine:
     """The whole worker without its network."""
-    model = Qwen2ForCausalLM.random(PUBLISHED["0.5B"].config, seed=0, dtype=torch.bfloat16)
+    model = CausalLM.random(PUBLISHED["0.5B"].config, seed=0, dtype=torch.bfloat16)
     model.pack_weights(weights)
     return LocalEngine(model, max_num_seqs=32, max_model_len=MAX_MODEL_LEN, clock=clock)
 

@@ -24,8 +24,8 @@ from bench.cpu.transformers_sides import TransformersPadded, TransformersSequent
 from bench.cpu.workloads import Ask, Clock, Figure, Side, decode_ms, mixed, output_rate, prefill_ms
 from bench.machine import Machine, this_machine
 from bench.shapes import PUBLISHED
-from octavo.model.config import Qwen2Config
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
+from octavo.model.config import ModelConfig
 from octavo.worker.loading.memory import prefer_huge_pages
 
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -118,11 +118,11 @@ def _mixed_asks(effort: Effort, side: Side) -> list[Ask]:
     return asks[: effort.one_by_one_requests] if isinstance(side, TransformersSequential) else asks
 
 
-def measure(config: Qwen2Config, effort: Effort, console: Console, *, clock: Clock) -> list[Line]:
+def measure(config: ModelConfig, effort: Effort, console: Console, *, clock: Clock) -> list[Line]:
     """Build both models and let the sides take turns."""
     max_model_len = max(effort.prefill_tokens, 128 + effort.decode_tokens, 2 * effort.longest) + 2
     console.log("making the models")
-    model = Qwen2ForCausalLM.random(config, seed=0, dtype=torch.bfloat16)
+    model = CausalLM.random(config, seed=0, dtype=torch.bfloat16)
     model.pack_weights()
     theirs = make_transformers(config, torch.bfloat16)
     ours = LocalEngine(model, max_num_seqs=effort.mixed_requests, max_model_len=max_model_len, clock=clock)

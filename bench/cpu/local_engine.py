@@ -11,7 +11,7 @@ from bench.assembly import blocks_of
 from bench.cpu.workloads import Ask, Clock
 from bench.in_process import InProcess
 from octavo.blockmgr.ids import PrefixCache
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 
@@ -26,7 +26,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        model: Qwen2ForCausalLM,
+        model: CausalLM,
         *,
         max_num_seqs: int,
         max_model_len: int,

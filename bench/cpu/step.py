@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.figures import write_json
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED
-from octavo.model import Qwen2ForCausalLM, get_backend, make_inputs
+from octavo.model import CausalLM, get_backend, make_inputs
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu.ops import largest
 from octavo.model.layers.linear import Linear, WeightFormat
@@ -47,7 +47,7 @@ class Parts:
 class CpuStep:
     """A packed model and sequences of one context that decode together. Each method does its part once."""
 
-    def __init__(self, model: Qwen2ForCausalLM, *, rows: int, context: int, num_steps: int) -> None:
+    def __init__(self, model: CausalLM, *, rows: int, context: int, num_steps: int) -> None:
         self._model, self._backend = model, get_backend("sdpa")
         self._sequences = PagedSequences(
             model, self._backend, num_sequences=rows, max_tokens=context + num_steps + 1, block_size=BLOCK_SIZE
@@ -91,7 +91,7 @@ def ms(work: Callable[[], None]) -> float:
     return 1e3 * (time.perf_counter() - start_s)
 
 
-def measure(model: Qwen2ForCausalLM, *, rows: int, context: int, num_steps: int) -> Parts:
+def measure(model: CausalLM, *, rows: int, context: int, num_steps: int) -> Parts:
     """Whole steps and parts in turns."""
     step = CpuStep(model, rows=rows, context=context, num_steps=num_steps)
     turns = [(ms(step.whole), ms(step.products), ms(step.attention)) for _ in range(num_steps)]
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     prefer_huge_pages()
     console, machine = Console(), this_machine()
-    model = Qwen2ForCausalLM.random(PUBLISHED[options.shape].config, seed=0, dtype=torch.bfloat16)
+    model = CausalLM.random(PUBLISHED[options.shape].config, seed=0, dtype=torch.bfloat16)
     model.pack_weights(WeightFormat(options.weights))
     table = Table("rows", "step, ms", "products", "attention", "rest", "weights read, GB/s")
     with torch.inference_mode():

@@ -14,10 +14,10 @@ from transformers import Qwen2ForCausalLM as TransformersQwen2
 from transformers.utils import logging
 
 from bench.cpu.workloads import Ask, Clock
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 
 
-def make_transformers(config: Qwen2Config, dtype: torch.dtype) -> Any:
+def make_transformers(config: ModelConfig, dtype: torch.dtype) -> Any:
     """Its model of the same shape with random weights of its own, SDPA attention, and no end token."""
     logging.set_verbosity_error()
     torch.manual_seed(0)

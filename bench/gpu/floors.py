@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 
 BF16_BYTES = 2
 MATMUL_FLOPS = 790e12
@@ -20,7 +20,7 @@ MATMUL_FLOPS = 790e12
 class Floors:
     """bytes_per_s: of a large device copy, read and written bytes counted."""
 
-    config: Qwen2Config
+    config: ModelConfig
     bytes_per_s: float
 
     @property

@@ -6,7 +6,7 @@ Must not know: steps, engines.
 import torch
 
 from bench.shapes import MAX_POSITIONS
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.layers.linear import Linear, WeightFormat
 from octavo.model.quantization.rounding import round_to_groups
@@ -20,9 +20,9 @@ WEIGHTS = {
 """How the model's weights are taken; int4 ones are rounded before."""
 
 
-def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
+def random_model(config: ModelConfig) -> CausalLM:
     """bf16 weights drawn on the device: fast, and of a scale that keeps activations finite."""
-    model = Qwen2ForCausalLM(config, dtype=torch.bfloat16, device="cuda")
+    model = CausalLM(config, dtype=torch.bfloat16, device="cuda")
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -30,14 +30,14 @@ def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
     return model
 
 
-def round_to_int4(model: Qwen2ForCausalLM) -> None:
+def round_to_int4(model: CausalLM) -> None:
     """Every matrix of the layers, as a GPTQ checkpoint would hold it."""
     for module in model.layers.modules():
         if isinstance(module, Linear):
             module.hold(round_to_groups(module.weight.data, bits=4, group_size=128))
 
 
-def take_weights(model: Qwen2ForCausalLM, weights: str) -> tuple[int, GpuWeights]:
+def take_weights(model: CausalLM, weights: str) -> tuple[int, GpuWeights]:
     """Bytes that a step reads of them, and the weights themselves. weights: a key of WEIGHTS."""
     if weights == "int4":
         round_to_int4(model)

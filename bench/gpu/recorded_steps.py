@@ -13,7 +13,7 @@ import torch
 from bench.gpu.clock import elapsed_ms
 from bench.gpu.models import random_model, take_weights
 from bench.shapes import NUM_IDS, PUBLISHED
-from octavo.model import KvPool, Qwen2Config
+from octavo.model import KvPool, ModelConfig
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
@@ -75,7 +75,7 @@ def row_blocks(context: int) -> int:
     return -(-(context + 512) // BLOCK_SIZE)
 
 
-def blocks_that_fit(config: Qwen2Config, dtype: torch.dtype) -> int:
+def blocks_that_fit(config: ModelConfig, dtype: torch.dtype) -> int:
     """Blocks that nine tenths of the device's free memory hold."""
     return int(0.9 * torch.cuda.mem_get_info()[0]) // kv_block_bytes(config, block_size=BLOCK_SIZE, dtype=dtype)
 

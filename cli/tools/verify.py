@@ -13,10 +13,10 @@ from rich.table import Table
 
 from octavo.cli.serve.preflight import check_device_here
 from octavo.cli.settings.worker_config import default_batch_tokens, pick_device
+from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.source import resolve_checkpoint
-from octavo.model.config import Qwen2Config, load_config
+from octavo.model.config import ModelConfig, load_config
 from octavo.model.dtypes import parse_dtype
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 from octavo.model.verify.checks import VerifyRow
 from octavo.model.verify.prompts import make_prompts
 from octavo.model.verify.reference import Reference, Rounded
@@ -112,7 +112,7 @@ def print_verdict(console: Console, failed: int, num_rows: int, seconds: float) 
     return 0
 
 
-def _why_no_layers(config: Qwen2Config) -> str | None:
+def _why_no_layers(config: ModelConfig) -> str | None:
     """Why transformers' layers cannot stand beside ours; None where they can."""
     if config.quantization is not None:
         return "transformers does not load packed checkpoints without more packages"
@@ -122,11 +122,11 @@ def _why_no_layers(config: Qwen2Config) -> str | None:
     return None
 
 
-def _num_parameters(config: Qwen2Config) -> int:
-    return sum(parameter.numel() for parameter in Qwen2ForCausalLM(config, device="meta").parameters())
+def _num_parameters(config: ModelConfig) -> int:
+    return sum(parameter.numel() for parameter in CausalLM(config, device="meta").parameters())
 
 
-def _passes(served: Served, config: Qwen2Config) -> list[Served]:
+def _passes(served: Served, config: ModelConfig) -> list[Served]:
     """As asked for; and in float32, where nothing that is wrong can be taken for rounding."""
     dtype = parse_dtype(served.dtype) or (None if config.quantization else config.dtype) or torch.bfloat16
     as_asked = replace(served, dtype=str(dtype).removeprefix("torch."))

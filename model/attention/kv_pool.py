@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.model.quantization.rounding import FP8, to_fp8
 
 
-def kv_block_bytes(config: Qwen2Config, *, block_size: int, dtype: torch.dtype) -> int:
+def kv_block_bytes(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values."""
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return per_token * block_size * dtype.itemsize
@@ -27,7 +27,7 @@ class KvPool:
 
     def __init__(
         self,
-        config: Qwen2Config,
+        config: ModelConfig,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,

@@ -13,7 +13,7 @@ import torch
 
 from octavo.model.attention.interface import AttentionBackend, make_inputs
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 
 
 class PagedSequences:
@@ -25,7 +25,7 @@ class PagedSequences:
 
     def __init__(
         self,
-        model: Qwen2ForCausalLM,
+        model: CausalLM,
         backend: AttentionBackend,
         *,
         num_sequences: int,
@@ -66,7 +66,7 @@ class PagedSequences:
 
 
 def paged_logits(
-    model: Qwen2ForCausalLM,
+    model: CausalLM,
     backend: AttentionBackend,
     ids: Sequence[int],
     chunk_lens: Sequence[int],
@@ -88,7 +88,7 @@ def cut(num_tokens: int, chunk_len: int) -> list[int]:
 
 
 def paged_generate(
-    model: Qwen2ForCausalLM,
+    model: CausalLM,
     backend: AttentionBackend,
     prompts: Sequence[Sequence[int]],
     *,

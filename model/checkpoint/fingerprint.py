@@ -20,16 +20,17 @@ from octavo.model.layers.linear import Linear
 from octavo.model.quantization.grouped import GroupedWeight
 
 if TYPE_CHECKING:
-    from octavo.model.families.qwen2 import Qwen2ForCausalLM
+    from octavo.model.causal_lm import CausalLM
 
 NUM_SAMPLES = 64
 WHOLE_BELOW = 65_536
 DIGEST_BYTES = 32
 
 
-def fingerprint(model: "Qwen2ForCausalLM") -> bytes:
+def fingerprint(model: "CausalLM") -> bytes:
     """32 bytes (BLAKE2b). Take it before the weights are packed."""
     config = asdict(model.config) | {"dtype": None, "eos_token_ids": None}  # which say nothing about keys and values
+    del config["family"]  # the names of the tensors tell families apart
     if config["quantization"] is None:
         del config["quantization"]
     digest = hashlib.blake2b(repr((sorted(config.items()), str(model.dtype))).encode(), digest_size=DIGEST_BYTES)
@@ -39,7 +40,7 @@ def fingerprint(model: "Qwen2ForCausalLM") -> bytes:
     return digest.digest()
 
 
-def quantized_tensors(model: "Qwen2ForCausalLM") -> list[tuple[str, torch.Tensor]]:
+def quantized_tensors(model: "CausalLM") -> list[tuple[str, torch.Tensor]]:
     """What matrices that were loaded in fewer bits consist of; their biases are parameters."""
     return [
         (f"{name}.{part}", tensor)

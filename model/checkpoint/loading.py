@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.model.causal_lm import CausalLM, LayerMatrices
 from octavo.model.checkpoint.fingerprint import fingerprint
 from octavo.model.checkpoint.packed import Packed, PackedWeights, packed_dtype
 from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES
@@ -18,7 +19,6 @@ from octavo.model.checkpoint.shards import Shards, open_shards
 from octavo.model.checkpoint.weight_names import EMBEDDING, HEAD, destinations
 from octavo.model.config import load_config
 from octavo.model.errors import CheckpointError
-from octavo.model.families.qwen2 import LayerMatrices, Qwen2ForCausalLM
 
 OnBytes = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as work goes on."""
@@ -45,7 +45,7 @@ def load_model(
     on_progress: OnBytes = ignore_progress,
     weight_scan: WeightScan = WeightScan.OFF,
     packed: Packed = Packed.UNPACKED,
-) -> Qwen2ForCausalLM:
+) -> CausalLM:
     """Load a Qwen2.5 checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
     or AWQ.
 
@@ -58,12 +58,12 @@ def load_model(
     with ExitStack() as stack:
         shards = open_shards(folder, stack)
         chosen = dtype or (None if config.quantization else config.dtype) or torch.bfloat16
-        plain = Qwen2ForCausalLM(config, dtype=chosen, device="meta")
+        plain = CausalLM(config, dtype=chosen, device="meta")
         weights = PackedWeights.of(plain)
         shapes = weights.replace_shapes(expected_shapes(plain))
         check_tensors(shards, shapes)
         matrices = LayerMatrices.DEFERRED if weights.is_any else LayerMatrices.ALLOCATED
-        model = Qwen2ForCausalLM(config, dtype=chosen, device=device, layer_matrices=matrices)
+        model = CausalLM(config, dtype=chosen, device=device, layer_matrices=matrices)
         names_read = weights.read(shards, model, packed, on_progress)
         read_weights(shards, model, on_progress, done_before=names_read)
     if weight_scan is WeightScan.FINITE:
@@ -72,7 +72,7 @@ def load_model(
     return model
 
 
-def expected_shapes(model: Qwen2ForCausalLM) -> dict[str, tuple[int, ...]]:
+def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape, as the config asks for them."""
     return {name: tuple(view.shape) for name, view in destinations(model).items()}
 
@@ -100,9 +100,7 @@ def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ..
     return shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
 
 
-def read_weights(
-    shards: Shards, model: Qwen2ForCausalLM, on_progress: OnBytes, done_before: Collection[str] = ()
-) -> None:
+def read_weights(shards: Shards, model: CausalLM, on_progress: OnBytes, done_before: Collection[str] = ()) -> None:
     """Read every other tensor into its place, file by file in the order of the bytes."""
     views, done, total = destinations(model), shards.bytes_of(done_before), shards.num_bytes
     order = [
@@ -120,7 +118,7 @@ def read_weights(
         check_tied_head(shards, model)
 
 
-def check_tied_head(shards: Shards, model: Qwen2ForCausalLM) -> None:
+def check_tied_head(shards: Shards, model: CausalLM) -> None:
     """A head beside tied embeddings must hold the same values. Raises CheckpointError."""
     file, embedding = shards.file_of[HEAD], model.embed_tokens.weight.data
     head = torch.empty_like(embedding)
@@ -131,7 +129,7 @@ def check_tied_head(shards: Shards, model: Qwen2ForCausalLM) -> None:
         )
 
 
-def check_finite(model: Qwen2ForCausalLM) -> None:
+def check_finite(model: CausalLM) -> None:
     """Look at every weight. Raises CheckpointError naming each tensor with NaN or infinity, and how many."""
     problems = []
     for name, view in destinations(model).items():

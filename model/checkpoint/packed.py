@@ -11,11 +11,11 @@ from enum import Enum
 
 import torch
 
+from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.safetensors_file import READABLE
 from octavo.model.checkpoint.shards import Shards
 from octavo.model.checkpoint.weight_names import split
 from octavo.model.errors import CheckpointError, ConfigError
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.grouped import GroupedWeight, join_outputs
 from octavo.model.quantization.settings import GroupSettings, Packing
@@ -125,7 +125,7 @@ class PackedWeights:
     matrices: tuple[_Matrix, ...]
 
     @classmethod
-    def of(cls, model: Qwen2ForCausalLM) -> "PackedWeights":
+    def of(cls, model: CausalLM) -> "PackedWeights":
         """Of a model that may be without memory."""
         settings = model.config.quantization
         if settings is None:
@@ -156,7 +156,7 @@ class PackedWeights:
             shapes |= {f"{name}.{tensor}": shape for tensor, shape in wanted.items()}
         return shapes
 
-    def read(self, shards: Shards, model: Qwen2ForCausalLM, packed: Packed, on_progress: OnBytes) -> set[str]:
+    def read(self, shards: Shards, model: CausalLM, packed: Packed, on_progress: OnBytes) -> set[str]:
         """Fill or replace every packed matrix; plain ones get their memory. Returns the names of the tensors read.
         Raises CheckpointError."""
         read: set[str] = set()
@@ -180,9 +180,7 @@ class PackedWeights:
         every = (part for matrix in self.matrices for part in matrix.parts)
         return [(name, shape) for name, shape in every if self.settings.applies_to(name)]
 
-    def _read_part(
-        self, shards: Shards, model: Qwen2ForCausalLM, name: str, shape: tuple[int, int]
-    ) -> GroupedWeight | None:
+    def _read_part(self, shards: Shards, model: CausalLM, name: str, shape: tuple[int, int]) -> GroupedWeight | None:
         """None for a part that is plain."""
         assert self.settings is not None
         if not self.settings.applies_to(name):

@@ -22,8 +22,8 @@ PUBLISHED = tuple(
     f"Qwen/Qwen2.5-{size}{kind}"
     for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
     for kind in ("-Instruct", "")
-)
-"""The dense checkpoints of the Qwen2.5 release, for did-you-mean."""
+) + tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
+"""The dense checkpoints of the Qwen2.5 and Qwen3 releases, for did-you-mean."""
 
 HUB_TIMEOUT_S = 10.0
 OnDownload = Callable[[int, int | None], None]

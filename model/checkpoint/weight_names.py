@@ -7,14 +7,14 @@ Must not know: files.
 
 import torch
 
-from octavo.model.config import Qwen2Config
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
+from octavo.model.config import ModelConfig
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def destinations(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
+def destinations(model: CausalLM) -> dict[str, torch.Tensor]:
     """A view of the model's memory for every tensor name that its config asks for, with the shape that it must have."""
     views = {EMBEDDING: model.embed_tokens.weight.data, "model.norm.weight": model.norm.weight.data}
     if not model.config.tie_word_embeddings:
@@ -28,15 +28,13 @@ def destinations(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
     return views
 
 
-def split(name: str, layer: str, tensor: torch.Tensor, config: Qwen2Config) -> list[tuple[str, torch.Tensor]]:
+def split(name: str, layer: str, tensor: torch.Tensor, config: ModelConfig) -> list[tuple[str, torch.Tensor]]:
     """(name within the layer, view) of the parts of one parameter; itself where it is not fused."""
     name = name.removeprefix(layer)
-    if ".qkv_proj." in name:
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        parts = zip("qkv", tensor.split([q_size, kv_size, kv_size]), strict=True)
-        return [(name.replace("qkv_proj", f"{letter}_proj"), view) for letter, view in parts]
-    if ".gate_up_proj." in name:
-        halves = zip(("gate_proj", "up_proj"), tensor.split(config.intermediate_size), strict=True)
-        return [(name.replace("gate_up_proj", part), view) for part, view in halves]
+    q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {"qkv_proj": [q_size, kv_size, kv_size], "gate_up_proj": [config.intermediate_size] * 2}
+    for fused, parts in config.family.fused:
+        if f".{fused}." in name:
+            views = tensor.split(sizes[fused])
+            return [(name.replace(fused, part), view) for part, view in zip(parts, views, strict=True)]
     return [(name, tensor)]

@@ -20,8 +20,8 @@ import torch
 import triton
 
 from octavo.model.cache_folder import cache_folder
-from octavo.model.config import Qwen2Config
-from octavo.model.gpu.small_batch_layers import NarrowCuts, cuts_of
+from octavo.model.config import ModelConfig
+from octavo.model.gpu.small_batch_layers import NarrowCuts, cuts_of, fits_family
 from octavo.model.gpu.split_k_layers import SPLIT_SIZES, SplitCuts, split_cuts_of
 
 FACTORS = {"narrow": 1.0, "narrow-half": 0.5, "narrow-double": 2.0}
@@ -55,9 +55,10 @@ class Split:
 StepPath = Wide | Narrow | Split
 
 
-def candidates(config: Qwen2Config) -> dict[str, StepPath]:
-    """Every path that there is, by the name it has in the cache."""
-    narrow: dict[str, StepPath] = {name: Narrow(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
+def candidates(config: ModelConfig) -> dict[str, StepPath]:
+    """Every path that there is for the family, by the name it has in the cache."""
+    factors = FACTORS if fits_family(config) else {}
+    narrow: dict[str, StepPath] = {name: Narrow(cuts_of(config, factor=factor)) for name, factor in factors.items()}
     split: dict[str, StepPath] = {f"split-{size}": Split(split_cuts_of(config, size)) for size in SPLIT_SIZES}
     return {"wide": Wide()} | narrow | split
 
@@ -92,7 +93,7 @@ class Paths:
         return cls({"wide": Wide()}, None, dict.fromkeys(range(1, DEFAULT_NARROW_BATCH + 1), "wide"))
 
     @classmethod
-    def find(cls, config: Qwen2Config, weight: torch.Tensor) -> "Paths":
+    def find(cls, config: ModelConfig, weight: torch.Tensor) -> "Paths":
         """The choice kept for this shape and the weight's dtype and device, if there is one."""
         file = cache_file(config, weight) if weight.is_cuda else None
         usable = candidates(config)
@@ -104,7 +105,8 @@ class Paths:
         """The path of this batch size."""
         name = self.names.get(batch_size) or self.names.get(stands_for(batch_size) or 0)
         if name is None:
-            name = "narrow" if batch_size <= DEFAULT_NARROW_BATCH else "wide"
+            is_narrow = batch_size <= DEFAULT_NARROW_BATCH and "narrow" in self._candidates
+            name = "narrow" if is_narrow else "wide"
         return self._candidates[name]
 
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
@@ -165,7 +167,7 @@ def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
     return begin.elapsed_time(end) / steps
 
 
-def cache_file(config: Qwen2Config, weight: torch.Tensor) -> Path:
+def cache_file(config: ModelConfig, weight: torch.Tensor) -> Path:
     """Where the choice for this shape, dtype, device and these versions is kept ($XDG_CACHE_HOME or ~/.cache)."""
     shape = {
         name: getattr(config, name)

@@ -120,7 +120,7 @@ class DecodeStep:
     ) -> None:
         """Attention of one layer for the planned rows."""
         pools = self.kv.k_pools[index], self.kv.v_pools[index]
-        decode_attention(qkv_BC, x_BD, layer.qkv_bias_C, *pools, out_BNH, args)
+        decode_attention(qkv_BC, x_BD, layer.qkv_bias_C, *pools, out_BNH, args, layer.qk_norm_2H)
 
     def sample(self, x_BD: torch.Tensor, rows_B: torch.Tensor) -> None:
         """Final norm and head of x_BD, then a token for each of rows_B, which move on."""

@@ -112,7 +112,7 @@ class InvariantLayers:
         invariant_product(x_TD, layer.qkv_CD, qkv_TC, self._part)
         rope_write(
             qkv_TC, x_TD, layer.qkv_bias_C, q_TNH, k_pool, v_pool, row_T, place_T, state.table_RM,
-            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps,
+            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps, layer.qk_norm_2H,
         )  # fmt: skip
         invariant_attention(
             q_TNH, k_pool, v_pool, out_TNH, state.table_RM, self._work, self.parts, weights.config.scale,

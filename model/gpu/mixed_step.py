@@ -114,7 +114,7 @@ class MixedStep:
         q_TNH = self._q_TNH[:T]
         rope_write(
             qkv_TC[B:], x_TD[B:], layer.qkv_bias_C, q_TNH[B:], k_pool, v_pool, inputs.row_T[B:], inputs.position_T[B:],
-            table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps,
+            table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps, layer.qk_norm_2H,
         )  # fmt: skip
         prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale)
 

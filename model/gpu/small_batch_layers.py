@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.checks import next_power_of_2
@@ -38,7 +38,13 @@ class NarrowCuts:
     attention_warps: int = 4
 
 
-def cuts_of(config: Qwen2Config, *, factor: float = 1.0) -> NarrowCuts:
+def fits_family(config: ModelConfig) -> bool:
+    """Whether these kernels compute a layer of the family: they add a bias, and a program of QKV has parts of heads,
+    so that it cannot normalise one."""
+    return config.family.has_qkv_bias and not config.family.has_qk_norm
+
+
+def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> NarrowCuts:
     """Cuts by the weights that a program reads: what was fastest for 0.5B on an H100, times the factor."""
 
     def cut(length: int, matrices: int, program_bytes: int, warps: int) -> Cut:
@@ -88,6 +94,7 @@ class NarrowLayers:
         self, index: int, layer: LayerWeights, x_BD: torch.Tensor, rows_B: torch.Tensor, cuts: NarrowCuts
     ) -> None:
         weights, state, overlap, B = self._weights, self._state, self._overlap, len(rows_B)
+        assert layer.qkv_bias_C is not None  # fits_family
         pools, q_BNH = (self._kv.k_pools[index], self._kv.v_pools[index]), self._q_BNH[:B]
         narrow_qkv(
             x_BD, layer.qkv_CD, layer.qkv_bias_C, q_BNH, *pools, rows_B, state.position_R, state.table_RM,

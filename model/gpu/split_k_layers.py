@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.model.gpu.layers import Attend, LayerBuffers
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.products.activation import silu_mul
@@ -30,7 +30,7 @@ SPLIT_SIZES = (16, 32, 64)
 WANTED_PROGRAMS = 140
 
 
-def split_cuts_of(config: Qwen2Config, size: int) -> SplitCuts:
+def split_cuts_of(config: ModelConfig, size: int) -> SplitCuts:
     """Cuts for a batch of one of SPLIT_SIZES: what was fastest for 0.5B on an H100 (bench/RESULTS.md)."""
 
     def cut(num_outputs: int, outputs: int) -> SplitCut:
@@ -47,7 +47,7 @@ def split_cuts_of(config: Qwen2Config, size: int) -> SplitCuts:
     )
 
 
-def split_room(config: Qwen2Config, device: torch.device | str) -> SplitRoom:
+def split_room(config: ModelConfig, device: torch.device | str) -> SplitRoom:
     """Room for all products of all sizes, which run one after the other."""
     num_elements = num_tiles = 1
     for size in SPLIT_SIZES:

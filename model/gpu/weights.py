@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.model.config import Qwen2Config
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
+from octavo.model.config import ModelConfig
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear, WeightFormat
 from octavo.model.layers.rope import rotary_frequencies, yarn_amplitude
@@ -41,13 +41,15 @@ class QuantMatrices:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One decoder layer; every matrix is [out, in], transposed views of them go to the products. Where `quantized` has
-    the matrices, the plain ones are empty."""
+    the matrices, the plain ones are empty. qkv_bias_C, qk_norm_2H (of query heads, of key heads): None where the family
+    has none."""
 
     qkv_CD: torch.Tensor
-    qkv_bias_C: torch.Tensor
+    qkv_bias_C: torch.Tensor | None
     o_DA: torch.Tensor
     gate_up_ED: torch.Tensor
     down_DI: torch.Tensor
+    qk_norm_2H: torch.Tensor | None = None
     quantized: QuantMatrices | None = None
 
 
@@ -58,7 +60,7 @@ class GpuWeights:
     products: scratch for quantised matrices, None where they are plain.
     """
 
-    config: Qwen2Config
+    config: ModelConfig
     dtype: torch.dtype
     layers: tuple[LayerWeights, ...]
     embed_VD: torch.Tensor
@@ -75,7 +77,7 @@ class GpuWeights:
 
     @classmethod
     def take(
-        cls, model: Qwen2ForCausalLM, *, max_positions: int, weight_format: WeightFormat = WeightFormat.BF16
+        cls, model: CausalLM, *, max_positions: int, weight_format: WeightFormat = WeightFormat.BF16
     ) -> "GpuWeights":
         """Fold the model's own tensors in place: the model cannot be used on its own afterwards, and no second copy of
         the weights exists at any time. weight_format: what the layers' matrices are rounded to, one after the other;
@@ -103,18 +105,29 @@ def take_layer(layer: DecoderLayer, weight_format: WeightFormat) -> LayerWeights
     is_packed = layer.self_attn.o_proj.quantized is not None
     if weight_format is WeightFormat.BF16 and not is_packed:
         return fold_layer(layer)
-    bias = layer.self_attn.qkv_proj.bias
-    assert bias is not None
     matrices = QuantMatrices(
         qkv=quantize(layer.self_attn.qkv_proj, weight_format, layer.input_layernorm.weight.data),
         output=quantize(layer.self_attn.o_proj, weight_format),
         gate_up=quantize(layer.mlp.gate_up_proj, weight_format, layer.post_attention_layernorm.weight.data),
         down=quantize(layer.mlp.down_proj, weight_format),
     )
-    none = bias.data.new_empty(0, 0)
+    none = layer.input_layernorm.weight.data.new_empty(0, 0)
     return LayerWeights(
-        qkv_CD=none, qkv_bias_C=bias.data, o_DA=none, gate_up_ED=none, down_DI=none, quantized=matrices
+        qkv_CD=none, qkv_bias_C=qkv_bias(layer), o_DA=none, gate_up_ED=none, down_DI=none,
+        qk_norm_2H=qk_norm(layer), quantized=matrices,
     )  # fmt: skip
+
+
+def qkv_bias(layer: DecoderLayer) -> torch.Tensor | None:
+    """bias_C of the QKV product, None where the family has none."""
+    bias = layer.self_attn.qkv_proj.bias
+    return None if bias is None else bias.data
+
+
+def qk_norm(layer: DecoderLayer) -> torch.Tensor | None:
+    """qk_norm_2H: the weights of the norms of query and of key heads, None where the family has none."""
+    q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
+    return None if q_norm is None or k_norm is None else torch.stack([q_norm.weight.data, k_norm.weight.data])
 
 
 def quantize(
@@ -148,11 +161,10 @@ def fold_layer(layer: DecoderLayer) -> LayerWeights:
     the same function."""
     fold(layer.self_attn.qkv_proj.weight.data, layer.input_layernorm.weight.data)
     fold(layer.mlp.gate_up_proj.weight.data, layer.post_attention_layernorm.weight.data)
-    bias = layer.self_attn.qkv_proj.bias
-    assert bias is not None
     return LayerWeights(
         qkv_CD=layer.self_attn.qkv_proj.weight.data,
-        qkv_bias_C=bias.data,
+        qkv_bias_C=qkv_bias(layer),
+        qk_norm_2H=qk_norm(layer),
         o_DA=layer.self_attn.o_proj.weight.data,
         gate_up_ED=layer.mlp.gate_up_proj.weight.data,
         down_DI=layer.mlp.down_proj.weight.data,
@@ -166,7 +178,7 @@ def fold(matrix_OD: torch.Tensor, norm_D: torch.Tensor) -> None:
 
 
 def rope_tables(
-    config: Qwen2Config, max_positions: int, device: torch.device | str
+    config: ModelConfig, max_positions: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 cosines and sines [max_positions, H / 2] (model/layers/rope.py)."""
     positions_L = torch.arange(max_positions, dtype=torch.float32)

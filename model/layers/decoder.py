@@ -1,4 +1,5 @@
-"""One decoder layer of Qwen2.5: attention with fused QKV (with bias), SwiGLU with fused gate and up.
+"""One decoder layer by torch and the C kernels: attention with fused QKV, SwiGLU with fused gate and up. What a family
+has besides (a bias of QKV, norms of queries and keys) is optional here; the order is the family's (model/families).
 
 Legend: T tokens in this step · S wanted rows · N query heads · K kv heads · H head dim · D model dim ·
 I intermediate dim · P blocks · B block size · C columns of QKV · E = 2 I.
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from octavo.model.attention.interface import AttentionBackend, AttentionInputs
 from octavo.model.attention.kv_pool import WriteRows
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.model.cpu.layer import LayerRest
 from octavo.model.cpu.ops import LANES, rms_norm, rope_write, silu_mul, takes
 from octavo.model.layers.linear import Linear
@@ -67,19 +68,36 @@ class StepContext:
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: Qwen2Config, make: MakeTensor) -> None:
+    def __init__(self, config: ModelConfig, make: MakeTensor) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.scale = config.scale
         q_size = config.num_attention_heads * config.head_dim
         qkv_size = q_size + 2 * config.num_key_value_heads * config.head_dim
-        self.qkv_proj = Linear(make(qkv_size, config.hidden_size), make(qkv_size))
+        bias_C = make(qkv_size) if config.family.has_qkv_bias else None
+        self.qkv_proj = Linear(make(qkv_size, config.hidden_size), bias_C)
         self.o_proj = Linear(make(config.hidden_size, q_size))
+        self.q_norm = self.k_norm = None
+        if config.family.has_qk_norm:
+            self.q_norm = RmsNorm(make(config.head_dim), config.rms_norm_eps)
+            self.k_norm = RmsNorm(make(config.head_dim), config.rms_norm_eps)
+
+    def multiply(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """qkv_TC: queries, keys and values of every token, its heads of queries and keys normalised where the family
+        does that."""
+        qkv_TC: torch.Tensor = self.qkv_proj(x_TD)
+        if self.q_norm is None or self.k_norm is None:
+            return qkv_TC
+        N, K = self.num_heads, self.num_kv_heads
+        heads = qkv_TC.unflatten(1, (N + 2 * K, -1))
+        parts = ((self.q_norm, heads[:, :N]), (self.k_norm, heads[:, N : N + K]))
+        normed = [norm(part.flatten(0, 1)).view(part.shape) for norm, part in parts]
+        return torch.cat([*normed, heads[:, N + K :]], dim=1).flatten(1)
 
     def project(self, x_TD: torch.Tensor, angles: RopeAngles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_TNH and k_TKH with their positions turned in, v_TKH. One multiplication, one rotation for q and k."""
-        heads = self.qkv_proj(x_TD).unflatten(1, (self.num_heads + 2 * self.num_kv_heads, -1))
+        heads = self.multiply(x_TD).unflatten(1, (self.num_heads + 2 * self.num_kv_heads, -1))
         turned = rotate(heads[:, : self.num_heads + self.num_kv_heads], angles)
         return turned[:, : self.num_heads], turned[:, self.num_heads :], heads[:, -self.num_kv_heads :]
 
@@ -96,7 +114,7 @@ class Attention(nn.Module):
         """q_TNH; keys and values are in the pool."""
         if takes(x_TD, width=k_pool_PKBH.shape[3]) and k_pool_PKBH.dtype == x_TD.dtype:
             angles, slots_T = step.angles, step.inputs.slot_mapping_T
-            qkv_TC = self.qkv_proj(x_TD)
+            qkv_TC = self.multiply(x_TD)
             return rope_write(qkv_TC, angles.cos_TH, angles.sin_TH, slots_T, k_pool_PKBH, v_pool_PKBH)
         q_TNH, k_TKH, v_TKH = self.project(x_TD, step.angles)
         step.write_rows.write(k_TKH, k_pool_PKBH)
@@ -107,7 +125,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: Qwen2Config, make: MakeTensor) -> None:
+    def __init__(self, config: ModelConfig, make: MakeTensor) -> None:
         super().__init__()
         self.gate_up_proj = Linear(make(2 * config.intermediate_size, config.hidden_size))
         self.down_proj = Linear(make(config.hidden_size, config.intermediate_size))
@@ -124,7 +142,7 @@ class Mlp(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised stream and added to it."""
 
-    def __init__(self, config: Qwen2Config, make: MakeTensor) -> None:
+    def __init__(self, config: ModelConfig, make: MakeTensor) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
         self.self_attn = Attention(config, make)

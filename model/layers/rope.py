@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.model.layers.rope_scaling import YarnScaling
 
 
@@ -25,7 +25,7 @@ class Rope:
     """Angles for positions. Frequencies and angles are fp32 whatever the model's dtype: a bf16 position would be wrong
     from 257 on."""
 
-    def __init__(self, config: Qwen2Config, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._frequencies = rotary_frequencies(config).to(device)
         self._amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0
@@ -45,7 +45,7 @@ def rotate(x_TNH: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
     return x_TNH * angles.cos_TH[:, None] + turned * angles.sin_TH[:, None]
 
 
-def rotary_frequencies(config: Qwen2Config) -> torch.Tensor:
+def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
     """fp32 [H/2]: radians per position of each pair."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     periods = config.rope_theta**exponents
@@ -55,7 +55,7 @@ def rotary_frequencies(config: Qwen2Config) -> torch.Tensor:
     return (1.0 / (config.yarn.factor * periods)) * (1 - keep) + (1.0 / periods) * keep
 
 
-def yarn_keep_share(config: Qwen2Config, yarn: YarnScaling) -> torch.Tensor:
+def yarn_keep_share(config: ModelConfig, yarn: YarnScaling) -> torch.Tensor:
     """fp32 [H/2]: 1 where a frequency turns often enough within the original context to be kept, 0 where it is
     divided by the factor, a ramp between (YaRN, "NTK-by-parts")."""
 

@@ -7,14 +7,17 @@ turns two of them into at most the root of their squares' sum. Each layer and KV
 its bound to 448, divided into the rows of the key's matrix and multiplied into those of its queries, and likewise for
 values and the inputs of the output matrix. Powers of two round nothing, so the model computes the same function.
 
+Where each key head is normalised (model/families), its norm takes back what its matrix is multiplied with, and bounds
+keys by itself: |k| <= sqrt(H) |g|. One power of two for all heads goes into the weights of both norms then.
+
 Legend: N query heads · K kv heads · H head dim · D model dim · A = N·H · C = (N + 2K)·H.
 Must not know: the cache, devices' kernels.
 """
 
 import torch
 
-from octavo.model.config import Qwen2Config
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
+from octavo.model.config import ModelConfig
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear
 from octavo.model.layers.rope import yarn_amplitude
@@ -22,17 +25,23 @@ from octavo.model.quantization.grouped import GroupedWeight
 from octavo.model.quantization.rounding import FP8_MAX
 
 
-def fold_cache_scales(model: Qwen2ForCausalLM) -> None:
+def fold_cache_scales(model: CausalLM) -> None:
     """Change the matrices in place, before they are packed or rounded."""
     for layer in model.decoder_layers:
         fold_layer_scales(layer, model.config)
 
 
-def fold_layer_scales(layer: DecoderLayer, config: Qwen2Config) -> None:
+def fold_layer_scales(layer: DecoderLayer, config: ModelConfig) -> None:
     """One layer of `fold_cache_scales`."""
     N, K, H, G = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.group_size
     qkv, output = layer.self_attn.qkv_proj, layer.self_attn.o_proj
     key_K, value_K = cache_scales(qkv, layer.input_layernorm.weight.data, config)
+    q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
+    if q_norm is not None and k_norm is not None:
+        key = normed_key_scale(k_norm.weight.data, config)
+        k_norm.weight.data.copy_(k_norm.weight.data.float() / key)
+        q_norm.weight.data.copy_(q_norm.weight.data.float() * key)
+        key_K = torch.ones_like(key_K)
     query_N, value_N = key_K.repeat_interleave(G), value_K.repeat_interleave(G)
     factor_C = torch.cat([query_N, 1 / key_K, 1 / value_K]).repeat_interleave(H)
     assert len(factor_C) == (N + 2 * K) * H
@@ -40,7 +49,7 @@ def fold_layer_scales(layer: DecoderLayer, config: Qwen2Config) -> None:
     scale_inputs(output, value_N.repeat_interleave(H))
 
 
-def cache_scales(qkv: Linear, norm_D: torch.Tensor, config: Qwen2Config) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_scales(qkv: Linear, norm_D: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 powers of two [K] for keys and for values, by which they are to be divided."""
     K, H = config.num_key_value_heads, config.head_dim
     weight_CD = qkv.quantized.dequantized() if qkv.quantized is not None else qkv.weight.data
@@ -51,6 +60,13 @@ def cache_scales(qkv: Linear, norm_D: torch.Tensor, config: Qwen2Config) -> tupl
     key_K2H, value_KH = bound[: K * H].view(K, 2, H // 2), bound[K * H :].view(K, H)
     amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0
     return power_of_two(key_K2H.norm(dim=1).amax(1) * amplitude), power_of_two(value_KH.amax(1))
+
+
+def normed_key_scale(norm_H: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """float32 power of two by which keys that were normalised are to be divided."""
+    pair_2H = norm_H.float().view(2, config.head_dim // 2)
+    amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0
+    return power_of_two(pair_2H.norm(dim=0).amax() * config.head_dim**0.5 * amplitude)
 
 
 def power_of_two(bound_K: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ def _parse_gptq(fields: ConfigFields) -> GroupSettings:
     if fields.has("dynamic") and fields.value("dynamic"):
         raise ConfigError(fields.path("dynamic"), "settings of single modules are not supported")
     if fields.has("pack_dtype"):
-        fields.must_be("pack_dtype", "int32")
+        fields.must_be_one_of("pack_dtype", ("int32",))
     fields.boolean("desc_act", False)
     fields.boolean("sym", True)
     return GroupSettings(

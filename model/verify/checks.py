@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.model.attention.interface import AttentionBackend
 from octavo.model.attention.paged import PagedSequences, cut, paged_generate, paged_logits
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 from octavo.model.layers.rope import rotate
 
 CHUNK_LENS = (1, 7, 16, 33)
@@ -50,7 +50,7 @@ class VerifyRow:
 class Comparison:
     """The two models, in the same dtype, the prompts, and how far positions go."""
 
-    ours: Qwen2ForCausalLM
+    ours: CausalLM
     theirs: Any
     prompts: list[list[int]]
     context_len: int

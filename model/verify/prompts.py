@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.wire.checkpoint_files import find_file
 
 TEXTS = (
@@ -25,7 +25,7 @@ TEXTS = (
 MIN_RANDOM, MAX_RANDOM = 5, 80
 
 
-def make_prompts(folder: Path, config: Qwen2Config, num_prompts: int) -> list[list[int]]:
+def make_prompts(folder: Path, config: ModelConfig, num_prompts: int) -> list[list[int]]:
     """Token ids of that many prompts, all shorter than half of the context."""
     prompts = text_prompts(folder, num_prompts) or random_prompts(config, num_prompts)
     longest = max(config.max_position_embeddings // 2, 1)
@@ -45,7 +45,7 @@ def text_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
     return [tokenizer.encode(text).ids or [0] for text in texts]
 
 
-def random_prompts(config: Qwen2Config, num_prompts: int) -> list[list[int]]:
+def random_prompts(config: ModelConfig, num_prompts: int) -> list[list[int]]:
     """Uniform ids, MIN_RANDOM to MAX_RANDOM of them."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(MIN_RANDOM, MAX_RANDOM + 1, (num_prompts,), generator=generator).tolist()

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.weight_names import HEAD, destinations
 from octavo.model.config import load_config
 from octavo.model.errors import CheckpointError
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8, FP8_MAX
@@ -171,7 +171,7 @@ class Reference:
         return theirs.eval()
 
 
-def round_weights(model: Qwen2ForCausalLM, rounded: Rounded) -> None:
+def round_weights(model: CausalLM, rounded: Rounded) -> None:
     """Every matrix by its rows, in place; the result is float32."""
     assert rounded.weights is not None
     norms = {}
@@ -204,13 +204,13 @@ def _rounded_tokens(x: torch.Tensor) -> torch.Tensor:
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
     """The same folder by transformers: safetensors only, no remote code, no network. Raises CheckpointError."""
-    from transformers import Qwen2ForCausalLM as TransformersQwen2
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        theirs = TransformersQwen2.from_pretrained(
+        theirs = getattr(transformers, load_config(folder).family.architecture).from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -220,12 +220,12 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
 
 def empty_transformers(folder: Path) -> Any:
     """transformers' model of the folder's config in float32, as if its weights were plain; they are not set."""
-    from transformers import Qwen2Config as TransformersConfig
-    from transformers import Qwen2ForCausalLM as TransformersQwen2
+    import transformers
 
-    config = TransformersConfig.from_pretrained(folder, local_files_only=True)
+    theirs = getattr(transformers, load_config(folder).family.architecture)
+    config = theirs.config_class.from_pretrained(folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.tie_word_embeddings = False
     config._attn_implementation = "sdpa"
-    return TransformersQwen2(config).float()
+    return theirs(config).float()

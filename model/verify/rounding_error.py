@@ -14,7 +14,7 @@ import torch
 
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import paged_generate, paged_logits
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.cache_scales import fold_cache_scales
@@ -75,7 +75,7 @@ class RoundingError:
     mean_prefix: float
 
 
-def round_model(model: Qwen2ForCausalLM, rounding: Rounding) -> None:
+def round_model(model: CausalLM, rounding: Rounding) -> None:
     """Round the layers' matrices; the head and the embedding stay."""
     if rounding.kv_dtype is not None:
         fold_cache_scales(model)
@@ -115,8 +115,8 @@ def round_linear(linear: Linear, norm_D: torch.Tensor | None, rounding: Rounding
 
 
 def measure(
-    rounded: Qwen2ForCausalLM,
-    before: Qwen2ForCausalLM,
+    rounded: CausalLM,
+    before: CausalLM,
     texts: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
     *,
@@ -146,7 +146,7 @@ def measure(
     )
 
 
-def until_end(ids: Sequence[int], model: Qwen2ForCausalLM) -> Sequence[int]:
+def until_end(ids: Sequence[int], model: CausalLM) -> Sequence[int]:
     """The tokens up to the first that ends an output, that one included."""
     ends = (index for index, token in enumerate(ids) if token in model.config.eos_token_ids)
     return ids[: next(ends, len(ids)) + 1]

@@ -15,7 +15,7 @@ import torch
 from octavo.model.attention.interface import BACKENDS, get_backend
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.checkpoint.loading import load_model
-from octavo.model.config import Qwen2Config
+from octavo.model.config import ModelConfig
 from octavo.model.dtypes import parse_dtype
 from octavo.model.numerics import NumericFinding, watch_numerics
 from octavo.model.verify.checks import (
@@ -77,7 +77,7 @@ def verify_checkpoint(
     return VerifyReport(rows=tuple(rows))
 
 
-def extended_context_len(config: Qwen2Config) -> int:
+def extended_context_len(config: ModelConfig) -> int:
     """Positions of the model, YaRN included."""
     yarn, positions = config.yarn, config.max_position_embeddings
     return positions if yarn is None else max(positions, int(yarn.original_max_position_embeddings * yarn.factor))

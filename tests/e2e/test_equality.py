@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo import AsyncClient
-from octavo.model import Qwen2ForCausalLM, generate, load_model
+from octavo.model import CausalLM, generate, load_model
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.services.service import serve
 
@@ -16,7 +16,7 @@ BLOCK_SIZE = 4
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Path, one_thread: None) -> Qwen2ForCausalLM:
+def model(tiny_checkpoint: Path, one_thread: None) -> CausalLM:
     return load_model(tiny_checkpoint)
 
 
@@ -58,7 +58,7 @@ async def whole_text(client: AsyncClient, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("gateways", [1, 2])
 async def test_every_output_equals_the_oracle_although_every_request_was_preempted(
-    tmp_path: Path, tiny_checkpoint: Path, model: Qwen2ForCausalLM, gateways: int
+    tmp_path: Path, tiny_checkpoint: Path, model: CausalLM, gateways: int
 ) -> None:
     generator, prompts = random.Random(gateways), make_prompts(gateways)
     lengths = [generator.randrange(40, 70) for _ in prompts]

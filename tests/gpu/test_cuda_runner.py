@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import Qwen2Config
+from octavo.model import ModelConfig
 from octavo.worker.runners.cuda.graphs import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
@@ -18,7 +18,7 @@ from tests.support.worker.cuda_runners import SAMPLING, Hand, chunk, prompt, twi
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
-WIDE = Qwen2Config(
+WIDE = ModelConfig(
     vocab_size=128,
     hidden_size=896,
     intermediate_size=1216,

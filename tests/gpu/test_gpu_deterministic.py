@@ -8,14 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import Qwen2Config
+from octavo.model import ModelConfig
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graphs import Launching
 from tests.support.worker.cuda_runners import cuda_runner
 from tests.support.worker.invariance import Invariance, Limits, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-SHAPE = Qwen2Config(
+SHAPE = ModelConfig(
     vocab_size=2048,
     hidden_size=896,
     intermediate_size=4864,

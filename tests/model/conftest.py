@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from tests.support.model.checkpoints import tiny_config, write_tiny_checkpoint
 from tests.support.model.interpreter import WARNINGS, let_comparisons_be_booleans
 
@@ -38,6 +38,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> Qwen2ForCausalLM:
+def tiny_model() -> CausalLM:
     """A tiny model in float32; do not change its weights."""
-    return Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0, dtype=torch.float32)
+    return CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=0, dtype=torch.float32)

@@ -3,24 +3,24 @@
 import pytest
 import torch
 
-from octavo.model import KvPool, Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, KvPool, ModelConfig
 from octavo.model.attention.interface import get_backend, make_inputs
 from octavo.model.attention.kv_pool import WriteRows
 from octavo.model.quantization.cache_scales import cache_scales, fold_cache_scales, power_of_two
 from octavo.model.quantization.rounding import FP8, FP8_MAX, round_to_groups
 from tests.support.model.checkpoints import tiny_config
 
-CONFIG = Qwen2Config.from_dict(tiny_config())
+CONFIG = ModelConfig.from_dict(tiny_config())
 
 
-def make(dtype: torch.dtype = torch.float32, *, bias: float = 1.0, **changes: object) -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config(**changes)), seed=0, dtype=dtype)
+def make(dtype: torch.dtype = torch.float32, *, bias: float = 1.0, **changes: object) -> CausalLM:
+    model = CausalLM.random(ModelConfig.from_dict(tiny_config(**changes)), seed=0, dtype=dtype)
     for layer in model.decoder_layers:
         layer.self_attn.qkv_proj.bias.data *= bias  # type: ignore[union-attr]
     return model
 
 
-def run(model: Qwen2ForCausalLM, *, kv_dtype: torch.dtype, backend: str = "reference") -> tuple[torch.Tensor, KvPool]:
+def run(model: CausalLM, *, kv_dtype: torch.dtype, backend: str = "reference") -> tuple[torch.Tensor, KvPool]:
     """Logits of a prompt in two chunks, and then a decode."""
     kv = KvPool(model.config, 8, 16, kv_dtype)
     ids = torch.arange(50) * 7 % 300

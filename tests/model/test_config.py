@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.model import CheckpointError, ConfigError, Qwen2Config, YarnScaling, load_config
+from octavo.model import CheckpointError, ConfigError, ModelConfig, YarnScaling, load_config
 from tests.support.model.checkpoints import tiny_config
 
 
 def test_the_published_half_billion(shared: Path) -> None:
-    assert load_config(shared / "data/configs/Qwen2.5-0.5B-Instruct") == Qwen2Config(
+    assert load_config(shared / "data/configs/Qwen2.5-0.5B-Instruct") == ModelConfig(
         vocab_size=151936,
         hidden_size=896,
         intermediate_size=4864,
@@ -51,7 +51,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rms_norm_eps", {"rms_norm_eps": float("nan")}, "must be a finite number above 0"),
     ("rope_theta", {"rope_theta": float("inf")}, "must be a finite number above 0"),
     ("tie_word_embeddings", {"tie_word_embeddings": "yes"}, "must be true or false, is 'yes'"),
-    ("model_type", {"model_type": "llama"}, "'llama' is not supported, only 'qwen2'"),
+    ("model_type", {"model_type": "llama"}, "'llama' is not supported, only 'qwen2' and 'qwen3'"),
     ("model_type", {"model_type": None}, "is missing"),
     ("architectures", {"architectures": ["Qwen2MoeForCausalLM"]}, "does not name Qwen2ForCausalLM"),
     ("hidden_act", {"hidden_act": "gelu"}, "'gelu' is not supported, only 'silu'"),
@@ -76,7 +76,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("field", "changes", "reason"), WRONG, ids=[f"{w[0]}, {w[2]}" for w in WRONG])
 def test_a_wrong_field_is_named(field: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Qwen2Config.from_dict(tiny_config(**changes))
+        ModelConfig.from_dict(tiny_config(**changes))
     assert caught.value.field == field
     assert f"config.json: {field}: " in str(caught.value)
     assert reason in str(caught.value)
@@ -101,7 +101,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32768)
     ],
 )  # fmt: skip
 def test_rope_is_read_from_either_layout(changes: dict[str, Any], theta: float, yarn: YarnScaling | None) -> None:
-    config = Qwen2Config.from_dict(tiny_config(**changes))
+    config = ModelConfig.from_dict(tiny_config(**changes))
     assert (config.rope_theta, config.yarn) == (theta, yarn)
 
 
@@ -115,20 +115,20 @@ def test_rope_is_read_from_either_layout(changes: dict[str, Any], theta: float, 
     ],
 )
 def test_the_dtype_is_read_under_either_name(changes: dict[str, Any], dtype: torch.dtype | None) -> None:
-    assert Qwen2Config.from_dict(tiny_config(**changes)).dtype == dtype
+    assert ModelConfig.from_dict(tiny_config(**changes)).dtype == dtype
 
 
 @pytest.mark.parametrize(("value", "ids"), [(7, (7,)), ([7, 9], (7, 9)), (None, ())])
 def test_eos_is_one_id_or_a_list(value: object, ids: tuple[int, ...]) -> None:
-    assert Qwen2Config.from_dict(tiny_config(eos_token_id=value)).eos_token_ids == ids
+    assert ModelConfig.from_dict(tiny_config(eos_token_id=value)).eos_token_ids == ids
 
 
 def test_head_dim_and_kv_heads_default_as_in_transformers() -> None:
     raw = tiny_config()
     del raw["num_key_value_heads"]
-    config = Qwen2Config.from_dict(raw)
+    config = ModelConfig.from_dict(raw)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
-    assert Qwen2Config.from_dict(tiny_config(head_dim=32)).head_dim == 32
+    assert ModelConfig.from_dict(tiny_config(head_dim=32)).head_dim == 32
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'"text"', b"[" * 100_000])
@@ -159,7 +159,7 @@ def test_without_rope_theta_it_is_that_of_transformers() -> None:
     for changes in ({}, {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}):
         raw = {name: value for name, value in tiny_config(**changes).items() if name != "rope_theta"}
         theirs = TransformersConfig.from_dict(dict(raw)).rope_parameters["rope_theta"]
-        assert Qwen2Config.from_dict(raw).rope_theta == theirs == 10_000.0
+        assert ModelConfig.from_dict(raw).rope_theta == theirs == 10_000.0
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_without_rope_theta_it_is_that_of_transformers() -> None:
 )
 def test_sizes_that_no_model_has_are_refused_before_anything_is_made(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"^config\.json: {field}: must be .{{1,200}}$"):
-        Qwen2Config.from_dict(tiny_config(**{field: value}))
+        ModelConfig.from_dict(tiny_config(**{field: value}))

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.checkpoint.fingerprint import fingerprint
 from tests.support.model.checkpoints import tiny_config
 
-CONFIG = Qwen2Config.from_dict(tiny_config())
+CONFIG = ModelConfig.from_dict(tiny_config())
 
 
-def make(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config(**changes)), seed=seed, dtype=dtype)
+def make(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> CausalLM:
+    return CausalLM.random(ModelConfig.from_dict(tiny_config(**changes)), seed=seed, dtype=dtype)
 
 
 def test_the_same_model_has_the_same_fingerprint_of_32_bytes() -> None:
@@ -31,7 +31,7 @@ def test_the_same_model_has_the_same_fingerprint_of_32_bytes() -> None:
         lambda: make(num_attention_heads=8, num_key_value_heads=4, head_dim=8),
     ],
 )
-def test_another_seed_dtype_or_config_has_another(other: Callable[[], Qwen2ForCausalLM]) -> None:
+def test_another_seed_dtype_or_config_has_another(other: Callable[[], CausalLM]) -> None:
     assert other().fingerprint != make().fingerprint
 
 

@@ -5,9 +5,9 @@ import torch
 
 from octavo.model import (
     BACKENDS,
+    CausalLM,
     KvPool,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+    ModelConfig,
     dense_logits,
     generate,
     get_backend,
@@ -17,37 +17,37 @@ from octavo.model.attention.paged import PagedSequences, cut, paged_generate
 from tests.support.model.checkpoints import tiny_config
 
 
-def test_each_token_is_the_most_likely_one_after_all_before_it(tiny_model: Qwen2ForCausalLM) -> None:
+def test_each_token_is_the_most_likely_one_after_all_before_it(tiny_model: CausalLM) -> None:
     prompt = [5, 6, 7]
     output = generate(tiny_model, prompt, max_new_tokens=8)
     logits_TV = dense_logits(tiny_model, torch.tensor(prompt + output))
     assert output == logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def test_an_end_token_ends_the_output_and_is_part_of_it(tiny_model: Qwen2ForCausalLM) -> None:
+def test_an_end_token_ends_the_output_and_is_part_of_it(tiny_model: CausalLM) -> None:
     full = generate(tiny_model, [5, 6, 7], max_new_tokens=8)
     stop = full[4]
     assert generate(tiny_model, [5, 6, 7], max_new_tokens=8, eos_token_ids={stop}) == full[: full.index(stop) + 1]
 
 
-def test_no_new_tokens_are_none(tiny_model: Qwen2ForCausalLM) -> None:
+def test_no_new_tokens_are_none(tiny_model: CausalLM) -> None:
     assert generate(tiny_model, [5], max_new_tokens=0) == []
 
 
-def test_an_empty_prompt_is_refused(tiny_model: Qwen2ForCausalLM) -> None:
+def test_an_empty_prompt_is_refused(tiny_model: CausalLM) -> None:
     with pytest.raises(ValueError, match="prompt_ids is empty"):
         generate(tiny_model, [], max_new_tokens=1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_decoding_from_blocks_gives_what_recomputing_gives(tiny_model: Qwen2ForCausalLM, backend: str) -> None:
+def test_decoding_from_blocks_gives_what_recomputing_gives(tiny_model: CausalLM, backend: str) -> None:
     prompts = [list(range(1, length + 1)) for length in (1, 15, 16, 17, 40)]
     expected = [generate(tiny_model, prompt, max_new_tokens=20) for prompt in prompts]
     assert paged_generate(tiny_model, get_backend(backend), prompts, max_new_tokens=20) == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_read_from_blocks_that_hold_poison(tiny_model: Qwen2ForCausalLM, backend: str) -> None:
+def test_nothing_is_read_from_blocks_that_hold_poison(tiny_model: CausalLM, backend: str) -> None:
     sequences = PagedSequences(tiny_model, get_backend(backend), num_sequences=3, max_tokens=50)
     sequences.kv.k_pool_LPKBH.fill_(torch.nan)
     sequences.kv.v_pool_LPKBH.fill_(torch.nan)
@@ -59,7 +59,7 @@ def test_nothing_is_read_from_blocks_that_hold_poison(tiny_model: Qwen2ForCausal
         torch.testing.assert_close(tiny_model.logits(rows), expected_TV[-len(rows) :], rtol=0, atol=1e-4)
 
 
-def test_a_token_without_a_slot_is_computed_and_not_kept(tiny_model: Qwen2ForCausalLM) -> None:
+def test_a_token_without_a_slot_is_computed_and_not_kept(tiny_model: CausalLM) -> None:
     kv = KvPool(tiny_model.config, 2, 16, torch.float32)
     positions_T, inputs = make_inputs([[1]], [0], [3], block_size=16)
     inputs.slot_mapping_T[2] = -1
@@ -74,7 +74,7 @@ def test_a_token_without_a_slot_is_computed_and_not_kept(tiny_model: Qwen2ForCau
 def test_wanted_rows_are_those_of_the_whole_step_and_the_cache_is_the_same(
     wanted: list[int], dtype: torch.dtype
 ) -> None:
-    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=3, dtype=dtype)
+    model = CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=3, dtype=dtype)
     model.pack_weights()
     positions_T, inputs = make_inputs([[1], [0]], [0, 0], [3, 4], block_size=16)
     outs, pools = [], []
@@ -91,7 +91,7 @@ def test_chunks_add_up() -> None:
 
 
 def test_packing_weights_changes_nothing_that_is_computed() -> None:
-    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=3)
+    model = CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=3)
     ids_T = torch.arange(10)
     before = dense_logits(model, ids_T)
     model.pack_weights()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octavo.model import Qwen2ForCausalLM, dense_logits
+from octavo.model import CausalLM, dense_logits
 from octavo.model.attention.interface import get_backend, make_inputs
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.cpu import invariant
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compi
 class Steps:
     """One sequence beside others in a pool of NaN."""
 
-    def __init__(self, model: Qwen2ForCausalLM) -> None:
+    def __init__(self, model: CausalLM) -> None:
         self.model, self.backend = model, get_backend("invariant")
         self.rng = np.random.default_rng(0)
         self.ids = self.rng.integers(0, CONFIG.vocab_size, LENGTH)
@@ -119,7 +119,7 @@ def test_tabulated_angles_are_the_angles() -> None:
 
 def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvarianceUnavailable, match="float16"):
-        make_invariant(Qwen2ForCausalLM.random(CONFIG, seed=0, dtype=torch.float16), max_positions=9)
+        make_invariant(CausalLM.random(CONFIG, seed=0, dtype=torch.float16), max_positions=9)
     with monkeypatch.context() as patch:
         patch.setattr("octavo.model.invariant.native_library", lambda: None)
         with pytest.raises(InvarianceUnavailable, match="needs kernels, and OCTAVO_NATIVE is off"):

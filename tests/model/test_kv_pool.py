@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from octavo.model import KvPool, Qwen2Config, kv_block_bytes, write_kv
+from octavo.model import KvPool, ModelConfig, kv_block_bytes, write_kv
 from tests.support.model.checkpoints import tiny_config
 
-CONFIG = Qwen2Config.from_dict(tiny_config())
+CONFIG = ModelConfig.from_dict(tiny_config())
 
 
 @pytest.mark.parametrize("slots", [[5, 0, 31, 16], [5, -1, 31, -1], [-1, -1, -1, -1]])
@@ -39,7 +39,7 @@ def test_the_size_is_that_of_the_memory() -> None:
 
 
 def test_a_block_of_the_published_half_billion_takes_what_the_design_says() -> None:
-    config = Qwen2Config.from_dict(
+    config = ModelConfig.from_dict(
         tiny_config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2, num_hidden_layers=24)
     )
     assert kv_block_bytes(config, block_size=1, dtype=torch.bfloat16) == 12_288

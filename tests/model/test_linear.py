@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from octavo.model import CausalLM, ModelConfig, dense_logits
 from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
 from octavo.model.layers.linear import FormatUnavailable, Linear, OneDnnWeight, WeightFormat, can_pack, packed
 
@@ -90,7 +90,7 @@ def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
 @needs_packing
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_packed_model_keeps_its_embedding_and_its_logits(is_tied: bool) -> None:
-    config = Qwen2Config(
+    config = ModelConfig(
         vocab_size=300,
         hidden_size=64,
         intermediate_size=96,
@@ -101,7 +101,7 @@ def test_a_packed_model_keeps_its_embedding_and_its_logits(is_tied: bool) -> Non
         max_position_embeddings=64,
         tie_word_embeddings=is_tied,
     )
-    plain = Qwen2ForCausalLM.random(config, seed=0, dtype=torch.bfloat16)
+    plain = CausalLM.random(config, seed=0, dtype=torch.bfloat16)
     packed = copy.deepcopy(plain)
     packed.pack_weights()
     ids_T = torch.arange(20)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from octavo.model import CausalLM, ModelConfig, dense_logits
 from octavo.model.numerics import NumericFault, NumericFinding, NumericsWatch, default_limit, watch_numerics
 from tests.support.model.checkpoints import tiny_config
 
@@ -11,17 +11,17 @@ IDS = torch.arange(10)
 
 
 @pytest.fixture
-def model() -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0)
+def model() -> CausalLM:
+    return CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=0)
 
 
-def first_finding(model: Qwen2ForCausalLM, limit: float | None = None) -> NumericFinding | None:
+def first_finding(model: CausalLM, limit: float | None = None) -> NumericFinding | None:
     with watch_numerics(model, limit=limit) as watch:
         dense_logits(model, IDS)
     return watch.first
 
 
-def test_a_sound_model_has_no_finding(model: Qwen2ForCausalLM) -> None:
+def test_a_sound_model_has_no_finding(model: CausalLM) -> None:
     assert first_finding(model) is None
 
 
@@ -29,7 +29,7 @@ def test_a_sound_model_has_no_finding(model: Qwen2ForCausalLM) -> None:
     ("value", "fault"),
     [(torch.nan, NumericFault.NAN), (torch.inf, NumericFault.INFINITE), (1e9, NumericFault.OVER_LIMIT)],
 )
-def test_the_module_that_goes_wrong_first_is_named(model: Qwen2ForCausalLM, value: float, fault: NumericFault) -> None:
+def test_the_module_that_goes_wrong_first_is_named(model: CausalLM, value: float, fault: NumericFault) -> None:
     model.decoder_layers[1].mlp.gate_up_proj.weight.data[7, 3] = value
     finding = first_finding(model)
     assert finding is not None
@@ -39,7 +39,7 @@ def test_the_module_that_goes_wrong_first_is_named(model: Qwen2ForCausalLM, valu
 
 
 def test_a_model_with_fused_layers_is_watched_stage_by_stage_and_fused_again_afterwards() -> None:
-    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0, dtype=torch.bfloat16)
+    model = CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=0, dtype=torch.bfloat16)
     model.pack_weights()
     rests = [layer.rest for layer in model.decoder_layers]
     panels = model.decoder_layers[1].mlp.gate_up_proj.panels
@@ -52,14 +52,14 @@ def test_a_model_with_fused_layers_is_watched_stage_by_stage_and_fused_again_aft
     assert [layer.rest for layer in model.decoder_layers] == rests
 
 
-def test_the_row_of_the_token_is_found(model: Qwen2ForCausalLM) -> None:
+def test_the_row_of_the_token_is_found(model: CausalLM) -> None:
     model.embed_tokens.weight.data[6] = torch.nan
     finding = first_finding(model)
     assert finding is not None
     assert (finding.module, finding.row, finding.num_bad) == ("embed_tokens", 6, 64)
 
 
-def test_a_lower_limit_finds_what_is_merely_large(model: Qwen2ForCausalLM) -> None:
+def test_a_lower_limit_finds_what_is_merely_large(model: CausalLM) -> None:
     finding = first_finding(model, limit=0.5)
     assert finding is not None
     assert finding.fault is NumericFault.OVER_LIMIT
@@ -70,7 +70,7 @@ def test_the_limit_follows_from_the_dtype() -> None:
     assert [default_limit(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [1e6, 1e6, 32752.0]
 
 
-def test_watching_can_begin_again_and_leaves_no_hooks(model: Qwen2ForCausalLM) -> None:
+def test_watching_can_begin_again_and_leaves_no_hooks(model: CausalLM) -> None:
     model.embed_tokens.weight.data[6] = torch.nan
     watch = NumericsWatch(model)
     watch.attach()

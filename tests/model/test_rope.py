@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config as TransformersConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from octavo.model import Qwen2Config
+from octavo.model import ModelConfig
 from octavo.model.layers.rope import Rope, rotary_frequencies, rotate, yarn_amplitude
 from tests.support.model.checkpoints import tiny_config
 
@@ -29,11 +29,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def both(recipe: str, head_dim: int) -> tuple[Rope, Qwen2Config, Qwen2RotaryEmbedding]:
+def both(recipe: str, head_dim: int) -> tuple[Rope, ModelConfig, Qwen2RotaryEmbedding]:
     raw = tiny_config(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=head_dim)
     raw.pop("rope_theta")
     raw |= RECIPES[recipe]
-    config = Qwen2Config.from_dict(raw)
+    config = ModelConfig.from_dict(raw)
     rope = Rope(config, torch.float32, torch.device("cpu"))
     return rope, config, Qwen2RotaryEmbedding(TransformersConfig(**raw))  # type: ignore[arg-type]
 

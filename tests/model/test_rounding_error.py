@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import paged_logits
 from octavo.model.verify.rounding_error import Rounding, common_prefix, measure, round_model, until_end
@@ -16,8 +16,8 @@ TEXTS = [list(range(5, 70)), list(range(100, 20, -3))]
 PROMPTS = [[5, 6, 7], [90, 3]]
 
 
-def make() -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0)
+def make() -> CausalLM:
+    return CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=0)
 
 
 def test_a_model_has_no_error_against_itself() -> None:

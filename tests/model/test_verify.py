@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.model import BackendName, CheckpointError, Qwen2ForCausalLM, load_model
+from octavo.model import BackendName, CausalLM, CheckpointError, load_model
 from octavo.model.verify import verify
 from octavo.model.verify.verify import VerifyReport, verify_checkpoint
 from tests.support.model.checkpoints import write_tiny_checkpoint
@@ -42,7 +42,7 @@ def test_half_precision_is_within_its_wider_limits(folder: Path, dtype: str | to
 
 
 def broken_loader(damage: Any) -> Any:
-    def load(folder: Path, *, dtype: torch.dtype | None) -> Qwen2ForCausalLM:
+    def load(folder: Path, *, dtype: torch.dtype | None) -> CausalLM:
         model = load_model(folder, dtype=dtype)
         damage(model)
         return model

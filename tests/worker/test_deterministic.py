@@ -4,7 +4,7 @@ in Triton's interpreter (the GPU itself: tests/gpu/test_gpu_deterministic.py).""
 import pytest
 import torch
 
-from octavo.model import Qwen2ForCausalLM
+from octavo.model import CausalLM
 from octavo.model.cpu.native import native_library
 from octavo.model.invariant import make_invariant
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
@@ -15,7 +15,7 @@ from tests.support.worker.invariance import Invariance, Limits, check
 LIMITS = Limits(num_blocks=400, block_size=4, max_slots=40, max_batch_tokens=96, max_model_len=120, vocab_size=301)
 
 
-def torch_runner(model: Qwen2ForCausalLM, backend: str) -> TorchRunner:
+def torch_runner(model: CausalLM, backend: str) -> TorchRunner:
     runner = TorchRunner(
         model,
         TorchRunnerConfig(

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.worker.loading.memory import activation_bytes, memory_needs, size_pool, weights_bytes
 
-CONFIG = Qwen2Config(
+CONFIG = ModelConfig(
     vocab_size=128,  # whole panels of 32 outputs, as every other matrix here
     hidden_size=32,
     intermediate_size=48,
@@ -22,7 +22,7 @@ NUM_WEIGHTS = 128 * 32 + 2 * LAYER + 32
 
 
 def test_a_tied_head_counts_once_until_it_is_packed() -> None:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=0, dtype=torch.bfloat16)
+    model = CausalLM.random(CONFIG, seed=0, dtype=torch.bfloat16)
     assert weights_bytes(model) == 2 * NUM_WEIGHTS
     model.pack_weights()
     if model.lm_head.packed_bytes:
@@ -30,7 +30,7 @@ def test_a_tied_head_counts_once_until_it_is_packed() -> None:
 
 
 def test_needs_of_a_small_model_give_a_pool() -> None:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=0)
+    model = CausalLM.random(CONFIG, seed=0)
     needs = memory_needs(
         model, block_size=16, max_model_len=128, max_num_seqs=4, max_batch_tokens=64, memory_fraction=0.9
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits, generate
+from octavo.model import CausalLM, ModelConfig, dense_logits, generate
 from octavo.model.numerics import NumericFault, NumericFinding
 from octavo.model.sampling.params import SamplingParams
 from octavo.wire.messages import Sampling
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 300  # of the tokenizer; the embedding has more rows
 BLOCK = 4
 NUM_BLOCKS = 64
-CONFIG = Qwen2Config(
+CONFIG = ModelConfig(
     vocab_size=320,
     hidden_size=48,
     intermediate_size=64,
@@ -36,8 +36,8 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=1)
+def model() -> CausalLM:
+    model = CausalLM.random(CONFIG, seed=1)
     for parameter in model.parameters():
         parameter.data *= 8  # logits that differ clearly, outputs that vary
     model.embed_tokens.weight.data[VOCAB:] *= 50  # what a slip past the tokenizer's ids would choose
@@ -48,7 +48,7 @@ class Hand:
     """A runner whose plans are written by hand. Blocks are dealt in a shuffled order; a pool of NaN shows any read of
     what was not written."""
 
-    def __init__(self, model: Qwen2ForCausalLM, *, max_in_flight: int = 1, numerics_limit: float | None = None) -> None:
+    def __init__(self, model: CausalLM, *, max_in_flight: int = 1, numerics_limit: float | None = None) -> None:
         self.findings: list[tuple[int, NumericFinding]] = []
         config = TorchRunnerConfig(
             num_blocks=NUM_BLOCKS,
@@ -112,7 +112,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def oracle(model: Qwen2ForCausalLM, ids: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+def oracle(model: CausalLM, ids: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
     """The output by recomputing everything for every token, and the slow sampler."""
     params = SamplingParams(
         temperature=sampling.temperature,
@@ -129,9 +129,7 @@ def oracle(model: Qwen2ForCausalLM, ids: list[int], count: int, sampling: Sampli
 
 
 @pytest.mark.parametrize("chunk_len", [1, 3, 4, 7, 33])
-def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_of_the_oracle(
-    model: Qwen2ForCausalLM, chunk_len: int
-) -> None:
+def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_of_the_oracle(model: CausalLM, chunk_len: int) -> None:
     hand, first, second = Hand(model), prompt(0, 9), prompt(1, 21)
     hand.join(3, first)
     outputs: dict[int, list[int]] = {3: hand.step(prefill=[chunk(3, 0, 9)]), 1: []}
@@ -150,7 +148,7 @@ def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_of_the_oracle(
     assert outputs == {slot: oracle(model, ids, len(outputs[slot])) for slot, ids in ((3, first), (1, second))}
 
 
-def test_a_decode_planned_ahead_finds_the_token_that_nobody_has_collected(model: Qwen2ForCausalLM) -> None:
+def test_a_decode_planned_ahead_finds_the_token_that_nobody_has_collected(model: CausalLM) -> None:
     hand, ids = Hand(model, max_in_flight=2), prompt(2, 6)
     hand.join(0, ids)
     hand.runner.launch(hand.plan(prefill=[chunk(0, 0, 6)]))
@@ -162,7 +160,7 @@ def test_a_decode_planned_ahead_finds_the_token_that_nobody_has_collected(model:
     assert tokens == oracle(model, ids, 7)
 
 
-def test_one_step_too_many_in_flight_is_refused_and_changes_nothing(model: Qwen2ForCausalLM) -> None:
+def test_one_step_too_many_in_flight_is_refused_and_changes_nothing(model: CausalLM) -> None:
     hand = Hand(model)
     hand.join(0, prompt(2, 6))
     hand.runner.launch(hand.plan(prefill=[chunk(0, 0, 6)]))
@@ -171,12 +169,12 @@ def test_one_step_too_many_in_flight_is_refused_and_changes_nothing(model: Qwen2
     assert hand.runner.collect().step == 1
 
 
-def test_collecting_without_a_launch_is_a_lookup_error(model: Qwen2ForCausalLM) -> None:
+def test_collecting_without_a_launch_is_a_lookup_error(model: CausalLM) -> None:
     with pytest.raises(LookupError):
         Hand(model).runner.collect()
 
 
-def test_a_copied_block_is_written_without_changing_its_source(model: Qwen2ForCausalLM) -> None:
+def test_a_copied_block_is_written_without_changing_its_source(model: CausalLM) -> None:
     hand, ids = Hand(model), prompt(3, 6)
     hand.join(0, ids)
     [first] = hand.step(prefill=[chunk(0, 0, 6)])
@@ -194,7 +192,7 @@ def test_a_copied_block_is_written_without_changing_its_source(model: Qwen2ForCa
     assert hand.step(decode={0: 7, 1: 7}) == [oracle(model, ids, 3)[2], oracle(model, child, 2)[1]]
 
 
-def test_a_new_request_in_a_slot_sees_nothing_of_the_last_one(model: Qwen2ForCausalLM) -> None:
+def test_a_new_request_in_a_slot_sees_nothing_of_the_last_one(model: CausalLM) -> None:
     hand = Hand(model)
     hand.join(0, prompt(4, 20), sampling=Sampling(temperature=0, frequency_penalty=5.0))
     hand.step(prefill=[chunk(0, 0, 20)])
@@ -207,7 +205,7 @@ def test_a_new_request_in_a_slot_sees_nothing_of_the_last_one(model: Qwen2ForCau
 RANDOM = Sampling(temperature=1.5, top_p=0.97, seed=77, frequency_penalty=0.4)
 
 
-def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption(model: Qwen2ForCausalLM) -> None:
+def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption(model: CausalLM) -> None:
     ids, expected = prompt(6, 8), oracle(model, prompt(6, 8), 6, RANDOM)
     hand = Hand(model)
     hand.join(4, ids, sampling=RANDOM)
@@ -223,7 +221,7 @@ def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption(mod
     assert len(set(expected)) > 3
 
 
-def test_ids_past_the_tokenizer_are_never_sampled(model: Qwen2ForCausalLM) -> None:
+def test_ids_past_the_tokenizer_are_never_sampled(model: CausalLM) -> None:
     assert int(dense_logits(model, torch.tensor(prompt(0, 9)))[-1].argmax()) >= VOCAB
     hand = Hand(model)
     for slot, sampling in enumerate([GREEDY, Sampling(temperature=1.0, seed=3), RANDOM]):
@@ -231,7 +229,7 @@ def test_ids_past_the_tokenizer_are_never_sampled(model: Qwen2ForCausalLM) -> No
     assert max(hand.step(prefill=[chunk(slot, 0, 9) for slot in range(3)])) < VOCAB
 
 
-def test_end_and_stop_tokens_are_masked_until_min_tokens_unless_ends_are_ignored(model: Qwen2ForCausalLM) -> None:
+def test_end_and_stop_tokens_are_masked_until_min_tokens_unless_ends_are_ignored(model: CausalLM) -> None:
     ids = prompt(8, 5)
     likely = int(dense_logits(model, torch.tensor(ids))[-1, :VOCAB].argmax())
     for sampling, is_masked in [
@@ -244,7 +242,7 @@ def test_end_and_stop_tokens_are_masked_until_min_tokens_unless_ends_are_ignored
         assert (hand.step(prefill=[chunk(0, 0, 5)]) != [likely]) == is_masked
 
 
-def test_a_row_with_nan_in_its_cache_is_flagged_and_its_neighbour_is_not(model: Qwen2ForCausalLM) -> None:
+def test_a_row_with_nan_in_its_cache_is_flagged_and_its_neighbour_is_not(model: CausalLM) -> None:
     hand, ids = Hand(model), prompt(9, 5)
     for slot in (0, 1):
         hand.join(slot, ids)
@@ -256,7 +254,7 @@ def test_a_row_with_nan_in_its_cache_is_flagged_and_its_neighbour_is_not(model: 
     assert result.tokens_S[1] == oracle(model, ids, 2)[1]
 
 
-def test_logprobs_come_for_the_rows_that_asked(model: Qwen2ForCausalLM) -> None:
+def test_logprobs_come_for_the_rows_that_asked(model: CausalLM) -> None:
     hand, ids = Hand(model), prompt(10, 7)
     hand.join(0, ids)
     hand.join(1, ids, sampling=Sampling(temperature=0.0, num_logprobs=3))
@@ -270,7 +268,7 @@ def test_logprobs_come_for_the_rows_that_asked(model: Qwen2ForCausalLM) -> None:
     assert result.logprobs[1].logprob == pytest.approx(float(top.values[0]), abs=1e-4)
 
 
-def test_a_chunk_that_is_not_the_last_gives_no_token(model: Qwen2ForCausalLM) -> None:
+def test_a_chunk_that_is_not_the_last_gives_no_token(model: CausalLM) -> None:
     hand = Hand(model)
     hand.join(0, prompt(11, 9))
     assert hand.step(prefill=[chunk(0, 0, 4, last=False)]) == []
@@ -289,7 +287,7 @@ def test_a_chunk_that_is_not_the_last_gives_no_token(model: Qwen2ForCausalLM) ->
     ],
 )
 def test_what_goes_wrong_in_a_step_is_raised_by_its_collect_and_the_runner_goes_on(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[RunnerError]
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[RunnerError]
 ) -> None:
     hand, ids = Hand(model), prompt(12, 6)
     hand.join(0, ids)
@@ -307,9 +305,7 @@ def test_what_goes_wrong_in_a_step_is_raised_by_its_collect_and_the_runner_goes_
     assert hand.step(prefill=[chunk(0, 0, 6)]) == oracle(model, ids, 1)
 
 
-def test_a_real_allocation_that_fails_is_out_of_memory(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_allocation_that_fails_is_out_of_memory(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     hand = Hand(model)
     hand.join(0, prompt(12, 6))
     monkeypatch.setattr(model, "logits", lambda hidden_SD: torch.empty(1 << 55))
@@ -318,7 +314,7 @@ def test_a_real_allocation_that_fails_is_out_of_memory(
         hand.runner.collect()
 
 
-def test_a_plan_without_a_block_for_its_tokens_fails_and_writes_nothing(model: Qwen2ForCausalLM) -> None:
+def test_a_plan_without_a_block_for_its_tokens_fails_and_writes_nothing(model: CausalLM) -> None:
     hand = Hand(model)
     hand.join(0, prompt(13, 6))
     plan = hand.plan(prefill=[chunk(0, 0, 6)])
@@ -328,14 +324,14 @@ def test_a_plan_without_a_block_for_its_tokens_fails_and_writes_nothing(model: Q
     assert bool(hand.runner.kv.k_pool_LPKBH.isnan().all())
 
 
-def test_a_plan_of_joins_alone_is_a_step_without_tokens(model: Qwen2ForCausalLM) -> None:
+def test_a_plan_of_joins_alone_is_a_step_without_tokens(model: CausalLM) -> None:
     hand = Hand(model)
     hand.join(0, prompt(14, 6))
     assert hand.step() == []
     assert hand.step(prefill=[chunk(0, 0, 6)]) == oracle(model, prompt(14, 6), 1)
 
 
-def test_activations_over_the_limit_are_reported_with_step_and_module(model: Qwen2ForCausalLM) -> None:
+def test_activations_over_the_limit_are_reported_with_step_and_module(model: CausalLM) -> None:
     hand = Hand(model, numerics_limit=1e-3)
     hand.join(0, prompt(15, 6))
     hand.step(prefill=[chunk(0, 0, 6)])
@@ -345,7 +341,7 @@ def test_activations_over_the_limit_are_reported_with_step_and_module(model: Qwe
     assert found == [(step, "embed_tokens", NumericFault.OVER_LIMIT) for step in (1, 2)]
 
 
-def test_warm_up_reports_every_step_and_leaves_nothing_behind(model: Qwen2ForCausalLM) -> None:
+def test_warm_up_reports_every_step_and_leaves_nothing_behind(model: CausalLM) -> None:
     hand, progress, ids = Hand(model), [], prompt(16, 10)
     num_steps = warm_up(hand.runner, max_batch_tokens=40, on_progress=lambda *state: progress.append(state))
     assert progress == [(done, num_steps) for done in range(num_steps + 1)]
@@ -355,7 +351,7 @@ def test_warm_up_reports_every_step_and_leaves_nothing_behind(model: Qwen2ForCau
     assert tokens == oracle(model, ids, 2)
 
 
-def test_the_oracle_here_is_the_library_s_where_every_row_may_be_sampled(model: Qwen2ForCausalLM) -> None:
-    whole = Qwen2ForCausalLM.random(CONFIG, seed=2)
+def test_the_oracle_here_is_the_library_s_where_every_row_may_be_sampled(model: CausalLM) -> None:
+    whole = CausalLM.random(CONFIG, seed=2)
     whole.embed_tokens.weight.data[VOCAB:] = 0
     assert oracle(whole, prompt(17, 5), 4) == generate(whole, prompt(17, 5), max_new_tokens=4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM, dense_logits
+from octavo.model import CausalLM, ModelConfig, dense_logits
 from octavo.model.attention.interface import AttentionInputs, get_backend
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.sampling.params import SamplingParams
@@ -20,7 +20,7 @@ from tests.support.worker.scheduling import World, WorldConfig, key
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 120
-CONFIG = Qwen2Config(
+CONFIG = ModelConfig(
     vocab_size=128,
     hidden_size=32,
     intermediate_size=48,
@@ -40,14 +40,14 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(CONFIG, seed=4)
+def model() -> CausalLM:
+    model = CausalLM.random(CONFIG, seed=4)
     for parameter in model.parameters():
         parameter.data *= 8
     return model
 
 
-def world(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int, max_in_flight: int) -> World:
+def world(model: CausalLM, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int, max_in_flight: int) -> World:
     config = WorldConfig(
         num_blocks=num_blocks,
         block_size=4,
@@ -69,7 +69,7 @@ def world(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, *, num_block
     return World(config)
 
 
-def expected(model: Qwen2ForCausalLM, ids: list[int], count: int, sampling: dict[str, Any]) -> list[int]:
+def expected(model: CausalLM, ids: list[int], count: int, sampling: dict[str, Any]) -> list[int]:
     output: list[int] = []
     for _ in range(count):
         logits_V = dense_logits(model, torch.tensor(ids + output))[-1, :VOCAB]
@@ -86,7 +86,7 @@ class Work:
 
 
 @pytest.fixture(scope="module")
-def work(model: Qwen2ForCausalLM) -> Work:
+def work(model: CausalLM) -> Work:
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, 12).tolist()
     prompts = [shared[: rng.integers(4, 13)] + rng.integers(0, VOCAB, rng.integers(1, 8)).tolist() for _ in range(9)]
@@ -108,7 +108,7 @@ def ask_all(here: World, work: Work) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("num_blocks", [11, 64])
 def test_outputs_are_those_of_the_oracle_whatever_the_pool_and_the_pipeline(
-    model: Qwen2ForCausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
+    model: CausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
 ) -> None:
     here = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
     keys = ask_all(here, work)
@@ -122,7 +122,7 @@ def test_outputs_are_those_of_the_oracle_whatever_the_pool_and_the_pipeline(
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("num_blocks", [11, 64])
 def test_callers_that_stop_reading_and_read_on_change_no_token(
-    model: Qwen2ForCausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
+    model: CausalLM, work: Work, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
 ) -> None:
     here = world(model, monkeypatch, num_blocks=num_blocks, max_in_flight=max_in_flight)
     keys = ask_all(here, work)
@@ -139,7 +139,7 @@ def test_callers_that_stop_reading_and_read_on_change_no_token(
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_embeddings_are_the_models_last_hidden_states_among_other_work(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, max_in_flight: int
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, max_in_flight: int
 ) -> None:
     small = world(model, monkeypatch, num_blocks=14, max_in_flight=max_in_flight)
     prompts = {index: np.random.default_rng(index).integers(0, VOCAB, 21 + index).tolist() for index in range(4)}
@@ -169,7 +169,7 @@ WANTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("num_blocks", [12, 64])
 def test_output_i_is_what_a_request_with_seed_plus_i_gives_alone_in_any_company(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_in_flight: int
 ) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, 9 + index).tolist() for index in range(4)]
@@ -192,7 +192,7 @@ def test_output_i_is_what_a_request_with_seed_plus_i_gives_alone_in_any_company(
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_the_whole_model_a_few_positions_at_a_time(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = np.random.default_rng(2).integers(0, VOCAB, 40).tolist()
     here = world(model, monkeypatch, num_blocks=64, max_in_flight=2)
@@ -216,7 +216,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_whole_model_a_few_positi
     assert here.streams[which].finished.cached_tokens == 0
 
 
-def last_hidden(model: Qwen2ForCausalLM, ids: list[int]) -> torch.Tensor:
+def last_hidden(model: CausalLM, ids: list[int]) -> torch.Tensor:
     """hidden_TD of the whole prompt in one step of its own."""
     num_tokens = len(ids)
     kv = KvPool(model.config, 1, num_tokens, model.dtype, model.device)

@@ -20,6 +20,7 @@ from octavo.model.cache_folder import (
     require_writable,
     triton_folder,
 )
+from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.source import resolve_checkpoint
@@ -27,7 +28,6 @@ from octavo.model.config import load_config
 from octavo.model.cpu.native import why_missing
 from octavo.model.dtypes import parse_dtype
 from octavo.model.errors import ConfigError
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.model.numerics import NumericFinding, default_limit
@@ -179,7 +179,7 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     )
 
 
-def _device(config: WorkerConfig, model: Qwen2ForCausalLM) -> str:
+def _device(config: WorkerConfig, model: CausalLM) -> str:
     """The device, and what is out of the ordinary on it."""
     said = spoken(config.quantization, config.kv_cache_dtype, model.config.quantization)
     return str(model.device) + said + (", deterministic" if config.deterministic is Deterministic.ON else "")
@@ -218,7 +218,7 @@ def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
     )
 
 
-def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> Qwen2ForCausalLM:
+def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> CausalLM:
     dtype = parse_dtype(config.dtype)
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
     model_config = load_config(folder)
@@ -250,7 +250,7 @@ def _max_positions(config: WorkerConfig, folder: Path) -> int:
     return (config.max_model_len or describe(folder).max_model_len) + 1
 
 
-def _pool_size(config: WorkerConfig, model: Qwen2ForCausalLM, *, max_model_len: int) -> PoolSize:
+def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> PoolSize:
     needs = memory_needs(
         model,
         block_size=config.block_size,
@@ -272,7 +272,7 @@ def wants_cuda_runner(config: WorkerConfig) -> bool:
 
 
 def _make_cuda_runner(
-    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+    config: WorkerConfig, model: CausalLM, described: Described, max_model_len: int, on_progress: OnProgress
 ) -> WarmRunner:
     from octavo.worker.runners.cuda.loading import make_cuda_runner  # triton: only where it is wanted
 
@@ -280,7 +280,7 @@ def _make_cuda_runner(
 
 
 def _make_torch_runner(
-    config: WorkerConfig, model: Qwen2ForCausalLM, described: Described, max_model_len: int, on_progress: OnProgress
+    config: WorkerConfig, model: CausalLM, described: Described, max_model_len: int, on_progress: OnProgress
 ) -> WarmRunner:
     pool = _pool_size(config, model, max_model_len=max_model_len)
     log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
@@ -304,13 +304,13 @@ def _backend(config: WorkerConfig) -> str:
     return config.attention_backend or DEFAULT_BACKEND
 
 
-def _numerics_limit(config: WorkerConfig, model: Qwen2ForCausalLM) -> float | None:
+def _numerics_limit(config: WorkerConfig, model: CausalLM) -> float | None:
     if config.check_numerics is CheckNumerics.OFF:
         return None
     return config.check_numerics_limit or default_limit(model.dtype)
 
 
-def _fingerprint(config: WorkerConfig, model: Qwen2ForCausalLM) -> bytes:
+def _fingerprint(config: WorkerConfig, model: CausalLM) -> bytes:
     """Workers whose weights are rounded differently must not pass for the same model; nor deterministic ones, which
     promise the same tokens, where their sums are rounded differently."""
     is_deterministic = config.deterministic is Deterministic.ON

@@ -12,8 +12,8 @@ import psutil
 import torch
 
 from octavo.model.attention.kv_pool import kv_block_bytes
-from octavo.model.config import Qwen2Config
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
+from octavo.model.config import ModelConfig
 from octavo.model.layers.linear import Linear
 
 GIB = 1 << 30
@@ -191,7 +191,7 @@ def prefer_huge_pages() -> None:
 
 
 def memory_needs(
-    model: Qwen2ForCausalLM,
+    model: CausalLM,
     *,
     block_size: int,
     max_model_len: int,
@@ -222,18 +222,19 @@ def available_bytes(device: torch.device) -> int:
     return available_host_bytes()
 
 
-def weights_bytes(model: Qwen2ForCausalLM) -> int:
+def weights_bytes(model: CausalLM) -> int:
     """Parameters (shared ones once), buffers and packed copies."""
     tensors = (*model.parameters(), *model.buffers())
     packed_bytes = sum(module.packed_bytes for module in model.modules() if isinstance(module, Linear))
     return packed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def activation_bytes(config: Qwen2Config, *, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
+def activation_bytes(config: ModelConfig, *, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
     """The most that one step holds besides weights and pool, estimated from the shapes that live at the same time:
-    the stream and its copies, QKV with its rotated twin, gate and up with their product, fp32 logits of every row with
-    two temporaries of the sampler."""
+    the stream and its copies, QKV with its rotated twin (and one with normalised heads), gate and up with their
+    product, fp32 logits of every row with two temporaries of the sampler."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    per_token = 6 * config.hidden_size + 4 * heads * config.head_dim + 4 * config.intermediate_size
+    copies = 6 if config.family.has_qk_norm else 4
+    per_token = 6 * config.hidden_size + copies * heads * config.head_dim + 4 * config.intermediate_size
     logits_bytes = max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * torch.float32.itemsize)
     return max_batch_tokens * per_token * dtype.itemsize + logits_bytes

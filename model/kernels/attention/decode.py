@@ -1,7 +1,8 @@
 """Attention of one new token per sequence over its paged context, from the raw QKV product.
 
-One kernel does what follows the QKV multiplication: scale of the RMSNorm (its weight is folded into the matrix), bias,
-RoPE, the write of the new key and value into the cache, and attention of all query heads of a KV head together
+One kernel does what follows the QKV multiplication: scale of the RMSNorm (its weight is folded into the matrix), bias
+and norm of each query and key head (for families that have them: model/families), RoPE, the write of the new key and
+value into the cache, and attention of all query heads of a KV head together
 (GQA, arXiv:2305.13245). Contexts are cut into chunks (model/kernels/attention/decode_work.py, split-KV as in
 Flash-Decoding); the program that finishes a sequence's last chunk combines them, in chunk order, so that the sum does
 not depend on timing.
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits
 from octavo.model.kernels.attention.paged_tile import add_tile, load_tile
+from octavo.model.kernels.attention.rope_write import finished_heads
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
 
 COMBINED_ELEMENTS = 2048  # of partial results that are loaded at once: twice as many double the registers
@@ -77,10 +79,11 @@ def partial_buffers(
 def decode_attention_reference(
     qkv_BC: torch.Tensor,
     x_BD: torch.Tensor,
-    bias_C: torch.Tensor,
+    bias_C: torch.Tensor | None,
     k_pool_PKSH: torch.Tensor,
     v_pool_PKSH: torch.Tensor,
     args: DecodeArgs,
+    qk_norm_2H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The obvious twin in float32, one sequence after the other. Writes the pools too; returns out_BNH, float32."""
     N, K, H = args.num_heads, args.num_kv_heads, args.head_dim
@@ -88,7 +91,7 @@ def decode_attention_reference(
     for b, row in enumerate(args.rows_B.tolist()):
         position = int(args.position_R[row])
         scale = torch.rsqrt(x_BD[b].float().square().mean() + args.eps)
-        heads = (qkv_BC[b].float() * scale + bias_C.float()).view(N + 2 * K, H)
+        heads = finished_heads(qkv_BC[b].float() * scale, bias_C, qk_norm_2H, K, H, args.eps)
         q_NH, k_KH, v_KH = heads[:N], heads[N : N + K], heads[N + K :]
         cos_H, sin_H = args.cos_LH[position].repeat(2), args.sin_LH[position].repeat(2)
 
@@ -155,7 +158,7 @@ def _combined(
 
 @triton.jit
 def _decode_attention_kernel(
-    qkv_BC, x_BD, bias_C, k_pool, v_pool, out_BNH,
+    qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
     table_width, log2_scale, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
@@ -190,13 +193,22 @@ def _decode_attention_kernel(
     q_at = ((kv_head * G + m) * H)[:, None]
     q_mask = is_head[:, None] & (h >= 0)[None, :]
     keys, values, has = load_tile(k_pool, v_pool, table, begin, end, kv_head, K, H, S, TILE)
-    q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    if bias_C is not None:
+        q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
+        q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
 
     scale = _row_scale(x_BD, b, eps, D, WIDTH)
     qkv = qkv_BC + b.to(tl.int64) * C
-    q = tl.load(qkv + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale + q_bias
-    q_other = tl.load(qkv + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale + q_other_bias
+    q = tl.load(qkv + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale
+    if bias_C is not None:
+        q += q_bias
+    q_other = tl.load(qkv + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale
+    if bias_C is not None:
+        q_other += q_other_bias
+    if qk_norm_2H is not None:
+        q_inverse = (1.0 / tl.sqrt(tl.sum(q * q, 1) / H + eps))[:, None]
+        q = q * q_inverse * tl.load(qk_norm_2H + h).to(tl.float32)[None, :]
+        q_other = q_other * q_inverse * tl.load(qk_norm_2H + other_h).to(tl.float32)[None, :]
     q = (_turned(q, q_other, cos[None, :], sin[None, :]) * log2_scale).to(element)
     most = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -205,11 +217,21 @@ def _decode_attention_kernel(
     if chunk == num_chunks - 1:
         k_at = (N + kv_head) * H
         v_at = (N + K + kv_head) * H
-        k = tl.load(qkv + k_at + h).to(tl.float32) * scale + tl.load(bias_C + k_at + h).to(tl.float32)
+        k = tl.load(qkv + k_at + h).to(tl.float32) * scale
+        if bias_C is not None:
+            k += tl.load(bias_C + k_at + h).to(tl.float32)
         k_other = tl.load(qkv + k_at + other_h).to(tl.float32) * scale
-        k_other += tl.load(bias_C + k_at + other_h).to(tl.float32)
+        if bias_C is not None:
+            k_other += tl.load(bias_C + k_at + other_h).to(tl.float32)
+        if qk_norm_2H is not None:
+            k_inverse = 1.0 / tl.sqrt(tl.sum(k * k, 0) / H + eps)
+            k = k * k_inverse * tl.load(qk_norm_2H + H + h).to(tl.float32)
+            k_other = k_other * k_inverse * tl.load(qk_norm_2H + H + other_h).to(tl.float32)
         k = _turned(k, k_other, cos, sin).to(cached)
-        v = (tl.load(qkv + v_at + h).to(tl.float32) * scale + tl.load(bias_C + v_at + h).to(tl.float32)).to(cached)
+        new_value = tl.load(qkv + v_at + h).to(tl.float32) * scale
+        if bias_C is not None:
+            new_value += tl.load(bias_C + v_at + h).to(tl.float32)
+        v = new_value.to(cached)
         block = tl.load(table + position // S).to(tl.int64)
         at = ((block * K + kv_head) * S + position % S) * H + h
         tl.store(k_pool + at, k)
@@ -244,15 +266,17 @@ def _decode_attention_kernel(
 def decode_attention(
     qkv_BC: torch.Tensor,
     x_BD: torch.Tensor,
-    bias_C: torch.Tensor,
+    bias_C: torch.Tensor | None,
     k_pool_PKSH: torch.Tensor,
     v_pool_PKSH: torch.Tensor,
     out_BNH: torch.Tensor,
     args: DecodeArgs,
+    qk_norm_2H: torch.Tensor | None = None,
 ) -> None:
     """Write the new keys and values and put the attention of each sequence's new token into out_BNH.
 
-    qkv_BC: x_BD @ W^T with the norm's weight in W, without scale and bias. args.work is planned for these rows. All of
+    qkv_BC: x_BD @ W^T with the norm's weight in W, without scale and bias. bias_C, qk_norm_2H: None where the family
+    has none; the norm's weights are those of queries, then of keys. args.work is planned for these rows. All of
     one dtype (float32, float16, bfloat16), but for pools of e4m3. Raises ValueError where a tensor does not fit.
     """
     (B,) = args.rows_B.shape
@@ -260,14 +284,17 @@ def decode_attention(
     dtype, S = qkv_BC.dtype, k_pool_PKSH.shape[2]
     check_tensor("qkv_BC", qkv_BC, shape=(B, (N + 2 * K) * H), dtype=dtype)
     check_tensor("x_BD", x_BD, shape=(B, None), dtype=dtype)
-    check_tensor("bias_C", bias_C, shape=((N + 2 * K) * H,), dtype=dtype)
+    if bias_C is not None:
+        check_tensor("bias_C", bias_C, shape=((N + 2 * K) * H,), dtype=dtype)
+    if qk_norm_2H is not None:
+        check_tensor("qk_norm_2H", qk_norm_2H, shape=(2, H), dtype=dtype)
     check_pools(k_pool_PKSH, v_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("out_BNH", out_BNH, shape=(B, N, H), dtype=dtype)
     if N % K or H & (H - 1) or H < 16:
         raise ValueError(f"{N} heads over {K} KV heads of {H}: need whole groups and a power of two from 16")
     work, D, tiles, group = args.work, x_BD.shape[1], args.tiles, max(16, next_power_of_2(N // K))
     _decode_attention_kernel[(work.limits.capacity(B), K)](
-        qkv_BC, x_BD, bias_C, k_pool_PKSH, v_pool_PKSH, out_BNH,
+        qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool_PKSH, v_pool_PKSH, out_BNH,
         args.table_RM, args.cos_LH, args.sin_LH,
         work.count_1, work.item_W8, work.arrived_BK, args.partial_out, args.partial_ml,
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,

@@ -3,13 +3,13 @@
 import torch
 
 from bench.cpu.step import CpuStep, measure
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.layers.linear import Linear
 from tests.support.model.checkpoints import tiny_config
 
 
-def tiny() -> Qwen2ForCausalLM:
-    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(tiny_config()), seed=0, dtype=torch.bfloat16)
+def tiny() -> CausalLM:
+    model = CausalLM.random(ModelConfig.from_dict(tiny_config()), seed=0, dtype=torch.bfloat16)
     model.pack_weights()
     return model
 

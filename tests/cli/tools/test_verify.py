@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from octavo.cli.tools.verify import Served, compare_served
+from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.cpu.native import native_library
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
 from octavo.model.layers.linear import FormatUnavailable
 from octavo.model.layers.rope import Rope
 from octavo.model.verify.served import MISTAKE, ServedRow
@@ -25,6 +25,7 @@ from octavo.worker.runners.torch.runner import TorchRunner
 from octavo.worker.scheduler.plan import StepPlan
 from tests.support.model.checkpoints import write_tiny_checkpoint
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
+from tests.support.model.qwen3 import write_qwen3
 
 HALF, WIDE = "bfloat16", "float32"
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
@@ -55,10 +56,10 @@ def red(rows: list[ServedRow]) -> dict[str, set[str]]:
     return found
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, dtype: str, damage: Callable[[Qwen2ForCausalLM], None]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, dtype: str, damage: Callable[[CausalLM], None]) -> None:
     """Whatever a worker loads in this dtype is damaged before it is packed."""
 
-    def load(*arguments: Any, **options: Any) -> Qwen2ForCausalLM:
+    def load(*arguments: Any, **options: Any) -> CausalLM:
         model = load_model(*arguments, **options)
         if str(model.dtype) == f"torch.{dtype}":
             damage(model)
@@ -67,7 +68,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, dtype: str, damage: Callable[[Qwen2Fo
     monkeypatch.setattr(runner_loading, "load_model", load)
 
 
-def scale_queries(model: Qwen2ForCausalLM, factor: float) -> None:
+def scale_queries(model: CausalLM, factor: float) -> None:
     """What a wrong scale of attention does: queries of another length."""
     for layer in model.decoder_layers:
         attention = layer.self_attn.qkv_proj
@@ -76,12 +77,12 @@ def scale_queries(model: Qwen2ForCausalLM, factor: float) -> None:
             tensor[:queries] = (tensor[:queries].float() * factor).to(tensor.dtype)
 
 
-def scale_outputs(model: Qwen2ForCausalLM, factor: float) -> None:
+def scale_outputs(model: CausalLM, factor: float) -> None:
     for layer in model.decoder_layers:
         layer.mlp.down_proj.weight.data.mul_(factor)
 
 
-def raise_epsilon(model: Qwen2ForCausalLM) -> None:
+def raise_epsilon(model: CausalLM) -> None:
     for module in model.modules():
         if hasattr(module, "epsilon"):
             module.epsilon = 1e-4
@@ -142,7 +143,7 @@ def test_packed_checkpoints_are_judged_against_their_own_weights(tmp_path: Path)
     ],
 )
 def test_a_small_mistake_in_one_dtype_alone_is_red_there_and_only_there(
-    name: str, damage: Callable[[Qwen2ForCausalLM], None], dtype: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, damage: Callable[[CausalLM], None], dtype: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, dtype, damage)
     found = red(compare(resolve_checkpoint("folio-chat") if name == "folio-chat" else tiny))
@@ -151,16 +152,16 @@ def test_a_small_mistake_in_one_dtype_alone_is_red_there_and_only_there(
 
 
 def test_packed_products_that_are_half_as_large_again_are_red(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = Qwen2ForCausalLM.pack_weights
+    pack = CausalLM.pack_weights
 
-    def pack_wrongly(model: Qwen2ForCausalLM, *arguments: Any) -> None:
+    def pack_wrongly(model: CausalLM, *arguments: Any) -> None:
         if model.dtype == torch.bfloat16:
             for layer in model.decoder_layers:
                 layer.mlp.down_proj.weight.data.mul_(1.5)
                 layer.self_attn.o_proj.weight.data.mul_(1.5)
         pack(model, *arguments)
 
-    monkeypatch.setattr(Qwen2ForCausalLM, "pack_weights", pack_wrongly)
+    monkeypatch.setattr(CausalLM, "pack_weights", pack_wrongly)
     found = red(compare(tiny))
     assert {"a long prompt", "decodes", "far positions"} <= found[HALF]
     assert found[WIDE] == set()
@@ -197,9 +198,9 @@ def test_deterministic_mode_that_rounds_by_the_batch_is_red(tmp_path: Path, monk
     same = [row for row in rows if row.check == "the same bits"]
     assert len(same) == 2
     assert all(row.is_ok and row.error == 0 and row.num_values for row in same)
-    logits = Qwen2ForCausalLM.logits
+    logits = CausalLM.logits
     monkeypatch.setattr(
-        Qwen2ForCausalLM,
+        CausalLM,
         "logits",
         lambda model, hidden_SD: logits(model, hidden_SD * (1 + 1e-6 * (len(hidden_SD) > 1))),
     )
@@ -218,3 +219,24 @@ def test_a_folder_without_a_tokenizer_is_refused_as_a_worker_refuses_it(tiny: Pa
     (folder / "tokenizer.json").unlink()
     with pytest.raises(Exception, match=r"there is no tokenizer\.json"):
         compare(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}, {"deterministic": Deterministic.ON}],
+    ids=["plain", "int8", "fp8 cache", "deterministic"],
+)
+@needs_compiler
+def test_qwen3_passes_in_every_way_that_it_is_served(tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = compare(write_qwen3(tmp_path, dtype=torch.bfloat16), **options)
+    assert {row.label.rpartition(" ")[2] for row in rows} == {HALF, WIDE}
+    assert not any(red(rows).values())
+
+
+def test_qwen3_without_the_norm_of_its_queries_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget_norm(model: CausalLM) -> None:
+        for layer in model.decoder_layers:
+            layer.self_attn.q_norm = None
+
+    plant(monkeypatch, WIDE, forget_norm)
+    assert red(compare(write_qwen3(tmp_path, dtype=torch.bfloat16)))[WIDE]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu.layer import LayerRest
@@ -21,8 +21,8 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 def fused(wanted: WeightFormat, **config: int) -> DecoderLayer:
     """The first layer of a small model, which has been packed and fused."""
-    small = Qwen2Config.from_dict(tiny_config() | config)
-    model = Qwen2ForCausalLM.random(small, seed=1, dtype=torch.bfloat16)
+    small = ModelConfig.from_dict(tiny_config() | config)
+    model = CausalLM.random(small, seed=1, dtype=torch.bfloat16)
     model.pack_weights(wanted)
     return model.decoder_layers[0]
 
@@ -54,8 +54,8 @@ def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_step_of_a_packed_model_goes_through_it() -> None:
-    config = Qwen2Config.from_dict(tiny_config() | {"hidden_size": 128, "intermediate_size": 256})
-    model = Qwen2ForCausalLM.random(config, seed=1, dtype=torch.bfloat16)
+    config = ModelConfig.from_dict(tiny_config() | {"hidden_size": 128, "intermediate_size": 256})
+    model = CausalLM.random(config, seed=1, dtype=torch.bfloat16)
     model.pack_weights()
     outs = []
     for is_fused in (True, False):

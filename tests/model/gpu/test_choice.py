@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import Qwen2Config
+from octavo.model import ModelConfig
 from octavo.model.gpu.autotune import (
     FACTORS,
     Narrow,
@@ -23,7 +23,7 @@ from octavo.model.gpu.autotune import (
 from octavo.model.gpu.small_batch_layers import cuts_of
 from octavo.model.kernels.small_batch.launch import Cut
 
-CONFIG = Qwen2Config.from_dict(
+CONFIG = ModelConfig.from_dict(
     {
         "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2,
         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
@@ -35,6 +35,16 @@ CONFIG = Qwen2Config.from_dict(
 def test_without_timings_the_smallest_batches_go_the_narrow_way() -> None:
     paths = Paths(candidates(CONFIG), None, {})
     assert [type(paths.path(size)) for size in (1, 2, 3, 8, 64)] == [Narrow, Narrow, Wide, Wide, Wide]
+
+
+def test_a_family_whose_heads_are_normalised_never_goes_the_narrow_way() -> None:
+    raw = {"head_dim": 64, "model_type": "qwen3"}
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = ModelConfig.from_dict(raw | {name: getattr(CONFIG, name) for name in shape})
+    paths = Paths(candidates(config), None, {1: "narrow-half", 16: "split-16"})
+    assert paths.names == {16: "split-16"}
+    assert [type(paths.path(size)) for size in (1, 2, 3, 16, 64)] == [Wide, Wide, Split, Split, Wide]
+    assert list(paths.try_all(1)) == ["wide"]
 
 
 def test_what_was_kept_decides_and_unknown_names_do_not() -> None:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu import layers
 from octavo.model.gpu.layers import LayerBuffers, run_layers
 from octavo.model.gpu.weights import GpuWeights
@@ -24,7 +24,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("num_tokens", [5, 130])
 def test_both_ways_through_the_layers_give_the_same_stream(num_tokens: int) -> None:
-    model = Qwen2ForCausalLM.random(Qwen2Config.from_dict(CONFIG), seed=1, dtype=DTYPE, device=DEVICE)
+    model = CausalLM.random(ModelConfig.from_dict(CONFIG), seed=1, dtype=DTYPE, device=DEVICE)
     weights = GpuWeights.take(model, max_positions=64)
     x_TD = torch.randn(num_tokens, 128, device=DEVICE).to(DTYPE)
     attended_TNH = torch.randn(num_tokens, 2, 64, device=DEVICE).to(DTYPE)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import KvPool, Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, KvPool, ModelConfig
 from octavo.model.attention.interface import get_backend, make_inputs
 from octavo.model.gpu.autotune import Narrow, Wide
 from octavo.model.gpu.decode_step import DecodeStep
@@ -24,7 +24,7 @@ from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12
-CONFIG = Qwen2Config.from_dict(
+CONFIG = ModelConfig.from_dict(
     {
         "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
@@ -37,8 +37,8 @@ def ints(values: object) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.int32)).to(DEVICE)
 
 
-def random_model() -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM.random(CONFIG, seed=1, dtype=torch.float32, device=DEVICE)
+def random_model() -> CausalLM:
+    return CausalLM.random(CONFIG, seed=1, dtype=torch.float32, device=DEVICE)
 
 
 def linears(layer: DecoderLayer) -> list[tuple[Linear, torch.Tensor | None]]:
@@ -51,7 +51,7 @@ def linears(layer: DecoderLayer) -> list[tuple[Linear, torch.Tensor | None]]:
     ]
 
 
-def prepare(kind: str) -> tuple[Qwen2ForCausalLM, WeightFormat, Qwen2ForCausalLM]:
+def prepare(kind: str) -> tuple[CausalLM, WeightFormat, CausalLM]:
     """A model, how its weights are taken, and a model of floats that computes the same."""
     model, floats = random_model(), random_model()
     for layer, twin in zip(model.decoder_layers, floats.decoder_layers, strict=True):
@@ -70,7 +70,7 @@ def prepare(kind: str) -> tuple[Qwen2ForCausalLM, WeightFormat, Qwen2ForCausalLM
     return model, {"fp8": WeightFormat.FP8, "int8": WeightFormat.INT8}.get(kind, WeightFormat.BF16), floats
 
 
-def expected_logits(model: Qwen2ForCausalLM, ids: list[int], kv_dtype: torch.dtype) -> torch.Tensor:
+def expected_logits(model: CausalLM, ids: list[int], kv_dtype: torch.dtype) -> torch.Tensor:
     kv = KvPool(model.config, 20, S, kv_dtype, DEVICE)
     positions, inputs = make_inputs([list(range(20))], [0], [len(ids)], block_size=S, device=DEVICE)
     ids_T = torch.tensor(ids, device=DEVICE)
@@ -95,9 +95,9 @@ def test_steps_over_a_cache_of_e4m3(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def check_steps(
-    model: Qwen2ForCausalLM,
+    model: CausalLM,
     weight_format: WeightFormat,
-    floats: Qwen2ForCausalLM,
+    floats: CausalLM,
     *,
     few_tokens: int,
     kv_dtype: torch.dtype,

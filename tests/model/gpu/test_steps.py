@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import KvPool, Qwen2Config, Qwen2ForCausalLM, generate
+from octavo.model import CausalLM, KvPool, ModelConfig, generate
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
@@ -20,6 +20,7 @@ CONFIG = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN3 = {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False}
 NOT_ON_DEVICE = pytest.mark.skipif(DEVICE == "cuda", reason="a device takes this path with 16-bit weights only")
 
 
@@ -30,7 +31,7 @@ def ints(values: object) -> torch.Tensor:
 class Device:
     """Steps over a random model: rows 0 … 4, tables of random blocks, every block NaN until written."""
 
-    def __init__(self, model: Qwen2ForCausalLM, path: str) -> None:
+    def __init__(self, model: CausalLM, path: str) -> None:
         P = 5 * M + 1
         self.kv = KvPool(model.config, P, S, model.dtype, DEVICE)
         for pool in (*self.kv.k_pools, *self.kv.v_pools):
@@ -75,14 +76,16 @@ class Device:
     [
         ("wide", {}),
         ("wide", {"tie_word_embeddings": False}),
+        ("wide", QWEN3),
         pytest.param("split-16", {}, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
+        pytest.param("split-16", QWEN3, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
         pytest.param("narrow", {}, marks=pytest.mark.slow),
         pytest.param("narrow-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, object]) -> None:
-    config = Qwen2Config.from_dict(CONFIG | changes)
-    model = Qwen2ForCausalLM.random(config, seed=1, dtype=torch.float32, device=DEVICE)
+    config = ModelConfig.from_dict(CONFIG | changes)
+    model = CausalLM.random(config, seed=1, dtype=torch.float32, device=DEVICE)
     with torch.no_grad():
         model.norm.weight += torch.randn_like(model.norm.weight) * 0.2
         for layer in model.decoder_layers:

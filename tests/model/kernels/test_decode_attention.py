@@ -78,23 +78,29 @@ def make_case(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, 
         (20, 1, 32, [90], torch.float32),
     ],
 )
-def test_decode_attention_equals_its_twin(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True)], ids=["bias", "norm of heads"])
+def test_decode_attention_equals_its_twin(
+    N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, has_bias: bool, has_norm: bool
+) -> None:
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("the interpreter multiplies bfloat16 as integers")
     torch.manual_seed(0)
     (qkv, x, bias), (k_pool, v_pool), args = make_case(N, K, H, positions, dtype)
+    bias = bias if has_bias else None
+    norm = torch.randn(2, H, device=DEVICE).to(dtype) if has_norm else None
     pools = k_pool.cpu().clone(), v_pool.cpu().clone()
     out = torch.full((len(positions), N, H), float("nan"), dtype=dtype, device=DEVICE)
     for _ in range(2):  # the second launch finds the counters as the first left them
         plan_work(args.rows_B, args.position_R, args.work)
-        decode_attention(qkv, x, bias, k_pool, v_pool, out, args)
+        decode_attention(qkv, x, bias, k_pool, v_pool, out, args, norm)
     twin_args = DecodeArgs(
         **{
             name: value.cpu() if isinstance(value := getattr(args, name), torch.Tensor) else value
             for name in DecodeArgs.__dataclass_fields__
         }
     )
-    expected = decode_attention_reference(qkv.cpu(), x.cpu(), bias.cpu(), *pools, twin_args)
+    bias, norm = (None if tensor is None else tensor.cpu() for tensor in (bias, norm))
+    expected = decode_attention_reference(qkv.cpu(), x.cpu(), bias, *pools, twin_args, norm)
     limit = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu().float(), expected, atol=limit, rtol=limit)
     for pool, twin in zip((k_pool, v_pool), pools, strict=True):

@@ -43,7 +43,8 @@ def pools_and_table(R: int, M: int, K: int, S: int, H: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (3, 3, 128), (8, 1, 32)])
-def test_rope_write_equals_its_twin(N: int, K: int, H: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True), (True, True), (False, False)])
+def test_rope_write_equals_its_twin(N: int, K: int, H: int, dtype: torch.dtype, has_bias: bool, has_norm: bool) -> None:
     torch.manual_seed(0)
     T, D, S = 9, 40, 16
     k_pool, v_pool, table = pools_and_table(4, 3, K, S, H, dtype)
@@ -54,8 +55,13 @@ def test_rope_write_equals_its_twin(N: int, K: int, H: int, dtype: torch.dtype) 
     device_pools = [pool.clone().to(DEVICE) for pool in (k_pool, v_pool)]
     q = torch.full((T, N, H), float("nan"), dtype=dtype, device=DEVICE)
     shared = (rows, positions, table, angle.cos(), angle.sin())
-    rope_write(*(t.to(DEVICE) for t in (qkv, x, bias, q)), *device_pools, *(t.to(DEVICE) for t in shared), 1e-6)
-    expected = rope_write_reference(qkv, x, bias, k_pool, v_pool, *shared, 1e-6)
+    norm = torch.randn(2, H).to(dtype)
+    optional = (bias if has_bias else None, norm if has_norm else None)
+    bias_here, norm_here = (None if t is None else t.to(DEVICE) for t in optional)
+    rope_write(
+        qkv.to(DEVICE), x.to(DEVICE), bias_here, q, *device_pools, *(t.to(DEVICE) for t in shared), 1e-6, norm_here
+    )
+    expected = rope_write_reference(qkv, x, optional[0], k_pool, v_pool, *shared, 1e-6, optional[1])
     close(q, expected, dtype)
     close(device_pools[0], k_pool, dtype)
     close(device_pools[1], v_pool, dtype)

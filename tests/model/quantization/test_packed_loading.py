@@ -11,6 +11,7 @@ from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.errors import CheckpointError, ConfigError
 from octavo.model.quantization.grouped import GroupedWeight
+from tests.support.model.checkpoints import QWEN3
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, change_config, write_packed_checkpoint
 
 G32 = {"group_size": 32}
@@ -26,6 +27,7 @@ LAYOUTS = {
         {"plain": ("down_proj", "k_proj")},
     ),
     "untied": (GPTQ_CONFIG | G32, {"tie_word_embeddings": False}),
+    "qwen3": (GPTQ_CONFIG | G32, QWEN3),
 }
 
 

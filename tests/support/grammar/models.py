@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM, load_model
+from octavo.model import CausalLM, ModelConfig, load_model
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
 from octavo.worker.loading.model_card import describe
@@ -20,7 +20,7 @@ from tests.support.grammar.rig import GrammarRig
 from tests.support.model.checkpoints import train_tokenizer
 
 BLOCK_SIZE = 16
-TINY = Qwen2Config(
+TINY = ModelConfig(
     vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, tie_word_embeddings=True,
 )  # fmt: skip
@@ -30,7 +30,7 @@ TINY = Qwen2Config(
 class Speaker:
     """A tokenizer, and how to make runners for it. model None: the oracle."""
 
-    model: Qwen2ForCausalLM | None
+    model: CausalLM | None
     files: dict[str, bytes]
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -101,7 +101,7 @@ def tiny_speaker() -> Speaker:
     tokenizer = train_tokenizer(320)
     files = {"tokenizer.json": tokenizer.to_str().encode()}
     end = (int(tokenizer.token_to_id("<|im_end|>")),)
-    return Speaker(Qwen2ForCausalLM.random(TINY, seed=4), files, tokenizer.get_vocab_size(), end)
+    return Speaker(CausalLM.random(TINY, seed=4), files, tokenizer.get_vocab_size(), end)
 
 
 def folder_speaker(folder: Path) -> Speaker:

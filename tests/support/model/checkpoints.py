@@ -25,8 +25,11 @@ TRAINING_TEXT = (
 )
 
 
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+
+
 def tiny_config(**changes: object) -> dict[str, object]:
-    """config.json of a Qwen2 model of about 0.2 M parameters; `changes` replace entries."""
+    """config.json of a Qwen2 model of about 0.2 M parameters; `changes` replace entries (`QWEN3`: another family)."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -84,7 +87,10 @@ def random_tensors(config: dict[str, object], seed: int) -> dict[str, torch.Tens
         prefix = f"model.layers.{layer}."
         for name, rows in (("q", N * H), ("k", K * H), ("v", K * H)):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, D, std=D**-0.5)
-            tensors[f"{prefix}self_attn.{name}_proj.bias"] = normal(rows, std=0.3)
+            if config["model_type"] == "qwen2":
+                tensors[f"{prefix}self_attn.{name}_proj.bias"] = normal(rows, std=0.3)
+            elif name != "v":
+                tensors[f"{prefix}self_attn.{name}_norm.weight"] = 1 + normal(H, std=0.3)
         tensors[prefix + "self_attn.o_proj.weight"] = normal(D, N * H, std=2 * (N * H) ** -0.5)
         tensors[prefix + "mlp.gate_proj.weight"] = normal(I, D, std=D**-0.5)
         tensors[prefix + "mlp.up_proj.weight"] = normal(I, D, std=D**-0.5)

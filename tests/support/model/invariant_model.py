@@ -2,9 +2,9 @@
 
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 
-CONFIG = Qwen2Config(
+CONFIG = ModelConfig(
     vocab_size=330,
     hidden_size=96,
     intermediate_size=160,
@@ -17,9 +17,9 @@ CONFIG = Qwen2Config(
 )
 
 
-def random_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
+def random_model(dtype: torch.dtype) -> CausalLM:
     """Logits that differ clearly."""
-    model = Qwen2ForCausalLM.random(CONFIG, seed=1, dtype=dtype)
+    model = CausalLM.random(CONFIG, seed=1, dtype=dtype)
     for parameter in model.parameters():
         parameter.data *= 3
     return model

@@ -9,7 +9,7 @@ from transformers import Qwen2Config as TransformersConfig
 from transformers import Qwen2ForCausalLM as TransformersQwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.checkpoint.weight_names import destinations
 
 VOCAB = 1000
@@ -54,7 +54,7 @@ def raw_config(shape: str, **changes: Any) -> dict[str, Any]:
 class Pair:
     """The same weights twice; transformers' model shares our memory."""
 
-    ours: Qwen2ForCausalLM
+    ours: CausalLM
     theirs: Any
 
     def their_logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ class Pair:
 
 def make_pair(raw: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pair:
     """Random weights by a seed in both implementations."""
-    ours = Qwen2ForCausalLM.random(Qwen2Config.from_dict(raw), seed=seed, dtype=dtype)
+    ours = CausalLM.random(ModelConfig.from_dict(raw), seed=seed, dtype=dtype)
     config = TransformersConfig(**raw, attn_implementation="sdpa")
     with torch.device("meta"):
         theirs = TransformersQwen2(config)

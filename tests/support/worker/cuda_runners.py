@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.model import Qwen2Config, Qwen2ForCausalLM
+from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu.weights import GpuWeights
 from octavo.wire.messages import Sampling
 from octavo.worker.config import Deterministic
@@ -26,7 +26,7 @@ from tests.support.worker.scheduling import World, WorldConfig
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 120
 BLOCK = 4
-CONFIG = Qwen2Config(
+CONFIG = ModelConfig(
     vocab_size=128,
     hidden_size=64,
     intermediate_size=96,
@@ -50,16 +50,16 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def random_model(config: Qwen2Config, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+def random_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
     """Logits that differ clearly, outputs that vary."""
-    model = Qwen2ForCausalLM.random(config, seed=4, dtype=dtype, device=DEVICE)
+    model = CausalLM.random(config, seed=4, dtype=dtype, device=DEVICE)
     for parameter in model.parameters():
         parameter.data *= 8 if config.hidden_size < 100 else 3
     return model
 
 
 def twins(
-    model_config: Qwen2Config = CONFIG,
+    model_config: ModelConfig = CONFIG,
     *,
     num_blocks: int = 64,
     max_slots: int = 4,
@@ -84,7 +84,7 @@ def twins(
 
 
 def cuda_runner(
-    model_config: Qwen2Config,
+    model_config: ModelConfig,
     limits: Limits,
     *,
     launching: Launching = Launching.EAGER,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import structlog
 import torch
 
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 from octavo.model.gpu.weights import GpuWeights
 from octavo.worker.config import WorkerConfig
 from octavo.worker.loading.loader import cache_dtype, weight_format
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 def make_cuda_runner(
     config: WorkerConfig,
-    model: Qwen2ForCausalLM,
+    model: CausalLM,
     described: Described,
     *,
     max_model_len: int,

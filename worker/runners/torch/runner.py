@@ -19,7 +19,7 @@ import torch
 from octavo.model.attention.interface import AttentionInputs, get_backend
 from octavo.model.attention.invariant import InvariantAttention
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.families.qwen2 import Qwen2ForCausalLM
+from octavo.model.causal_lm import CausalLM
 from octavo.model.numerics import NumericFinding, NumericsWatch
 from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.row_by_row import EachRowSampler
@@ -152,9 +152,7 @@ class _Held:
 class TorchRunner:
     """Implements `worker.runners.interface.Runner`."""
 
-    def __init__(
-        self, model: Qwen2ForCausalLM, config: TorchRunnerConfig, *, on_numerics: OnNumerics | None = None
-    ) -> None:
+    def __init__(self, model: CausalLM, config: TorchRunnerConfig, *, on_numerics: OnNumerics | None = None) -> None:
         self.max_in_flight = config.max_in_flight
         self.config = config
         self._model = model

@@ -1,0 +1,159 @@
+"""A dense language model of any served family: embedding, decoder layers, final norm, head.
+
+Legend: T tokens in this step · S sampled or wanted rows · D model dim · V vocabulary.
+Must not know: files, requests, who owns a block, how tokens are chosen.
+"""
+
+from enum import Enum
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from octavo.model.attention.interface import AttentionBackend, AttentionInputs
+from octavo.model.attention.kv_pool import KvPool, WriteRows
+from octavo.model.checkpoint.fingerprint import fingerprint
+from octavo.model.config import ModelConfig
+from octavo.model.layers.decoder import DecoderLayer, RmsNorm, StepContext
+from octavo.model.layers.linear import Linear, WeightFormat
+from octavo.model.layers.rope import Rope
+
+
+class LayerMatrices(Enum):
+    """Whether the layers' matrices have memory from the start, or only shapes until somebody gives them some."""
+
+    ALLOCATED = "allocated"
+    DEFERRED = "deferred"
+
+
+class Embedding(nn.Module):
+    """A row of the weight per token id."""
+
+    def __init__(self, weight_VD: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_VD, requires_grad=False)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """ids_T: any integer dtype."""
+        return F.embedding(ids_T, self.weight)
+
+
+class CausalLM(nn.Module):
+    """The model with uninitialised weights: `load_model` fills them from a checkpoint, `random` by a seed.
+
+    fingerprint: 32 bytes that name config, dtype and weights (model/checkpoint/fingerprint.py); empty until the weights
+    are set.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layer_matrices: LayerMatrices = LayerMatrices.ALLOCATED,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.fingerprint = b""
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def make_in_layer(*shape: int) -> torch.Tensor:
+            is_deferred = layer_matrices is LayerMatrices.DEFERRED and len(shape) == 2
+            return torch.empty(shape, dtype=dtype, device="meta" if is_deferred else device)
+
+        self.embed_tokens = Embedding(make(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(DecoderLayer(config, make_in_layer) for _ in range(config.num_hidden_layers))
+        self.norm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
+        self.lm_head = Linear(make(config.vocab_size, config.hidden_size))
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rope = Rope(config, dtype, self.device)
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> "CausalLM":
+        """Weights drawn by a seed (model/causal_lm.py); the same seed gives the same fp32 values
+        before they are rounded to the dtype."""
+
+        model = cls(config, dtype=dtype, device=device)
+        fill_random(model, seed=seed)
+        return model
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """`layers`, typed."""
+        return [cast(DecoderLayer, layer) for layer in self.layers]
+
+    def forward(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        kv: KvPool,
+        inputs: AttentionInputs,
+        backend: AttentionBackend,
+        wanted_S: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step: prefill chunks and decodes in one batch, as `inputs` lays them out.
+
+        ids_T, positions_T: any integer dtype. Writes the keys and values of all tokens with a slot into `kv`.
+        Returns hidden_TD after the final norm, in the model's dtype; only the rows wanted_S (int64) where these are
+        given, and then the last layer computes nothing but keys and values for the others.
+        """
+        step = StepContext(
+            angles=self.rope.angles(positions_T),
+            write_rows=WriteRows.from_slots(inputs.slot_mapping_T, kv.block_size),
+            inputs=inputs,
+            backend=backend,
+        )
+        hidden_TD = self.embed_tokens(ids_T)
+        for layer, k_pool_PKBH, v_pool_PKBH in zip(self.layers, kv.k_pools, kv.v_pools, strict=True):
+            wanted = wanted_S if layer is self.layers[-1] else None
+            hidden_TD = layer(hidden_TD, k_pool_PKBH, v_pool_PKBH, step, wanted)
+        return self.norm(hidden_TD)
+
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """hidden_SD: rows of what `forward` gave. Returns float32 logits_SV."""
+        return self.lm_head.wide(hidden_SD)
+
+    def pack_weights(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
+        """Lay every matrix out as the device likes it best. Once, after loading; the weights may not be read after.
+        Raises model.layers.linear.FormatUnavailable."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(wanted)
+        for layer in self.decoder_layers:
+            layer.fuse()
+
+
+# Random weights by a seed, for tests, benchmarks and examples that have no checkpoint.
+#
+# Must not know: checkpoints.
+
+
+VECTOR_DEVIATION = 0.1
+
+
+def fill_random(model: CausalLM, *, seed: int) -> None:
+    """Matrices from N(0, 1 / columns), so that activations stay near 1 and attention is not flat whatever the shape;
+    biases from N(0, 0.1²) and norm weights from N(1, 0.1²), so that one that is left out shows.
+    Drawn in fp32 on the CPU, in the order of `named_parameters`."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        deviation = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else VECTOR_DEVIATION
+        values = torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator)
+        if name.endswith("norm.weight"):
+            values += 1.0
+        parameter.data.copy_(values)
+    model.fingerprint = fingerprint(model)

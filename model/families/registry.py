@@ -1,0 +1,23 @@
+"""Every family that is served, by the name that config.json gives it.
+
+Must not know: what tells one from another.
+"""
+
+from octavo.model.config_fields import ConfigFields
+from octavo.model.errors import ConfigError
+from octavo.model.families.interface import Family
+from octavo.model.families.qwen2 import QWEN2
+from octavo.model.families.qwen3 import QWEN3
+
+FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3)}
+
+
+def family_of(fields: ConfigFields) -> Family:
+    """The family of a config.json. Raises ConfigError naming what is served, for any other."""
+    fields.must_be_one_of("model_type", tuple(FAMILIES))
+    family = FAMILIES[fields.text("model_type")]
+    if fields.has("architectures"):
+        named = fields.value("architectures")
+        if not isinstance(named, list) or family.architecture not in named:
+            raise ConfigError("architectures", f"{named!r} does not name {family.architecture}")
+    return family
