@@ -35,7 +35,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         "runners": {"scheduler"},
         "runners/oracle": {"loading", "runners", "scheduler"},
         "runners/torch": {"runners", "scheduler"},
-        "runners/cuda": {"loading", "runners", "runners/torch", "scheduler"},
+        "runners/cuda": {"loading", "runners", "scheduler"},
         "loading": {"runners", "runners/oracle", "runners/torch", "runners/cuda", "scheduler"},
     },
     "gateway": {

@@ -30,7 +30,7 @@ from octavo.wire.keys import load_keys, load_public_key
 from octavo.wire.messages import Register
 from octavo.worker.config import PrefixCacheMode, RunnerKind, WorkerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
-from octavo.worker.grammar.manager import make_grammars
+from octavo.worker.grammar.manager import make_grammar_manager
 from octavo.worker.loading.loaded import Loaded, load_oracle
 from octavo.worker.loading.progress import LoggedProgress, OnProgress
 from octavo.worker.metrics import BusyLog, CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
@@ -175,7 +175,7 @@ def _assemble(
         outbox=link,
         clock=time.monotonic,
         observer=BusyLog(metrics, lambda: engine.stats),
-        grammars=make_grammars(config.grammars, loaded, registry, wake=link.wake),
+        grammars=make_grammar_manager(config.grammars, loaded, registry, wake=link.wake),
     )
     shutdown.attach(engine, link.wake)
     link.on_refused = shutdown.refuse

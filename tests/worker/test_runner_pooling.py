@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from octavo.wire.messages import Pooling, Sampling
-from octavo.worker.runners.pooling import Pooler
+from octavo.worker.runners.outputs import Pooler
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 HIDDEN_TD = torch.arange(60, dtype=torch.float32).reshape(20, 3)

@@ -1,7 +1,7 @@
-"""Compiles grammars in threads of its own, so that the engine goes on meanwhile.
+"""Compiles grammars in threads of its own, so that the engine goes on meanwhile, and keeps them for later requests.
 
-llguidance releases the interpreter while it works, and its fuel bounds time and memory of one compile; whoever waits
-too long all the same, in the queue or in a compile, is told so by the one who asked (`worker.grammar.manager`).
+llguidance releases the interpreter while it works, and its fuel bounds time and memory of one compile. How long a
+request may wait is not known here: `worker.grammar.manager` ends the wait. Must not know: requests, steps.
 """
 
 import time
@@ -26,10 +26,6 @@ Outcome = GrammarMatcher | GrammarRefused
 OnOutcome = Callable[[Outcome], None]
 LoadVocabulary = Callable[[], Vocabulary]
 
-
-# Compiled grammars that are kept, least recently used first out, bounded by count and by estimated bytes.
-
-
 # Measured with llguidance 1.9: 190 kB for a schema of 30 properties in 900 bytes.
 _BYTES_OF_ONE = 64 * 1024
 _BYTES_PER_SOURCE_BYTE = 128
@@ -41,7 +37,8 @@ def estimated_bytes(grammar: Grammar) -> int:
 
 
 class GrammarCache:
-    """Matchers at their beginning, to be forked. Any thread may use it."""
+    """Compiled grammars: matchers at their beginning, to be forked. The least recently used goes first; bounded by
+    count and by estimated bytes. Any thread may use it."""
 
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -113,7 +110,7 @@ class GrammarCompiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """For those who hold a matcher, which was made from it."""
+        """Known once a matcher was made from it."""
         assert isinstance(self._vocabulary, Vocabulary)
         return self._vocabulary
 

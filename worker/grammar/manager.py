@@ -1,7 +1,9 @@
-"""The engine's desk for grammars: requests wait here until theirs is compiled, and every step gets its masks.
+"""Grammars of requests: waits until they are compiled, fills the masks of every step, and counts both for /metrics.
 
-Owned by the engine's thread; compiled grammars come in from other threads through one queue. A request that is
-compiled for longer than it may be fails alone.
+The engine's thread owns the manager; compiled grammars come from other threads through one queue. A request whose
+grammar takes longer than it may to compile fails alone. Must not know: how a grammar is written, sockets, the model.
+
+Legend: N rows of the step that have a grammar · W words of 32 tokens
 """
 
 import time
@@ -30,27 +32,24 @@ from octavo.worker.scheduler.matcher import Matcher
 from octavo.worker.scheduler.request import AddRequest, Request, failure
 from octavo.worker.scheduler.scheduler import Scheduler
 
-# Fills the masks of one step, on several threads where it has several rows.
-#
-# A token that would end an output too soon (min_tokens, ignore_eos) is left out where the grammar has another one;
-# where it has none the grammar is complete, and the output ends.
-#
-# Legend: N rows of the step that have a grammar · W words of 32 tokens
-
-
 _MIN_PARALLEL = 4
 _EVERYTHING = np.int32(-1)
-
-
-# What grammars cost, for /metrics. Labels come from closed sets.
-
-
 COMPILE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MASK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 
 
+class GrammarObserver(Protocol):
+    """Told in the engine's thread."""
+
+    def on_masks(self, *, seconds: float, num_rows: int) -> None:
+        """The masks of one step were filled."""
+
+    def on_refused(self, refusal: Refusal) -> None:
+        """A request's grammar could not be compiled."""
+
+
 class GrammarMetrics:
-    """Implements `worker.grammar.manager.GrammarObserver`."""
+    """Implements `GrammarObserver` with the metrics of a worker."""
 
     def __init__(self, registry: CollectorRegistry, cache: GrammarCache) -> None:
         self._compile_s = Histogram(
@@ -99,14 +98,18 @@ class CacheCollector(Collector):
 
 
 class MaskFiller:
-    """One per engine."""
+    """Fills the masks of one step, on several threads where it has several rows.
+
+    A token that would end an output too soon (min_tokens, ignore_eos) is left out where the grammar has another one;
+    where it has none the grammar is complete, and the output ends.
+    """
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
     def fill(self, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> tuple[StepMasks, list[tuple[Request, str]]]:
-        """The masks, and the requests whose grammar broke, with the reason: their rows allow everything, for nobody
-        reads their tokens."""
+        """The masks, and the requests whose grammar broke, with the reason: their rows allow everything, since
+        their tokens are dropped."""
         bits_NW = np.full((len(rows), vocabulary.num_words), _EVERYTHING, np.int32)
         matchers = [(row.request.matcher, n) for n, row in enumerate(rows) if row.request is not None]
         self._compute([(matcher, n) for matcher, n in matchers if matcher is not None], bits_NW)
@@ -139,19 +142,9 @@ def _leave_out(bits_W: np.ndarray, early_W: np.ndarray) -> None:
         bits_W[:] = others_W
 
 
-class GrammarObserver(Protocol):
-    """Told in the engine's thread."""
-
-    def on_masks(self, *, seconds: float, num_rows: int) -> None:
-        """The masks of one step were filled."""
-
-    def on_refused(self, refusal: Refusal) -> None:
-        """A request's grammar could not be compiled."""
-
-
 @dataclass(slots=True, eq=False)
-class _Ticket:
-    """A request whose grammar is being compiled. outcome: written once, by another thread."""
+class _Compiling:
+    """A request that waits for its grammar. outcome: written once, by another thread."""
 
     asked: AddRequest
     grammar: Grammar
@@ -161,7 +154,10 @@ class _Ticket:
 
 
 class GrammarManager:
-    """wake: lets a waiting engine look again; called from other threads."""
+    """Requests wait here until their grammars are compiled; every step gets its masks.
+
+    wake: lets a waiting engine look again; called from other threads.
+    """
 
     def __init__(
         self,
@@ -176,27 +172,27 @@ class GrammarManager:
         self._observer = observer
         self._wake = wake
         self._filler = MaskFiller()
-        self._waiting: deque[_Ticket] = deque()  # in the order of their timeouts
-        self._ready: deque[_Ticket] = deque()
+        self._waiting: deque[_Compiling] = deque()  # in the order of their timeouts
+        self._ready: deque[_Compiling] = deque()
 
     def submit(self, asked: AddRequest, now_s: float) -> None:
         """A request that the scheduler keeps until its grammar is there."""
         grammar = asked.sampling.grammar
         assert grammar is not None
-        ticket = _Ticket(asked, grammar, now_s + self._timeout_s)
-        self._waiting.append(ticket)
-        self._compiler.submit(grammar, lambda outcome: self._take(ticket, outcome))
+        waiting = _Compiling(asked, grammar, now_s + self._timeout_s)
+        self._waiting.append(waiting)
+        self._compiler.submit(grammar, lambda outcome: self._take(waiting, outcome))
 
     def deliver(self, scheduler: Scheduler, now_s: float) -> None:
         """Hand over what is compiled, and end what took too long."""
         while self._ready:
             self._answer(self._ready.popleft(), scheduler, now_s)
         while self._waiting and (self._waiting[0].is_answered or self._waiting[0].until_s <= now_s):
-            ticket = self._waiting.popleft()
-            if not ticket.is_answered:
+            waiting = self._waiting.popleft()
+            if not waiting.is_answered:
                 late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to compile")
-                ticket.outcome = late if ticket.outcome is None else ticket.outcome
-                self._answer(ticket, scheduler, now_s)
+                waiting.outcome = late if waiting.outcome is None else waiting.outcome
+                self._answer(waiting, scheduler, now_s)
 
     def masks(self, scheduler: Scheduler, now_s: float) -> StepMasks:
         """For the newest step, once all tokens before it are known. A request whose grammar breaks here ends."""
@@ -211,36 +207,34 @@ class GrammarManager:
         """Take no more work. Idempotent."""
         self._compiler.close()
 
-    def _take(self, ticket: _Ticket, outcome: Outcome) -> None:
+    def _take(self, waiting: _Compiling, outcome: Outcome) -> None:
         """In a thread of the compiler."""
-        ticket.outcome = outcome
-        self._ready.append(ticket)
+        waiting.outcome = outcome
+        self._ready.append(waiting)
         self._wake()
 
-    def _answer(self, ticket: _Ticket, scheduler: Scheduler, now_s: float) -> None:
-        if ticket.is_answered:
+    def _answer(self, waiting: _Compiling, scheduler: Scheduler, now_s: float) -> None:
+        if waiting.is_answered:
             return
-        ticket.is_answered = True
-        outcome = ticket.outcome
+        waiting.is_answered = True
+        outcome = waiting.outcome
         assert outcome is not None
         if isinstance(outcome, GrammarRefused):
             self._observer.on_refused(outcome.refusal)
-            scheduler.constraints.failed(ticket.asked, failure("CONSTRAINT", f"constraint: {outcome}"), now_s=now_s)
-        elif len(ticket.asked.resumed_ids_T) and not outcome.replay(ticket.asked.resumed_ids_T.tolist()):
+            scheduler.constraints.failed(waiting.asked, failure("CONSTRAINT", f"constraint: {outcome}"), now_s=now_s)
+        elif len(waiting.asked.resumed_ids_T) and not outcome.replay(waiting.asked.resumed_ids_T.tolist()):
             scheduler.constraints.failed(
-                ticket.asked, failure("CONSTRAINT", "constraint: the output so far does not match it"), now_s=now_s
+                waiting.asked, failure("CONSTRAINT", "constraint: the output so far does not match it"), now_s=now_s
             )
         else:
-            scheduler.constraints.ready(ticket.asked, outcome, now_s=now_s)
+            scheduler.constraints.ready(waiting.asked, outcome, now_s=now_s)
 
 
-# Puts the desk for grammars together from a worker's settings and the tokenizer that it loaded.
-
-
-def make_grammars(
+def make_grammar_manager(
     config: GrammarConfig, loaded: Loaded, registry: CollectorRegistry, *, wake: Callable[[], None]
 ) -> GrammarManager:
-    """Ready at once; the vocabulary is read in the background."""
+    """From a worker's settings and the tokenizer that it loaded. Ready at once; the vocabulary is read in the
+    background."""
     cache = GrammarCache(max_entries=config.cache_entries, max_bytes=config.cache_bytes)
     metrics = GrammarMetrics(registry, cache)
     compiler = GrammarCompiler(

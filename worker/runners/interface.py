@@ -1,7 +1,9 @@
 """What executes step plans: the protocol that the engine drives.
 
 Implementations: `worker.runners.torch.runner.TorchRunner` (the model) and `worker.runners.oracle.runner.OracleRunner`
-(no torch; the next token is a hash of what the block table really holds).
+(no torch; the next token is a hash of what the block table really holds). Knows no grammars, only their masks.
+
+Legend: N masked rows of a step · W words of 32 tokens · R slots
 """
 
 from dataclasses import dataclass
@@ -11,24 +13,21 @@ import numpy as np
 
 from octavo.worker.scheduler.plan import NewRequest, StepPlan, StepResult
 
-# Which rows of a step wait for the mask of a grammar, and the masks.
-#
-# A runner holds the tokens of a step with such rows back until `Runner.constrain` brings the masks. Knows no grammars.
-#
-# Legend: N masked rows of a step · W words of 32 tokens · R slots
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepMasks:
-    """index_N: int64 positions in ``plan.sampled_slots``, rising. bits_NW: int32 [N, ceil(vocabulary / 32)]; a token is
-    allowed where its bit is set, the lowest bit of a word first."""
+    """The masks of a step whose rows have grammars.
+
+    index_N: int64 positions in ``plan.sampled_slots``, rising. bits_NW: int32 [N, ceil(vocabulary / 32)]; a token is
+    allowed where its bit is set, the lowest bit of a word first.
+    """
 
     index_N: np.ndarray
     bits_NW: np.ndarray
 
 
 class MaskedSlots:
-    """Kept from joins alone."""
+    """Which slots have a grammar, so that their rows wait for a mask; kept from joins alone."""
 
     def __init__(self, *, max_slots: int) -> None:
         self._is_masked_R = np.zeros(max_slots, np.bool_)

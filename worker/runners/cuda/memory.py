@@ -18,7 +18,7 @@ from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
 from octavo.worker.runners.cuda.graphs import EagerRecorder, GraphRecorder, Launching
 from octavo.worker.runners.cuda.layout import MixedLayout
 from octavo.worker.runners.cuda.runner import CudaRunner
-from octavo.worker.runners.slots import sampling_params
+from octavo.worker.runners.outputs import sampling_params
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 _SAMPLING = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0, seed=1)

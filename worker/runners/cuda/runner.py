@@ -28,8 +28,7 @@ from octavo.worker.runners.cuda.sampling import SpecialRows
 from octavo.worker.runners.cuda.staging import RowChanges, Upload
 from octavo.worker.runners.cuda.token_choice import Choosing, Chosen, RunStep, read_logprobs
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory, StepMasks
-from octavo.worker.runners.pooling import Pooler, PromptScorer
-from octavo.worker.runners.torch.runner import as_runner_error, empty_result
+from octavo.worker.runners.outputs import Pooler, PromptScorer, as_runner_error, empty_result
 from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
 
 _NO_TOKENS = np.empty(0, np.int32)

@@ -19,8 +19,7 @@ from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, StepProgra
 from octavo.worker.runners.cuda.sampling import RowSampling, SpecialRows
 from octavo.worker.runners.cuda.staging import MaskUpload, RowChanges
 from octavo.worker.runners.interface import StepMasks
-from octavo.worker.runners.slots import sampling_params
-from octavo.worker.runners.torch.runner import slot_logprobs
+from octavo.worker.runners.outputs import sampling_params, slot_logprobs
 from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan
 
 

@@ -1,12 +1,12 @@
-"""A runner without a model: its KV store (`worker.runners.oracle.runner`) holds token ids, and the next token is a hash
-of all that it reads back.
+"""A runner without a model: its KV store holds token ids, and the next token is a hash of all that it reads back.
 
 A leaked, doubly used or stale block, a wrong resume or a table that missed an update changes the bytes of some output
 (`worker.runners.oracle.model.oracle_tokens` is the expectation). A launched step is executed only when it is collected,
 so that with ``max_in_flight=2`` the writes of a step really happen after the next one was planned. Knows no block
 manager and no scheduler: only plans.
 
-Shapes: T tokens · S sampled rows · N rows with a grammar
+Shapes: P blocks · B block size · M table width · S slots, or sampled rows of a step · T tokens · U updates · C copies ·
+D embedding width · N rows with a grammar
 """
 
 import os
@@ -32,16 +32,8 @@ from octavo.worker.runners.oracle.model import (
 )
 from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan, StepResult
 
-# The KV store of the oracle: token ids and their positions in blocks, read and written through block tables.
-#
-# What a request reads back is one number, the sum of a hash over all of it: a leaked, doubly used or stale block, or a
-# table that missed an update, changes it. Knows no requests, no plans and no block manager: only arrays.
-#
-# Shapes: P blocks · B block size · M table width · S slots · T tokens · U updates · C copies
-
-
 EMPTY = -1  # never written, or poisoned after it was freed
-NOT_A_NUMBER = -2  # written by a row whose activations were NaN: whoever reads it is NaN too
+NOT_A_NUMBER = -2  # written by a row whose activations were NaN: what reads it is NaN too
 _TOKEN_FACTOR, _POSITION_FACTOR = np.uint64(TOKEN_FACTOR), np.uint64(POSITION_FACTOR)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _THIRTY, _TWENTY_SEVEN, _THIRTY_ONE = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -52,7 +44,10 @@ class OracleViolation(AssertionError):
 
 
 class OracleStore:
-    """tokens_PB, positions_PB: int32."""
+    """Token ids and their positions in blocks, read and written through block tables: tokens_PB, positions_PB, int32.
+
+    What a request reads back is one number, the sum of a hash over all of it. Knows only arrays: no requests, no plans.
+    """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_slots: int, max_blocks_per_slot: int) -> None:
         self.tokens_PB = np.full((num_blocks, block_size), EMPTY, np.int32)
@@ -61,7 +56,7 @@ class OracleStore:
         self._table_SM = np.full((max_slots, max_blocks_per_slot), -1, np.int32)
 
     def empty_table(self, slot: int) -> None:
-        """Somebody else has the slot: it leads to no block."""
+        """A new request has the slot: it leads to no block yet."""
         self._table_SM[slot] = -1
 
     def update(self, block_updates_U3: np.ndarray, block_copies_C2: np.ndarray) -> None:
@@ -119,15 +114,13 @@ def mix_tokens(tokens_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
     return values
 
 
-# What the oracle's runner knows of the request in a slot. Must not know slots, blocks or plans.
-#
-# Shapes: D embedding width
-
-
 @dataclass(slots=True)
 class OracleRow:
-    """token_ids: prompt and output. is_suspect: a step failed or gave NaN, so that its tokens are no longer what plans
-    assume. pooled_D: float64, of num_pooled states."""
+    """The request in a slot.
+
+    token_ids: prompt and output. is_suspect: a step failed or gave NaN, so that its tokens are no longer what plans
+    assume. pooled_D: float64, of num_pooled states.
+    """
 
     token_ids: list[int]
     num_prompt_tokens: int

@@ -6,7 +6,7 @@
 A launched step's tokens are in the rows as soon as ``launch`` returns, so that the next plan's decodes find them,
 collected or not. Must not know: the block manager, the scheduler, sockets, text.
 
-Legend: S sampled rows.
+Legend: R slots · M table width · T tokens in this step · A sequences in this step · S those sampled for.
 """
 
 from collections import deque
@@ -22,25 +22,65 @@ from octavo.model.attention.kv_pool import KvPool
 from octavo.model.causal_lm import CausalLM
 from octavo.model.numerics import NumericFinding, NumericsWatch
 from octavo.model.sampling.masks import TokenMasks
+from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampled, Sampler
-from octavo.worker.runners.interface import MaskedSlots, RunnerError, RunnerOutOfMemory, StepMasks
-from octavo.worker.runners.pooling import Pooler, PromptScorer, slot_logprobs
-from octavo.worker.runners.slots import RunnerRows
-from octavo.worker.scheduler.plan import SlotLogprobs, StepPlan, StepResult
+from octavo.worker.runners.interface import MaskedSlots, RunnerError, StepMasks
+from octavo.worker.runners.outputs import (
+    Pooler,
+    PromptScorer,
+    as_runner_error,
+    empty_result,
+    sampling_params,
+    slot_logprobs,
+)
+from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
 
 OnNumerics = Callable[[int, NumericFinding], None]
 """Called with (step, first bad activation of it)."""
 
-_ALLOCATION_FAILURES = ("can't allocate memory", "not enough memory", "out of memory")
 
+class RunnerRows:
+    """What the runner knows of every slot, from plans alone: joins, block updates, sampled tokens.
 
-# From a plan to the arrays of one forward pass, without a loop over requests.
-#
-# Decodes come first, then the chunks, as in ``plan.sampled_slots``. A decode is a sequence with one new token.
-#
-# Legend: T tokens in this step · A sequences in this step · S those that a token is sampled for · M table width.
-# Must not know: the model, the sampler.
+    Rows of numpy arrays, one per slot; entries past a row's length are stale. table_RM: int32 block ids,
+    -1 where unset. history: tokens. sampler: the parameters of each row.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        sampler: type[Sampler] = Sampler,
+    ) -> None:
+        # One token more than a request may have: a step that runs ahead samples one past the last, which is dropped.
+        self.history = TokenHistory(max_rows=max_slots, max_len=max_model_len + 1)
+        self.table_RM = np.full((max_slots, -(-(max_model_len + 1) // block_size)), -1, np.int32)
+        self.sampler = sampler(vocab_size=vocab_size, history=self.history, device=device)
+        self._eos_token_ids = eos_token_ids
+
+    def apply(self, plan: StepPlan) -> None:
+        """Joins, then block updates; copies of blocks are done by the KV pool."""
+        for join in plan.new_requests:
+            self._join(join)
+        if len(plan.block_updates_U3):
+            slot_U, column_U, block_U = plan.block_updates_U3.T
+            self.table_RM[slot_U, column_U] = block_U
+
+    def append(self, slots_S: np.ndarray, lengths_S: np.ndarray, tokens_S: np.ndarray) -> None:
+        """Each row holds ``lengths_S`` tokens and gets one more."""
+        self.history.tokens_RT[slots_S, lengths_S] = tokens_S
+
+    def _join(self, join: NewRequest) -> None:
+        self.table_RM[join.slot] = -1
+        self.history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
+        params = sampling_params(join.sampling, self._eos_token_ids)
+        self.sampler.join(join.slot, params, join.token_ids_T[join.num_prompt_tokens :])
 
 
 class MissingBlock(RuntimeError):
@@ -51,6 +91,7 @@ class MissingBlock(RuntimeError):
 class Batch:
     """One step's inputs on the device, and which rows of its output are sampled.
 
+    Decodes come first, then the chunks, as in ``plan.sampled_slots``. A decode is a sequence with one new token.
     ids_T, positions_T: int64. last_S: int64, rows of the hidden states to sample after; None for all of them, in order.
     slots_S: int32. lengths_S: int64, tokens of each sampled sequence, its newest one included.
     """
@@ -64,7 +105,7 @@ class Batch:
 
 
 def build_batch(plan: StepPlan, rows: RunnerRows, *, block_size: int, device: torch.device) -> Batch:
-    """The plan's tokens, looked up in the rows. Raises MissingBlock."""
+    """The plan's tokens, looked up in the rows without a loop over requests. Raises MissingBlock."""
     slots_A, starts_A, lens_A, source_S = _sequences(plan)
     cu_A1 = np.zeros(len(slots_A) + 1, np.int64)
     np.cumsum(lens_A, out=cu_A1[1:])
@@ -172,7 +213,7 @@ class TorchRunner:
         self._pooler = Pooler()
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
         self._masked = MaskedSlots(max_slots=config.max_slots)
-        self._landed: deque[StepResult | RunnerError | _Held] = deque()
+        self._in_flight: deque[StepResult | RunnerError | _Held] = deque()
         self._on_numerics = on_numerics
         self._watch: NumericsWatch | None = None
         if config.numerics_limit is not None:
@@ -182,23 +223,23 @@ class TorchRunner:
     def launch(self, plan: StepPlan) -> None:
         """Execute a step. What goes wrong in it is raised by the `collect` that belongs to it: its joins, updates and
         copies have happened by then. Raises RunnerError where more steps are in flight than `max_in_flight`."""
-        if len(self._landed) >= self.max_in_flight:
+        if len(self._in_flight) >= self.max_in_flight:
             raise RunnerError(f"step {plan.step} would be one more in flight than {self.max_in_flight}")
-        self._landed.append(self._outcome(plan.step, lambda: self._execute(plan)))
+        self._in_flight.append(self._outcome(plan.step, lambda: self._execute(plan)))
 
     def constrain(self, masks: StepMasks) -> None:
         """Choose the tokens of the newest launched step. What goes wrong is raised by its `collect`."""
-        held = self._landed[-1]
+        held = self._in_flight[-1]
         if isinstance(held, _Held):
             step = held  # of this very type, inside the lambda too
             chosen = TokenMasks(index_N=masks.index_N, bits_NW=masks.bits_NW)
-            self._landed[-1] = self._outcome(step.plan.step, lambda: self._choose(step, chosen))
+            self._in_flight[-1] = self._outcome(step.plan.step, lambda: self._choose(step, chosen))
 
     def collect(self) -> StepResult:
         """The oldest launched step. Raises RunnerError, RunnerOutOfMemory, LookupError."""
-        if not self._landed:
+        if not self._in_flight:
             raise LookupError("no step is in flight")
-        outcome = self._landed.popleft()
+        outcome = self._in_flight.popleft()
         if isinstance(outcome, RunnerError):
             raise outcome
         assert not isinstance(outcome, _Held), "this step waits for masks"
@@ -206,7 +247,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Forget the steps in flight and stop watching. Idempotent."""
-        self._landed.clear()
+        self._in_flight.clear()
         if self._watch is not None:
             self._watch.detach()
 
@@ -274,18 +315,3 @@ class TorchRunner:
         if self._on_numerics is not None:
             self._on_numerics(step, self._watch.first)
         self._watch.reset()
-
-
-def empty_result(step: int) -> StepResult:
-    """Of a step that samples nothing."""
-    return StepResult(step=step, tokens_S=np.empty(0, np.int32), is_finite_S=np.empty(0, np.bool_))
-
-
-def as_runner_error(error: Exception) -> RunnerError:
-    """RunnerOutOfMemory where an allocator says so, in whichever words."""
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    is_memory = is_memory or any(words in str(error) for words in _ALLOCATION_FAILURES)
-    kind = RunnerOutOfMemory if is_memory else RunnerError
-    wrapped = kind(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

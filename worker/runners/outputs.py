@@ -1,8 +1,9 @@
-"""Embeddings out of a step's hidden states: sums over the chunks of each prompt, kept until its last one.
+"""What the runners that have a model share: how a request is sampled, and what a step gives besides its tokens.
 
-A row that joins again (after a preemption) starts anew. Must not know: the model, the scheduler, the cache.
+Embeddings and log-probabilities are computed from the hidden states of a step. Must not know: the scheduler, the cache,
+how tokens are chosen, on which device.
 
-Legend: T tokens in this step · D model dim.
+Legend: T tokens in this step · N of them at once · D model dim · V vocabulary.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,41 @@ import numpy as np
 import torch
 
 from octavo.model.sampling.logprobs import Logprobs, RawLogprobs
-from octavo.wire.messages import Pooling
-from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan
+from octavo.model.sampling.params import SamplingParams
+from octavo.wire.messages import Pooling, Sampling
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
+from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan, StepResult
 
 HiddenOf = Callable[[slice], torch.Tensor]
-"""Hidden states after the final norm of these tokens of the step, [tokens, D] in any dtype."""
+"""Hidden states after the final norm of these tokens of the step, [N, D] in any dtype."""
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+"""Float32 logits [N, V] of hidden states [N, D]."""
+
+_POSITIONS_AT_ONCE = 32
+_ALLOCATION_FAILURES = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+    """The sampler's view of a request's parameters: end tokens are stop ids like others, unless ignored."""
+    ends = () if sampling.ignore_eos else eos_token_ids
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        min_tokens=0 if sampling.grammar is not None else sampling.min_tokens,  # its masks see to it
+        stop_ids=(*sampling.stop_token_ids, *ends),
+        num_logprobs=sampling.num_logprobs,
+        typical_p=sampling.typical_p,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +58,10 @@ class _Row:
 
 
 class Pooler:
-    """What the rows with a pooling have gathered. Costs nothing where there are none."""
+    """Embeddings: sums of hidden states over the chunks of each prompt, kept until its last one.
+
+    A row that joins again (after a preemption) starts anew. Costs nothing where no row has a pooling.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -73,24 +107,11 @@ class Pooler:
             row.sum_D, row.num_tokens = hidden_of(slice(end - 1, end))[0].float(), 1
 
 
-# Log-probabilities of a step as the plan's results have them, and those of a prompt's own tokens.
-#
-# A prompt's logits are made a few positions at a time, so that no prompt is ever in memory with its whole vocabulary.
-# Must not know: the scheduler, the cache, how tokens are chosen.
-#
-# Legend: T tokens in this step · N of them at once · D model dim · V vocabulary.
-
-
-"""Hidden states after the final norm of these tokens of the step, [N, D]."""
-
-LogitsOf = Callable[[torch.Tensor], torch.Tensor]
-"""Float32 logits [N, V] of hidden states [N, D]."""
-
-_POSITIONS_AT_ONCE = 32
-
-
 class PromptScorer:
-    """Serves the rows whose sampling asks for log-probabilities of the prompt. Costs nothing where there are none."""
+    """Log-probabilities of a prompt's own tokens, for the rows that ask for them. Costs nothing where there are none.
+
+    Logits are made a few positions at a time, so that no prompt is ever in memory with its whole vocabulary.
+    """
 
     def __init__(self, logits_of: LogitsOf, *, vocab_size: int) -> None:
         self._logits_of = logits_of
@@ -146,3 +167,18 @@ def slot_logprobs(logprobs: Logprobs) -> dict[int, SlotLogprobs]:
         index: SlotLogprobs(logprob=chosen, top_ids=tuple(ids[:count]), top_logprobs=tuple(top[:count]))
         for index, count, chosen, ids, top in rows
     }
+
+
+def empty_result(step: int) -> StepResult:
+    """Of a step that samples nothing."""
+    return StepResult(step=step, tokens_S=np.empty(0, np.int32), is_finite_S=np.empty(0, np.bool_))
+
+
+def as_runner_error(error: Exception) -> RunnerError:
+    """RunnerOutOfMemory where the message is that of an allocator, RunnerError otherwise."""
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_memory = is_memory or any(words in str(error) for words in _ALLOCATION_FAILURES)
+    kind = RunnerOutOfMemory if is_memory else RunnerError
+    wrapped = kind(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
