@@ -1,20 +1,129 @@
-"""An engine in one thread of this process, with a gateway that keeps what it gets: for comparisons and soaks, on any
-runner.
+"""An engine in one thread of this process: scheduler, block manager and engine around any runner, and a mailbox
+instead of gateways.
 
 Must not know: devices, what is measured.
 """
 
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from bench.assembly import assemble, run_of
-from bench.mailbox import GATEWAY, Mailbox, tokens_of
+from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
-from octavo.wire.messages import Cancel, Finished, StepOutput, TokenLogprobs
+from octavo.blockmgr.manager import BlockManager
+from octavo.wire.messages import Cancel, Finished, Run, Sampling, StepOutput, TokenLogprobs
+from octavo.worker.config import SchedulerConfig
+from octavo.worker.engine.engine import Engine, EngineConfig
+from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage
 from octavo.worker.loading.warmup import WarmConfig
 from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.scheduler import Scheduler
+
+GATEWAY = GatewayIndex(0)
+
+
+class Mailbox:
+    """Both ports of a `worker.engine.engine.Engine`. What it does with the output of a step is a subclass's to say."""
+
+    def __init__(self) -> None:
+        self.coming: list[tuple[GatewayIndex, InboxMessage]] = []
+
+    def drain(self) -> list[tuple[GatewayIndex, InboxMessage]]:
+        """All of it."""
+        coming, self.coming = self.coming, []
+        return coming
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing comes by itself."""
+
+    def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
+        """Of steps only: there is no other gateway that could ask for more."""
+        if isinstance(message, StepOutput):
+            self.take(message)
+
+    def put_all(self, message: OutboxMessage) -> None:
+        """Events of the prefix cache: nobody listens."""
+
+    def take(self, output: StepOutput) -> None:
+        """What a step gave."""
+        raise NotImplementedError
+
+
+def tokens_of(output: StepOutput) -> Iterator[tuple[int, int]]:
+    """Handle and token, unpacked as a gateway does."""
+    handles, tokens = np.frombuffer(output.handles, np.int64), np.frombuffer(output.tokens, np.int32)
+    return zip(handles.tolist(), tokens.tolist(), strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """The parts, made for one another."""
+
+    blocks: BlockManager
+    scheduler: Scheduler
+    engine: Engine
+
+
+def assemble(
+    runner: Runner,
+    sizes: WarmConfig,
+    mail: Mailbox,
+    *,
+    max_batch_tokens: int,
+    prefix_cache: PrefixCache,
+    eos_token_ids: tuple[int, ...] = (),
+    max_waiting: int = 1024,
+) -> Assembly:
+    """sizes: the runner's room. Raises ValueError where they do not fit one another."""
+    blocks = BlockManager(
+        BlockManagerConfig(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            max_slots=sizes.max_slots,
+            max_blocks_per_slot=blocks_of(sizes.max_model_len, sizes.block_size),
+            fingerprint=b"bench",
+            prefix_cache=prefix_cache,
+        )
+    )
+    config = SchedulerConfig(
+        max_model_len=sizes.max_model_len,
+        vocab_size=sizes.vocab_size,
+        eos_token_ids=eos_token_ids,
+        max_num_seqs=sizes.max_slots,
+        max_waiting=max_waiting,
+        max_batch_tokens=max_batch_tokens,
+        max_in_flight=runner.max_in_flight,
+    )
+    scheduler = Scheduler(config, blocks)
+    engine = Engine(
+        config=EngineConfig(epoch="bench", audit_every_steps=0),
+        scheduler=scheduler,
+        blocks=blocks,
+        runner=runner,
+        inbox=mail,
+        outbox=mail,
+        clock=time.perf_counter,
+    )
+    return Assembly(blocks=blocks, scheduler=scheduler, engine=engine)
+
+
+def blocks_of(max_model_len: int, block_size: int) -> int:
+    """Of the longest request, with one token more: a step that runs ahead samples one for nobody."""
+    return -(-(max_model_len + 1) // block_size)
+
+
+def run_of(handle: int, prompt_ids_T: np.ndarray, **sampling: Any) -> Run:
+    """A request as a gateway asks for it."""
+    return Run(
+        handle=handle,
+        request_id=f"bench-{handle}",
+        prompt_ids=prompt_ids_T.astype(np.int32).tobytes(),
+        sampling=Sampling(**sampling),
+    )
 
 
 class KeptMail(Mailbox):

@@ -1,4 +1,5 @@
-"""Shapes of the published Qwen2.5 models, and a tiny one of the same architecture: what is measured has one of them.
+"""Shapes of the published Qwen2.5 models and a tiny one of the same architecture, and the modes, by their names on a
+command line.
 
 Letters: D model dim · I intermediate · N query heads · K kv heads · H head dim · V embedding rows.
 Must not know: devices, weights.
@@ -7,6 +8,7 @@ Must not know: devices, weights.
 from dataclasses import dataclass
 
 from octavo.model.config import ModelConfig
+from octavo.worker.config import Deterministic
 
 NUM_IDS = 151_665
 """Of Qwen2.5's tokenizer; rows of the embedding beyond it are padding."""
@@ -65,3 +67,4 @@ TINY = Shape(
     hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=10_240, num_ids=10_100
 )
 SHAPES = {"tiny": TINY, **PUBLISHED}
+MODES = {"fast": Deterministic.OFF, "deterministic": Deterministic.ON}

@@ -1,9 +1,11 @@
-"""Errors as a person reads them: what happened, with which numbers, what to change.
+"""Errors as a person reads them: what happened, with which numbers, what to change; and the known name that was meant.
 
 Knows no command; must not print (that is `cli.main`'s).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 @dataclass(eq=False)
@@ -22,3 +24,16 @@ class CliError(Exception):
 def usage(what: str, numbers: str, change: str) -> CliError:
     """A mistake on the command line, in the environment or in the configuration file."""
     return CliError(what, numbers, change, exit_code=2)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like this one, None where nothing comes near."""
+    by_lower = {each.lower(): each for each in known}
+    found = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """A line of advice: the nearest name, or what to do where there is none."""
+    found = nearest(name, known)
+    return f"did you mean {found}?" if found else otherwise

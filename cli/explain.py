@@ -6,8 +6,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from octavo.cli.errors import CliError, usage
-from octavo.cli.settings.suggest import nearest
+from octavo.cli.errors import CliError, nearest, usage
 
 REPORT = "run it again with --debug for the traceback"
 _KNOWN = {

@@ -11,11 +11,13 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import commands_client, commands_process, commands_tool
+from octavo.cli.client import commands as client_commands
 from octavo.cli.errors import CliError
 from octavo.cli.explain import explain, show_error
 from octavo.cli.help import PlainGroup
+from octavo.cli.serve import commands as serve_commands
 from octavo.cli.serve.launch import DEBUG_VARIABLE
+from octavo.cli.tools import commands as tools_commands
 
 INTERRUPTED = 130
 
@@ -28,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (commands_process, commands_client, commands_tool):
+for module in (serve_commands, client_commands, tools_commands):
     module.register(app)
 
 

@@ -17,11 +17,8 @@ T = TypeVar("T")
 Fails = Callable[[Scenario], bool]
 
 
-# A scenario run twice: the same seed must give the same trace, or nothing that the simulation says can be repeated.
-
-
 def simulate_twice(scenario: Scenario) -> Report:
-    """The first report, with a violation where the second run's trace differs."""
+    """The first report, with a violation where the second run's trace differs: what a seed shows must be repeatable."""
     first, second = simulate(scenario), simulate(scenario)
     if first.trace == second.trace:
         return first

@@ -1,4 +1,4 @@
-"""Over many seeds: what is told at the end, and how far it is.
+"""Totals and progress over many seeds, and a file with a line per seed so that an interrupted run can go on.
 
 A bar where somebody looks at a terminal, a line now and then where nobody does.
 """
@@ -18,13 +18,6 @@ from rich.progress import Progress as Bar
 from sim.journal import Report
 
 LINE_EVERY_S = 20.0
-
-
-# The reports of many seeds in a file, one line each, so that an interrupted run goes on where it was.
-#
-# A file belongs to one state of the sources and one size of scenario: what another code did proves nothing of this one.
-
-
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("blockmgr", "gateway", "grammar", "sim", "wire", "worker")
 

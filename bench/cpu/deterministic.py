@@ -18,9 +18,8 @@ from bench.cpu.local_engine import LocalEngine
 from bench.cpu.workloads import decode_ms, mixed, output_rate, prefill_ms
 from bench.figures import write_json
 from bench.machine import this_machine
-from bench.modes import MODES
 from bench.random_checkpoint import write_checkpoint
-from bench.shapes import PUBLISHED
+from bench.shapes import MODES, PUBLISHED
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.invariant import make_invariant
 from octavo.worker.config import Deterministic

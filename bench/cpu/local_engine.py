@@ -7,9 +7,8 @@ Must not know: the other sides, what is measured.
 import time
 from collections.abc import Sequence
 
-from bench.assembly import blocks_of
 from bench.cpu.workloads import Ask, Clock
-from bench.in_process import InProcess
+from bench.in_process import InProcess, blocks_of
 from octavo.blockmgr.ids import PrefixCache
 from octavo.model.causal_lm import CausalLM
 from octavo.worker.loading.warmup import warm_up

@@ -18,8 +18,7 @@ from bench.gpu.recorded_steps import Bench, time_decode, time_prefill
 from bench.gpu.runner import BLOCK_SIZE
 from bench.gpu.timed_engine import GpuEngine
 from bench.gpu.workloads import nano
-from bench.modes import MODES
-from bench.shapes import NUM_IDS, PUBLISHED
+from bench.shapes import MODES, NUM_IDS, PUBLISHED
 from octavo.blockmgr.ids import PrefixCache
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.weights import GpuWeights

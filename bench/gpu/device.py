@@ -1,14 +1,25 @@
-"""The CUDA device that is measured: whether there is one, how fast it copies, its memory given back.
+"""The CUDA device that is measured: whether there is one, its clock, its copy rate, its memory, and kernels by time.
 
 Must not know: models, steps.
 """
 
 import gc
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from bench.gpu.clock import elapsed_ms
+
+def elapsed_ms(run: Callable[[], object], count: int) -> float:
+    """Milliseconds per call, by events."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
 
 
 def need_cuda() -> None:
@@ -31,3 +42,24 @@ def free_memory() -> None:
     gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """total_us: of all its launches together."""
+
+    name: str
+    total_us: float
+    num_launches: int
+
+
+def kernels_of(work: Callable[[], object]) -> list[Kernel]:
+    """Those that the work launches, the one with most time first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    kernels = [
+        Kernel(name=event.key, total_us=event.device_time_total, num_launches=event.count)
+        for event in found.key_averages()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel.total_us)

@@ -18,10 +18,8 @@ import numpy as np
 import torch
 
 from bench.figures import write_json
-from bench.gpu.device import copy_rate, free_memory, need_cuda
+from bench.gpu.device import copy_rate, free_memory, kernels_of, need_cuda
 from bench.gpu.floors import Floors
-from bench.gpu.kernels import kernels_of
-from bench.gpu.report import Figures, Report
 from bench.gpu.runner import make_runner
 from bench.gpu.timed_engine import GpuEngine
 from bench.gpu.workloads import QWENS_SAMPLING, decode_ms, first_token_ms, host_us, nano, nano_lengths, prefill
@@ -35,6 +33,24 @@ FIRST_LENGTHS = (16, 512, 2048, 8192)
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 HOST_BATCHES = (1, 64, 256)
 WIDEST = 1024  # running at once: more than other workloads have slots for
+Figures = dict[str, float]
+
+
+class Report:
+    """found: everything noted so far."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Figures] = {}
+
+    def note(self, name: str, value: float | Figures, *, floor_ms: float | None = None) -> None:
+        """Keep and print it. value: milliseconds, or figures with `seconds` among them where there is a floor."""
+        figures = dict(value) if isinstance(value, dict) else {"ms": value}
+        if floor_ms is not None:
+            ms = figures["ms"] if "ms" in figures else 1e3 * figures["seconds"]
+            figures |= {"floor_ms": floor_ms, "percent_of_floor": 100 * floor_ms / ms}
+        self.found[name] = figures
+        cells = [f"{name} {value:.{3 if value < 100 else 0}f}" for name, value in figures.items()]
+        print(f"  {name:24s}", "  ".join(cells), flush=True)
 
 
 def measure(arguments: argparse.Namespace, max_batch_tokens: int, bytes_per_s: float) -> dict[str, Figures]:

@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 import torch
 
-from bench.gpu.clock import elapsed_ms
+from bench.gpu.device import elapsed_ms
 from bench.gpu.models import random_model, take_weights
 from bench.shapes import NUM_IDS, PUBLISHED
 from octavo.model import KvPool, ModelConfig

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from bench.figures import write_json
-from bench.gpu.device import copy_rate, need_cuda
+from bench.gpu.device import copy_rate, kernels_of, need_cuda
 from bench.gpu.floors import Floors
-from bench.gpu.kernels import kernels_of
 from bench.gpu.models import WEIGHTS
 from bench.gpu.recorded_steps import Bench, capture, time_decode, time_prefill
 from bench.shapes import PUBLISHED

@@ -12,17 +12,141 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 
 from bench.figures import percentile
 from bench.machine import this_machine
-from bench.worker.grammar_cases import CASES
-from bench.worker.grammar_libraries import Compile, Follower, MakeFollower, libraries, matcher_of, read_vocabulary
-from octavo.worker.grammar.vocabulary import Vocabulary
+from octavo.grammar.limits import GrammarLimits
+from octavo.grammar.source import to_llguidance
+from octavo.wire.messages import Grammar, GrammarKind
+from octavo.worker.grammar.matcher import GrammarMatcher
+from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "flat object": (
+        {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+         "required": ["name", "age"], "additionalProperties": False},
+        {"name": "Bob Löwe lives in the 北京 quarter of a long name", "age": 42},
+    ),
+    "nested": (
+        {"type": "object", "additionalProperties": False, "required": ["order", "lines"], "properties": {
+            "order": {"type": "object", "additionalProperties": False, "required": ["id", "date", "status"],
+                      "properties": {"id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{6}$"},
+                                     "date": {"type": "string", "format": "date"},
+                                     "status": {"enum": ["new", "paid", "shipped"]}}},
+            "lines": {"type": "array", "minItems": 1, "maxItems": 9, "items": {"$ref": "#/$defs/line"}}},
+         "$defs": {"line": {"type": "object", "additionalProperties": False, "required": ["sku", "count"],
+                            "properties": {"sku": {"type": "string", "maxLength": 40},
+                                           "count": {"type": "integer", "minimum": 1, "maximum": 99},
+                                           "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}}},
+        {"order": {"id": "AB-123456", "date": "2024-02-29", "status": "paid"},
+         "lines": [{"sku": "table, oak, two metres", "count": 1, "note": "deliver on a Tuesday"},
+                   {"sku": "chair", "count": 6, "note": None}]},
+    ),
+    "free text": (
+        {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"],
+         "additionalProperties": False},
+        {"answer": "Once upon a time there was a little fox who lived by the sea, and every day it went out. " * 4},
+    ),
+}  # fmt: skip
+LIMITS = GrammarLimits()
+
+
+class Follower(Protocol):
+    """One library's matcher for one output."""
+
+    def mask(self, bits_W: np.ndarray) -> None:
+        """Fill the mask of the next token."""
+
+    def accept(self, token: int) -> None:
+        """Go on."""
+
+
+@dataclass(eq=False)
+class Ours:
+    """llguidance, as the worker uses it."""
+
+    matcher: GrammarMatcher
+
+    def mask(self, bits_W: np.ndarray) -> None:
+        self.matcher.fill(bits_W)
+
+    def accept(self, token: int) -> None:
+        assert self.matcher.accept(token), self.matcher.error
+
+
+class Theirs:
+    """xgrammar."""
+
+    def __init__(self, compiled: Any) -> None:
+        import torch
+        import xgrammar  # type: ignore[import-not-found]
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._from_numpy = torch.from_numpy
+
+    def mask(self, bits_W: np.ndarray) -> None:
+        self._matcher.fill_next_token_bitmask(self._from_numpy(bits_W.reshape(1, -1)))
+
+    def accept(self, token: int) -> None:
+        assert self._matcher.accept_token(token)
+
+
+MakeFollower = Callable[[], Follower]
+Compile = Callable[[dict[str, Any]], MakeFollower]
+
+
+def matcher_of(schema: dict[str, Any], vocabulary: Vocabulary) -> LLMatcher:
+    """llguidance's, limited as served."""
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema))
+    return LLMatcher(vocabulary.tokenizer, to_llguidance(grammar, LIMITS), limits=LIMITS.for_parser())
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Of a tokenizer with Qwen's end token."""
+    content = json.loads(path.read_text())
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    size = max([*content["model"]["vocab"].values(), *ids.values()]) + 1
+    return load_vocabulary({"tokenizer.json": path.read_bytes()}, vocab_size=size, eos_token_ids=(ids["<|im_end|>"],))
+
+
+def libraries(vocabulary: Vocabulary, tokenizer: Path) -> dict[str, Compile]:
+    """By name: from a schema to a maker of followers."""
+
+    def ours(schema: dict[str, Any]) -> MakeFollower:
+        compiled = GrammarMatcher(matcher_of(schema, vocabulary))
+        compiled.fill(np.empty(vocabulary.num_words, np.int32))
+        return lambda: Ours(compiled.fork())
+
+    found: dict[str, Compile] = {"llguidance": ours}
+    if find_spec("xgrammar") is not None:
+        found["xgrammar"] = _xgrammar(vocabulary, tokenizer)
+    return found
+
+
+def _xgrammar(vocabulary: Vocabulary, path: Path) -> Compile:
+    import xgrammar
+    from tokenizers import Tokenizer
+
+    words = {token: word for word, token in Tokenizer.from_file(str(path)).get_vocab().items()}
+    info = xgrammar.TokenizerInfo(
+        [words.get(token, "") for token in range(vocabulary.vocab_size)],
+        vocab_type=xgrammar.VocabType.BYTE_LEVEL,
+        stop_token_ids=list(vocabulary.eos_token_ids),
+    )
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def make(schema: dict[str, Any]) -> MakeFollower:
+        compiled = compiler.compile_json_schema(json.dumps(schema))
+        return lambda: Theirs(compiled)
+
+    return make
 
 
 def main() -> None:

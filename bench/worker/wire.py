@@ -12,6 +12,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import secrets
 import statistics
 import tempfile
 import time
@@ -19,14 +20,155 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import zmq
+import zmq.asyncio
 
-from bench.worker.wire_echo import round_trips
-from bench.worker.wire_worker import MODEL, play_worker, step_message
 from octavo.gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
+from octavo.wire.bundle import bundle_digest
 from octavo.wire.codec import decode_to_gateway, encode
-from octavo.wire.messages import Finished, Sampling, TokenLogprobs
+from octavo.wire.messages import (
+    Capacity,
+    Finished,
+    ModelCard,
+    Register,
+    Run,
+    Sampling,
+    StepOutput,
+    TokenLogprobs,
+    WireFinishReason,
+)
+from octavo.wire.options import new_router
+from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.transport.link import WorkerLink
 
 ROUNDS = 5
+FILES = {"tokenizer.json": b"{}"}
+MODEL = "bench"
+
+
+def register(epoch: str, rows: int) -> Register:
+    """A worker of one large model."""
+    card = ModelCard(
+        name=MODEL,
+        fingerprint="f",
+        architecture="Bench",
+        dtype="none",
+        max_model_len=1 << 30,
+        vocab_size=151_665,
+        eos_token_ids=(),
+        default_sampling={},
+        tokenizer_digest=bundle_digest(FILES),
+    )
+    capacity = Capacity(num_blocks=1 << 20, block_size=16, max_num_seqs=rows, max_waiting=rows, max_batch_tokens=8192)
+    return Register(worker_id="bench", epoch=epoch, card=card, capacity=capacity, pid=os.getpid(), pid_namespace="")
+
+
+def step_message(epoch: str, seq: int, handles_N: np.ndarray, finished: tuple[Finished, ...] = ()) -> StepOutput:
+    """One token per handle."""
+    tokens_N = np.full(len(handles_N), seq % 151_665, np.int32)
+    return StepOutput(
+        epoch=epoch, seq=seq, step=seq, handles=handles_N.tobytes(), tokens=tokens_N.tobytes(), finished=finished
+    )
+
+
+def play_worker(address: str, rows: int, steps: int) -> None:
+    """Wait for ``rows`` requests, then send ``steps`` tokens for each as fast as the socket takes them; again and
+    again."""
+    epoch = secrets.token_hex(16)
+    link = WorkerLink([address], register(epoch, rows), FILES)
+    seq = 0
+    handles: list[int] = []
+    while True:
+        link.wait(0.2)
+        handles += [message.handle for _, message in link.drain() if isinstance(message, Run)]
+        if len(handles) == rows:
+            seq = flood(link, epoch, seq, np.array(handles, np.int64), steps)
+            handles.clear()
+
+
+def flood(link: WorkerLink, epoch: str, seq: int, handles_N: np.ndarray, steps: int) -> int:
+    """Steps as fast as they go out, the last with every end."""
+    ends = tuple(
+        Finished(handle=handle, reason=WireFinishReason.LENGTH, completion_tokens=steps)
+        for handle in handles_N.tolist()
+    )
+    for step in range(steps):
+        seq += 1
+        link.put(GatewayIndex(0), step_message(epoch, seq, handles_N, ends if step == steps - 1 else ()))
+        while any(each.socket.has_backlog for each in link._gateways):
+            link.wait(0.001)
+            link.drain()
+    return seq
+
+
+def echo(address: str) -> None:
+    """A DEALER that sends back what it gets."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(address)
+        socket.send(b"here")
+        while True:
+            socket.send(socket.recv())
+
+
+async def round_trips(frame: bytes, count: int, kind: str) -> float:
+    """Microseconds of one round trip: `reader` as the pool reads, `asyncio` with zmq.asyncio."""
+    address = f"ipc://{tempfile.mkdtemp()}/echo.sock"
+    process = multiprocessing.get_context("spawn").Process(target=echo, args=(address,), daemon=True)
+    run = through_reader if kind == "reader" else through_asyncio
+    try:
+        return await run(address, process.start, frame, count)
+    finally:
+        process.terminate()
+        process.join()
+
+
+async def through_reader(address: str, start: Callable[[], None], frame: bytes, count: int) -> float:
+    """add_reader on the socket's descriptor, as `gateway.workers.link` does it."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = new_router(context)
+    router.bind(address)
+    left, started_s = count, 0.0
+
+    def drain() -> None:
+        nonlocal left, started_s
+        try:
+            while True:
+                routing_id = router.recv(zmq.NOBLOCK)
+                router.recv(zmq.NOBLOCK)
+                started_s = started_s or time.perf_counter()
+                left -= 1
+                if left < 0 and not done.done():
+                    done.set_result(time.perf_counter() - started_s)
+                router.send_multipart((routing_id, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+
+    loop.add_reader(int(router.getsockopt(zmq.FD)), drain)
+    start()
+    while not done.done():  # the descriptor is edge-triggered: look now and then
+        await asyncio.sleep(0.05)
+        drain()
+    loop.remove_reader(int(router.getsockopt(zmq.FD)))
+    router.close(linger=0)
+    context.destroy(linger=0)
+    return float(done.result() / count * 1e6)
+
+
+async def through_asyncio(address: str, start: Callable[[], None], frame: bytes, count: int) -> float:
+    """The same with zmq.asyncio's futures."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(address)
+    start()
+    routing_id, _ = await router.recv_multipart()
+    started_s = time.perf_counter()
+    for _ in range(count):
+        await router.send_multipart((routing_id, frame))
+        await router.recv_multipart()
+    elapsed_s = time.perf_counter() - started_s
+    context.destroy(linger=0)
+    return elapsed_s / count * 1e6
 
 
 class CountingSink:

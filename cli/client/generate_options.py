@@ -1,4 +1,6 @@
-"""Options of `octavo generate` that become fields of the request, in groups: each attribute is an option."""
+"""Turns settings and options of `octavo generate` into fields of the request. Pure.
+
+Options come in groups: each attribute of a group is an option."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +12,6 @@ import typer
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
 from octavo.client_requests import GenerateFields
-
-# From the client's settings to the fields of a request. Pure.
-
 
 _NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 
@@ -26,9 +25,6 @@ def request_fields(settings: ClientSettings) -> GenerateFields:
     if settings.stop:
         fields["stop"] = settings.stop
     return GenerateFields(**fields)  # type: ignore[typeddict-item]
-
-
-# What the command line says an output must look like.
 
 
 def constraint_fields(
@@ -68,9 +64,6 @@ def _read(path: Path, flag: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise usage(f"cannot read the file of {flag}", f"{path}: {error}", "give a file of UTF-8 text") from None
-
-
-# From options of `octavo generate` to fields of a request: what is sampled, and what is told. Pure.
 
 
 def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given: Any) -> GenerateFields:

@@ -1,4 +1,5 @@
-"""Which processes a service is made of, and what each is told. Pure, but for writing the files that tell them.
+"""Plans the processes of a service: their commands, settings, environment, and the folder where they meet (0700,
+removed afterwards). Pure, but for writing those files.
 
 Each process gets its settings as a TOML file in the run directory (0600): nothing is lost between the supervisor's
 flags, environment and file, and no secret stands in a command line.
@@ -25,11 +26,6 @@ from octavo.wire.run_dir import RunDirError, ensure_run_dir
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
-
-
-# The folder where the processes of one service meet: 0700, and gone afterwards.
-
-
 READY_FILE = "ready"
 """In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
 

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before a process is started: models, device, variables that no setting reads.
+"""Checks before a process is started: models, device, variables that no setting reads.
 
 A mistake that every worker would die of costs a second here, and a quarter of a minute and two errors there.
 """
@@ -10,10 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from octavo.cli.errors import CliError, usage
+from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.setting import ENV_PREFIX
-from octavo.cli.settings.suggest import nearest
 from octavo.cli.settings.worker_config import split_model
 
 OTHER_VARIABLES = frozenset(

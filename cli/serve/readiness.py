@@ -1,4 +1,4 @@
-"""Waits until a service answers as a whole, and reads from it what its summary tells."""
+"""Waits until every process of a service answers, and reads what the summary shows."""
 
 import asyncio
 import contextlib

@@ -31,8 +31,7 @@ from octavo.cli.serve.service import Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
 from octavo.cli.serve.summary import ServiceSummary, boxed, plain
 from octavo.cli.serve.supervisor import RestartPolicy
-from octavo.cli.settings.access_config import check_access
-from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.gateway_config import check_access, join_address, reachable
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import model_ports
 

@@ -1,4 +1,4 @@
-"""What people see of a start: a bar per process on a terminal, plain lines elsewhere.
+"""Shows a start: reads the processes' log lines and draws a bar per process on a terminal, plain lines elsewhere.
 
 Fed with the lines that the processes write; must not know how they are started.
 """
@@ -18,11 +18,6 @@ from rich.text import Text
 from octavo.cli.serve.launch import ProcessPlan
 
 SUPERVISOR = "supervisor"
-
-
-# What a process's log line means to the supervisor, and how it looks to people. Pure.
-
-
 _STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 _SEVERITY = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 

@@ -1,4 +1,4 @@
-"""When to start a process again, and when to give up. Pure: told of exits with their times, answers with decisions.
+"""Decides when to start a process again, and when to give up. Pure: exits with their times in, decisions out.
 
 Must not know processes, signals or clocks; `cli.serve.children` does what is decided here.
 """

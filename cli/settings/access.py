@@ -1,4 +1,4 @@
-"""Settings of the front door: who may call a gateway, and how clients show who they are."""
+"""Settings of access: who may call a gateway, and how clients show who they are."""
 
 from pathlib import Path
 from typing import Literal

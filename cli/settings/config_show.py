@@ -1,4 +1,4 @@
-"""`octavo config show`: every setting, its value, and where that came from."""
+"""`octavo config show` (every setting, its value, its source) and docs/configuration.md, made from the settings."""
 
 import json
 import sys
@@ -13,9 +13,6 @@ from octavo.cli.settings.groups import COMMANDS, AllSettings
 from octavo.cli.settings.options import shown
 from octavo.cli.settings.resolve import Origin, Resolved, S, Source
 from octavo.cli.settings.setting import Settings, choices_of, flag_of, help_of, variable_of
-
-# docs/configuration.md, made from the settings themselves. Pure.
-
 
 INTRODUCTION = """# Configuration
 

@@ -1,4 +1,4 @@
-"""Settings of a worker's model, memory and scheduler: what `octavo worker` and `octavo serve` share."""
+"""Settings of a worker's model, memory, scheduler and constraints, shared by `octavo worker` and `octavo serve`."""
 
 from typing import Literal
 
@@ -6,11 +6,6 @@ from octavo.cli.settings.setting import Names, Settings, setting
 from octavo.grammar.limits import GrammarLimits
 
 DEFAULT_MODEL = "folio-chat"
-
-
-# Settings of constraints on outputs: JSON schemas, regular expressions, grammars, choices.
-
-
 PANEL = "Constraints"
 MIB = 1024 * 1024
 

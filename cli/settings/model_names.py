@@ -1,4 +1,4 @@
-"""What a model is called, by what --model says. Pure, but for looking whether a folder is there."""
+"""Names and ports of models, read from --model. Pure, but for looking whether a folder is there."""
 
 from pathlib import Path
 

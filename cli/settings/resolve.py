@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from octavo.cli.errors import usage
+from octavo.cli.errors import did_you_mean, usage
 from octavo.cli.settings.setting import Settings, flag_of, help_of, read_environment, variable_of
-from octavo.cli.settings.suggest import did_you_mean
 
 DEFAULT_FILE = Path("octavo.toml")
 

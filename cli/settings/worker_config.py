@@ -1,4 +1,4 @@
-"""From settings to the worker's frozen configuration. Pure, but for `auto`, which looks for a GPU."""
+"""Turns settings into the worker's frozen configuration. Pure, but for `auto`, which looks for a GPU."""
 
 from octavo.cli.errors import usage
 from octavo.cli.settings.gateway_config import default_endpoint

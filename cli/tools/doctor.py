@@ -1,4 +1,4 @@
-"""`octavo doctor`: is this machine ready to serve?"""
+"""`octavo doctor`: checks whether this machine is ready to serve, also in deterministic mode."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,10 @@ from rich.table import Table
 
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools import doctor_checks as checks
-from octavo.cli.tools.doctor_checks import Finding, Verdict
-from octavo.cli.tools.doctor_cpu import check_cpu
+from octavo.cli.tools.doctor_checks import Finding, Verdict, check_cpu
 from octavo.cli.tools.doctor_model import check_models
 
 _MARKS = {Verdict.GOOD: "[green]✓[/]", Verdict.WARNING: "[yellow]![/]", Verdict.BAD: "[bold red]✗[/]"}
-
-
-# What `octavo doctor` says of deterministic mode: whether the settings ask for it, and whether this machine has it.
-
-
 NAME = "deterministic"
 
 

@@ -1,4 +1,4 @@
-"""What `octavo doctor` looks at. Each check gives a finding and breaks nothing, whatever it finds."""
+"""The checks of `octavo doctor`: packages, devices, CPU, memory, disk, ports. Each returns a finding."""
 
 import importlib.metadata
 import os
@@ -16,6 +16,7 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.ports import require_free
 from octavo.cli.serve.preflight import unknown_variables
 from octavo.cli.settings.groups import ServeSettings
+from octavo.cli.settings.setting import variable_of
 from octavo.wire.run_dir import RunDirError, check_run_dir, default_run_dir
 
 GIB = 2**30
@@ -189,3 +190,29 @@ def _cpu_flags() -> set[str]:
     except OSError:
         return set()
     return next((set(line.split()) for line in text.splitlines() if line.startswith("flags")), set())
+
+
+NAME = "instructions"
+
+
+def check_cpu(settings: ServeSettings) -> list[Finding]:
+    """Before torch is imported, from which the settings may hide instructions."""
+    if settings.cpu_isa != "auto":
+        os.environ[variable_of("cpu_isa")] = settings.cpu_isa
+    try:
+        from octavo.model.cpu.isa import cpu_isa, machine_isa
+        from octavo.model.cpu.native import kernels_arithmetic, why_missing
+
+        used, there = cpu_isa(), machine_isa()
+    except ImportError as error:
+        return [Finding(name=NAME, verdict=Verdict.BAD, detail=str(error), advice="install torch first")]
+    except ValueError as error:
+        os.environ.pop(variable_of("cpu_isa"), None)  # the other checks look at the whole machine
+        numbers, change = getattr(error, "numbers", str(error)), getattr(error, "change", "")
+        return [Finding(name=NAME, verdict=Verdict.BAD, detail=numbers, advice=change)]
+    hidden = f" ({there.word} is hidden by --cpu-isa)" if used < there else ""
+    if kernels := kernels_arithmetic():
+        return [Finding(name=NAME, verdict=Verdict.GOOD, detail=f"{used.word}{hidden}; own kernels: {kernels}")]
+    detail = f"{used.word}{hidden}; torch alone is slower: {why_missing() or 'OCTAVO_NATIVE is off'}"
+    advice = "install a C compiler; OCTAVO_NATIVE must not be off"
+    return [Finding(name=NAME, verdict=Verdict.WARNING, detail=detail, advice=advice)]

@@ -1,4 +1,4 @@
-"""What serving the models of --model needs: checkpoint, device, disk, memory, compiler, kernels, hub."""
+"""The checks of `octavo doctor` for the models of --model: checkpoint, device, disk, memory, compiler, kernels, hub."""
 
 import os
 import shutil

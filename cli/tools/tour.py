@@ -1,4 +1,4 @@
-"""`octavo tour`: a whole service seen at work by one command: started, asked three questions, measured, stopped."""
+"""`octavo tour`: starts a service, asks it three questions, shows receipts and a few metrics, stops it."""
 
 import signal
 import subprocess
@@ -28,9 +28,6 @@ STOP_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
 HOST = "127.0.0.1"
 OPEN_DOOR = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": None, "api_keys_file": None}
-
-
-# A few figures of /metrics pages, for people. Pure; a figure that no page has is left out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """An asyncio loop on a virtual clock: it never sleeps, and jumps to the next timer when nothing is ready.
 
+`isolated` replaces every source of chance in the product for the length of a run: clocks, random numbers, log files.
+
 Timers of one time fire in the order in which they were set. Knows nothing of what runs on it. Threads do not exist
 here: what is given to an executor runs at once. A simulation is one long chain of turns, so the turn itself is made
 here with nothing in it that a loop without descriptors can do without.
@@ -122,11 +124,6 @@ class SimLoop(asyncio.SelectorEventLoop):
             self._stay()
         else:
             self._now_s, self._num_turns = timers[0][0], 0
-
-
-# Takes every source of chance away from the product for the length of a run: clocks, random numbers, log files.
-#
-# What the product logs as a defect of its own is collected instead.
 
 
 LogLine = MutableMapping[str, Any]

@@ -1,4 +1,7 @@
-"""A worker's socket towards one gateway: the real `worker.transport.socket.GatewaySocket` with its edge replaced."""
+"""A worker's socket towards one gateway: the real `worker.transport.socket.GatewaySocket` with its edge replaced.
+
+Also an outbox that can lie: one message in a while says what no correct worker says.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,9 +17,6 @@ from octavo.worker.transport.socket import GatewaySocket, Transition
 from sim.edges.network import Connection, Hub
 from sim.journal import Journal
 from sim.processes.runner import VOCAB_SIZE
-
-# A worker that lies: between the engine and its link, one message in a while says what no correct worker says.
-
 
 LIES = (
     "token_out_of_range",

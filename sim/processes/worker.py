@@ -1,4 +1,5 @@
-"""One life of a worker process: the real engine with all that it owns, stepped on the virtual clock.
+"""A worker process, one life after another as a supervisor starts them, each with an epoch of its own: the real engine
+with all that it owns, stepped on the virtual clock.
 
 A step happens in one go; what it says leaves when its duration has passed, and is lost where the process dies before
 that. Must not know what the callers want, nor why it is frozen or killed.
@@ -278,9 +279,6 @@ class Life:
         journal, scheduler = self._journal, self.scheduler
         journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.requests)}")
         journal.check(self.blocks.num_active == 0, f"{self.name} holds {self.blocks.num_active} blocks for nobody")
-
-
-# A worker's place: one life after the other, each with an epoch of its own, as a supervisor starts them.
 
 
 class Seat:

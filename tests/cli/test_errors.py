@@ -8,12 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from octavo.cli.errors import CliError
+from octavo.cli.errors import CliError, did_you_mean, nearest
 from octavo.cli.explain import explain
 from octavo.cli.serve.launch import READY_FILE, run_folder
 from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
 from octavo.cli.settings.groups import ServeSettings
-from octavo.cli.settings.suggest import did_you_mean, nearest
 from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
 from octavo.client_errors import FieldViolation, InvalidRequest, Unavailable

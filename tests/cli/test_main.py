@@ -195,7 +195,7 @@ def test_models_can_be_had_as_json(capsys: pytest.CaptureFixture[str], monkeypat
     info = model_pb2.ModelInfo(name="m", max_model_len=5, kv_capacity_tokens=1 << 40)
     info.limits.max_message_bytes = 1 << 41
     client = SimpleNamespace(models=lambda: [info, model_pb2.ModelInfo(name="n")])
-    monkeypatch.setattr("octavo.cli.client.health.connect", lambda settings: nullcontext(client))
+    monkeypatch.setattr("octavo.cli.client.calls.connect", lambda settings: nullcontext(client))
     assert main(["models", "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["name"], first["max_model_len"], first["kv_capacity_tokens"]) == ("m", 5, 1 << 40)

@@ -8,8 +8,7 @@ import pytest
 
 from bench.in_process import InProcess
 from bench.worker.soak_load import Canary, Load, LoadSizes
-from bench.worker.soak_run import Soak, verdicts
-from bench.worker.soak_watch import Sample, slope
+from bench.worker.soak_run import Sample, Soak, slope, verdicts
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.oracle.runner import OracleRunner

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from octavo.cli.client import embed
+from octavo.cli.client import calls
 from octavo.cli.main import main
 from tests.support.gateway.scripted_server import Script, running
 
 
 def test_each_text_becomes_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embed, "BATCH", 2)
+    monkeypatch.setattr(calls, "EMBED_BATCH", 2)
     with running(script := Script()) as target:
         port = target.rpartition(":")[2]
         assert main(["embed", "--port", port, "--pooling", "mean", "--raw", "a", "b", "ü"]) == 0

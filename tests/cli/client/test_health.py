@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from octavo.cli.client.health import worker_health
+from octavo.cli.client.calls import worker_health
 from octavo.cli.settings.groups import HealthSettings
 from octavo.wire.scrape_server import ScrapeServer
 

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from octavo.cli.settings.groups import ServeSettings
-from octavo.cli.tools.doctor_checks import Verdict
-from octavo.cli.tools.doctor_cpu import check_cpu
+from octavo.cli.tools.doctor_checks import Verdict, check_cpu
 from octavo.model.cpu import isa
 from octavo.model.cpu.isa import Isa
 

@@ -34,8 +34,7 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     drained_code = EXIT_DRAINED if has_supervisor() else 0
     die_with_supervisor()
     from octavo.cli.serve.preflight import warn_of_variables
-    from octavo.cli.settings.access_config import check_access
-    from octavo.cli.settings.gateway_config import gateway_config
+    from octavo.cli.settings.gateway_config import check_access, gateway_config
     from octavo.gateway.main import main
 
     warn_of_variables()

@@ -1,4 +1,4 @@
-"""The commands that call a service: chat, generate, embed, models, health, tour."""
+"""The commands that call a service: chat, generate, embed, cancel, models, health."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from octavo.cli.client.generate_options import ConstraintOptions, OutputOptions
 from octavo.cli.help import PlainCommand
-from octavo.cli.settings.groups import ALL_KEYS, ClientSettings, HealthSettings, ServeSettings
+from octavo.cli.settings.groups import ALL_KEYS, ClientSettings, HealthSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved
 
@@ -37,7 +37,6 @@ def register(app: typer.Typer) -> None:
     app.command("cancel", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(cancel))
     app.command("models", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ClientSettings, ALL_KEYS)(models))
     app.command("health", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(HealthSettings, ALL_KEYS)(health))
-    app.command("tour", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
 
 
 def chat(
@@ -61,7 +60,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The same as --as chat.")] = False,
     system: Annotated[str, typer.Option("--system", help="System message before a chat prompt.")] = "",
     constraint: ConstraintOptions,
-    wishes: OutputOptions,
+    outputs: OutputOptions,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Print token ids; nothing is detokenized.")] = False,
     receipt: Annotated[bool, typer.Option("--receipt", help="Print where the time went, to stderr.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, ids, usage, receipt.")] = False,
@@ -75,7 +74,7 @@ def generate(
     fields = (
         prompt_fields(read_prompt(prompt or []), kind=kind.value, system=system)
         | constraint_fields(**vars(constraint))
-        | output_fields(**vars(wishes))
+        | output_fields(**vars(outputs))
     )
     output = "token_ids" if token_ids else "text_and_token_ids" if json else "text"
     return run(resolved.settings, fields, output=output, wants_receipt=receipt, wants_json=json)
@@ -90,8 +89,8 @@ def embed(
     raw: Annotated[bool, typer.Option("--raw", help="Leave vectors as long as they are, instead of length 1.")] = False,
 ) -> int:
     """Turn texts into vectors: one JSON object a line, with text, values and figures."""
-    from octavo.cli.client.embed import embed as run
-    from octavo.cli.client.embed import read_texts
+    from octavo.cli.client.calls import embed as run
+    from octavo.cli.client.calls import read_texts
 
     return run(resolved.settings, read_texts(texts or []), pooling=pooling.value, normalize=not raw)
 
@@ -101,7 +100,7 @@ def cancel(
     request_id: Annotated[str, typer.Argument(help="Its id, as its caller chose it or x-request-id told it.")],
 ) -> int:
     """End a request of your own, at whichever gateway it runs; exit with 0 where it was in flight, else 1."""
-    from octavo.cli.client.health import cancel as run
+    from octavo.cli.client.calls import cancel as run
 
     return run(resolved.settings, request_id)
 
@@ -111,7 +110,7 @@ def models(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, with every field.")] = False,
 ) -> int:
     """List the models that a service has, with their limits."""
-    from octavo.cli.client.health import show_models
+    from octavo.cli.client.calls import show_models
 
     return show_models(resolved.settings, as_json=json)
 
@@ -127,7 +126,7 @@ def health(
 ) -> int:
     """Exit with 0 where a service takes requests for all its models (or for --model-name), else 1; for probes of
     containers."""
-    from octavo.cli.client.health import gateway_health, worker_health
+    from octavo.cli.client.calls import gateway_health, worker_health
 
     if worker:
         return worker_health(resolved.settings)
@@ -135,10 +134,3 @@ def health(
     if resolved.settings.model_name:
         ready = f"{ready}/{resolved.settings.model_name}"
     return gateway_health(resolved.settings, service="" if live else ready)
-
-
-def tour(resolved: Resolved[ServeSettings]) -> int:
-    """Start a service, ask three questions, show receipts and metrics, stop it. Takes the options of serve."""
-    from octavo.cli.tools.tour import tour as run
-
-    return run(resolved.settings)

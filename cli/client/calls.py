@@ -1,10 +1,14 @@
-"""`octavo health`: one question to grpc.health.v1 of a gateway, or to /ready of a worker."""
+"""The commands that ask a service one question: embed, cancel, models, health.
+
+Embeddings are printed as one JSON object a line. Health asks grpc.health.v1 of a gateway, or /ready of a worker.
+"""
 
 import http.client
 import json
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,16 +19,45 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.client.connect import channel_options_of, connect, credentials_of, metadata_of
+from octavo.cli.errors import usage
 from octavo.cli.settings.gateway_config import join_address, reachable
 from octavo.cli.settings.groups import ClientSettings, HealthSettings
+from octavo.client_embeddings import EmbedFields
 from octavo.client_options import open_channel
 
 TIMEOUT_S = 3.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+EMBED_BATCH = 256  # inputs that one call takes
 
 
-# `octavo cancel`: ends a request of one's own.
+def embed(settings: ClientSettings, texts: Sequence[str], *, pooling: str, normalize: bool) -> int:
+    """Embed all texts, in as many calls as they need."""
+    fields = EmbedFields(pooling=pooling, normalize=normalize)
+    if settings.model_name:
+        fields["model"] = settings.model_name
+    with connect(settings) as client:
+        for start in range(0, len(texts), EMBED_BATCH):
+            batch = texts[start : start + EMBED_BATCH]
+            response = client.embed(batch, timeout_s=settings.timeout_s, **fields)
+            for text, embedding in zip(batch, response.embeddings, strict=True):
+                figures = MessageToDict(embedding, preserving_proto_field_name=True)
+                _write({"text": text} | figures)
+    return 0
+
+
+def read_texts(words: Sequence[str]) -> list[str]:
+    """The arguments, or the lines of stdin for `-` or none. Raises CliError where there is no text."""
+    if list(words) not in ([], ["-"]):
+        return list(words)
+    texts = [] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not texts:
+        raise usage("no texts", "neither the command line nor stdin has one", 'octavo embed "a fox" "a dog"')
+    return texts
+
+
+def _write(entry: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def cancel(settings: ClientSettings, request_id: str) -> int:
@@ -39,9 +72,6 @@ def cancel(settings: ClientSettings, request_id: str) -> int:
         )
         return 1
     return 0 if response.found else 1
-
-
-# `octavo models`: what a service serves.
 
 
 def show_models(settings: ClientSettings, *, as_json: bool) -> int:

@@ -1,4 +1,4 @@
-"""The commands around a service: verify, doctor, config, keys."""
+"""The commands around a service: tour, verify, doctor, config, keys."""
 
 import sys
 from pathlib import Path
@@ -14,11 +14,13 @@ from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved
 
 PANEL = "Tools"
+TOUR_PANEL = "Call a service"  # where people look for it
 AS_SERVED = "As served"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    app.command("tour", cls=PlainCommand, rich_help_panel=TOUR_PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
     app.command("verify", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
     app.command("doctor", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
     config = typer.Typer(cls=PlainGroup, help="What the settings are, and where they came from.", no_args_is_help=True)
@@ -30,6 +32,13 @@ def register(app: typer.Typer) -> None:
     keys.command("new", cls=PlainCommand)(new)
     keys.command("new-api", cls=PlainCommand)(new_api)
     app.add_typer(keys, name="keys", rich_help_panel=PANEL)
+
+
+def tour(resolved: Resolved[ServeSettings]) -> int:
+    """Start a service, ask three questions, show receipts and metrics, stop it. Takes the options of serve."""
+    from octavo.cli.tools.tour import tour as run
+
+    return run(resolved.settings)
 
 
 def verify(
