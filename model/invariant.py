@@ -88,6 +88,7 @@ def make_invariant(model: CausalLM, *, max_positions: int, wanted: WeightFormat 
         if attention.q_norm is not None and attention.k_norm is not None:
             attention.q_norm, attention.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
         layer.mlp = InvariantMlp(layer.mlp)  # type: ignore[assignment]
+        layer.fuse()  # whose stages are the same kernels, in bf16; fp32 has none
     model.norm = _norm(model.norm)
     model.rope = TabulatedRope(model.config, model.dtype, max_positions=max_positions)
 

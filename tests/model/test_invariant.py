@@ -68,6 +68,18 @@ def test_a_token_has_the_same_bits_in_any_step(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+def test_fused_layers_are_used_and_have_the_bits_of_their_stages() -> None:
+    model = random_model(torch.bfloat16)
+    make_invariant(model, max_positions=LENGTH)
+    steps = Steps(model)
+    assert all(layer.rest is not None for layer in model.decoder_layers)
+    fused_TD = steps.hidden([90, 7])
+    for layer in model.decoder_layers:
+        layer.rest = None
+    assert torch.equal(steps.hidden([LENGTH]), fused_TD)
+
+
+@needs_compiler
 def test_integers_too() -> None:
     model = random_model(torch.bfloat16)
     make_invariant(model, max_positions=LENGTH, wanted=WeightFormat.INT8)
