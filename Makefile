@@ -99,8 +99,11 @@ format: dev ## rewrite the code in the one style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-proto: dev ## generate the stubs from the .proto files
-	@$(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+# An older generator than what the server runs with: stubs run with its versions of grpcio and protobuf and with later ones,
+# and these are the lower ends of what proto/pyproject.toml allows.
+GENERATOR := .venv-proto
+proto: $(GENERATOR)/.installed ## generate the stubs from the .proto files
+	@$(GENERATOR)/bin/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(GENERATOR)/bin/protoc-gen-mypy \
 		--python_out=proto --grpc_python_out=proto --mypy_out=proto $(PROTOS)
 
 # The tools have an environment of their own. UPGRADE=--upgrade takes the newest versions that pyproject.toml allows.
@@ -130,6 +133,12 @@ audit: $(SUPPLY)/.installed ## known vulnerabilities of what the images install
 pin-images: ## the images of others by the digests that their tags have now; needs docker
 	@$(or $(PYTHON),python3) deploy/pin_images.py
 
+$(GENERATOR)/.installed: Makefile
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(GENERATOR)/bin/python || $(PYTHON) -m venv $(GENERATOR)
+	@$(GENERATOR)/bin/python -m pip --disable-pip-version-check install -q "grpcio-tools==1.72.1" "mypy-protobuf>=4,<6" "setuptools<81"
+	@touch $@
+
 $(SUPPLY)/.installed: deploy/supply-chain.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	@test -x $(SUPPLY)/bin/python || $(PYTHON) -m venv $(SUPPLY)
@@ -153,12 +162,12 @@ $(VENV)/.torch: $(VENV)/.created
 	@$(BIN)/python deploy/install_torch.py --python $(BIN)/python
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml setup.py $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml setup.py proto/pyproject.toml $(VENV)/.torch
 	@echo "installing octavo and what it needs"
-	@$(PIP) install --progress-bar on -e .
+	@$(PIP) install --progress-bar on -e ./proto -e .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 	@echo "installing what tests and linters need"
-	@$(PIP) install --progress-bar on -e ".[dev]"
+	@$(PIP) install --progress-bar on -e ./proto -e ".[dev]"
 	@touch $@

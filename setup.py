@@ -1,15 +1,20 @@
-"""The folders of this repository, installed as the one package `octavo`; everything else is in pyproject.toml."""
+"""The folders of this repository, installed inside of the package `octavo`; everything else is in pyproject.toml.
+
+The package itself, `octavo/__init__.py`, belongs to `octavo-client` (proto/), which the server asks for.
+"""
 
 from setuptools import find_packages, setup
 
 FOLDERS = ("wire", "blockmgr", "grammar", "model", "worker", "gateway", "cli")
-SUBPACKAGES = [f"octavo.{folder}.{each}" for folder in FOLDERS for each in find_packages(folder)]
 
 setup(
-    package_dir={"octavo": "proto/octavo", **{f"octavo.{folder}": folder for folder in FOLDERS}},
+    package_dir={
+        "octavo.kserve": "proto/octavo/kserve",  # stubs that only the server needs
+        **{f"octavo.{folder}": folder for folder in FOLDERS},
+    },
     packages=[
-        *find_packages("proto", include=["octavo", "octavo.*"]),
+        "octavo.kserve",
         *(f"octavo.{folder}" for folder in FOLDERS),
-        *SUBPACKAGES,
+        *(f"octavo.{folder}.{each}" for folder in FOLDERS for each in find_packages(folder)),
     ],
 )

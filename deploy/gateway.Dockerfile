@@ -7,7 +7,7 @@ RUN python -m venv /opt/octavo
 COPY deploy/locks deploy/locks
 RUN /opt/octavo/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
     -r deploy/locks/gateway.txt
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY blockmgr blockmgr
 COPY cli cli
 COPY gateway gateway
@@ -16,7 +16,7 @@ COPY model model
 COPY proto proto
 COPY wire wire
 COPY worker worker
-RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation ./proto .
 
 FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
 RUN groupadd --gid 10001 octavo \

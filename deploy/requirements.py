@@ -1,5 +1,5 @@
 """Prints what the image of a role needs, as requirements: `make lock` turns them into deploy/locks/ROLE.txt, which the
-images install. Images speak all dialects, and build Octavo itself with what is in their lock.
+images install. Images speak all dialects, and build Octavo itself, server and client, with what is in their lock.
 
     python deploy/requirements.py gateway | worker-cpu | worker-cuda
 """
@@ -23,13 +23,17 @@ def requirements(role: str) -> list[str]:
     project = pyproject["project"]
     wanted = pyproject["build-system"]["requires"] + project["dependencies"]
     wanted += project["optional-dependencies"]["vllm-dialect"]
-    without_torch = [each for each in wanted if re.split(r"[^A-Za-z0-9_-]", each, maxsplit=1)[0] != "torch"]
+    without_torch = [each for each in wanted if _name(each) not in ("torch", "octavo-client")]
     torch = runpy.run_path(str(ROOT / "deploy/install_torch.py"))["TORCH"]
     return {
         "gateway": without_torch,
         "worker-cpu": [*without_torch, *TORCH_NEEDS],
         "worker-cuda": [*without_torch, f"torch=={torch}", *project["optional-dependencies"]["cuda"]],
     }[role]
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9_-]", requirement, maxsplit=1)[0]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ COPY deploy/locks deploy/locks
 RUN /opt/octavo/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
     -r "deploy/locks/worker-$DEVICE.txt"
 # torch's build for CPUs comes from PyTorch's own index, by its exact version.
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY deploy/install_torch.py deploy/install_torch.py
 RUN python deploy/install_torch.py --python /opt/octavo/bin/python --device "$DEVICE" --sha256 "$TORCH_CPU_SHA256"
 COPY blockmgr blockmgr
@@ -24,7 +24,7 @@ COPY model model
 COPY proto proto
 COPY wire wire
 COPY worker worker
-RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN /opt/octavo/bin/pip install --no-cache-dir --no-deps --no-build-isolation ./proto .
 
 FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
 # Triton compiles its launchers with a C compiler, Octavo its kernels for CPUs.

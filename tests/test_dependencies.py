@@ -9,7 +9,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.metadata import PackageNotFoundError, files, packages_distributions
+from importlib.metadata import PackageNotFoundError, files, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-PRODUCT = ("blockmgr", "cli", "gateway", "grammar", "model", "proto", "wire", "worker")
+SERVER = ("blockmgr", "cli", "gateway", "grammar", "model", "proto/octavo/kserve", "wire", "worker")
+CLIENT = ("proto/octavo",)  # octavo-client
+PRODUCT = (*SERVER, *CLIENT)
 WORKSHOP = ("sim", "bench", "examples", "tests", "deploy")
 OURS = {*PRODUCT, *WORKSHOP, "octavo"}
 
 # What is needed without being imported: command-line tools, plugins of pytest, of mypy and of protoc, types.
 TOOLS = {
-    "mypy", "mypy-protobuf", "ruff", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "check-jsonschema",
+    "mypy", "ruff", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "check-jsonschema",
     "grpcio-tools",
 }  # fmt: skip
 OTHER_ENVIRONMENTS = ("tests/interop/drivers", "tests/faults/injected")  # not run by our own Python's packages
@@ -36,6 +38,12 @@ TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3
 @pytest.fixture(scope="module")
 def project(repository: Path) -> dict[str, Any]:
     return tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def client(repository: Path) -> dict[str, Any]:
+    """The project of octavo-client."""
+    return tomllib.loads((repository / "proto/pyproject.toml").read_text())["project"]
 
 
 def names(requirements: Iterable[str]) -> set[str]:
@@ -95,15 +103,28 @@ def imports_of(repository: Path, folders: Iterable[str]) -> dict[str, list[str]]
     return dict(found)
 
 
-def test_every_package_that_the_product_imports_is_declared(repository: Path, project: dict[str, Any]) -> None:
+def test_every_package_that_the_server_imports_is_declared(repository: Path, project: dict[str, Any]) -> None:
+    """Also what the client brings: the server's own range of it is narrower."""
     declared = names(project["dependencies"]) | extras(project, without="dev")
-    imported = imports_of(repository, PRODUCT)
+    imported = imports_of(repository, SERVER)
     assert {package: places for package, places in imported.items() if package not in declared} == {}
 
 
-def test_every_declared_package_is_imported_by_the_product(repository: Path, project: dict[str, Any]) -> None:
-    imported = imports_of(repository, PRODUCT).keys()
-    assert names(project["dependencies"]) - imported == set()
+def test_every_declared_package_is_imported_by_the_server(repository: Path, project: dict[str, Any]) -> None:
+    imported = imports_of(repository, SERVER).keys()
+    assert names(project["dependencies"]) - imported == {"octavo-client"}  # ours
+
+
+def test_the_client_declares_what_it_imports_and_nothing_else(repository: Path, client: dict[str, Any]) -> None:
+    assert names(client["dependencies"]) == imports_of(repository, CLIENT).keys()
+
+
+def test_the_servers_ranges_lie_within_the_clients(project: dict[str, Any], client: dict[str, Any]) -> None:
+    """Else no environment could have both."""
+    for each in client["dependencies"]:
+        name = canonicalize_name(Requirement(each).name)
+        assert version(name) in specifier(project["dependencies"], name)
+        assert version(name) in specifier(client["dependencies"], name)
 
 
 def test_every_package_that_tests_and_benches_import_is_declared(repository: Path, project: dict[str, Any]) -> None:
@@ -128,13 +149,13 @@ def test_what_only_an_extra_brings_is_not_needed_to_start(repository: Path, proj
     code = f"import sys; {hidden}import {modules}, octavo.model.verify.verify"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, timeout=300, check=False,
-        env={"PYTHONPATH": f"{repository}:{repository / 'proto'}", "PATH": ""},
+        env={"PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
-def test_every_range_has_an_upper_end(project: dict[str, Any]) -> None:
-    wanted = [Requirement(each) for each in project["dependencies"]]
+def test_every_range_has_an_upper_end(project: dict[str, Any], client: dict[str, Any]) -> None:
+    wanted = [Requirement(each) for each in project["dependencies"] + client["dependencies"]]
     open_ended = [
         str(each) for each in wanted if not any(part.operator in ("<", "==", "~=") for part in each.specifier)
     ]

@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from octavo import Client
 from octavo.cli.serve.launch import command_line, environment, write_settings
 from octavo.cli.serve.ports import free_port
-from octavo.client import Client
 from octavo.gateway.auth.keys import digest_of, new_key
 
 PROMPT_TOKENS = 640

@@ -31,7 +31,6 @@ from bench.serving import wait_until_serving
 from bench.shapes import SHAPES
 from octavo.cli.serve.ports import free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_TIMEOUT_S = 30.0
 SERVICE = "vllm.grpc.engine.VllmEngine"
 
@@ -64,10 +63,8 @@ class Service:
 
 
 def environment() -> dict[str, str]:
-    """This checkout first; settings of a service from outside stay outside."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-    paths = [str(REPOSITORY), str(REPOSITORY / "proto"), kept.get("PYTHONPATH", "")]
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    """Settings of a service from outside stay outside."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
 
 
 @contextmanager

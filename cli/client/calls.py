@@ -22,8 +22,8 @@ from octavo.cli.client.connect import channel_options_of, connect, credentials_o
 from octavo.cli.errors import usage
 from octavo.cli.settings.gateway_config import join_address, reachable
 from octavo.cli.settings.groups import ClientSettings, HealthSettings
-from octavo.client_embeddings import EmbedFields
-from octavo.client_options import open_channel
+from octavo.client.embeddings import EmbedFields
+from octavo.client.options import open_channel
 
 TIMEOUT_S = 3.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from octavo import Client, TextStream
 from octavo.cli.client.connect import connect
 from octavo.cli.client.generate_options import request_fields
 from octavo.cli.client.receipt import receipt_line
 from octavo.cli.explain import explain, show_error
 from octavo.cli.settings.groups import ClientSettings
-from octavo.client import Client, TextStream
-from octavo.client_errors import OctavoError
+from octavo.client.errors import OctavoError
 from octavo.v1 import model_pb2
 
 PROMPT = "\001\033[1;36m\002› \001\033[0m\002"  # 001 and 002 tell readline what takes no room

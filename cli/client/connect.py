@@ -2,11 +2,11 @@
 
 import grpc
 
+from octavo import Client
 from octavo.cli.errors import usage
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ClientSettings
-from octavo.client import Client
-from octavo.client_options import call_metadata, tls_credentials
+from octavo.client.options import call_metadata, tls_credentials
 
 Metadata = tuple[tuple[str, str], ...] | None
 

@@ -8,14 +8,14 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 
+from octavo import TextStream
 from octavo.cli.client.connect import connect
 from octavo.cli.client.generate_options import request_fields
 from octavo.cli.client.receipt import receipt_table
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
-from octavo.client import TextStream
-from octavo.client_events import OutputSoFar
-from octavo.client_requests import GenerateFields
+from octavo.client.events import OutputSoFar
+from octavo.client.requests import GenerateFields
 
 
 def prompt_fields(prompt: str, *, kind: str, system: str) -> GenerateFields:

@@ -11,7 +11,7 @@ import typer
 
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
-from octavo.client_requests import GenerateFields
+from octavo.client.requests import GenerateFields
 
 _NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 

@@ -11,12 +11,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo import AsyncClient
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.summary import ModelSummary, ServiceSummary
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ServeSettings
-from octavo.client_aio import AsyncClient
-from octavo.client_errors import OctavoError
+from octavo.client.errors import OctavoError
 from octavo.v1 import model_pb2
 
 POLL_S = 0.1

@@ -60,7 +60,7 @@ def check_packages() -> list[Finding]:
     try:
         wanted = [Requirement(each) for each in importlib.metadata.requires("octavo") or ()]
     except importlib.metadata.PackageNotFoundError:
-        advice = "pip install -e . in the checkout (make demo does it)"
+        advice = "pip install -e ./proto -e . in the checkout (make demo does it)"
         return [Finding(name="octavo", verdict=Verdict.WARNING, detail="not installed as a package", advice=advice)]
     required = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
     wrong = [found for each in required if (found := _package(each.name, str(each.specifier), each.specifier.contains))]
@@ -68,7 +68,8 @@ def check_packages() -> list[Finding]:
 
 
 def _package(name: str, wanted: str, allows: Callable[..., bool]) -> Finding | None:
-    advice = f"pip install '{name}{wanted}'"
+    ours = name == "octavo-client"  # on no index
+    advice = "pip install -e ./proto -e . in the checkout" if ours else f"pip install '{name}{wanted}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -12,13 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from octavo import Client
 from octavo.cli.client.receipt import receipt_table
 from octavo.cli.errors import CliError
 from octavo.cli.serve.launch import READY_FILE, command_line, environment, write_settings
 from octavo.cli.serve.ports import free_port
 from octavo.cli.serve.readiness import Samples, read_metrics
 from octavo.cli.settings.groups import ServeSettings
-from octavo.client import Client
 
 QUESTIONS = ("What is your name?", "Do you like music?", "Tell me a story about a fox.")
 MAX_TOKENS = 200

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
 
+from octavo import Client, TextStream
 from octavo.cli.client.connect import connect
 from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
 from octavo.cli.tools.verify import Served, print_rows, print_verdict
-from octavo.client import Client, TextStream
-from octavo.client_requests import GenerateFields
+from octavo.client.requests import GenerateFields
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.dtypes import parse_dtype

@@ -14,9 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.client import Client, TextStream
-    from octavo.client_aio import AsyncClient, AsyncTextStream
-    from octavo.client_errors import (
+    from octavo.client.aio import AsyncClient, AsyncTextStream
+    from octavo.client.blocking import Client, TextStream
+    from octavo.client.errors import (
         Cancelled,
         DeadlineExceeded,
         InvalidRequest,
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
         Unauthorized,
         Unavailable,
     )
-    from octavo.client_options import tls_credentials
-    from octavo.client_requests import generate_request
-    from octavo.client_tools import assistant_turn, tool_result
+    from octavo.client.options import tls_credentials
+    from octavo.client.requests import generate_request
+    from octavo.client.tools import assistant_turn, tool_result
 
 _HOMES = {
-    "Client": "client",
-    "TextStream": "client",
-    "AsyncClient": "client_aio",
-    "AsyncTextStream": "client_aio",
-    "generate_request": "client_requests",
-    "assistant_turn": "client_tools",
-    "tool_result": "client_tools",
-    "Cancelled": "client_errors",
-    "DeadlineExceeded": "client_errors",
-    "InvalidRequest": "client_errors",
-    "NotFound": "client_errors",
-    "OctavoError": "client_errors",
-    "Overloaded": "client_errors",
-    "ServerFault": "client_errors",
-    "Unauthorized": "client_errors",
-    "Unavailable": "client_errors",
-    "tls_credentials": "client_options",
+    "Client": "client.blocking",
+    "TextStream": "client.blocking",
+    "AsyncClient": "client.aio",
+    "AsyncTextStream": "client.aio",
+    "generate_request": "client.requests",
+    "assistant_turn": "client.tools",
+    "tool_result": "client.tools",
+    "Cancelled": "client.errors",
+    "DeadlineExceeded": "client.errors",
+    "InvalidRequest": "client.errors",
+    "NotFound": "client.errors",
+    "OctavoError": "client.errors",
+    "Overloaded": "client.errors",
+    "ServerFault": "client.errors",
+    "Unauthorized": "client.errors",
+    "Unavailable": "client.errors",
+    "tls_credentials": "client.options",
 }
 
 __all__ = [

@@ -15,7 +15,7 @@ from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor import examine, findings_table
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_ports, check_run_folder, check_variables
-from octavo.client_errors import FieldViolation, InvalidRequest, Unavailable
+from octavo.client.errors import FieldViolation, InvalidRequest, Unavailable
 from octavo.model.errors import CheckpointError
 from octavo.wire.run_dir import RunDirError
 from octavo.worker.loading.memory import DoesNotFit

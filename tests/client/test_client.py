@@ -3,9 +3,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from octavo.client import Client
-from octavo.client_errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
-from octavo.client_options import tls_credentials
+from octavo import Client
+from octavo.client.errors import FieldViolation, InvalidRequest, Overloaded, ServerFault, Unauthorized, Unavailable
+from octavo.client.options import tls_credentials
 from octavo.v1 import model_pb2
 from tests.support.gateway.scripted_server import Script, finished
 

@@ -2,9 +2,8 @@ import inspect
 
 import pytest
 
-from octavo.client import Client, TextStream
-from octavo.client_aio import AsyncClient, AsyncTextStream
-from octavo.client_errors import InvalidRequest, Overloaded, Unavailable
+from octavo import AsyncClient, AsyncTextStream, Client, TextStream
+from octavo.client.errors import InvalidRequest, Overloaded, Unavailable
 from tests.support.gateway.scripted_server import Script, finished
 
 

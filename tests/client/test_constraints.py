@@ -3,7 +3,7 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from octavo.client_requests import generate_request
+from octavo.client.requests import generate_request
 from octavo.v1 import inference_pb2 as pb
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from octavo.client import Client
-from octavo.client_aio import AsyncClient
-from octavo.client_embeddings import embed_request
-from octavo.client_errors import InvalidRequest
+from octavo import AsyncClient, Client
+from octavo.client.embeddings import embed_request
+from octavo.client.errors import InvalidRequest
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.scripted_server import Script

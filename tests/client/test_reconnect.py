@@ -3,8 +3,7 @@
 import asyncio
 import time
 
-from octavo.client import Client
-from octavo.client_aio import AsyncClient
+from octavo import AsyncClient, Client
 from tests.support.gateway.scripted_server import Script, running
 
 AGE = ("grpc.max_connection_age_ms", 150)

@@ -1,6 +1,6 @@
 import pytest
 
-from octavo.client_requests import GenerateFields, chat_message, generate_request
+from octavo.client.requests import GenerateFields, chat_message, generate_request
 from octavo.v1 import inference_pb2
 
 

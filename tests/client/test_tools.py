@@ -2,11 +2,9 @@
 
 import pytest
 
-from octavo import assistant_turn, tool_result
-from octavo.client import Client
-from octavo.client_aio import AsyncClient
-from octavo.client_requests import generate_request
-from octavo.client_tools import tool_call, tool_definition
+from octavo import AsyncClient, Client, assistant_turn, tool_result
+from octavo.client.requests import generate_request
+from octavo.client.tools import tool_call, tool_definition
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.scripted_server import Script
 

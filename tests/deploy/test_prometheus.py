@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from octavo.client import Client
+from octavo import Client
 from tests.support.services.service import Service, free_port, serve
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.client import Client
+from octavo import Client
 from tests.support.services.service import REPOSITORY, STOP_TIMEOUT_S, Service, environment, free_port, stop_by_force
 
 # $1 is the folder of the test. Its `cache` is a volume, `tmp` and `run` are as Docker makes them, `home` has nothing.

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from octavo.client_requests import generate_request
+from octavo.client.requests import generate_request
 from octavo.gateway.dialects.kserve.sampling import apply_sampling
 from octavo.gateway.dialects.vllm.translate import SERVED, check_served
 from octavo.gateway.errors import InvalidRequest

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from octavo import AsyncClient, DeadlineExceeded
-from octavo.client_requests import generate_request
+from octavo.client.requests import generate_request
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens

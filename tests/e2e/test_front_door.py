@@ -7,7 +7,7 @@ import pytest
 
 from octavo import Client, Unauthorized, tls_credentials
 from octavo.cli.main import main
-from octavo.client_errors import Unavailable
+from octavo.client.errors import Unavailable
 from tests.support.gateway.certificates import Authority
 from tests.support.services.guarded import GuardedService, guarded_service, octavo
 

@@ -11,9 +11,8 @@ import grpc
 import psutil
 import pytest
 
-from octavo import AsyncClient, Cancelled, OctavoError
+from octavo import AsyncClient, AsyncTextStream, Cancelled, OctavoError
 from octavo.cli.main import main
-from octavo.client_aio import AsyncTextStream
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.services.service import Service, launch, serve
 

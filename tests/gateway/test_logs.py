@@ -31,12 +31,12 @@ close()
 
 @pytest.mark.parametrize("process", ["gateway", "worker"])
 @pytest.mark.parametrize("log_format", ["console", "json"])
-def test_a_traceback_tells_no_values(process: str, log_format: str, repository: Path, tmp_path: Path) -> None:
+def test_a_traceback_tells_no_values(process: str, log_format: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys\n" + (GATEWAY if process == "gateway" else WORKER) + DEFECT)
     done = subprocess.run(
         [sys.executable, str(program), log_format],
-        env={"PYTHONPATH": f"{repository}:{repository / 'proto'}", "PATH": ""},
+        env={"PATH": ""},
         capture_output=True,
         text=True,
         timeout=60,

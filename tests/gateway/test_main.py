@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -31,16 +30,11 @@ sys.exit(main(GatewayConfig(workers=workers, metrics_address=None, log_format=Lo
 """
 
 
-def environment(repository: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{repository}:{repository / 'proto'}"}
-
-
 @contextmanager
-def gateway(repository: Path, run_dir: Path, arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def gateway(run_dir: Path, arguments: str) -> Iterator["subprocess.Popen[str]"]:
     run_dir.mkdir(mode=0o700, exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(run_dir), arguments],
-        env=environment(repository),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -63,8 +57,8 @@ def lines_until(process: "subprocess.Popen[str]", event: str) -> dict[str, objec
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_idle_gateway_cleanly(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with gateway(repository, tmp_path / "run", "{'listen_address': '127.0.0.1:0'}") as process:
+def test_a_signal_ends_an_idle_gateway_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    with gateway(tmp_path / "run", "{'listen_address': '127.0.0.1:0'}") as process:
         address = str(lines_until(process, "listening")["address"])
 
         async def ask() -> tuple[object, str]:
@@ -90,30 +84,30 @@ def test_a_signal_ends_an_idle_gateway_cleanly(repository: Path, tmp_path: Path,
         ("{'listen_address': '127.0.0.1:BUSY'}", "--port 127.0.0.1:BUSY"),
     ],
 )
-def test_a_start_that_fails_says_which_setting(repository: Path, tmp_path: Path, arguments: str, words: str) -> None:
+def test_a_start_that_fails_says_which_setting(tmp_path: Path, arguments: str, words: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        with gateway(repository, tmp_path / "run", arguments.replace("BUSY", port)) as process:
+        with gateway(tmp_path / "run", arguments.replace("BUSY", port)) as process:
             assert words.replace("BUSY", port) in str(lines_until(process, "cannot_start")["error"])
             assert process.wait(10) == 1
 
 
-def test_a_run_directory_that_others_can_enter_is_refused(repository: Path, tmp_path: Path) -> None:
+def test_a_run_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(0o777)
-    with gateway(repository, run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
+    with gateway(run_dir, "{'listen_address': '127.0.0.1:0'}") as process:
         assert "chmod 700" in str(lines_until(process, "cannot_start")["error"])
         assert process.wait(10) == 1
 
 
-def test_a_hangup_takes_the_keys_anew_and_ends_nothing(repository: Path, tmp_path: Path) -> None:
+def test_a_hangup_takes_the_keys_anew_and_ends_nothing(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.touch(mode=0o600)
     access = f"AccessConfig(api_keys_file=Path({str(keys)!r}), reload_interval_s=3600.0)"
-    with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
+    with gateway(tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
         lines_until(process, "listening")
         process.send_signal(signal.SIGHUP)
         assert lines_until(process, "reloaded")["files"] == "keys"
@@ -124,30 +118,30 @@ def test_a_hangup_takes_the_keys_anew_and_ends_nothing(repository: Path, tmp_pat
         assert process.wait(10) == 0
 
 
-def test_keys_that_cannot_be_used_let_nothing_start(repository: Path, tmp_path: Path) -> None:
+def test_keys_that_cannot_be_used_let_nothing_start(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.touch(mode=0o644)
     access = f"AccessConfig(api_keys_file=Path({str(keys)!r}))"
-    with gateway(repository, tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
+    with gateway(tmp_path / "run", f"{{'listen_address': '127.0.0.1:0', 'access': {access}}}") as process:
         assert "chmod 600" in str(lines_until(process, "cannot_start")["error"])
         assert process.wait(10) == 1
 
 
-def test_several_gateways_share_one_port_and_strangers_do_not(repository: Path, tmp_path: Path) -> None:
+def test_several_gateways_share_one_port_and_strangers_do_not(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = f"{{'listen_address': '127.0.0.1:{port}', 'port_sharing': PortSharing.SHARED, 'index': %d}}"
     exclusive = f"{{'listen_address': '127.0.0.1:{port}', 'index': 2}}"
-    with gateway(repository, tmp_path / "run", shared % 0) as first:
+    with gateway(tmp_path / "run", shared % 0) as first:
         lines_until(first, "listening")
-        with gateway(repository, tmp_path / "run", shared % 1) as second:
+        with gateway(tmp_path / "run", shared % 1) as second:
             assert lines_until(second, "listening")["address"] == f"127.0.0.1:{port}"
-            with gateway(repository, tmp_path / "run", exclusive) as third:
+            with gateway(tmp_path / "run", exclusive) as third:
                 assert third.wait(20) == 1
 
 
-def test_rendering_a_chat_brings_no_torch_into_the_process(repository: Path) -> None:
+def test_rendering_a_chat_brings_no_torch_into_the_process() -> None:
     program = """
 import sys
 import octavo.gateway.main
@@ -162,7 +156,6 @@ assert "torch" not in sys.modules and "model" not in sys.modules and "worker" no
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=environment(repository),
         capture_output=True,
         text=True,
         timeout=120,

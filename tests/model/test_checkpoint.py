@@ -123,7 +123,7 @@ def hub(checkpoint: Path) -> Iterator[Hub]:
         thread.join(timeout=10)
 
 
-def ask(hub: Hub, name: str, home: Path, repository: Path) -> subprocess.CompletedProcess[str]:
+def ask(hub: Hub, name: str, home: Path) -> subprocess.CompletedProcess[str]:
     """resolve_checkpoint in a fresh process (the hub's address is read at import); prints the folder and progress."""
     code = (
         "import sys; from model import resolve_checkpoint; seen = []\n"
@@ -137,15 +137,14 @@ def ask(hub: Hub, name: str, home: Path, repository: Path) -> subprocess.Complet
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_PROXY": "127.0.0.1",
-        "PYTHONPATH": str(repository),
     }
     return subprocess.run(
         [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 
-def test_a_hub_id_is_downloaded_without_pickle_and_code(hub: Hub, tmp_path: Path, repository: Path) -> None:
-    done = ask(hub, "org/tiny", tmp_path / "home", repository)
+def test_a_hub_id_is_downloaded_without_pickle_and_code(hub: Hub, tmp_path: Path) -> None:
+    done = ask(hub, "org/tiny", tmp_path / "home")
     assert done.returncode == 0, done.stderr
     folder, progress = done.stdout.splitlines()
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -156,8 +155,8 @@ def test_a_hub_id_is_downloaded_without_pickle_and_code(hub: Hub, tmp_path: Path
     load_model(Path(folder))
 
 
-def test_an_id_that_the_hub_does_not_have_is_refused_in_one_line(hub: Hub, tmp_path: Path, repository: Path) -> None:
-    done = ask(hub, "Qwen/Qwen2.5-0.5B-Instuct", tmp_path / "home", repository)
+def test_an_id_that_the_hub_does_not_have_is_refused_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    done = ask(hub, "Qwen/Qwen2.5-0.5B-Instuct", tmp_path / "home")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "octavo.model.errors.CheckpointError: Qwen/Qwen2.5-0.5B-Instuct: there is no such model on the hub: "
@@ -165,9 +164,9 @@ def test_an_id_that_the_hub_does_not_have_is_refused_in_one_line(hub: Hub, tmp_p
     )
 
 
-def test_without_a_network_the_error_says_so(hub: Hub, tmp_path: Path, repository: Path) -> None:
+def test_without_a_network_the_error_says_so(hub: Hub, tmp_path: Path) -> None:
     hub.server_close()
-    done = ask(hub, "org/tiny", tmp_path / "home", repository)
+    done = ask(hub, "org/tiny", tmp_path / "home")
     assert done.returncode == 1
     assert "HubUnreachable: org/tiny: cannot be downloaded, and is not complete in the hub's cache: " in done.stderr
 

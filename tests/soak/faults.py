@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from octavo import AsyncClient
-from octavo.client_requests import generate_request
+from octavo.client.requests import generate_request
 from tests.soak.asked import Asked, draw
 from tests.soak.bench import SoakBench
 from tests.soak.load import OWN_CONNECTION, Load

@@ -5,7 +5,7 @@ import warnings
 
 from octavo.v1 import model_pb2 as octavo_dot_v1_dot_model__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in octavo/v1/model_pb2_grpc.py depends on'
+        + f' but the generated code in octavo/v1/model_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ModelServiceStub:
+class ModelServiceStub(object):
     """Tells what is served and what requests may ask for.
     """
 
@@ -47,7 +47,7 @@ class ModelServiceStub:
                 _registered_method=True)
 
 
-class ModelServiceServicer:
+class ModelServiceServicer(object):
     """Tells what is served and what requests may ask for.
     """
 
@@ -86,7 +86,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ModelService:
+class ModelService(object):
     """Tells what is served and what requests may ask for.
     """
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from octavo import Client
 from octavo.cli.main import main
 from octavo.cli.serve.readiness import read_metrics
-from octavo.client import Client
-from octavo.client_errors import OctavoError
+from octavo.client.errors import OctavoError
 from tests.support.services.service import Service, environment, free_port, serve
 
 ORACLE = ("--runner=oracle", "--num-blocks=512", "--max-model-len=2048")

@@ -190,7 +190,7 @@ async def test_closing_leaves_no_process_and_nobody_waiting() -> None:
     assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children] == [False, False]
 
 
-def test_nothing_is_left_when_its_parent_is_killed(repository: Path) -> None:
+def test_nothing_is_left_when_its_parent_is_killed() -> None:
     program = f"""
 import asyncio
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
@@ -203,7 +203,7 @@ async def main():
     await attack
 asyncio.run(main())
 """
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{repository}:{repository / 'proto'}"}
+    environment = {"PATH": os.environ["PATH"]}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

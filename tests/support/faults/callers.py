@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from octavo import AsyncClient, OctavoError
-from octavo.client_requests import generate_request
+from octavo.client.requests import generate_request
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Sampling
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens

@@ -21,7 +21,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from octavo.client_requests import generate_request
+from octavo.client.requests import generate_request
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GENERATE = "/octavo.v1.InferenceService/Generate"

@@ -105,9 +105,9 @@ class Service:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a service: this checkout, one thread per process, no settings from outside."""
+    """The environment of a service: one thread per process, no settings from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-    return kept | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'proto'}", "OMP_NUM_THREADS": "1"}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def launch(
     sitecustomize, which reads the faults that are to be injected. descriptors: `ulimit -n` of its processes."""
     variables = environment()
     if injector is not None:
-        variables["PYTHONPATH"] = f"{injector}:{variables['PYTHONPATH']}"
+        variables["PYTHONPATH"] = str(injector)
         variables["FAULTS_INJECTED"] = json.dumps(injected or {})
     port, admin_port, log = free_port(), free_port(), folder / "service.log"
     command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", f"--admin-port={admin_port}"]

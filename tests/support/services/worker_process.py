@@ -1,7 +1,6 @@
 """A real worker process with the oracle runner, and what is expected of it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,12 +17,9 @@ class WorkerProcess:
 
     def __init__(self, log: Path, **fields: object) -> None:
         self.log = log
-        command = [sys.executable, "-m", "tests.support.services.oracle_worker", json.dumps(fields, default=str)]
-        paths = f"{REPOSITORY}:{REPOSITORY / 'proto'}"
+        command = [sys.executable, "-m", "tests.support.oracle_worker", json.dumps(fields, default=str)]
         with log.open("ab") as output:
-            self.popen = subprocess.Popen(
-                command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": paths}, stdout=output, stderr=output
-            )
+            self.popen = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
 
     def kill(self) -> None:
         """With -9."""

@@ -1,20 +1,20 @@
-"""The client for asyncio: one object per server and event loop."""
+"""The blocking client: one object per server, safe to share between threads."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
-from octavo.client_embeddings import EmbedFields, EmbedInput, embed_request
-from octavo.client_errors import error_from
-from octavo.client_events import AsyncStreamCall, TextSoFar
-from octavo.client_options import call_metadata, open_aio_channel
-from octavo.client_requests import GenerateFields, generate_request
+from octavo.client.embeddings import EmbedFields, EmbedInput, embed_request
+from octavo.client.errors import error_from
+from octavo.client.events import StreamCall, TextSoFar
+from octavo.client.options import call_metadata, open_channel
+from octavo.client.requests import GenerateFields, generate_request
 from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
-class AsyncTextStream(TextSoFar[AsyncStreamCall]):
+class TextStream(TextSoFar[StreamCall]):
     """What a request gives as it comes: iterate over it for text, or over `deltas()` for everything.
 
     `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Where the request
@@ -22,10 +22,10 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
     `cancel()`, ends the request on the server.
     """
 
-    async def deltas(self) -> AsyncIterator[inference_pb2.Delta]:
+    def deltas(self) -> Iterator[inference_pb2.Delta]:
         """New output, piece by piece. Raises OctavoError."""
         try:
-            async for response in self._call:
+            for response in self._call:
                 delta = self._events.take(response)
                 if delta is not None:
                     yield delta
@@ -33,27 +33,23 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
             raise error_from(error) from None
         self._events.end()
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+    def pieces(self) -> Iterator[tuple[int, str]]:
         """Output index and what follows of its text. Raises OctavoError."""
-        async for delta in self.deltas():
-            if delta.text:
-                yield delta.output_index, delta.text
+        return ((delta.output_index, delta.text) for delta in self.deltas() if delta.text)
 
-    def __aiter__(self) -> AsyncIterator[str]:
+    def __iter__(self) -> Iterator[str]:
         self._events.check_single()
-        return (delta.text async for delta in self.deltas() if delta.text)
+        return (delta.text for delta in self.deltas() if delta.text)
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.cancel()
 
 
-class AsyncClient:
-    """Calls one Octavo server; make it inside the event loop that uses it.
+class Client:
+    """Calls one Octavo server.
 
     target: "host:port", or any gRPC target. credentials: for TLS (`tls_credentials` makes them); None is plain text,
     in which an api_key can be read on the way. timeout_s of a call is its deadline, which the server keeps too; None
@@ -70,7 +66,7 @@ class AsyncClient:
     ) -> None:
         self.target = target
         self._metadata = call_metadata(api_key)
-        self._channel = open_aio_channel(target, credentials, options)
+        self._channel = open_channel(target, credentials, options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
 
@@ -80,13 +76,13 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         **fields: Unpack[GenerateFields],
-    ) -> AsyncTextStream:
-        """Generate, as it comes: `async for text in client.stream(text="Once upon a time", max_tokens=50)`."""
+    ) -> TextStream:
+        """Generate, as it comes: `for text in client.stream(text="Once upon a time", max_tokens=50)`."""
         request = request or generate_request(**fields)
         call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
+        return TextStream(call, num_outputs=request.num_outputs or 1)
 
-    async def complete(
+    def complete(
         self,
         request: inference_pb2.GenerateRequest | None = None,
         *,
@@ -96,70 +92,66 @@ class AsyncClient:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
         try:
-            return await self._inference.Complete(wrapped, timeout=timeout_s, metadata=self._metadata)
+            return self._inference.Complete(wrapped, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from(error) from None
 
-    async def embed(
+    def embed(
         self,
         inputs: Sequence[EmbedInput],
         *,
         timeout_s: float | None = None,
         **fields: Unpack[EmbedFields],
     ) -> inference_pb2.EmbedResponse:
-        """A vector for each input: `[each.values for each in await client.embed(["a", "b"]).embeddings]`."""
+        """A vector for each input: `[each.values for each in client.embed(["a", "b"]).embeddings]`."""
         request = embed_request(inputs, **fields)
         try:
-            return await self._inference.Embed(request, timeout=timeout_s, metadata=self._metadata)
+            return self._inference.Embed(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from(error) from None
 
-    async def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
+    def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
         """End a request of one's own, whichever connection it came by: `found` tells whether it was in flight, and
         where `num_unreachable_gateways` is not 0 it may go on there: cancel again. May be repeated."""
         request = inference_pb2.CancelRequest(request_id=request_id)
         try:
-            return await self._inference.Cancel(request, timeout=timeout_s, metadata=self._metadata)
+            return self._inference.Cancel(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from(error) from None
 
-    async def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
+    def models(self, *, timeout_s: float | None = 10.0) -> list[model_pb2.ModelInfo]:
         """What is served, with the limits of requests."""
         try:
             return list(
-                (
-                    await self._models.ListModels(
-                        model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
-                    )
+                self._models.ListModels(
+                    model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
                 ).models
             )
         except grpc.RpcError as error:
             raise error_from(error) from None
 
-    async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
+    def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""
         request = inference_pb2.TokenizeRequest(model=model, text=text)
         try:
-            return list((await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata)).token_ids)
+            return list(self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids)
         except grpc.RpcError as error:
             raise error_from(error) from None
 
-    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = 10.0) -> str:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         try:
-            return (await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata)).text
+            return self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata).text
         except grpc.RpcError as error:
             raise error_from(error) from None
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the connection. Idempotent."""
-        await self._channel.close()
+        self._channel.close()
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

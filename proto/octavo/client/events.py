@@ -6,8 +6,8 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from octavo.client_errors import ServerFault
-from octavo.client_tools import ToolCalls
+from octavo.client.errors import ServerFault
+from octavo.client.tools import ToolCalls
 from octavo.v1 import inference_pb2
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from octavo.client_requests import Message, chat_message
+from octavo.client.requests import Message, chat_message
 from octavo.v1 import common_pb2, inference_pb2
 
 EmbedInput = str | Sequence[int] | Sequence[Message] | inference_pb2.EmbedInput

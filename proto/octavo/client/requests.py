@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from octavo.client_constraints import JsonSchema, set_constraint
-from octavo.client_tools import Tool, set_tools, tool_call
+from octavo.client.constraints import JsonSchema, set_constraint
+from octavo.client.tools import Tool, set_tools, tool_call
 from octavo.v1 import common_pb2, inference_pb2
 
 Message = inference_pb2.ChatMessage | tuple[str, str] | Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""What the client consists of; what callers use is in `octavo` itself."""
