@@ -28,6 +28,7 @@ WORKSHOP = ("bench", "sim", "tests", "examples", "deploy", "docs")
 BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "proto", *FOLDERS, *WORKSHOP)
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
 TIMEOUT_S = 240.0
+BUILD = ["setuptools"]
 
 # What a folder has that is called as ours; whoever imports one of these instead of ours ends with an error.
 NAMESAKES = ("cli.py", "model/__init__.py", "worker/__init__.py", "gateway/__init__.py", "wire.py", "proto/__init__.py")
@@ -151,13 +152,16 @@ def test_the_clients_ranges_begin_where_its_stubs_do(repository: Path) -> None:
     assert {version.removesuffix(".0") for version in protobuf} == {lowest["protobuf"]}
 
 
-def environment(folder: Path, *installed: str | Path) -> Path:
-    """The interpreter of a new environment that has this, and nothing else but what a `.pth` names."""
+def environment(folder: Path) -> Path:
+    """The interpreter of a new environment that has nothing."""
     run([sys.executable, "-m", "venv", "--without-pip", folder], folder.parent)
-    python = folder / "bin/python"
+    return folder / "bin/python"
+
+
+def install(python: Path, *what: str | Path) -> None:
+    """By this environment's pip, into another one."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
-    run([*pip, "--no-deps", "--no-build-isolation", *map(str, installed)], folder.parent)
-    return python
+    run([*pip, "--no-deps", "--no-build-isolation", *map(str, what)], python.parent)
 
 
 def site_packages(python: Path) -> Path:
@@ -174,7 +178,8 @@ def share_what_others_made(python: Path) -> None:
 @pytest.fixture(scope="module")
 def server_python(tree: Path, wheels: Wheels) -> Path:
     """Where both wheels are installed."""
-    python = environment(tree.parent / "server", wheels.client, wheels.server)
+    python = environment(tree.parent / "server")
+    install(python, wheels.client, wheels.server)
     share_what_others_made(python)
     return python
 
@@ -206,7 +211,9 @@ def test_the_installed_command_gives_the_tour_beside_folders_called_as_ours(
 
 def test_a_checkout_that_is_installed_to_be_edited_is_one_package_too(tree: Path, namesakes: Path) -> None:
     """As `make install` does it: the package comes from one distribution, its folders from another."""
-    python = environment(tree.parent / "editable", "-e", tree / "proto", "-e", tree)
+    python = environment(tree.parent / "editable")
+    share(python, closure(BUILD))
+    install(python, "-e", tree / "proto", "-e", tree)
     share_what_others_made(python)
     modules = ("octavo", "octavo.client", "octavo.v1", "octavo.kserve", "octavo.wire", "octavo.gateway.rpc")
     code = f"import {', '.join(modules)}; print({', '.join(f'{each}.__file__' for each in modules)}, sep='\\n')"
@@ -214,6 +221,17 @@ def test_a_checkout_that_is_installed_to_be_edited_is_one_package_too(tree: Path
     places = ("proto/octavo", "proto/octavo/client", "proto/octavo/v1", "proto/octavo/kserve", "wire", "gateway/rpc")
     assert found == [tree / each for each in places]
     assert run([python.parent / "octavo", "--version"], namesakes).startswith("octavo ")
+
+
+def share(python: Path, names: set[str]) -> None:
+    """Links to the files of these distributions."""
+    for name in names:
+        for file in importlib.metadata.files(name) or ():
+            if ".." not in file.parts and file.suffix != ".pyc":
+                link = site_packages(python) / file
+                link.parent.mkdir(parents=True, exist_ok=True)
+                if not link.exists():
+                    link.symlink_to(Path(str(file.locate())))
 
 
 def closure(requirements: list[str]) -> set[str]:
@@ -232,17 +250,12 @@ def closure(requirements: list[str]) -> set[str]:
 @pytest.fixture(scope="module")
 def client_python(tree: Path, wheels: Wheels) -> Path:
     """Where the client is installed, and links to what it asks for: nothing else can be imported there."""
-    python = environment(tree.parent / "client", wheels.client)
+    python = environment(tree.parent / "client")
+    install(python, wheels.client)
     with zipfile.ZipFile(wheels.client) as opened:
         (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
         wanted = email.message_from_bytes(opened.read(metadata)).get_all("Requires-Dist") or []
-    for name in closure(wanted):
-        for file in importlib.metadata.files(name) or ():
-            if ".." not in file.parts and file.suffix != ".pyc":
-                link = site_packages(python) / file
-                link.parent.mkdir(parents=True, exist_ok=True)
-                if not link.exists():
-                    link.symlink_to(Path(str(file.locate())))
+    share(python, closure(wanted))
     return python
 
 

@@ -17,7 +17,7 @@ class WorkerProcess:
 
     def __init__(self, log: Path, **fields: object) -> None:
         self.log = log
-        command = [sys.executable, "-m", "tests.support.oracle_worker", json.dumps(fields, default=str)]
+        command = [sys.executable, "-m", "tests.support.services.oracle_worker", json.dumps(fields, default=str)]
         with log.open("ab") as output:
             self.popen = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
 
