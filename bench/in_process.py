@@ -18,9 +18,10 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import Cancel, Finished, Run, Sampling, StepOutput, TokenLogprobs
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
-from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage
+from octavo.worker.engine.interfaces import InboxMessage, OutboxMessage
 from octavo.worker.loading.warmup import WarmConfig
 from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.scheduler.scheduler import Scheduler
 
 GATEWAY = GatewayIndex(0)

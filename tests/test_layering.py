@@ -29,7 +29,7 @@ MODEL_FREE = ("worker/runners/interface.py", "worker/runners/oracle/")
 INNER: dict[str, dict[str, set[str]]] = {
     "worker": {
         "": {"engine", "grammar", "loading", "scheduler", "transport"},  # main puts the parts together
-        "scheduler": {"engine"},
+        "scheduler": set(),
         "engine": {"scheduler", "grammar", "runners"},
         "transport": {"engine", "scheduler"},
         "grammar": {"loading", "runners", "scheduler"},

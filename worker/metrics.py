@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 
 from octavo.wire.messages import Capacity, Finished, ModelCard, WireFinishReason
 from octavo.wire.scrape_server import ScrapeServer, pages_of
-from octavo.worker.engine.interfaces import Observer, StepReport
-from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.engine.interfaces import EngineStats, Observer, StepReport
 from octavo.worker.transport.link import LinkStats
 
 STEP_BUCKETS_S = (

@@ -23,7 +23,8 @@ from octavo.gateway.dialects.vllm.messages import KvBatches
 from octavo.gateway.workers.prefix_index import Prefixes
 from octavo.wire.codec import decode_to_gateway, encode
 from octavo.worker.engine.codec import KvEventPublisher
-from octavo.worker.engine.interfaces import GatewayIndex, OutboxMessage
+from octavo.worker.engine.interfaces import OutboxMessage
+from octavo.worker.scheduler.plan import GatewayIndex
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 1_600

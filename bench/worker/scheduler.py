@@ -22,9 +22,9 @@ from bench.in_process import GATEWAY, Mailbox, assemble
 from octavo.blockmgr.ids import PrefixCache
 from octavo.wire.messages import Run, Sampling, StepOutput
 from octavo.worker.engine.engine import Engine
-from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage
+from octavo.worker.engine.interfaces import InboxMessage
 from octavo.worker.runners.interface import StepMasks
-from octavo.worker.scheduler.plan import StepPlan, StepResult
+from octavo.worker.scheduler.plan import GatewayIndex, StepPlan, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 
 PROMPT_TOKENS = 64

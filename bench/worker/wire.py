@@ -38,7 +38,7 @@ from octavo.wire.messages import (
     WireFinishReason,
 )
 from octavo.wire.options import new_router
-from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport.link import WorkerLink
 
 ROUNDS = 5

@@ -40,11 +40,11 @@ class FairnessWatch:
     def look(self) -> None:
         """After every step."""
         waiting = {request.order: request for request in self._scheduler.requests if request.phase is Phase.WAITING}
-        self._tenants.update(request.asked.tenant for request in self._scheduler.requests)
+        self._tenants.update(request.run.tenant for request in self._scheduler.requests)
         self._check_order(waiting)
         self._waiting = {order: (request, request.num_preemptions) for order, request in waiting.items()}
         if not self._has_priorities:
-            self._check_shares({request.asked.tenant for request in waiting.values()})
+            self._check_shares({request.run.tenant for request in waiting.values()})
 
     def _check_order(self, waiting: dict[int, Request]) -> None:
         """First come, first served, within tenant and priority."""
@@ -53,17 +53,17 @@ class FairnessWatch:
         for request in came_in:
             if request.is_aged or (request.num_preemptions and len(self._tenants) > 1):
                 continue
-            asked = request.asked
+            run = request.run
             journal.counts["checks"] += 1
             overtaken = [
                 other.order
                 for other in waiting.values()
                 if other.order < request.order
                 and self._waiting.get(other.order) == (other, other.num_preemptions)
-                and (other.asked.tenant, other.asked.priority) == (asked.tenant, asked.priority)
+                and (other.run.tenant, other.run.priority) == (run.tenant, run.priority)
             ]
             if overtaken:
-                journal.violate(f"{self._name}: {request.order} of {asked.tenant!r} overtook {overtaken}")
+                journal.violate(f"{self._name}: {request.order} of {run.tenant!r} overtook {overtaken}")
 
     def _check_shares(self, tenants: set[str]) -> None:
         served = self._served()
@@ -84,11 +84,11 @@ class FairnessWatch:
         live = {request.order: request for request in self._scheduler.requests}
         for order, request in self._live.items():
             if order not in live:
-                self._ended[request.asked.tenant] += self._size(request)
+                self._ended[request.run.tenant] += self._size(request)
         self._live, served = live, self._ended.copy()
         for request in live.values():
-            self._weights[request.asked.tenant] = request.asked.weight
-            served[request.asked.tenant] += self._size(request)
+            self._weights[request.run.tenant] = request.run.weight
+            served[request.run.tenant] += self._size(request)
         return served
 
     def _size(self, request: Request) -> int:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from octavo.gateway.workers.decisions import Peer
 from octavo.wire.codec import ProtocolError, decode_to_gateway
 from octavo.wire.messages import Cancel, Message, Pause, Resume, Run, StepOutput
-from octavo.worker.engine.interfaces import GatewayIndex, GatewayLost, InboxMessage
-from octavo.worker.scheduler.plan import StepPlan
-from octavo.worker.scheduler.request import Phase, Request, RequestKey
+from octavo.worker.engine.interfaces import GatewayLost, InboxMessage
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepPlan
+from octavo.worker.scheduler.request import Phase, Request
 from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.scheduler import Scheduler
 from sim.edges.loop import SimLoop
@@ -54,7 +54,7 @@ class WorkerWatch:
         """A plan is launched."""
         table = self._scheduler.requests
         for slot in (*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)):
-            key = table.in_slot(slot).asked.key
+            key = table.in_slot(slot).key
             self._check(not self._is_paused.get(key), f"{key} is in step {plan.step} though it is paused")
             self._check(key not in self._ended, f"{key} is in step {plan.step} though it was cancelled")
 
@@ -64,7 +64,7 @@ class WorkerWatch:
         for key in self._ended:
             self._check(key not in table, f"{key} was cancelled and is still there")
         if self._lost:
-            left = [request.asked.key for request in table if request.asked.key.gateway in self._lost]
+            left = [request.key for request in table if request.key.gateway in self._lost]
             self._check(not left, f"{left} are still there, their gateway is gone")
         for key, is_paused in list(self._is_paused.items()):
             request = table.find(key)
@@ -81,7 +81,7 @@ class WorkerWatch:
         table = self._scheduler.requests
         for problem in _misplaced(table):
             self._check(False, problem)
-        unasked = [r.asked.key for r in table if r.is_paused and not self._is_paused.get(r.asked.key)]
+        unasked = [r.key for r in table if r.is_paused and not self._is_paused.get(r.key)]
         self._check(not unasked, f"{unasked} are paused and nobody asked for it")
 
     def _check(self, is_true: bool, what: str) -> None:
@@ -113,7 +113,7 @@ def _misplaced(table: RequestTable) -> Iterator[str]:
         yield f"{sorted(following)} follow, by phase {sorted(r.order for r in of_phase[Phase.FOLLOWING])}"
     for follower in of_phase[Phase.FOLLOWING]:
         leader = follower.leader
-        if leader is None or leader.asked.key not in table or leader.is_paused:
+        if leader is None or leader.key not in table or leader.is_paused:
             yield f"{follower.order} follows nobody who will lead"
 
 

@@ -22,7 +22,7 @@ PLACES: dict[str, Callable[[Request], bool]] = {  # where a worker can have an o
     "running": lambda request: request.is_running,
     "begun": lambda request: (
         request.phase is Phase.DECODING
-        and request.asked.sampling.max_tokens >= LONG
+        and request.sampling.max_tokens >= LONG
         and len(request.token_ids_T) - request.num_prompt_tokens < FIRST_TOKENS
     ),
     "waiting": lambda request: request.phase is Phase.WAITING and not request.num_preemptions,
@@ -113,8 +113,8 @@ class Lurking:
         life = self._world.seats[worker].life
         for request in life.scheduler.requests if life is not None else ():
             if PLACES[fault.detail](request):
-                gateway = self._world.gateways[request.asked.key.gateway]
-                output = None if gateway is None else gateway.pool._outputs._live.get(request.asked.key.handle)
+                gateway = self._world.gateways[request.key.gateway]
+                output = None if gateway is None else gateway.pool._outputs._live.get(request.key.handle)
                 call = None if gateway is None or output is None else gateway.call_by_name(output.name)
                 if call is not None and call.is_stalled and fault.kind is FaultKind.STALL:
                     continue

@@ -11,7 +11,8 @@ import numpy as np
 
 from octavo.wire.messages import Finished, StepOutput, WireFinishReason
 from octavo.wire.options import RECONNECT_MAX_MS, RECONNECT_MS
-from octavo.worker.engine.interfaces import GatewayIndex, OutboxMessage
+from octavo.worker.engine.interfaces import OutboxMessage
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport.link import WorkerLink
 from octavo.worker.transport.socket import GatewaySocket, Transition
 from sim.edges.network import Connection, Hub

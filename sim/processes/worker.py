@@ -19,9 +19,9 @@ from octavo.wire.codec import encode
 from octavo.wire.messages import Capacity, Leaving, ModelCard, Register
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
-from octavo.worker.engine.interfaces import GatewayIndex
+from octavo.worker.engine.interfaces import EngineStats
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.scheduler.scheduler import Scheduler
-from octavo.worker.scheduler.stats import EngineStats
 from octavo.worker.transport.heartbeat import heartbeat_of
 from octavo.worker.transport.link import LinkState, LinkStats, Received, WorkerLink, _Gateway
 from octavo.worker.transport.watchdog import Watchdog

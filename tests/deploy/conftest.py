@@ -11,10 +11,10 @@ from octavo.gateway.observability.metrics import GatewayCollector, registry_of
 from octavo.gateway.rpc.connections import ConnectionLimiter, ConnectionLimits, PeerUse
 from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.messages import Capacity, ModelCard
+from octavo.worker.engine.interfaces import EngineStats
 from octavo.worker.grammar.compiler import GrammarCache
 from octavo.worker.grammar.manager import GrammarMetrics
 from octavo.worker.metrics import CacheInfo, InfoCollector, SnapshotCollector, StepMetrics
-from octavo.worker.scheduler.stats import EngineStats
 from octavo.worker.transport.link import LinkStats
 
 SUFFIXES = {

@@ -3,9 +3,7 @@
 import pytest
 
 from octavo.blockmgr.ids import PrefixCache
-from octavo.worker.scheduler.admission import Admission
-from octavo.worker.scheduler.in_flight import InFlight
-from octavo.worker.scheduler.planner import Planner
+from octavo.worker.scheduler.planner import Admission, InFlight, Planner
 from tests.support.worker.scheduler_explore import Scope, explore
 
 LONG, SHORT = (5, 6, 7), (5, 6, 8)

@@ -10,8 +10,8 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.requests.admission import Admission
 from octavo.gateway.rpc.interceptor import Guard
 from octavo.gateway.workers.registry import Registry
-from octavo.worker.scheduler.in_flight import InFlightStep
 from octavo.worker.scheduler.results import Results
+from octavo.worker.scheduler.slot_state import InFlightStep
 from sim.processes.runner import NAN_TOKEN
 from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate

@@ -239,7 +239,7 @@ def a_resume_is_ignored_where_the_slot_is_lost(patch: pytest.MonkeyPatch) -> Non
 def a_gateway_that_is_gone_leaves_its_paused_requests(patch: pytest.MonkeyPatch) -> None:
     def careless(self: RequestTable, gateway: Any, now_s: float) -> None:
         for request in list(self):
-            if request.asked.key.gateway == gateway and not request.is_paused:
+            if request.key.gateway == gateway and not request.is_paused:
                 self.end(request, Ending(WireFinishReason.CANCELLED), now_s)
         self.outputs.forget(gateway)
 

@@ -12,7 +12,7 @@ import zmq
 from octavo.wire.codec import decode_to_gateway
 from octavo.wire.messages import Heartbeat
 from octavo.wire.options import new_router
-from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.engine.interfaces import EngineStats
 from octavo.worker.transport.heartbeat import HeartbeatThread
 from octavo.worker.transport.watchdog import EXIT_STALLED, Watchdog
 
@@ -70,7 +70,7 @@ def test_a_stall_is_work_without_steps_for_too_long() -> None:
 HANG = """
 import ctypes, re, sys, time
 from octavo.worker.transport.heartbeat import HeartbeatThread
-from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.engine.interfaces import EngineStats
 from octavo.worker.transport.watchdog import Watchdog
 stats = EngineStats(num_running=1)
 watchdog = Watchdog(stall_timeout_s=0.5)

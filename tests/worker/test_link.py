@@ -25,7 +25,8 @@ from octavo.wire.messages import (
     Welcome,
 )
 from octavo.wire.options import new_router
-from octavo.worker.engine.interfaces import GatewayIndex, GatewayJoined, GatewayLost
+from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport import socket
 from octavo.worker.transport.link import REGISTER_INTERVAL_S, WorkerLink
 from tests.support.gateway.workers import FILES, finished, register, step_output

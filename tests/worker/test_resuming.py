@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.wire.messages import Finished, Run, Sampling, WireFinishReason
-from octavo.worker.engine.codec import asked_by
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from octavo.worker.scheduler.request import AddRequest, RequestKey
+from octavo.worker.scheduler.plan import RequestKey
 from tests.support.worker.scheduling import GATEWAY, Stream, World, WorldConfig, key
 
 MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,), eos_every=9)
@@ -16,10 +15,22 @@ MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,), eos_every=9)
 
 def resume(world: World, run: Run) -> RequestKey:
     """What the worker does with such a Run."""
-    asked = asked_by(GATEWAY, run)
-    world.streams[asked.key] = Stream()
-    world.scheduler.add(asked, now_s=world.now_s)
-    return asked.key
+    name = RequestKey(GATEWAY, run.handle)
+    world.streams[name] = Stream()
+    world.scheduler.add(GATEWAY, run, now_s=world.now_s)
+    return name
+
+
+def refusal_of(run: Run) -> str:
+    """What the scheduler says to a Run that it does not take at all."""
+    world = World(WorldConfig())
+    name = resume(world, run)
+    world.run()
+    finished = world.streams[name].finished
+    assert finished is not None
+    assert (finished.reason, finished.error) == (WireFinishReason.ERROR, "INVALID_FIELD")
+    assert (world.scheduler.counters.num_refused, world.scheduler.counters.num_accepted) == (1, 0)
+    return finished.detail
 
 
 def run_of(handle: int, prompt: list[int], given_before: list[int], sampling: Sampling) -> Run:
@@ -93,15 +104,13 @@ def test_a_run_that_resumes_what_it_does_not_carry_is_refused(num_resumed: int) 
         sampling=Sampling(),
         num_resumed_tokens=num_resumed,
     )
-    with pytest.raises(ValueError, match=f"num_resumed_tokens: {num_resumed} of 3 tokens"):
-        asked_by(GATEWAY, run)
+    assert refusal_of(run) == f"num_resumed_tokens: {num_resumed} of 3 tokens"
 
 
 @pytest.mark.parametrize("weight", [-1, 0, 1001])
 def test_a_weight_that_no_tenant_can_have_is_refused(weight: int) -> None:
     run = Run(handle=1, request_id="r", prompt_ids=np.asarray([5], "<i4").tobytes(), sampling=Sampling(), weight=weight)
-    with pytest.raises(ValueError, match=f"weight: {weight} is not in"):
-        asked_by(GATEWAY, run)
+    assert refusal_of(run) == f"weight: {weight} is not in [1, 1000]"
 
 
 @pytest.mark.parametrize(("prompt", "given_before", "says"), [([], [5], "prompt_ids"), ([5], [6, 7], "num_resumed")])
@@ -118,5 +127,8 @@ def test_nothing_is_resumed_without_a_prompt_or_beyond_its_end(
 
 
 def test_a_plain_request_resumes_nothing() -> None:
-    asked = AddRequest(key=key(1), request_id="r", prompt_ids_T=np.asarray([1, 2], np.int32), sampling=Sampling())
-    assert asked.token_ids_T is asked.prompt_ids_T
+    world = World(WorldConfig())
+    world.scheduler.add(GATEWAY, run_of(1, [4, 5], [], Sampling(max_tokens=2)), now_s=0.0)
+    request = world.scheduler.requests.find(key(1))
+    assert request is not None
+    assert (request.num_prompt_tokens, request.num_given_tokens) == (2, 2)

@@ -12,7 +12,7 @@ PROMPT = [3, 4, 5, 6, 7]
 
 def blocks_of(world: World, handle: int) -> list[int]:
     """The blocks of a running output, in order."""
-    slot = next(int(each.held_slot) for each in world.scheduler.requests.running if each.asked.key == key(handle))
+    slot = next(int(each.held_slot) for each in world.scheduler.requests.running if each.key == key(handle))
     return [block for block in world.blocks.table_SM[slot].tolist() if block >= 0]
 
 
@@ -86,7 +86,7 @@ def test_a_preempted_fork_is_computed_again_alone() -> None:
     for _ in range(3):
         world.step()
     table = world.scheduler.requests
-    table.preempt(next(each for each in table.running if each.asked.key == key(1001)), world.now_s)
+    table.preempt(next(each for each in table.running if each.key == key(1001)), world.now_s)
     world.run()
     world.check_complete()
     finished = {which.handle: stream.finished for which, stream in world.streams.items()}
@@ -146,7 +146,7 @@ def test_further_outputs_take_no_slot_that_another_tenant_has_the_turn_for() -> 
     seen = []
     for _ in range(3):
         world.step()
-        seen.append(sorted(request.asked.tenant for request in world.scheduler.requests.running))
+        seen.append(sorted(request.run.tenant for request in world.scheduler.requests.running))
     assert seen == [["few", "many"], ["few", "many", "many"], ["few", "many", "many"]]
     world.run()
     world.check_complete()
@@ -158,4 +158,4 @@ def test_alone_all_outputs_that_fit_fork_at_once() -> None:
     world.add(1, [3, 4, 5, 6], max_tokens=12, num_outputs=8, tenant="many")
     world.add(2, [7, 8], max_tokens=12, tenant="many")
     world.step()
-    assert [request.asked.key.handle for request in world.scheduler.requests.running] == [1, 1001, 2001]
+    assert [request.key.handle for request in world.scheduler.requests.running] == [1, 1001, 2001]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.blockmgr.ids import PrefixCache
-from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
-from octavo.worker.scheduler.request import Phase, RequestKey
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey
+from octavo.worker.scheduler.request import Phase
 from tests.support.worker.scheduling import Stream, World, WorldConfig
 
 MAX_ADDED = 12
@@ -156,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _paused(self) -> dict[RequestKey, Stream]:
         table = self.world.scheduler.requests
-        return {request.asked.key: self.world.streams[request.asked.key] for request in table if request.is_paused}
+        return {request.key: self.world.streams[request.key] for request in table if request.is_paused}
 
     @rule()
     def launch(self) -> None:
@@ -248,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert rows.num_known_S[slot] <= rows.limit_S[slot]
             assert rows.num_scheduled_S[slot] <= self.world.blocks.capacity(slot)
             known = rows.known_tokens(slot)[: request.num_prompt_tokens]
-            assert np.array_equal(known, request.asked.prompt_ids_T)
+            assert np.array_equal(known, request.prompt_ids_T)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr.manager import BlockManager
-from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler import scheduler as scheduler_module
-from octavo.worker.scheduler.in_flight import InFlight, InFlightStep
-from octavo.worker.scheduler.plan import StepPlan, StepResult
-from octavo.worker.scheduler.planner import Planner
+from octavo.worker.scheduler.plan import GatewayIndex, StepPlan, StepResult
+from octavo.worker.scheduler.planner import InFlight, Planner
 from octavo.worker.scheduler.request import Ending, Request
-from octavo.worker.scheduler.request_table import RequestTable
+from octavo.worker.scheduler.request_table import RequestTable, SchedulerCounters
 from octavo.worker.scheduler.scheduler import Scheduler
-from octavo.worker.scheduler.slot_state import SlotState
-from octavo.worker.scheduler.stats import SchedulerCounters
+from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 from tests.support.worker.scheduling import World, WorldConfig, key
 
 NAN_TOKEN = 40
@@ -215,7 +212,7 @@ def preemption_forgets_what_was_generated(patch: pytest.MonkeyPatch) -> None:
 
     def preempt(self: RequestTable, request: Request, now_s: float) -> None:
         original(self, request, now_s)
-        request.token_ids_T = request.asked.prompt_ids_T
+        request.token_ids_T = request.prompt_ids_T
 
     patch.setattr(RequestTable, "preempt", preempt)
 
@@ -259,7 +256,7 @@ def ends_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def paused_requests_keep_their_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("octavo.worker.scheduler.admission.paused_first", lambda paused, others: list(others))
+    patch.setattr("octavo.worker.scheduler.planner.paused_first", lambda paused, others: list(others))
 
 
 def paused_requests_stay_in_the_steps(patch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.wire.messages import Finished, Sampling, TokenLogprobs, WireFinishReason
-from octavo.worker.engine.interfaces import GatewayIndex
-from octavo.worker.scheduler.outputs import GatewayOutput, OutputBuffer
-from octavo.worker.scheduler.plan import Slot
-from octavo.worker.scheduler.request import AddRequest, Phase, Request
+from octavo.wire.messages import Finished, Run, Sampling, TokenLogprobs, WireFinishReason
+from octavo.worker.scheduler.plan import GatewayIndex, GatewayOutput, OutputBuffer, Slot
+from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
 from octavo.worker.scheduler.request_table import TokenVerdict, find_ends, judge, stop_ids
 from octavo.worker.scheduler.slot_state import SlotState
@@ -20,20 +18,22 @@ EOS = (2, 3)
 
 def make_request(order: int, prompt: list[int], *, priority: int = 0, limit: int = 20, **sampling: object) -> Request:
     """A request as the scheduler makes it."""
-    asked = AddRequest(
-        key=key(order),
+    run = Run(
+        handle=order,
         request_id=str(order),
-        prompt_ids_T=np.asarray(prompt, np.int32),
+        prompt_ids=np.asarray(prompt, "<i4").tobytes(),
         sampling=Sampling(**sampling),  # type: ignore[arg-type]
         priority=priority,
     )
     return Request(
-        asked=asked,
+        run=run,
+        key=key(order),
+        sampling=run.sampling,
         order=order,
         arrival_s=0.0,
         deadline_s=None,
         max_total_tokens=limit,
-        token_ids_T=asked.prompt_ids_T,
+        token_ids_T=token_ids_of(run),
     )
 
 
@@ -63,7 +63,7 @@ def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[
             min_tokens=case["min_tokens"],
             ignore_eos=case["ignore_eos"],
         )
-        ids = stop_ids(request.asked.sampling, EOS)
+        ids = stop_ids(request.sampling, EOS)
         rows.join(Slot(slot), request, num_cached_tokens=0, stop_ids=ids)
         requests.append(request)
     alive = list(range(len(rows_of)))
@@ -75,7 +75,7 @@ def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[
         is_stop, is_end = find_ends(rows, slots, tokens)
         verdicts = [
             judge(
-                requests[slot].asked.sampling,
+                requests[slot].sampling,
                 EOS,
                 num_prompt_tokens=rows_of[slot]["num_prompt"],
                 output=rows_of[slot]["tokens"][: index + 1],

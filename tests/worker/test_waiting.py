@@ -37,7 +37,7 @@ def test_one_tenant_is_served_as_if_there_were_no_tenants(rows: list[tuple[int, 
     left = [entry.request for entry in twins.twin.waiting]
     while left:
         aged = [each for each in left if each.waiting_since_s + AGING_S <= twins.now_s]
-        first = min(aged or left, key=lambda each: (0 if aged else -each.asked.priority, each.order))
+        first = min(aged or left, key=lambda each: (0 if aged else -each.run.priority, each.order))
         admitted = twins.admit(0)
         assert admitted is first
         twins.leave(first)
@@ -53,7 +53,7 @@ def serve(twins: Twins, num_turns: int, output: int = 4) -> Counter[str]:
         assert request is not None
         for _ in range(output):
             twins.tokens()
-        served[request.asked.tenant] += len(request.asked.prompt_ids_T) + output
+        served[request.run.tenant] += len(request.prompt_ids_T) + output
         twins.leave(request)
     return served
 

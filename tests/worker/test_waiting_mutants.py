@@ -25,7 +25,7 @@ def weights_that_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: TenantFairness, request: Any, *, num_cached_tokens: int) -> None:
         begin(self, request, num_cached_tokens=num_cached_tokens)
-        self._accounts[request.asked.tenant].price = 1_000_000
+        self._accounts[request.run.tenant].price = 1_000_000
 
     patch.setattr(TenantFairness, "begin", forgetful)
 
@@ -67,7 +67,7 @@ def the_aged_of_all_tenants_first(patch: pytest.MonkeyPatch) -> None:
 def the_preempted_where_their_tenant_is(patch: pytest.MonkeyPatch) -> None:
     def fair_head(self: RequestQueue, now_s: float) -> Any:
         foremost = self._all.foremost()
-        return self._heap_of_turn(foremost.asked.priority, now_s).head(now_s) if foremost else None
+        return self._heap_of_turn(foremost.run.priority, now_s).head(now_s) if foremost else None
 
     patch.setattr(RequestQueue, "_fair_head", fair_head)
 

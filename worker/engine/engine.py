@@ -1,5 +1,4 @@
-"""The engine loop: messages to the scheduler, steps to the runner (`worker.engine.engine`), outputs to the
-gateways.
+"""The engine loop: messages to the scheduler, steps to the runner, outputs to the gateways.
 
 It decides nothing (the scheduler does) and knows no sockets (`worker.engine.interfaces`), tensors or text. One thread
 owns it; ``num_steps`` and ``stats`` may be read from any thread, ``request_drain`` and ``request_stop`` be called from
@@ -15,10 +14,10 @@ import structlog
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.fault_points import fault_point
 from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
-from octavo.worker.engine.codec import KvEventPublisher, asked_by, refused_run, step_output
+from octavo.worker.engine.codec import KvEventPublisher, step_output
 from octavo.worker.engine.interfaces import (
     Clock,
-    GatewayIndex,
+    EngineStats,
     GatewayJoined,
     GatewayLost,
     Inbox,
@@ -30,11 +29,10 @@ from octavo.worker.engine.interfaces import (
 )
 from octavo.worker.grammar.manager import GrammarManager
 from octavo.worker.runners.interface import Runner, RunnerError, RunnerOutOfMemory
-from octavo.worker.scheduler.outputs import StepOutputs
-from octavo.worker.scheduler.plan import StepPlan
-from octavo.worker.scheduler.request import RequestKey, failure
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs
+from octavo.worker.scheduler.request import failure
 from octavo.worker.scheduler.scheduler import Scheduler
-from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.scheduler.slot_state import InFlightStep
 
 log = structlog.get_logger(__name__)
 
@@ -42,35 +40,14 @@ RECOUNT_S = 1.0  # between two recounts of the blocks while steps are made
 IDLE_S = 0.25  # without work, after which an audit is in nobody's way
 
 
-# The steps that the runner has: launched ahead, constrained once they can be, collected in their order, or failed.
-#
-#     plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► the scheduler's outputs
-#
-# Decides nothing, and knows no gateways: what a step gave goes to whoever asked for it. One thread owns it.
+class StepPipeline:
+    """The steps that the runner has, up to ``runner.max_in_flight``.
 
+        plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► the scheduler's outputs
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedStep:
-    """Times are the clock's. landed_s: when its result was there. failed: "" or the name of the error that ended it."""
-
-    plan: StepPlan
-    launched_s: float
-    landed_s: float
-    failed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    plan: StepPlan
-    launched_s: float
-
-    def ended(self, landed_s: float, failed: str = "") -> EndedStep:
-        return EndedStep(plan=self.plan, launched_s=self.launched_s, landed_s=landed_s, failed=failed)
-
-
-class Steps:
-    """Keeps up to ``runner.max_in_flight`` steps launched. on_end: told of each step once its outputs are known. send:
-    takes the outputs of the steps that a failed launch ends."""
+    on_end: told of each step once its outputs are known. send: takes the outputs of the steps that a failed launch
+    ends.
+    """
 
     def __init__(
         self,
@@ -79,7 +56,7 @@ class Steps:
         runner: Runner,
         grammars: GrammarManager | None,
         clock: Clock,
-        on_end: Callable[[EndedStep], None],
+        on_end: Callable[[InFlightStep], None],
         send: Callable[[StepOutputs], None],
     ) -> None:
         self._scheduler = scheduler
@@ -88,7 +65,7 @@ class Steps:
         self._clock = clock
         self._on_end = on_end
         self._send = send
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[InFlightStep] = deque()
         self._awaits_masks = False  # the newest launched step does
 
     def __len__(self) -> int:
@@ -100,7 +77,9 @@ class Steps:
             plan = self._scheduler.plan(now_s=self._clock())
             if plan is None:
                 return
-            self._launched.append(_Launched(plan, self._clock()))
+            step = self._scheduler.newest_step
+            step.launched_s = self._clock()
+            self._launched.append(step)
             try:
                 self._runner.launch(plan)
             except RunnerError as error:
@@ -112,19 +91,19 @@ class Steps:
 
     def collect(self) -> StepOutputs:
         """What the oldest step gave; waits for it."""
-        launched = self._launched.popleft()
+        step = self._launched.popleft()
         try:
             result = self._runner.collect()
         except RunnerError as error:
-            outputs = self._failed(launched.plan, error)
+            outputs = self._failed(step, error)
             self._constrain()
-            self._on_end(launched.ended(self._clock(), type(error).__name__))
+            self._on_end(step)
             return outputs
-        landed_s = self._clock()
-        outputs = self._scheduler.apply(result, now_s=landed_s)
+        step.ended_s = self._clock()
+        outputs = self._scheduler.apply(result, now_s=step.ended_s)
         self._constrain()
         fault_point("engine.applied")
-        self._on_end(launched.ended(landed_s))
+        self._on_end(step)
         return outputs
 
     def _constrain(self) -> None:
@@ -139,45 +118,14 @@ class Steps:
         refused = self._launched.pop()
         while self._launched:
             self._send(self.collect())
-        self._send(self._failed(refused.plan, error))
-        self._on_end(refused.ended(self._clock(), type(error).__name__))
+        self._send(self._failed(refused, error))
+        self._on_end(refused)
 
-    def _failed(self, plan: StepPlan, error: RunnerError) -> StepOutputs:
-        if isinstance(error, RunnerOutOfMemory):
-            return self._scheduler.fail_out_of_memory(plan.step, str(error), now_s=self._clock())
-        return self._scheduler.fail(plan.step, str(error), now_s=self._clock())
-
-
-# The engine's numbers at one moment, as a value that any thread may keep.
-
-
-def snapshot(
-    scheduler: Scheduler, blocks: BlockManager, *, num_steps: int, num_leaked_blocks: int, num_violations: int
-) -> EngineStats:
-    """Gauges and counters as they are now; to be called by the thread that owns the scheduler. num_leaked_blocks,
-    num_violations: as they were found last."""
-    counters = scheduler.counters
-    return EngineStats(
-        num_steps=num_steps,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_paused=scheduler.num_paused,
-        num_in_flight=scheduler.num_in_flight,
-        is_draining=scheduler.is_draining,
-        num_blocks=blocks.config.num_blocks,
-        num_free_blocks=blocks.num_free,
-        num_cached_blocks=blocks.num_cached,
-        num_active_blocks=max(0, blocks.num_active - num_leaked_blocks),
-        num_leaked_blocks=num_leaked_blocks,
-        num_violations=num_violations,
-        num_queried_tokens=blocks.num_queried_tokens,
-        num_hit_tokens=blocks.num_hit_tokens,
-        num_preemptions=counters.num_preemptions,
-        num_pauses=counters.num_pauses,
-        num_prefill_tokens=counters.num_prefill_tokens,
-        num_decode_tokens=counters.num_decode_tokens,
-        num_generated_tokens=counters.num_generated_tokens,
-    )
+    def _failed(self, step: InFlightStep, error: RunnerError) -> StepOutputs:
+        fail = self._scheduler.fail_out_of_memory if isinstance(error, RunnerOutOfMemory) else self._scheduler.fail
+        outputs = fail(step.plan.step, str(error), now_s=self._clock())
+        step.ended_s, step.failed = self._clock(), type(error).__name__
+        return outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +164,7 @@ class Engine:
         self._observer = observer or NullObserver()
         self._grammars = grammars
         self._kv_events = KvEventPublisher(blocks, outbox, epoch=config.epoch)
-        self._steps = Steps(
+        self._pipeline = StepPipeline(
             scheduler=scheduler,
             runner=runner,
             grammars=grammars,
@@ -259,20 +207,20 @@ class Engine:
             self._handle(gateway, message)
         if self._grammars is not None:
             self._grammars.deliver(self._scheduler, self._clock())
-        self._heed_drain()
+        self._apply_drain()
         if self._scheduler.has_work and not self.stats.has_work:
-            self._take_stats()  # should this very step hang, whoever watches must know that there was work
-        self._steps.launch_ahead()
-        self._send(self._steps.collect() if len(self._steps) else self._scheduler.flush())
+            self.stats = self._snapshot()  # should this very step hang, the watchdog must know that there was work
+        self._pipeline.launch_ahead()
+        self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
         self._kv_events.publish_changes()
         self._kv_events.publish_part()
         self._look_after_blocks(self._clock())
-        self._take_stats()
+        self.stats = self._snapshot()
 
     @property
     def is_done(self) -> bool:
         """Stopped, or drained with nothing left."""
-        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not len(self._steps)
+        is_drained = self._scheduler.is_draining and self._scheduler.is_empty and not len(self._pipeline)
         return self._is_stopping or is_drained
 
     @property
@@ -318,17 +266,14 @@ class Engine:
                 self._kv_events.end(gateway)
 
     def _add(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
-        try:
-            asked = asked_by(gateway, run)
-        except ValueError as error:
-            self._send({gateway: refused_run(run, f"prompt_ids: {error}")})
-            return
-        if asked.sampling.grammar is not None and self._grammars is None:
-            self._send({gateway: refused_run(run, "constraint: this worker compiles no grammars")})
-            return
-        self._scheduler.add(asked, now_s=now_s)
-        if self._grammars is not None and asked.sampling.grammar is not None and self._scheduler.keeps(asked):
-            self._grammars.submit(asked, now_s)
+        self._scheduler.add(gateway, run, now_s=now_s)
+        constraints = self._scheduler.constraints
+        if run.sampling.grammar is not None and constraints.awaits(gateway, run):
+            if self._grammars is None:
+                ending = failure("INVALID_FIELD", "constraint: this worker compiles no grammars")
+                constraints.failed(gateway, run, ending, now_s=now_s)
+            else:
+                self._grammars.submit(gateway, run, now_s)
         fault_point("engine.added")
 
     def _answer(self, query: AdminQuery) -> AdminReply:
@@ -345,7 +290,7 @@ class Engine:
             violations=violations,
         )
 
-    def _heed_drain(self) -> None:
+    def _apply_drain(self) -> None:
         if self._wanted_grace_s is not None:
             self._scheduler.drain()
             self._drain_until_s = self._clock() + self._wanted_grace_s
@@ -355,7 +300,7 @@ class Engine:
 
     # ------------------------------------------------------------ outputs
 
-    def _step_ended(self, step: EndedStep) -> None:
+    def _step_ended(self, step: InFlightStep) -> None:
         self.num_steps += 1
         self._is_audit_due = True
         plan = step.plan
@@ -368,8 +313,8 @@ class Engine:
                 num_prefill_tokens=plan.num_tokens - len(plan.decode_slots_S),
                 num_decode_tokens=len(plan.decode_slots_S),
                 num_sampled=len(plan.sampled_slots),
-                step_s=step.landed_s - step.launched_s,
-                host_s=self._clock() - step.landed_s,
+                step_s=step.ended_s - step.launched_s,
+                host_s=self._clock() - step.ended_s,
                 failed=step.failed,
             )
         )
@@ -410,14 +355,27 @@ class Engine:
             log.error("audit_failed", num_leaked_blocks=audit.num_leaked, violations=audit.violations)
         return audit.violations
 
-    def _take_stats(self) -> None:
-        self.stats = self._snapshot()
-
     def _snapshot(self) -> EngineStats:
-        return snapshot(
-            self._scheduler,
-            self._blocks,
+        """Gauges and counters as they are now; leaks and violations as they were found last."""
+        counters = self._scheduler.counters
+        return EngineStats(
             num_steps=self.num_steps,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_paused=self._scheduler.num_paused,
+            num_in_flight=self._scheduler.num_in_flight,
+            is_draining=self._scheduler.is_draining,
+            num_blocks=self._blocks.config.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            num_cached_blocks=self._blocks.num_cached,
+            num_active_blocks=max(0, self._blocks.num_active - self._num_leaked_blocks),
             num_leaked_blocks=self._num_leaked_blocks,
             num_violations=len(self._violations),
+            num_queried_tokens=self._blocks.num_queried_tokens,
+            num_hit_tokens=self._blocks.num_hit_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_pauses=counters.num_pauses,
+            num_prefill_tokens=counters.num_prefill_tokens,
+            num_decode_tokens=counters.num_decode_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
         )

@@ -2,13 +2,10 @@
 
 The engine and its scheduler know no sockets; `worker.transport.link` implements these over ZeroMQ, tests by plain
 lists.
-
-A **gateway index** names one life of one gateway process: after a GatewayLost the index may be given to a new
-gateway, whose StepOutput sequence then starts again at 1.
 """
 
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Protocol
 
 from octavo.wire.messages import (
     AdminQuery,
@@ -23,8 +20,7 @@ from octavo.wire.messages import (
     Run,
     StepOutput,
 )
-
-GatewayIndex = NewType("GatewayIndex", int)
+from octavo.worker.scheduler.plan import GatewayIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +84,36 @@ class StepReport:
     step_s: float
     host_s: float
     failed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot after a step; safe to read from any thread. Counters as in `SchedulerCounters`."""
+
+    num_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_paused: int = 0
+    num_in_flight: int = 0
+    is_draining: bool = False
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_active_blocks: int = 0  # less those that leaked
+    num_leaked_blocks: int = 0  # at the last recount
+    num_violations: int = 0  # of the last audit
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_pauses: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps should advance: for paused requests there are none."""
+        return bool(self.num_running or self.num_waiting or self.num_in_flight)
 
 
 class Observer(Protocol):

@@ -20,16 +20,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from octavo.grammar.errors import GrammarRefused, Refusal
-from octavo.wire.messages import Grammar
+from octavo.wire.messages import Grammar, Run
 from octavo.worker.config import GrammarConfig
 from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, Outcome
 from octavo.worker.grammar.matcher import GrammarMatcher
 from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.runners.interface import StepMasks
-from octavo.worker.scheduler.constraints import ConstrainedRow
-from octavo.worker.scheduler.matcher import Matcher
-from octavo.worker.scheduler.request import AddRequest, Request, failure
+from octavo.worker.scheduler.plan import GatewayIndex
+from octavo.worker.scheduler.request import Matcher, Request, failure, token_ids_of
+from octavo.worker.scheduler.results import ConstrainedRow
 from octavo.worker.scheduler.scheduler import Scheduler
 
 _MIN_PARALLEL = 4
@@ -146,7 +146,8 @@ def _leave_out(bits_W: np.ndarray, early_W: np.ndarray) -> None:
 class _Compiling:
     """A request that waits for its grammar. outcome: written once, by another thread."""
 
-    asked: AddRequest
+    gateway: GatewayIndex
+    run: Run
     grammar: Grammar
     until_s: float
     outcome: Outcome | None = None
@@ -175,11 +176,11 @@ class GrammarManager:
         self._waiting: deque[_Compiling] = deque()  # in the order of their timeouts
         self._ready: deque[_Compiling] = deque()
 
-    def submit(self, asked: AddRequest, now_s: float) -> None:
+    def submit(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
         """A request that the scheduler keeps until its grammar is there."""
-        grammar = asked.sampling.grammar
+        grammar = run.sampling.grammar
         assert grammar is not None
-        waiting = _Compiling(asked, grammar, now_s + self._timeout_s)
+        waiting = _Compiling(gateway, run, grammar, now_s + self._timeout_s)
         self._waiting.append(waiting)
         self._compiler.submit(grammar, lambda outcome: self._take(waiting, outcome))
 
@@ -221,13 +222,17 @@ class GrammarManager:
         assert outcome is not None
         if isinstance(outcome, GrammarRefused):
             self._observer.on_refused(outcome.refusal)
-            scheduler.constraints.failed(waiting.asked, failure("CONSTRAINT", f"constraint: {outcome}"), now_s=now_s)
-        elif len(waiting.asked.resumed_ids_T) and not outcome.replay(waiting.asked.resumed_ids_T.tolist()):
-            scheduler.constraints.failed(
-                waiting.asked, failure("CONSTRAINT", "constraint: the output so far does not match it"), now_s=now_s
-            )
-        else:
-            scheduler.constraints.ready(waiting.asked, outcome, now_s=now_s)
+            self._fail(waiting, str(outcome), scheduler, now_s)
+            return
+        num_resumed = waiting.run.num_resumed_tokens
+        if num_resumed and not outcome.replay(token_ids_of(waiting.run)[-num_resumed:].tolist()):
+            self._fail(waiting, "the output so far does not match it", scheduler, now_s)
+            return
+        scheduler.constraints.ready(waiting.gateway, waiting.run, outcome, now_s=now_s)
+
+    def _fail(self, waiting: _Compiling, detail: str, scheduler: Scheduler, now_s: float) -> None:
+        ending = failure("CONSTRAINT", f"constraint: {detail}")
+        scheduler.constraints.failed(waiting.gateway, waiting.run, ending, now_s=now_s)
 
 
 def make_grammar_manager(

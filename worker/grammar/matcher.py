@@ -1,4 +1,4 @@
-"""How far one output has come in its grammar: `worker.scheduler.matcher.Matcher` by llguidance. Owned by the engine's
+"""How far one output has come in its grammar: `worker.scheduler.request.Matcher` by llguidance. Owned by the engine's
 thread.
 
 Keeps its place when its request loses its blocks: what was accepted stays accepted.

@@ -17,17 +17,17 @@ Per-step numbers of running requests are not here but in `worker.scheduler.slot_
 no blocks.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from octavo.wire.messages import Finished, Pooling, Sampling, WireFinishReason
-from octavo.worker.engine.interfaces import GatewayIndex
-from octavo.worker.scheduler.matcher import Matcher
-from octavo.worker.scheduler.plan import Slot
+from octavo.wire.codec import TOKEN_BYTES
+from octavo.wire.messages import Finished, Pooling, Run, Sampling, WireFinishReason
+from octavo.worker.scheduler.plan import RequestKey, Slot
 
 # When the tokens of an output came, and what a request's blocks cost: kept as it goes for next to nothing, added up at
 # the end.
@@ -82,11 +82,33 @@ def block_seconds(
     return seconds
 
 
-class RequestKey(NamedTuple):
-    """Who wants this output: the handle is the gateway's own name for it."""
+class Matcher(Protocol):
+    """How far one output has come in its grammar: all that the scheduler knows of it, so that it stays free of the
+    library behind it."""
 
-    gateway: GatewayIndex
-    handle: int
+    def fork(self) -> "Matcher":
+        """Another output at the same place."""
+
+    def accept(self, token_id: int) -> bool:
+        """The output goes on with this token; False where the grammar does not allow it, and then this is broken."""
+
+    def replay(self, token_ids: Iterable[int]) -> bool:
+        """Output that was made elsewhere; False as in `accept`."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow, or an end token was accepted."""
+
+    @property
+    def ended_by_token(self) -> bool:
+        """The last token accepted was an end token."""
+
+    @property
+    def error(self) -> str:
+        """Why it is broken; empty while it is not."""
+
+    def fill(self, bits_W: np.ndarray) -> bool:
+        """Writes the mask of the next token; False where the grammar broke at it."""
 
 
 class Phase(Enum):
@@ -102,55 +124,28 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AddRequest:
-    """Asks the scheduler for one output. prompt_ids_T: int32. timeout_s: from now on; None: no deadline.
+def token_ids_of(run: Run) -> np.ndarray:
+    """int32: prompt and resumed output."""
+    return np.frombuffer(run.prompt_ids, np.dtype("<i4"))
 
-    pooling: for the prompt's embedding instead of tokens; then sampling.max_tokens is 1, for a token that nobody sees.
-    resumed_ids_T: int32, output that another worker gave before it was lost.
-    fork_handles: of outputs 1 and up of the same prompt, which draw with seed + 1 and up; not with resumed output.
-    tenant, weight: whose turn it takes in the queue, and how large that tenant's share is
-    (`worker.scheduler.request_queue`).
-    """
 
-    key: RequestKey
-    request_id: str
-    prompt_ids_T: np.ndarray
-    sampling: Sampling
-    priority: int = 0
-    cache_salt: str = ""
-    timeout_s: float | None = None
-    pooling: Pooling | None = None
-    resumed_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    fork_handles: tuple[int, ...] = ()
-    tenant: str = ""
-    weight: int = 1
-
-    @property
-    def keys(self) -> list[RequestKey]:
-        """Of all outputs."""
-        return [self.key, *(RequestKey(self.key.gateway, handle) for handle in self.fork_handles)]
-
-    def output(self, index: int) -> "AddRequest":
-        """What a request for this output alone would ask. The prompt's log-probabilities are told with output 0."""
-        sampling, wanted = self.sampling, self.sampling.num_prompt_logprobs
-        sampling = msgspec.structs.replace(
-            sampling,
-            seed=(sampling.seed + index) % (1 << 64),
-            num_prompt_logprobs=None if index else wanted,
-        )
-        return replace(self, key=self.keys[index], sampling=sampling, fork_handles=())
-
-    @property
-    def token_ids_T(self) -> np.ndarray:
-        """int32: everything that is known of the request when it arrives."""
-        return np.concatenate([self.prompt_ids_T, self.resumed_ids_T]) if len(self.resumed_ids_T) else self.prompt_ids_T
+def sampling_of(run: Run, index: int) -> Sampling:
+    """Of one of its outputs: each draws with a seed of its own, and output 0 alone tells the prompt's
+    log-probabilities. A prompt that is pooled samples one token, which is sent to nobody."""
+    if run.pooling is not None:
+        return Sampling(temperature=0.0, ignore_eos=True, max_tokens=1)
+    if not index:
+        return run.sampling
+    seed = (run.sampling.seed + index) % (1 << 64)
+    return msgspec.structs.replace(run.sampling, seed=seed, num_prompt_logprobs=None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """An accepted request. ``order`` counts acceptances, so it is also a unique name within this worker.
+    """One output of a `Run`, which it holds as it came. ``order`` counts acceptances, so it is also a unique name
+    within this worker.
 
+    sampling: the Run's, as it is for this output (`sampling_of`).
     token_ids_T: int32, prompt and what was generated before the last preemption (while it runs: see the rows).
     waited_s: spent waiting in all, without the current spell, which began at ``waiting_since_s``.
     is_aged: it waited so long that it goes first and nobody younger displaces it.
@@ -165,7 +160,9 @@ class Request:
     Times are the engine's monotonic seconds; None: not yet.
     """
 
-    asked: AddRequest
+    run: Run
+    key: RequestKey
+    sampling: Sampling
     order: int
     arrival_s: float
     deadline_s: float | None
@@ -200,22 +197,32 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.asked.prompt_ids_T)
+        return self.num_given_tokens - self.run.num_resumed_tokens
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens that it came with: the prompt, and output that another worker gave before it was lost."""
+        return len(self.run.prompt_ids) // TOKEN_BYTES
+
+    @property
+    def prompt_ids_T(self) -> np.ndarray:
+        """int32: the prompt alone."""
+        return token_ids_of(self.run)[: self.num_prompt_tokens]
 
     @property
     def needs_whole_prompt(self) -> bool:
         """Something is made of every token of the prompt, so that cached ones have to be computed all the same."""
-        return self.asked.pooling is Pooling.MEAN or self.asked.sampling.num_prompt_logprobs is not None
+        return self.run.pooling is Pooling.MEAN or self.sampling.num_prompt_logprobs is not None
 
     @property
     def awaits_grammar(self) -> bool:
         """It cannot run before its grammar is compiled."""
-        return self.asked.sampling.grammar is not None and self.matcher is None
+        return self.sampling.grammar is not None and self.matcher is None
 
     @property
     def turn_rank(self) -> tuple[bool, int, int]:
         """Whether it waits or runs, smaller goes first: the aged, then by priority, then who came first."""
-        return (not self.is_aged, 0 if self.is_aged else -self.asked.priority, self.order)
+        return (not self.is_aged, 0 if self.is_aged else -self.run.priority, self.order)
 
     @property
     def rank(self) -> tuple[bool, bool, int, int]:
@@ -259,13 +266,13 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
     first_s, last_s = request.first_token_s, request.last_token_s
     p50_s, p99_s = gap_percentiles(request.token_ticks_T)
     return Finished(
-        handle=request.asked.key.handle,
+        handle=request.key.handle,
         reason=ending.reason,
         stop_token_id=ending.stop_token_id,
         error=ending.error,
         detail=ending.detail,
         prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=0 if request.asked.pooling else len(request.token_ids_T) - request.num_prompt_tokens,
+        completion_tokens=0 if request.run.pooling else len(request.token_ids_T) - request.num_prompt_tokens,
         cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),  # resumed output hits too
         computed_tokens=request.num_computed_tokens,
         preemptions=request.num_preemptions,

@@ -79,9 +79,9 @@ class TenantFairness:
     def begin(self, request: Request, *, num_cached_tokens: int) -> None:
         """The request has its slot: its tenant pays for what must be computed and was not paid before."""
         self.settle()
-        asked, slot, num_known = request.asked, request.held_slot, len(request.token_ids_T)
-        account = self._account(asked.tenant)
-        account.price = UNITS // asked.weight
+        run, slot, num_known = request.run, request.held_slot, len(request.token_ids_T)
+        account = self._account(run.tenant)
+        account.price = UNITS // run.weight
         num_due = num_known - max(num_cached_tokens, request.num_paid_tokens)
         if num_due > 0:
             account.served += num_due * account.price
@@ -91,7 +91,7 @@ class TenantFairness:
 
     def end(self, request: Request) -> None:
         """The request leaves its slot: what has come since it was last looked at is paid."""
-        slot, account = request.held_slot, self._accounts[request.asked.tenant]
+        slot, account = request.held_slot, self._accounts[request.run.tenant]
         num_known = int(self._slots.num_known_S[slot])
         account.served += max(0, num_known - int(self._paid_S[slot])) * account.price
         request.num_paid_tokens = max(num_known, request.num_paid_tokens)
@@ -173,7 +173,7 @@ class WaitingHeap:
             self._throw_out()
         order = request.order
         spell = self._spells[order]
-        heapq.heappush(self._by_rank, (-request.asked.priority, order, spell, request))
+        heapq.heappush(self._by_rank, (-request.run.priority, order, spell, request))
         heapq.heappush(self._by_age, (aged_at_s, order, spell, request))
 
     def head(self, now_s: float) -> Request | None:
@@ -193,7 +193,7 @@ class WaitingHeap:
     def contends(self, priority: int, now_s: float) -> bool:
         """Whether somebody here has this priority, or is aged; nobody has a higher one."""
         head = self.head(now_s)
-        return head is not None and (head.is_aged or head.asked.priority == priority)
+        return head is not None and (head.is_aged or head.run.priority == priority)
 
     def _throw_out(self) -> None:
         heaps: list[list[Any]] = [self._by_rank, self._by_age]
@@ -227,7 +227,7 @@ class RequestQueue:
         self._num_spells += 1
         self._spells[request.order] = self._num_spells
         request.phase, request.slot, request.waiting_since_s = Phase.WAITING, None, now_s
-        heap = self._by_tenant.setdefault(request.asked.tenant, WaitingHeap(self._spells))
+        heap = self._by_tenant.setdefault(request.run.tenant, WaitingHeap(self._spells))
         heap.num_waiting += 1
         aged_at_s = now_s + max(0.0, self._aging_s - request.waited_s)
         for each in (self._all, heap):
@@ -239,7 +239,7 @@ class RequestQueue:
         """It waits no longer: admitted or ended."""
         del self._spells[request.order]
         request.waited_s += now_s - request.waiting_since_s
-        tenant = request.asked.tenant
+        tenant = request.run.tenant
         if len(self._by_tenant) == 1:
             self.fairness.settle()
             self.fairness.take_turn(tenant)
@@ -259,7 +259,7 @@ class RequestQueue:
     def goes_before(self, request: Request, head: Request) -> bool:
         """Whether a request that does not wait would go before the head, if it did."""
         ours, theirs = request.turn_rank, head.turn_rank
-        if ours[:2] != theirs[:2] or request.asked.tenant == head.asked.tenant:
+        if ours[:2] != theirs[:2] or request.run.tenant == head.run.tenant:
             return ours < theirs
         self.fairness.settle()
         return self._due(request) < self._due(head)
@@ -269,7 +269,7 @@ class RequestQueue:
     def _fair_head(self, now_s: float) -> Request:
         foremost = self._all.foremost()
         assert foremost is not None
-        turn = self._heap_of_turn(foremost.asked.priority, now_s).head(now_s)
+        turn = self._heap_of_turn(foremost.run.priority, now_s).head(now_s)
         begun = self._begun.head(now_s)
         assert turn is not None
         return turn if begun is None or turn.turn_rank < begun.turn_rank else begun
@@ -285,9 +285,9 @@ class RequestQueue:
             for heap in self._by_tenant.values()
             if heap.contends(priority, now_s) and (head := heap.head(now_s)) is not None
         ]
-        self._turn = min(heads, key=self._due).asked.tenant
+        self._turn = min(heads, key=self._due).run.tenant
         self.fairness.take_turn(self._turn)
         return self._by_tenant[self._turn]
 
     def _due(self, request: Request) -> tuple[int, int]:
-        return self.fairness.served(request.asked.tenant), request.order
+        return self.fairness.served(request.run.tenant), request.order

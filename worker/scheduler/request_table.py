@@ -7,20 +7,18 @@ nothing: who moves and why is the planner's and the scheduler's business.
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from octavo.blockmgr.ids import PrefixLookup
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Sampling, WireFinishReason
-from octavo.worker.engine.interfaces import GatewayIndex
-from octavo.worker.scheduler.outputs import OutputBuffer
-from octavo.worker.scheduler.plan import Slot
-from octavo.worker.scheduler.request import Ending, Phase, Request, RequestKey, block_seconds, finished_message
+from octavo.wire.messages import Finished, Sampling, WireFinishReason
+from octavo.worker.scheduler.plan import GatewayIndex, OutputBuffer, RequestKey, Slot
+from octavo.worker.scheduler.request import Ending, Phase, Request, block_seconds, finished_message
 from octavo.worker.scheduler.request_queue import RequestQueue
 from octavo.worker.scheduler.slot_state import SlotState
-from octavo.worker.scheduler.stats import SchedulerCounters
 
 # Which outputs end with the token that they just got: by a stop token, or by length.
 #
@@ -56,6 +54,32 @@ def judge(
     if is_stop and len(output) > sampling.min_tokens:
         return TokenVerdict.STOPS
     return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerCounters:
+    """Since the start. Tokens count once each time they are computed.
+
+    num_ended: by reason, for errors by the name of the error. num_started == num_ended.total() + unfinished.
+    """
+
+    num_accepted: int = 0
+    num_refused: int = 0
+    num_duplicates: int = 0
+    num_preemptions: int = 0
+    num_pauses: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_dropped_tokens: int = 0  # sampled for requests that had ended meanwhile
+    num_ended: Counter[str] = field(default_factory=Counter)
+
+    def count(self, finished: Finished) -> None:
+        """An accepted request ended."""
+        is_error = finished.reason is WireFinishReason.ERROR
+        self.num_ended[finished.error if is_error else finished.reason.name] += 1
 
 
 class RequestTable:
@@ -123,7 +147,7 @@ class RequestTable:
 
     def accept(self, request: Request, now_s: float) -> None:
         """A new request waits."""
-        self._by_key[request.asked.key] = request
+        self._by_key[request.key] = request
         self._queue(request, now_s)
         self.counters.num_accepted += 1
 
@@ -131,7 +155,7 @@ class RequestTable:
         """Outputs whose prompt the leader computes for them."""
         for follower in followers:
             follower.phase, follower.leader = Phase.FOLLOWING, leader
-            self._by_key[follower.asked.key] = follower
+            self._by_key[follower.key] = follower
         leader.followers = followers
         self.counters.num_accepted += len(followers)
 
@@ -145,7 +169,7 @@ class RequestTable:
         follower.slot, follower.phase = slot, Phase.DECODING
         follower.first_scheduled_s, follower.num_cached_tokens = now_s, num_tokens
         follower.slot_since_s = now_s
-        self.outputs.put_started(follower.asked.key)
+        self.outputs.put_started(follower.key)
         self._take_row(follower, num_tokens)
         self.slots.is_decoding_S[slot] = True
         self.slots.num_computed_S[slot] = 0  # scheduled, but not verified before its own first token
@@ -170,7 +194,7 @@ class RequestTable:
         admission = self.blocks.admit(
             request.block_owner,
             token_ids_T,
-            salt=request.asked.cache_salt,
+            salt=request.run.cache_salt,
             reserve_tokens=len(token_ids_T),
             lookup=PrefixLookup.NONE if request.needs_whole_prompt else PrefixLookup.LONGEST,
         )
@@ -242,7 +266,7 @@ class RequestTable:
         self.promote_follower(request, now_s)
         finished = finished_message(request, ending, now_s)
         self.counters.count(finished)
-        self.outputs.put_finished(request.asked.key.gateway, finished)
+        self.outputs.put_finished(request.key.gateway, finished)
 
     def end_tainted(self, request: Request, ending: Ending, now_s: float) -> None:
         """An end after which nobody may reuse what the request computed."""
@@ -285,8 +309,8 @@ class RequestTable:
     def _take_row(self, request: Request, num_cached_tokens: int) -> None:
         slot = request.held_slot
         self._by_slot[slot] = request
-        self._running_priorities[request.asked.priority] += 1
-        ids = stop_ids(request.asked.sampling, self._eos_token_ids)
+        self._running_priorities[request.run.priority] += 1
+        ids = stop_ids(request.sampling, self._eos_token_ids)
         self.slots.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
         self.waiting.fairness.begin(request, num_cached_tokens=num_cached_tokens)
 
@@ -302,7 +326,7 @@ class RequestTable:
         del self._by_slot[slot]
         self.sharing.discard(int(slot))
         self.paused.pop(slot, None)
-        self._drop_priority(request.asked.priority)
+        self._drop_priority(request.run.priority)
         request.slot = request.resumes_as = None
 
     def _block_seconds(self, request: Request, now_s: float) -> float:
@@ -324,6 +348,6 @@ class RequestTable:
 
     def _forget(self, request: Request) -> None:
         request.phase = Phase.FINISHED
-        del self._by_key[request.asked.key]
+        del self._by_key[request.key]
         if not self._by_slot and not len(self.waiting):
             self.waiting.fairness.forget()

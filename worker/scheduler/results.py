@@ -6,13 +6,16 @@ Knows no budget and no queue order.
 Shapes: N rows that a token was sampled for
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from octavo.wire.messages import TokenLogprobs, WireFinishReason
-from octavo.worker.scheduler.in_flight import InFlightStep
-from octavo.worker.scheduler.plan import StepResult
-from octavo.worker.scheduler.request import Ending, Request, failure
+from octavo.wire.messages import Run, TokenLogprobs, WireFinishReason
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepResult
+from octavo.worker.scheduler.request import Ending, Matcher, Phase, Request, failure
 from octavo.worker.scheduler.request_table import RequestTable, find_ends
+from octavo.worker.scheduler.slot_state import InFlightStep
 
 
 class Results:
@@ -124,7 +127,7 @@ class Results:
                 continue
             request = self._requests.in_slot(int(step.slots_A[index]))
             if np.isfinite(embedding_D).all():
-                self._requests.outputs.put_embedding(request.asked.key, embedding_D)
+                self._requests.outputs.put_embedding(request.key, embedding_D)
                 continue
             is_good_N[index] = False
             self._requests.end_tainted(request, failure("NUMERICAL", "the embedding is not finite"), now_s)
@@ -145,7 +148,7 @@ class Results:
             if is_good_N[index]:
                 request = self._requests.in_slot(int(step.slots_A[index]))
                 told = TokenLogprobs(logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
-                self._requests.outputs.put_logprobs(request.asked.key, told)
+                self._requests.outputs.put_logprobs(request.key, told)
 
     def _put_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
         """Chunks that are computed again after a preemption are told once."""
@@ -160,7 +163,7 @@ class Results:
             news = found[max(0, request.num_told_prompt_logprobs - chunk.start) :]
             request.num_told_prompt_logprobs += len(news)
             told = [TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs) for each in news]
-            self._requests.outputs.put_prompt_logprobs(request.asked.key, told)
+            self._requests.outputs.put_prompt_logprobs(request.key, told)
 
     def _note_prefilled(self, step: InFlightStep, is_good_N: np.ndarray, now_s: float) -> None:
         """Rows that ended their prefill in this step, which come after the decodes: others may reuse their blocks."""
@@ -193,3 +196,75 @@ class Results:
             matcher = self._requests.in_slot(int(slots_N[index])).matcher
             is_complete_N[index] = matcher is not None and matcher.is_complete
         return is_complete_N
+
+
+# Requests with a grammar: they wait outside the queue until it is compiled, and rows of theirs wait for masks. Knows no
+# library of grammars, and nothing of how they are compiled.
+
+
+class ConstrainedRow(NamedTuple):
+    """A row of a step that waits for its mask. position: in the plan's sampled slots. request: None where it has ended
+    meanwhile. early: tokens to leave out where that is possible."""
+
+    position: int
+    request: Request | None
+    early: tuple[int, ...]
+
+
+class Constraints:
+    """in_flight: the scheduler's, oldest first."""
+
+    def __init__(self, table: RequestTable, in_flight: Sequence[InFlightStep], eos_token_ids: tuple[int, ...]) -> None:
+        self._requests = table
+        self._in_flight = in_flight
+        self._eos_token_ids = eos_token_ids
+
+    def ready(self, gateway: GatewayIndex, run: Run, matcher: Matcher, *, now_s: float) -> None:
+        """The grammar of these outputs is compiled: those that are still there get a matcher each, and queue."""
+        requests = self._outputs(gateway, run)
+        for request in requests:
+            request.matcher = matcher.fork()
+        for request in requests:
+            if request.phase is Phase.COMPILING:
+                self._requests.waiting.push(request, now_s)
+
+    def failed(self, gateway: GatewayIndex, run: Run, ending: Ending, *, now_s: float) -> None:
+        """It cannot be compiled: all of these outputs end."""
+        for request in self._outputs(gateway, run):
+            self._requests.end(request, ending, now_s)
+
+    def awaits(self, gateway: GatewayIndex, run: Run) -> bool:
+        """Whether outputs of this very Run were accepted and have not ended."""
+        return bool(self._outputs(gateway, run))
+
+    @property
+    def any_in_newest(self) -> bool:
+        """Whether a row of the newest step has a grammar."""
+        step, has_grammar_S = self._in_flight[-1], self._requests.slots.has_grammar_S
+        return bool(has_grammar_S[step.slots_A[: step.num_sampled]].any())
+
+    def rows(self) -> list[ConstrainedRow]:
+        """Of the newest step, whose former tokens must all be known."""
+        step = self._in_flight[-1]
+        slots_N = step.slots_A[: step.num_sampled]
+        is_live_N = step.is_live_A(self._requests.slots)
+        return [
+            self._row(index, int(slots_N[index])) if is_live_N[index] else ConstrainedRow(index, None, ())
+            for index in self._requests.slots.has_grammar_S[slots_N].nonzero()[0].tolist()
+        ]
+
+    def broken(self, request: Request, detail: str, *, now_s: float) -> None:
+        """The grammar of a running output allows nothing more, or took too much work."""
+        self._requests.end(request, failure("CONSTRAINT", f"constraint: {detail}"), now_s)
+
+    def _row(self, index: int, slot: int) -> ConstrainedRow:
+        request, sampling = self._requests.in_slot(slot), self._requests.in_slot(slot).sampling
+        num_output = int(self._requests.slots.num_known_S[slot]) - request.num_prompt_tokens
+        if num_output < sampling.min_tokens:
+            return ConstrainedRow(index, request, (*sampling.stop_token_ids, *self._eos_token_ids))
+        return ConstrainedRow(index, request, self._eos_token_ids if sampling.ignore_eos else ())
+
+    def _outputs(self, gateway: GatewayIndex, run: Run) -> list[Request]:
+        """Those that are still there. Handles may have been given to another Run meanwhile."""
+        found = [self._requests.find(RequestKey(gateway, handle)) for handle in (run.handle, *run.fork_handles)]
+        return [each for each in found if each is not None and each.run is run]

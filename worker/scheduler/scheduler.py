@@ -13,21 +13,60 @@ import heapq
 from collections import deque
 
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import WireFinishReason
+from octavo.wire.codec import TOKEN_BYTES
+from octavo.wire.messages import Finished, Run, WireFinishReason
 from octavo.worker.config import SchedulerConfig
-from octavo.worker.engine.interfaces import GatewayIndex
-from octavo.worker.scheduler.admission import max_total_tokens, refusal
-from octavo.worker.scheduler.constraints import Constraints
-from octavo.worker.scheduler.in_flight import InFlight, InFlightStep, ResultsFirst
-from octavo.worker.scheduler.outputs import StepOutputs
-from octavo.worker.scheduler.plan import StepPlan, StepResult
-from octavo.worker.scheduler.planner import Planner
-from octavo.worker.scheduler.request import AddRequest, Ending, Request, RequestKey, failure, finished_message
-from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
-from octavo.worker.scheduler.request_table import RequestTable
-from octavo.worker.scheduler.results import Results
-from octavo.worker.scheduler.slot_state import SlotState
-from octavo.worker.scheduler.stats import SchedulerCounters
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepPlan, StepResult
+from octavo.worker.scheduler.planner import InFlight, Planner, ResultsFirst
+from octavo.worker.scheduler.request import Ending, Request, failure, finished_message, sampling_of, token_ids_of
+from octavo.worker.scheduler.request_queue import MAX_WEIGHT, RequestQueue, TenantFairness
+from octavo.worker.scheduler.request_table import RequestTable, SchedulerCounters
+from octavo.worker.scheduler.results import Constraints, Results
+from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
+
+# Whether a request can be served here at all, decided at once and without looking at what else runs.
+#
+# What fails here is refused before it waits, so that nothing behind it waits for it. Knows no queue and no blocks,
+# only how many tokens the pool holds.
+
+
+def malformed(run: Run) -> str:
+    """What of this Run no gateway may send; empty where nothing is wrong. Its other fields can be read then."""
+    num_tokens, rest = divmod(len(run.prompt_ids), TOKEN_BYTES)
+    if rest:
+        return f"prompt_ids: {len(run.prompt_ids)} bytes are no int32 array"
+    if not 0 <= run.num_resumed_tokens <= num_tokens:
+        return f"num_resumed_tokens: {run.num_resumed_tokens} of {num_tokens} tokens"
+    if run.fork_handles and (run.num_resumed_tokens or run.pooling is not None):
+        return "fork_handles: with resumed output or pooling"
+    if len({run.handle, *run.fork_handles}) <= len(run.fork_handles):
+        return "fork_handles: not distinct"
+    return "" if 1 <= run.weight <= MAX_WEIGHT else f"weight: {run.weight} is not in [1, {MAX_WEIGHT}]"
+
+
+def refusal(request: Request, config: SchedulerConfig, *, pool_tokens: int) -> Ending | None:
+    """Why this request can never be served; None where it can."""
+    if not request.num_prompt_tokens:
+        return failure("INVALID_FIELD", "prompt_ids: the prompt is empty")
+    token_ids_T, num_resumed = request.token_ids_T, request.run.num_resumed_tokens
+    if int(token_ids_T.min()) < 0 or int(token_ids_T.max()) >= config.vocab_size:
+        wrong = token_ids_T[(token_ids_T < 0) | (token_ids_T >= config.vocab_size)]
+        return failure("INVALID_FIELD", f"prompt_ids: {int(wrong[0])} is not in [0, {config.vocab_size})")
+    if request.sampling.max_tokens < 1:
+        return failure("INVALID_FIELD", f"sampling.max_tokens: {request.sampling.max_tokens} is below 1")
+    if num_resumed >= request.sampling.max_tokens:
+        return failure("INVALID_FIELD", f"num_resumed_tokens: {num_resumed} of {request.sampling.max_tokens}")
+    # The last token of an output needs no place in the pool; of a prompt one free place is asked for all the same.
+    return _too_long(len(token_ids_T), config, pool_tokens + 1 if num_resumed else pool_tokens)
+
+
+def _too_long(num_prompt_tokens: int, config: SchedulerConfig, pool_tokens: int) -> Ending | None:
+    needed = num_prompt_tokens + 1
+    for limit, name in ((config.max_model_len, "the context"), (pool_tokens, "the KV pool")):
+        if needed > limit:
+            detail = f"{num_prompt_tokens} prompt tokens and one to generate exceed {name} of {limit} tokens"
+            return failure("EXCEEDS_CAPACITY", detail)
+    return None
 
 
 class Scheduler:
@@ -107,30 +146,28 @@ class Scheduler:
 
     # ------------------------------------------------------------ events
 
-    def add(self, asked: AddRequest, *, now_s: float) -> None:
-        """A new request waits, or its refusal is in the next outputs. A key that is in use is counted and ignored, and
-        all outputs with it."""
-        if any(key in self._requests for key in asked.keys):
+    def add(self, gateway: GatewayIndex, run: Run, *, now_s: float) -> None:
+        """A new request waits, or its refusal is in the next outputs. A handle that is in use is counted and ignored,
+        and all outputs with it."""
+        keys = [RequestKey(gateway, handle) for handle in (run.handle, *run.fork_handles)]
+        if any(key in self._requests for key in keys):
             self.counters.num_duplicates += 1
             return
-        wanted = [asked] if not asked.fork_handles else [asked.output(index) for index in range(len(asked.keys))]
-        requests = [self._new_request(each, self._num_accepted + index, now_s) for index, each in enumerate(wanted)]
-        if ending := self._refusal(asked):
+        if detail := malformed(run):
+            self._refuse_malformed(keys, detail)
+            return
+        requests = [self._new_request(run, key, index, now_s) for index, key in enumerate(keys)]
+        if ending := self._refusal(requests[0]):
             self.counters.num_refused += len(requests)
             for request in requests:
-                self._requests.outputs.put_finished(asked.key.gateway, finished_message(request, ending, now_s))
+                self._requests.outputs.put_finished(gateway, finished_message(request, ending, now_s))
             return
         self._num_accepted += len(requests)
         self._requests.accept(requests[0], now_s)
         self._requests.accept_followers(requests[0], requests[1:])
         for request in requests:
             if request.deadline_s is not None:
-                heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.asked.key))
-
-    def keeps(self, asked: AddRequest) -> bool:
-        """Whether this very request was accepted and has not ended."""
-        request = self._requests.find(asked.key)
-        return request is not None and request.asked.sampling.grammar is asked.sampling.grammar
+                heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.key))
 
     def cancel(self, key: RequestKey, *, now_s: float) -> None:
         """End a request wherever it is; its blocks are free once no step in flight can touch them. Unknown and
@@ -184,9 +221,14 @@ class Scheduler:
             self._blocks.begin_step(plan.step)
         return plan
 
+    @property
+    def newest_step(self) -> InFlightStep:
+        """Of the last plan that was made, whose result has not been applied."""
+        return self._in_flight[-1]
+
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
-        self._results.succeed(self._land(result.step), result, now_s)
+        self._results.succeed(self._take_oldest(result.step), result, now_s)
         return self._requests.outputs.take()
 
     def flush(self) -> StepOutputs:
@@ -197,35 +239,48 @@ class Scheduler:
 
     def fail(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
         """The oldest plan failed: every request in it ends with ENGINE_ERROR, and nobody reuses its blocks."""
-        self._results.fail(self._land(step), detail, now_s)
+        self._results.fail(self._take_oldest(step), detail, now_s)
         return self._requests.outputs.take()
 
     def fail_out_of_memory(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
         """The oldest plan did not fit into the device's memory: its largest prefill (without one: its longest
         request) ends with OUT_OF_MEMORY, the others are computed again."""
-        self._results.run_out_of_memory(self._land(step), detail, now_s)
+        self._results.run_out_of_memory(self._take_oldest(step), detail, now_s)
         return self._requests.outputs.take()
 
     # ------------------------------------------------------------ inside
 
-    def _new_request(self, asked: AddRequest, order: int, now_s: float) -> Request:
+    def _new_request(self, run: Run, key: RequestKey, index: int, now_s: float) -> Request:
+        token_ids_T, sampling = token_ids_of(run), sampling_of(run, index)
+        # Of prompt and output. The last token needs no place in the pool.
+        wanted = len(token_ids_T) - run.num_resumed_tokens + sampling.max_tokens
         return Request(
-            asked=asked,
-            order=order,
+            run=run,
+            key=key,
+            sampling=sampling,
+            order=self._num_accepted + index,
             arrival_s=now_s,
-            deadline_s=None if asked.timeout_s is None else now_s + asked.timeout_s,
-            max_total_tokens=max_total_tokens(asked, self._config, pool_tokens=self._pool_tokens),
-            token_ids_T=asked.token_ids_T,
+            deadline_s=None if run.timeout_s is None else now_s + run.timeout_s,
+            max_total_tokens=min(wanted, self._config.max_model_len, self._pool_tokens + 1),
+            token_ids_T=token_ids_T,
         )
 
-    def _refusal(self, asked: AddRequest) -> Ending | None:
+    def _refuse_malformed(self, keys: list[RequestKey], detail: str) -> None:
+        distinct = dict.fromkeys(keys)
+        self.counters.num_refused += len(distinct)
+        for key in distinct:
+            finished = Finished(handle=key.handle, reason=WireFinishReason.ERROR, error="INVALID_FIELD", detail=detail)
+            self._requests.outputs.put_finished(key.gateway, finished)
+
+    def _refusal(self, request: Request) -> Ending | None:
+        run = request.run
         if self._is_draining:
             return failure("DRAINING", "the worker takes no new requests")
-        if asked.timeout_s is not None and asked.timeout_s <= 0:
+        if run.timeout_s is not None and run.timeout_s <= 0:
             return Ending(WireFinishReason.DEADLINE)
-        if ending := refusal(asked, self._config, pool_tokens=self._pool_tokens):
+        if ending := refusal(request, self._config, pool_tokens=self._pool_tokens):
             return ending
-        if len(self._requests) + len(asked.fork_handles) >= self._config.max_waiting + self._config.max_num_seqs:
+        if len(self._requests) + len(run.fork_handles) >= self._config.max_waiting + self._config.max_num_seqs:
             return failure("QUEUE_FULL", f"{self.num_waiting} requests are waiting, {self.num_paused} paused")
         return None
 
@@ -236,7 +291,7 @@ class Scheduler:
             if request is not None and request.order == order:
                 self._requests.end(request, Ending(WireFinishReason.DEADLINE), now_s)
 
-    def _land(self, step: int) -> InFlightStep:
+    def _take_oldest(self, step: int) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].plan.step != step:
             raise ValueError(f"step {step} ended, in flight are {[each.plan.step for each in self._in_flight]}")
         self._blocks.end_step(step)

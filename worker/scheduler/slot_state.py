@@ -8,12 +8,15 @@ With a step in flight ``num_scheduled`` may reach ``num_known``: the token at th
 
 Slots that index these arrays are intp: numpy converts any other type in each access, which costs more than the access.
 
-Shapes: S slots · L tokens of the longest request · K stop tokens of one request · N rows of this call
+Shapes: S slots · L tokens of the longest request · K stop tokens of one request · N rows of this call, or of a step
+those that a token is sampled for · A all rows of a step, the first N of which are sampled
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.worker.scheduler.plan import Slot
+from octavo.worker.scheduler.plan import Slot, StepPlan
 from octavo.worker.scheduler.request import Request, tick
 
 NO_TOKEN = -1  # pads rows of stop tokens; no token has this id
@@ -54,11 +57,11 @@ class SlotState:
         self.num_known_S[slot] = num_known
         self.num_scheduled_S[slot] = self.num_computed_S[slot] = num_cached_tokens
         self.limit_S[slot] = request.max_total_tokens
-        self.first_stop_S[slot] = request.num_prompt_tokens + request.asked.sampling.min_tokens
+        self.first_stop_S[slot] = request.num_prompt_tokens + request.sampling.min_tokens
         self._set_stops(slot, stop_ids)
         self.has_grammar_S[slot] = request.matcher is not None
         self.generation_S[slot] += 1
-        self.gateway_S[slot], self.handle_S[slot] = request.asked.key
+        self.gateway_S[slot], self.handle_S[slot] = request.key
         self.last_token_s_S[slot] = np.nan if request.last_token_s is None else request.last_token_s
 
     def leave(self, slot: Slot, request: Request) -> None:
@@ -66,7 +69,7 @@ class SlotState:
         in_flight for the slot belong to nobody."""
         request.token_ids_T = self.known_tokens(slot).copy()
         ticks_T = self.token_ticks_SL[slot, : self.num_known_S[slot]]
-        request.token_ticks_T = ticks_T[len(request.asked.token_ids_T) :].copy()
+        request.token_ticks_T = ticks_T[request.num_given_tokens :].copy()
         last_token_s = float(self.last_token_s_S[slot])
         request.last_token_s = None if np.isnan(last_token_s) else last_token_s
         self.is_decoding_S[slot] = False
@@ -98,3 +101,43 @@ class SlotState:
             self.stops_KS = np.pad(self.stops_KS, ((0, missing), (0, 0)), constant_values=NO_TOKEN)
         self.stops_KS[:, slot] = NO_TOKEN
         self.stops_KS[: len(stop_ids), slot] = stop_ids
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InFlightStep:
+    """A step that is planned and whose result is not known yet, and when it has ended, what became of it.
+
+    A result belongs to a request only if the slot still has the generation that it had when the step was planned: slots
+    change hands while steps are in flight.
+
+    slots_A: intp. num_computed_A: int32, computed tokens of each row once the step is done.
+    launched_s, ended_s: the engine's clock; ended_s when the result was there.
+    failed: "" or the name of the error that ended it.
+    """
+
+    plan: StepPlan
+    num_sampled: int
+    slots_A: np.ndarray
+    generations_A: np.ndarray
+    num_computed_A: np.ndarray
+    launched_s: float = 0.0
+    ended_s: float = 0.0
+    failed: str = ""
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: SlotState) -> "InFlightStep":
+        """Remember who holds which slot right after planning."""
+        sampled = plan.sampled_slots
+        others = [chunk.slot for chunk in plan.prefill if not chunk.is_last]
+        slots_A = (np.concatenate([sampled, np.asarray(others, np.int32)]) if others else sampled).astype(np.intp)
+        return cls(
+            plan=plan,
+            num_sampled=len(sampled),
+            slots_A=slots_A,
+            generations_A=slots.generation_S[slots_A],
+            num_computed_A=slots.num_scheduled_S[slots_A],
+        )
+
+    def is_live_A(self, slots: SlotState) -> np.ndarray:
+        """bool [A]: the request that the row was planned for still holds the slot."""
+        return slots.generation_S[self.slots_A] == self.generations_A

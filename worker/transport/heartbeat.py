@@ -13,7 +13,7 @@ import zmq
 
 from octavo.wire.codec import encode
 from octavo.wire.messages import Heartbeat
-from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.engine.interfaces import EngineStats
 from octavo.worker.transport.socket import CurveKeys, new_gateway_dealer
 from octavo.worker.transport.watchdog import Watchdog
 

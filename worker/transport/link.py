@@ -18,7 +18,8 @@ import zmq
 
 from octavo.wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
 from octavo.wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
-from octavo.worker.engine.interfaces import GatewayIndex, GatewayJoined, GatewayLost, InboxMessage, OutboxMessage
+from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, OutboxMessage
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport.socket import BacklogFull, CurveKeys, GatewaySocket, Transition
 
 log = structlog.get_logger(__name__)

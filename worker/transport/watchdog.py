@@ -9,7 +9,7 @@ import faulthandler
 import os
 import sys
 
-from octavo.worker.scheduler.stats import EngineStats
+from octavo.worker.engine.interfaces import EngineStats
 
 EXIT_STALLED = 75
 

@@ -16,10 +16,11 @@ from octavo.grammar.limits import GrammarLimits
 from octavo.wire.messages import Cancel, Finished, Grammar, GrammarKind, Pause, Resume, Run, Sampling, StepOutput
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
-from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage
+from octavo.worker.engine.interfaces import InboxMessage, OutboxMessage
 from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, LoadVocabulary
 from octavo.worker.grammar.manager import GrammarManager
 from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.scheduler.scheduler import Scheduler
 
 GATEWAY = GatewayIndex(0)

@@ -7,7 +7,8 @@ import numpy as np
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import Finished, Run, Sampling, StepOutput
 from octavo.worker.engine.engine import Engine, EngineConfig
-from octavo.worker.engine.interfaces import GatewayIndex, InboxMessage, OutboxMessage, StepReport
+from octavo.worker.engine.interfaces import InboxMessage, OutboxMessage, StepReport
+from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.scheduler.scheduler import Scheduler
 from tests.support.worker.scheduling import WorldConfig
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import Run, Sampling
 from octavo.worker.scheduler.plan import Slot
-from octavo.worker.scheduler.request import AddRequest, Phase, Request
+from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
 from octavo.worker.scheduler.slot_state import SlotState
 from tests.support.worker.fair_reference import FairTwin, TwinEntry
@@ -51,12 +51,13 @@ class Twins:
         self.num_added = 0
 
     def add(self, tenant: str, weight: int, priority: int, num_tokens: int) -> Request:
-        asked = AddRequest(
-            key=key(self.num_added), request_id="r", prompt_ids_T=np.full(num_tokens, 3, np.int32),
+        run = Run(
+            handle=self.num_added, request_id="r", prompt_ids=np.full(num_tokens, 3, "<i4").tobytes(),
             sampling=Sampling(), priority=priority, tenant=tenant, weight=weight,
         )  # fmt: skip
-        request = Request(asked=asked, order=self.num_added, arrival_s=self.now_s, deadline_s=None,
-                          max_total_tokens=400, token_ids_T=asked.prompt_ids_T)  # fmt: skip
+        request = Request(run=run, key=key(run.handle), sampling=run.sampling, order=self.num_added,
+                          arrival_s=self.now_s, deadline_s=None, max_total_tokens=400,
+                          token_ids_T=token_ids_of(run))  # fmt: skip
         self.num_added += 1
         self._push(request)
         return request

@@ -17,16 +17,16 @@ class TwinEntry:
 
     @property
     def tenant(self) -> str:
-        return self.request.asked.tenant
+        return self.request.run.tenant
 
     def rank(self, now_s: float) -> tuple[bool, int, int]:
         is_aged = self.aged_at_s <= now_s
-        return (not is_aged, 0 if is_aged else -self.request.asked.priority, self.request.order)
+        return (not is_aged, 0 if is_aged else -self.request.run.priority, self.request.order)
 
     def place(self, now_s: float) -> tuple[bool, float, int]:
         """In its own tenant's line: the aged by when they became so."""
         is_aged = self.aged_at_s <= now_s
-        first = self.aged_at_s if is_aged else -self.request.asked.priority
+        first = self.aged_at_s if is_aged else -self.request.run.priority
         return (not is_aged, first, self.request.order)
 
 
@@ -41,22 +41,22 @@ class FairTwin:
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Tokens that have come, or must be computed."""
-        asked = request.asked
-        self.served[asked.tenant] = self.served.get(asked.tenant, self.clock) + Fraction(num_tokens, asked.weight)
+        run = request.run
+        self.served[run.tenant] = self.served.get(run.tenant, self.clock) + Fraction(num_tokens, run.weight)
 
     def admitted(self, request: Request, num_due: int) -> None:
         """It has its slot, and so many tokens must be computed that nobody has paid for."""
         self.left(request)
-        self.served.setdefault(request.asked.tenant, self.clock)
+        self.served.setdefault(request.run.tenant, self.clock)
         if num_due > 0:
             self.charge(request, num_due)
 
     def left(self, request: Request) -> None:
         """It waits no longer. A tenant that waits alone has every turn."""
-        if {entry.tenant for entry in self.waiting} == {request.asked.tenant}:
-            self.take_turn(request.asked.tenant)
+        if {entry.tenant for entry in self.waiting} == {request.run.tenant}:
+            self.take_turn(request.run.tenant)
         self.waiting = [entry for entry in self.waiting if entry.request is not request]
-        if self.turn == request.asked.tenant:
+        if self.turn == request.run.tenant:
             self.turn = None
 
     def head(self, now_s: float) -> Request | None:
@@ -66,8 +66,8 @@ class FairTwin:
         tenants = {entry.tenant for entry in self.waiting}
         if len(tenants) == 1:
             return min(self.waiting, key=lambda entry: entry.place(now_s)).request
-        top = max(entry.request.asked.priority for entry in self.waiting)
-        able = [e for e in self.waiting if e.aged_at_s <= now_s or e.request.asked.priority == top]
+        top = max(entry.request.run.priority for entry in self.waiting)
+        able = [e for e in self.waiting if e.aged_at_s <= now_s or e.request.run.priority == top]
         if self.turn not in {entry.tenant for entry in able}:
             heads = [min((e for e in able if e.tenant == t), key=lambda e: e.place(now_s)) for t in sorted(tenants)
                      if any(e.tenant == t for e in able)]  # fmt: skip

@@ -21,7 +21,7 @@ class Seen:
 
 def seen(plan: StepPlan, by_slot: Mapping[int, Request]) -> Seen:
     """The plan by handles. by_slot: who runs right after planning."""
-    handles = {slot: request.asked.key.handle for slot, request in by_slot.items()}
+    handles = {slot: request.key.handle for slot, request in by_slot.items()}
     return Seen(
         joins=tuple(handles[join.slot] for join in plan.new_requests),
         prefill=tuple((handles[chunk.slot], chunk.start, chunk.num_tokens) for chunk in plan.prefill),

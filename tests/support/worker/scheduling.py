@@ -2,22 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, Pooling, Sampling, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import Finished, Pooling, Run, Sampling, TokenLogprobs, WireFinishReason
 from octavo.worker.config import SchedulerConfig
-from octavo.worker.engine.interfaces import GatewayIndex
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel, oracle_embedding, oracle_tokens
 from octavo.worker.runners.oracle.runner import OracleRunner
-from octavo.worker.scheduler.outputs import StepOutputs
-from octavo.worker.scheduler.plan import StepPlan
-from octavo.worker.scheduler.request import AddRequest, Request, RequestKey
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepPlan
+from octavo.worker.scheduler.request import Request, sampling_of
 from octavo.worker.scheduler.scheduler import Scheduler
 from tests.support.worker.plan_checks import BlocksInFlight, Seen, seen
 
@@ -97,6 +96,14 @@ class Stream:
     finished: Finished | None = None
 
 
+class Asked(NamedTuple):
+    """What one output of a Run was to be."""
+
+    prompt_ids_T: np.ndarray
+    sampling: Sampling
+    pooling: Pooling | None
+
+
 class World:
     """Adds requests and makes steps; ``streams`` collects the outputs and refuses any after the end."""
 
@@ -109,7 +116,7 @@ class World:
         self.plans: list[StepPlan] = []  # launched, not collected
         self.in_flight = BlocksInFlight()
         self.trace: list[Seen] = []
-        self.asked: dict[RequestKey, AddRequest] = {}
+        self.asked: dict[RequestKey, Asked] = {}
         self.streams: dict[RequestKey, Stream] = {}
 
     # ------------------------------------------------------------ events
@@ -129,10 +136,10 @@ class World:
         **sampling: object,
     ) -> RequestKey:
         """Ask for one output; the seed is its handle unless given. Further outputs have handles 1000, 2000 … higher."""
-        asked = AddRequest(
-            key=key(handle, gateway),
+        run = Run(
+            handle=handle,
             request_id=f"r{gateway}-{handle}",
-            prompt_ids_T=np.asarray(prompt, np.int32),
+            prompt_ids=np.asarray(prompt, "<i4").tobytes(),
             sampling=Sampling(**{"temperature": 0.0, "seed": handle, "max_tokens": 1 if pooling else 4, **sampling}),  # type: ignore[arg-type]
             priority=priority,
             cache_salt=salt,
@@ -142,11 +149,12 @@ class World:
             tenant=tenant,
             weight=1 + len(tenant),
         )
-        for index, which in enumerate(asked.keys):
-            self.asked.setdefault(which, asked.output(index))
-            self.streams.setdefault(which, Stream())
-        self.scheduler.add(asked, now_s=self.now_s)
-        return asked.key
+        prompt_ids_T = np.asarray(prompt, np.int32)
+        for index, each in enumerate((handle, *run.fork_handles)):
+            self.asked.setdefault(key(each, gateway), Asked(prompt_ids_T, sampling_of(run, index), pooling))
+            self.streams.setdefault(key(each, gateway), Stream())
+        self.scheduler.add(GatewayIndex(gateway), run, now_s=self.now_s)
+        return key(handle, gateway)
 
     def cancel(self, handle: int, gateway: int = 0) -> None:
         """Give an output up."""
