@@ -12,22 +12,25 @@ import grpc
 import structlog
 from grpc_reflection.v1alpha import reflection
 
-from octavo.gateway.auth.authenticator import Door
+from octavo.gateway.auth.authenticator import Authenticator
 from octavo.gateway.auth.caller import PrefixSalt
-from octavo.gateway.auth.reloader import Keeper
+from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig
 from octavo.gateway.dialects import kserve, vllm
+from octavo.gateway.dialects.kserve.servicer import KserveServicer
 from octavo.gateway.errors import Draining
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
-from octavo.gateway.observability.ticker import GarbageWatch, measure_loop_lag, refresh, report
 from octavo.gateway.peers.control import Control
 from octavo.gateway.peers.peers import name_of
-from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.requests.embedding import Embedder
+from octavo.gateway.requests.input_processor import InputProcessor
+from octavo.gateway.requests.submit import Submitter
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
 from octavo.gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit
-from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.rpc.readiness import Readiness
 from octavo.gateway.rpc.server import bind, new_server
 from octavo.gateway.rpc.unread import UnreadEndings
@@ -36,7 +39,9 @@ from octavo.gateway.servicers.inference import InferenceServicer
 from octavo.gateway.servicers.model import ModelServicer
 from octavo.gateway.text.render_pool import Renderer, RenderPool
 from octavo.gateway.text.service import TextService
+from octavo.gateway.ticker import GarbageWatch, Ticker, measure_loop_lag
 from octavo.gateway.workers.pool import WorkerPool
+from octavo.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -64,25 +69,48 @@ class Gateway:
             max_bytes=config.limits.max_tokenizing_bytes,
         )
         self.renderer: Renderer = renderer or RenderPool(config.limits.render)
-        self.desk = Desk(
+        self.tracker = RequestTracker(pool=self.pool, limits=config.limits, meters=self.meters)
+        self.input_processor = InputProcessor(self.models, self.text, self.renderer, config.limits)
+        self._prefix_salt = PrefixSalt(config.access.prefix_salt_secret)
+        self.submitter = Submitter(
+            tracker=self.tracker,
             pool=self.pool,
             models=self.models,
-            text=self.text,
+            input_processor=self.input_processor,
+            prefix_salt=self._prefix_salt,
             limits=config.limits,
             meters=self.meters,
             receipt_timeout_s=config.stop_receipt_timeout_s,
-            prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
-            renderer=self.renderer,
         )
-        self.keeper = Keeper(config.access)
-        self._limiter = ConnectionLimiter(connection_limits(config.connection, descriptor_limit()), self.desk.peers)
+        self.embedder = Embedder(
+            tracker=self.tracker,
+            pool=self.pool,
+            models=self.models,
+            input_processor=self.input_processor,
+            prefix_salt=self._prefix_salt,
+            limits=config.limits,
+            meters=self.meters,
+        )
+        self.reloader = AccessReloader(config.access)
+        self._limiter = ConnectionLimiter(connection_limits(config.connection, descriptor_limit()), self.tracker.peers)
         self.collector = GatewayCollector(
             self.meters,
             lambda: getattr(self.pool, "stats", None),
-            reloads=self.keeper.reloads,
+            reloads=self.reloader.reloads,
             connections=self._limiter,
         )
-        self.control = Control(self.desk, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator)
+        self.control = Control(
+            self.tracker, self.meters, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator
+        )
+        self.ticker = Ticker(
+            tracker=self.tracker,
+            pool=self.pool,
+            models=self.models,
+            text=self.text,
+            meters=self.meters,
+            coalescer=self.submitter.coalescer,
+            collector=self.collector,
+        )
         self.readiness = Readiness(self.is_ready, self._ready_models)
         self.listen_address = ""
         self.model_addresses: dict[str, str] = {}
@@ -94,18 +122,16 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._drain_task: asyncio.Task[None] | None = None
         self._metrics: MetricsEndpoint | None = None
-        self._guard = self._new_guard(self.keeper.door)
+        self._interceptor = self._new_interceptor(self.reloader.authenticator)
         self._endings = UnreadEndings()
 
     def is_ready(self) -> bool:
         """Whether requests for all expected models could be answered now; where none is expected, for any."""
-        return not self.desk.is_draining and self.models.are_ready(self.pool.cards())
+        return not self.tracker.is_draining and self.models.are_ready(self.pool.cards())
 
     def _ready_models(self) -> dict[str, bool]:
-        cards = self.pool.cards()
-        return {
-            name: not self.desk.is_draining and self.models.is_ready(name, cards) for name in self.models.names(cards)
-        }
+        cards, is_open = self.pool.cards(), not self.tracker.is_draining
+        return {name: is_open and self.models.is_ready(name, cards) for name in self.models.names(cards)}
 
     async def start(self) -> None:
         """Raises AddressError, AccessFileError, OSError (BindError among them), and what the pool's and the peers'
@@ -117,16 +143,16 @@ class Gateway:
             raise
 
     async def _start(self) -> None:
-        self.keeper.load()
+        self.reloader.load()
         self.pool.on_change(self.readiness.changed)
         self.models.on_change(self.readiness.changed)
         await self.pool.start()
         await self.control.peers.start()
         self._tasks = [
             asyncio.create_task(self.readiness.run(), name="readiness"),
-            asyncio.create_task(self.keeper.run(), name="keeper"),
-            asyncio.create_task(refresh(self.desk, self.collector), name="refresh"),
-            asyncio.create_task(report(self.desk), name="report"),
+            asyncio.create_task(self.reloader.run(), name="reloader"),
+            asyncio.create_task(self.ticker.refresh(), name="refresh"),
+            asyncio.create_task(self.ticker.report(), name="report"),
             *self._watch_process(),
         ]
         for task in self._tasks:
@@ -155,10 +181,10 @@ class Gateway:
             check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
-        self.listen_address = self._listen_at(config.listen_address, self._guard, setting="--port")
+        self.listen_address = self._listen_at(config.listen_address, self._interceptor, setting="--port")
         for name, address in config.model_addresses:
-            guard = self._new_guard(self.keeper.door, model=name)
-            self.model_addresses[name] = self._listen_at(address, guard, setting="--model-port")
+            interceptor = self._new_interceptor(self.reloader.authenticator, model=name)
+            self.model_addresses[name] = self._listen_at(address, interceptor, setting="--model-port")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         if config.status_address is not None:
@@ -166,31 +192,77 @@ class Gateway:
         for each in self._servers:
             await each.start()
 
-    def _listen_at(self, address: str, guard: Guard, *, setting: str) -> str:
+    def _listen_at(self, address: str, interceptor: StatusInterceptor, *, setting: str) -> str:
         """All that callers may call, at one more address; as it was bound."""
         config = self.config
         num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
         max_connections = max(1, self._limiter.limits.total // num_listeners)
-        server = new_server(config, self._endings, guard, max_connections=max_connections)
+        server = new_server(config, self._endings, interceptor, max_connections=max_connections)
         self._servers.append(server)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.desk, self.control), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference_servicer(), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
         self.readiness.attach(server)
         dialects = self._attach_dialects(server)
         reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
-        bound = bind(server, config, address, self.keeper.listener(), setting=setting)
+        bound = bind(server, config, address, self.reloader.listener(), setting=setting)
         if not bound.startswith("unix:"):
             self._limiter.watch(split_host_port(bound)[1])
         return bound
+
+    def _inference_servicer(self) -> InferenceServicer:
+        return InferenceServicer(
+            tracker=self.tracker,
+            submitter=self.submitter,
+            embedder=self.embedder,
+            input_processor=self.input_processor,
+            text=self.text,
+            models=self.models,
+            pool=self.pool,
+            control=self.control,
+            max_prompt_bytes=self.config.limits.max_prompt_bytes,
+        )
+
+    def _model_servicer(self) -> ModelServicer:
+        return ModelServicer(self.models, self.pool, max_message_bytes=self.config.limits.max_message_bytes)
+
+    def _kserve_servicer(self) -> KserveServicer:
+        return KserveServicer(
+            tracker=self.tracker,
+            submitter=self.submitter,
+            text=self.text,
+            models=self.models,
+            pool=self.pool,
+            meters=self.meters,
+            is_ready=self.is_ready,
+        )
+
+    def _attach_vllm(self, server: grpc.aio.Server) -> None:
+        """Raises ImportError without the dialect's stubs."""
+        from smg_grpc_proto import vllm_engine_pb2_grpc  # type: ignore[import-untyped]
+
+        from octavo.gateway.dialects.vllm.servicer import VllmServicer
+
+        servicer = VllmServicer(
+            tracker=self.tracker,
+            submitter=self.submitter,
+            embedder=self.embedder,
+            text=self.text,
+            models=self.models,
+            pool=self.pool,
+            prefix_salt=self._prefix_salt,
+            control=self.control,
+            is_ready=self.is_ready,
+        )
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
 
     def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
         """Names of the services that were added."""
         if self.config.dialects is Dialects.NONE:
             return ()
-        kserve.attach(server, self.desk, self.is_ready)
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._kserve_servicer(), server)
         services = [kserve.SERVICE]
         if vllm.is_installed():
-            vllm.attach(server, self.desk, self.control, self.is_ready)
+            self._attach_vllm(server)
             services.append(vllm.SERVICE)
         for service in services:
             self.readiness.add(service)
@@ -198,19 +270,19 @@ class Gateway:
 
     def _admin_server(self, address: str) -> grpc.aio.Server:
         check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
-        server = new_server(self.config, self._guard)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.desk, self.control), server)
+        server = new_server(self.config, self._interceptor)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.pool, self.control), server)
         self.readiness.attach(server)
         reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
-        self.admin_address = bind(server, self.config, address, self.keeper.listener(), setting="--admin-port")
+        self.admin_address = bind(server, self.config, address, self.reloader.listener(), setting="--admin-port")
         return server
 
-    def _new_guard(self, door: Door, *, model: str = "") -> Guard:
+    def _new_interceptor(self, authenticator: Authenticator, *, model: str = "") -> StatusInterceptor:
         limits = self.config.limits
-        return Guard(
+        return StatusInterceptor(
             self.meters,
             pushback_ms=limits.pushback_ms,
-            door=door,
+            authenticator=authenticator,
             max_metadata_bytes=limits.max_metadata_bytes,
             message_timeout_s=self.config.connection.message_timeout_s,
             model=model,
@@ -218,8 +290,8 @@ class Gateway:
 
     def _status_server(self, address: str) -> grpc.aio.Server:
         """Health and models for the supervisor, on a socket in the run directory: closed to all but our user."""
-        server = new_server(self.config, self._new_guard(Door()))
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.desk), server)
+        server = new_server(self.config, self._new_interceptor(Authenticator()))
+        model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
         self.readiness.attach(server)
         bind(server, self.config, address, None, setting="the status socket")
         return server
@@ -236,12 +308,12 @@ class Gateway:
             self._drain_task.add_done_callback(_log_defect)
 
     async def _drain(self, grace_s: float) -> None:
-        log.info("draining", in_flight=self.desk.admission.counts().num_entered, grace_s=grace_s)
-        self.desk.is_draining = True  # readiness is false from here on
+        log.info("draining", in_flight=self.tracker.admission.counts().num_entered, grace_s=grace_s)
+        self.tracker.is_draining = True  # readiness is false from here on
         await self.readiness.publish()
         try:
             if not await self._empty_within(grace_s):
-                ended = self.desk.fail_all(Draining("this gateway shuts down and its grace is over"))
+                ended = self.tracker.fail_all(Draining("this gateway shuts down and its grace is over"))
                 log.warning("ended_by_drain", requests=ended)
                 await self._empty_within(_END_S)
         finally:
@@ -250,7 +322,7 @@ class Gateway:
     async def _empty_within(self, limit_s: float) -> bool:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        while self.desk.admission.counts().num_entered:
+        while self.tracker.admission.counts().num_entered:
             if loop.time() >= end_s:
                 return False
             await asyncio.sleep(_POLL_S)
@@ -258,8 +330,8 @@ class Gateway:
 
     async def stop(self) -> None:
         """At once; streams that are still open end with DRAINING. Idempotent."""
-        self.desk.is_draining = True
-        if self.desk.fail_all(Draining("this gateway shuts down")):
+        self.tracker.is_draining = True
+        if self.tracker.fail_all(Draining("this gateway shuts down")):
             await self._empty_within(_END_S)
         await self.readiness.close()
         await asyncio.gather(*(server.stop(0.5) for server in self._servers))

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import structlog
 
+from octavo.gateway.observability import grpc_logging  # noqa: F401  (sets the environment of grpc: before it)
+
+# isort: split
 from octavo.gateway.app import Gateway
 from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import AccessConfig, GatewayConfig
-from octavo.gateway.observability import grpc_logging  # noqa: F401  (before grpc)
 from octavo.gateway.observability.logs import configure_logs
 from octavo.wire.host import raise_descriptor_limit
 from octavo.wire.keys import KeyFileError
@@ -83,7 +85,7 @@ def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     if gateway.config.access != AccessConfig():  # else a hangup ends the process, as it always has
-        loop.add_signal_handler(signal.SIGHUP, gateway.keeper.reload)
+        loop.add_signal_handler(signal.SIGHUP, gateway.reloader.reload)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -13,6 +13,7 @@ from octavo.gateway.errors import InvalidRequest, ModelNotFound, Violation
 from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.workers.errors import NoWorker
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.wire.messages import ModelCard
 
 log = structlog.get_logger(__name__)
@@ -133,6 +134,12 @@ class ServedModels:
         if not cards:
             raise NoWorker(names[0] if names else "")
         return next(iter(cards.values()))
+
+    def card_of(self, name: str, pool: WorkerPool, *, path: str = "model") -> ModelCard:
+        """The same, by the workers that the pool has now."""
+        cards = pool.cards()
+        registered = () if name in cards else {worker.card.name for worker in pool.workers()}
+        return self.resolve(name, cards, registered, path=path)
 
     async def close(self) -> None:
         """Wait for what is loading. Idempotent."""

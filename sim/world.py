@@ -180,7 +180,7 @@ class World:
     def drain_gateway(self, index: int, grace_s: float) -> None:
         """Its process is asked to end; its next life follows."""
         gateway = self.gateways[index]
-        if gateway is not None and not gateway.desk.is_draining:
+        if gateway is not None and not gateway.tracker.is_draining:
             self._keep(asyncio.create_task(self._drain(index, gateway, grace_s), name=f"drain of g{index}"))
 
     async def _drain(self, index: int, gateway: SimGateway, grace_s: float) -> None:

@@ -17,9 +17,7 @@ DATES = {
     "gateway/auth/authenticator.py": ["time.time"],  # an API key's expiry
     "gateway/dialects/vllm/info.py": ["datetime.now", "datetime.now"],  # the dialect's own timestamps
     "gateway/dialects/vllm/messages.py": ["time.time"],
-    "gateway/workers/prefix_index.py": [
-        "time.time_ns"
-    ],  # where numbers of KV events begin, above those of a former life
+    "gateway/workers/router.py": ["time.time_ns"],  # where numbers of KV events begin, above those of a former life
 }
 
 

@@ -40,21 +40,21 @@ INNER: dict[str, dict[str, set[str]]] = {
         "loading": {"runners", "runners/oracle", "runners/torch", "runners/cuda", "scheduler"},
     },
     "gateway": {
-        "": {"auth", "dialects/kserve", "dialects/vllm", "observability", "requests", "rpc", "servicers", "text"}
-        | {"peers", "validation", "workers"},  # app puts the parts together
+        "": {"auth", "dialects/kserve", "dialects/vllm", "observability", "requests", "rpc", "servicers", "streams"}
+        | {"peers", "text", "workers"},  # app puts the parts together
         "workers": set(),
         "text": set(),
-        "peers": {"auth", "requests", "rpc", "workers"},
+        "peers": {"auth", "observability", "requests", "rpc", "workers"},
         "validation": {"text"},
-        "auth": {"rpc"},
+        "auth": set(),
         "rpc": {"auth", "observability", "validation"},
-        "streams": {"observability", "requests", "rpc", "text"},
+        "streams": {"observability", "rpc", "text", "workers"},
         "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
         "servicers": {"observability", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
         "dialects": {"dialects/kserve", "dialects/vllm"},
-        "dialects/kserve": {"observability", "requests", "rpc", "streams", "validation"},
-        "dialects/vllm": {"observability", "peers", "requests", "rpc", "servicers", "streams", "validation", "workers"},
-        "observability": {"requests", "rpc", "workers"},
+        "dialects/kserve": {"observability", "requests", "rpc", "streams", "text", "validation", "workers"},
+        "dialects/vllm": {"auth", "peers", "requests", "rpc", "servicers", "streams", "text", "validation", "workers"},
+        "observability": {"rpc", "workers"},
     },
     "model": {
         "": {"attention", "checkpoint", "cpu", "families", "layers", "quantization"},

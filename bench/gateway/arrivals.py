@@ -76,22 +76,22 @@ def serve(address: str, load: Load, pipe: Any) -> None:
     from tests.support.gateway.tokenizers_tiny import tiny_files
 
     class AtOnce(Coalescer):
-        def ring(self, bell: Any) -> None:
-            bell.ring()
+        def notify(self, notifier: Any) -> None:
+            notifier.notify()
 
     async def main() -> None:
         card, slots = model_card(), Slots(load)
         limits = RequestLimits(max_pending_tokens=1_000_000)
         async with lone_gateway(address, card, tiny_files(), limits, on_run=slots.on_run) as (gateway, _):
             if not load.in_rounds:
-                gateway.desk.coalescer = AtOnce()
+                gateway.submitter.coalescer = AtOnce()
             table = gateway.models.text_of(card).table.visible_bytes
             token_id = next(token_id for token_id, row in enumerate(table) if row.isascii() and row)
             pipe.send("ready")
             pipe.recv()
             begin_s, begin_cpu_s = time.monotonic(), cpu_s()
             await slots.run(token_id)
-            while len(gateway.desk.live):  # noqa: ASYNC110
+            while len(gateway.tracker):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             meters = gateway.meters.of_model(card.name)
             pipe.send(

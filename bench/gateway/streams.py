@@ -78,7 +78,7 @@ def serve(address: str, load: Load, loop_kind: str, pipe: Any) -> None:
             table = gateway.models.text_of(card).table.visible_bytes
             token_ids = [token_id for token_id, row in enumerate(table) if row.isascii() and row]
             await emit_steps(pool, load, token_ids, report)
-            while len(gateway.desk.live):  # noqa: ASYNC110
+            while len(gateway.tracker):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             meters = gateway.meters.of_model(card.name)
             pipe.send(report | {"messages": meters.messages, "tokens": meters.generation_tokens})

@@ -20,7 +20,7 @@ from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.dialects.vllm.messages import KvBatches
-from octavo.gateway.workers.prefix_index import Prefixes
+from octavo.gateway.workers.router import Prefixes
 from octavo.wire.codec import decode_to_gateway, encode
 from octavo.worker.engine.codec import KvEventPublisher
 from octavo.worker.engine.interfaces import OutboxMessage

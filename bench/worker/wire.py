@@ -23,7 +23,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from octavo.gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
+from octavo.gateway.workers import WorkerPool, WorkerPoolConfig
 from octavo.wire.bundle import bundle_digest
 from octavo.wire.codec import decode_to_gateway, encode
 from octavo.wire.messages import (
@@ -249,8 +249,10 @@ async def one_round(pool: WorkerPool, rows: int, steps: int) -> tuple[float, flo
     sinks = [CountingSink() for _ in range(rows)]
     worker = pool.choose(MODEL, prompt, "")
     for number, sink in enumerate(sinks):
-        asked = RunRequest(request_id=str(number), prompt_ids=prompt, sampling=Sampling(max_tokens=steps))
-        pool.open(worker, asked, sink)
+        (handle,) = pool.draw_handles(1)
+        sampling = Sampling(max_tokens=steps)
+        run = Run(handle=handle, request_id=str(number), prompt_ids=prompt.tobytes(), sampling=sampling)
+        pool.submit(worker, run, [sink])
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     await asyncio.gather(*(sink.done for sink in sinks))
     wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s

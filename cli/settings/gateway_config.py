@@ -9,7 +9,7 @@ from octavo.cli.errors import usage
 from octavo.cli.settings.access import AccessSettings
 from octavo.cli.settings.groups import GatewaySettings
 from octavo.cli.settings.model_names import model_ports, name_of_model
-from octavo.gateway.auth.reloader import Keeper
+from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.auth.scopes import Scope
 from octavo.gateway.config import (
     AccessConfig,
@@ -43,7 +43,7 @@ def access_config(settings: AccessSettings) -> AccessConfig:
 def check_access(settings: AccessSettings) -> None:
     """Load the files once, so that what is wrong with them is told before anything starts. Raises CliError,
     AccessFileError."""
-    Keeper(access_config(settings)).load()
+    AccessReloader(access_config(settings)).load()
 
 
 def _tls_config(settings: AccessSettings) -> TlsConfig | None:

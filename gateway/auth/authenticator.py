@@ -33,7 +33,7 @@ class ClientCertificates(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Door:
+class Authenticator:
     """access None: there is no file of keys. Without keys and without certificates everybody may do everything.
 
     public: scopes that need no key. now_s: Unix time, for keys that expire.
@@ -49,7 +49,7 @@ class Door:
         """Whether nobody is asked who they are."""
         return self.access is None and self.certificates is ClientCertificates.NONE
 
-    def admit(self, method: str, call: Credentials) -> Caller:
+    def authenticate(self, method: str, call: Credentials) -> Caller:
         """Who calls. Raises Unauthenticated, PermissionDenied."""
         if self.is_open:
             return ANYBODY

@@ -45,7 +45,7 @@ _TABLES = ("defaults", "keys", "certificates", "tenants")
 _IDENTITY = ("tenant", "scopes")
 
 
-# A file of the front door that cannot be used, told in three parts. Knows no file format.
+# An access file that cannot be used, told in three parts. Knows no file format.
 
 
 class AccessFileError(Exception):

@@ -1,4 +1,4 @@
-"""Keeps the front door's files in force: loads them at the start, loads them again when they change.
+"""Loads the files of keys and certificates at the start, and loads them again when they change.
 
 A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and the next
 change is tried again. Streams that were let in go on.
@@ -13,23 +13,23 @@ from typing import TypeVar
 
 import structlog
 
-from octavo.gateway.auth.authenticator import ClientCertificates, Door
+from octavo.gateway.auth.authenticator import Authenticator, ClientCertificates
 from octavo.gateway.auth.key_file import AccessFileError, AccessList, load_access_list
 from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.auth.tls import TlsListener, TlsMaterial, load_tls
 from octavo.gateway.config import AccessConfig
-from octavo.gateway.rpc.tls import TlsListener, TlsMaterial, load_tls
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 Stamp = tuple[tuple[int, int, int], ...]
 
 
-class Keeper:
-    """door: asked for every call. reloads: by (file, outcome), for metrics."""
+class AccessReloader:
+    """authenticator: asked for every call. reloads: by (file, outcome), for metrics."""
 
     def __init__(self, config: AccessConfig) -> None:
         has_authority = config.tls is not None and config.tls.client_ca_file is not None
-        self.door = Door(
+        self.authenticator = Authenticator(
             certificates=ClientCertificates.REQUIRED if has_authority else ClientCertificates.NONE,
             public=frozenset(map(Scope, config.public_scopes)),
         )
@@ -48,7 +48,7 @@ class Keeper:
             self._material = load_tls(config.tls)
         if config.api_keys_file is not None:
             self._watch("keys", (config.api_keys_file,))
-            self.door.access = load_access_list(config.api_keys_file)
+            self.authenticator.access = load_access_list(config.api_keys_file)
 
     def _watch(self, name: str, paths: tuple[Path, ...]) -> None:
         self._stamps[name] = _stamp(paths)
@@ -109,7 +109,7 @@ class Keeper:
             listener.material = material
 
     def _take_access(self, access: AccessList) -> None:
-        self.door.access = access
+        self.authenticator.access = access
 
     def _tls_files(self) -> tuple[Path, ...]:
         tls = self._config.tls

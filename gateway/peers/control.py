@@ -13,8 +13,9 @@ import msgspec
 from octavo.gateway.auth.caller import Caller
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
+from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.peers.peers import Asked, Peers
-from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.wire.messages import PeerAbort, PeerAskLoad, PeerCancel, PeerDrain, PeerReply, ToPeer
 
 TIMEOUT_S = 2.0  # for all other gateways together, as the contract says
@@ -51,10 +52,17 @@ class Control:
     start the shutdown of this gateway alone, return at once. peers: a simulation brings its own."""
 
     def __init__(
-        self, desk: Desk, config: PeerConfig, *, name: str, begin_drain: Callable[[float | None], None]
+        self,
+        tracker: RequestTracker,
+        meters: GatewayMeters,
+        config: PeerConfig,
+        *,
+        name: str,
+        begin_drain: Callable[[float | None], None],
     ) -> None:
         self.peers = Peers(config, self.answer)
-        self._desk = desk
+        self._tracker = tracker
+        self._meters = meters
         self._name = name
         self._begin_drain = begin_drain
         self._throughput = Throughput(now_s=time.monotonic())
@@ -92,9 +100,9 @@ class Control:
         match question:
             case PeerAbort():
                 error = RequestAborted("the request was ended by an operator")
-                return msgspec.structs.replace(load, num_ended=self._desk.fail(question.request_id, error))
+                return msgspec.structs.replace(load, num_ended=self._tracker.fail(question.request_id, error))
             case PeerCancel():
-                return msgspec.structs.replace(load, num_ended=sum(map(self._desk.abort, question.keys)))
+                return msgspec.structs.replace(load, num_ended=sum(map(self._tracker.abort, question.keys)))
             case PeerDrain():
                 self._begin_drain(question.grace_s)
                 return msgspec.structs.replace(load, is_draining=True)
@@ -107,16 +115,15 @@ class Control:
         return Outcome(replies={self._name: own} | asked.replies, silent=asked.silent)
 
     def _load(self) -> PeerReply:
-        desk = self._desk
-        num_in_flight = desk.admission.counts().num_entered
-        num_tokens = sum(meters.generation_tokens for meters in desk.meters.models.values())
+        num_in_flight = self._tracker.admission.counts().num_entered
+        num_tokens = sum(meters.generation_tokens for meters in self._meters.models.values())
         return PeerReply(
             call_id=_NO_ID,
             gateway_id="",
             num_in_flight=num_in_flight,
-            num_preparing=num_in_flight - len(desk.live),
+            num_preparing=num_in_flight - len(self._tracker),
             tokens_per_s=self._throughput.read(num_tokens, now_s=time.monotonic()),
-            is_draining=desk.is_draining,
+            is_draining=self._tracker.is_draining,
         )
 
 

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
-from octavo.gateway.requests.tracker import Desk, Place, now_ns
+from octavo.gateway.models import ServedModels
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.requests.input_processor import InputProcessor, share_of
+from octavo.gateway.requests.tracker import Place, RequestTracker
 from octavo.gateway.rpc.scope import BACKSTOP_S, RpcScope, until
 from octavo.gateway.streams.stream import error_of
 from octavo.gateway.text.errors import TooManyTokens
@@ -20,10 +25,10 @@ from octavo.gateway.text.fair_queue import Share
 from octavo.gateway.text.model_text import Bounds
 from octavo.gateway.validation.generate import check_capacity, check_context, check_ids
 from octavo.gateway.workers.errors import WorkerBusy, WorkerGone
-from octavo.gateway.workers.pool import MAX_CHOICES
-from octavo.gateway.workers.views import RunRequest
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.router import MAX_CHOICES
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Finished, ModelCard, Pooling, Sampling, TokenLogprobs
+from octavo.wire.messages import Finished, ModelCard, Pooling, Run, Sampling, TokenLogprobs
 
 WINDOW = 64  # inputs of one call that workers have at a time
 _NO_SAMPLING = Sampling(temperature=0.0, ignore_eos=True)
@@ -32,11 +37,6 @@ _POOLINGS = {
     pb.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     pb.POOLING_MEAN: Pooling.MEAN,
 }
-
-
-# One input of an Embed on its way: sent to a worker, its vector awaited.
-#
-# Must not know requests, nor how answers travel.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,23 +123,38 @@ class SentInput:
 class Embedder:
     """One per gateway; every method on its event loop."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(
+        self,
+        *,
+        tracker: RequestTracker,
+        pool: WorkerPool,
+        models: ServedModels,
+        input_processor: InputProcessor,
+        prefix_salt: PrefixSalt,
+        limits: RequestLimits,
+        meters: GatewayMeters,
+    ) -> None:
+        self._tracker = tracker
+        self._pool = pool
+        self._models = models
+        self._input_processor = input_processor
+        self._prefix_salt = prefix_salt
+        self._limits = limits
+        self._meters = meters
 
     async def embed(
         self, request: pb.EmbedRequest, scope: RpcScope, *, timeout_s: float | None
     ) -> tuple[ModelCard, list[Embedded]]:
         """A validated request's vectors, in the order of its inputs. timeout_s: what remains of the caller's time.
         Raises RequestError, TextError, PoolError; then nothing runs any more."""
-        desk = self._desk
-        desk.check_open()
-        card = desk.card_of(request.model, scope)
+        self._tracker.check_open()
+        card = self._models.card_of(request.model or scope.model, self._pool)
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         end_s = _end_s(request, scope, timeout_s)
-        with desk.hold(scope) as place:
+        with self._tracker.hold(scope) as place:
             async with until(end_s):
-                prompts = await self._prompts(request, card, desk.share_of(scope))
-            desk.quotas.reserve(scope.key, sum(map(len, prompts)), now_ns())
+                prompts = await self._prompts(request, card, share_of(scope))
+            self._tracker.reserve(scope, sum(map(len, prompts)))
             async with until(None if end_s is None else end_s + BACKSTOP_S):
                 return card, await self._run(request, card, prompts, scope, end_s, place)
 
@@ -162,9 +177,9 @@ class Embedder:
         if each.WhichOneof("input") == "token_ids":
             ids = each.token_ids.ids
             return check_ids(ids[-keep:] if keep else ids, card.vocab_size, f"{path}token_ids.ids")
-        max_bytes = self._desk.limits.max_prompt_bytes
+        max_bytes = self._limits.max_prompt_bytes
         bounds = Bounds(max_bytes=max_bytes, max_tokens=card.max_model_len - 1, keep=keep)
-        encoded = await self._desk.prompts.encode(each, self._desk.models.text_of(card), bounds, share)
+        encoded = await self._input_processor.encode(each, self._models.text_of(card), bounds, share)
         return encoded.ids_T[-keep:] if keep else encoded.ids_T
 
     async def _run(
@@ -176,30 +191,32 @@ class Embedder:
         end_s: float | None,
         place: Place,
     ) -> list[Embedded]:
-        salt = self._desk.salt_of(scope, request.cache_salt)
+        salt = self._prefix_salt.of(scope.caller, request.cache_salt)
         sent: list[SentInput] = []
         try:
             for index, ids_T in enumerate(prompts):
                 await self._wait_for_room(sent)
-                run = RunRequest(
+                (handle,) = self._pool.draw_handles(1)
+                run = Run(
+                    handle=handle,
                     request_id=f"{scope.request_id}/{index}",
-                    prompt_ids=ids_T,
+                    prompt_ids=np.ascontiguousarray(ids_T, "<i4").tobytes(),
                     sampling=_NO_SAMPLING,
                     priority=request.priority,
                     cache_salt=salt,
                     timeout_s=None if end_s is None else max(0.001, end_s - time.monotonic()),
                     pooling=_POOLINGS[request.pooling],
-                    tenant=self._desk.label_of(scope),
+                    tenant=self._prefix_salt.label_of(scope.caller),
                     weight=scope.caller.weight,
                 )
-                sent.append(await self._send(run, card, scope, sent))
+                sent.append(await self._send(run, ids_T, card, scope, sent))
             embedded = [await each.result() for each in sent]
             place.num_used_tokens = sum(each.num_prompt_tokens for each in embedded)
             return embedded
         finally:
             for each in sent:
                 if each.is_running:
-                    self._desk.pool.cancel(each.handle)
+                    self._pool.cancel(each.handle)
                     each.sink.outcome.cancel()
                 elif not each.sink.outcome.cancelled():
                     each.sink.outcome.exception()  # looked at: the first one was raised
@@ -208,12 +225,14 @@ class Embedder:
         while len(running := _running(sent)) >= WINDOW:
             await _first_of(running)
 
-    async def _send(self, run: RunRequest, card: ModelCard, scope: RpcScope, sent: Sequence[SentInput]) -> SentInput:
-        """To some worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
+    async def _send(
+        self, run: Run, ids_T: np.ndarray, card: ModelCard, scope: RpcScope, sent: Sequence[SentInput]
+    ) -> SentInput:
+        """To a worker, once one has room. Raises WorkerBusy only where none of this call's own inputs will end."""
         num_gone = 0
         while True:
             try:
-                return self._try_send(run, card, scope)
+                return self._try_send(run, ids_T, card, scope)
             except WorkerGone:
                 num_gone += 1
                 if num_gone == MAX_CHOICES:
@@ -223,16 +242,16 @@ class Embedder:
                     raise
                 await _first_of(running)
 
-    def _try_send(self, run: RunRequest, card: ModelCard, scope: RpcScope) -> SentInput:
-        pool, num_tokens = self._desk.pool, len(run.prompt_ids)
-        worker = pool.choose(card.name, run.prompt_ids, run.cache_salt)
+    def _try_send(self, run: Run, ids_T: np.ndarray, card: ModelCard, scope: RpcScope) -> SentInput:
+        num_tokens = len(ids_T)
+        worker = self._pool.choose(card.name, ids_T, run.cache_salt)
         check_capacity(num_prompt_tokens=num_tokens, min_tokens=0, card=worker.card, capacity=worker.capacity)
-        sink = VectorSink(worker.worker_id, on_started=lambda: self._desk.quotas.started(scope.key))
-        handle = pool.open(worker, run, sink)
-        meters = self._desk.meters.of_model(card.name)
+        sink = VectorSink(worker.worker_id, on_started=lambda: self._tracker.quotas.started(scope.key))
+        self._pool.submit(worker, run, [sink])
+        meters = self._meters.of_model(card.name)
         meters.started += 1
         meters.prompt_tokens += num_tokens
-        return SentInput(handle=handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+        return SentInput(handle=run.handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
 
 
 def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | None) -> float | None:

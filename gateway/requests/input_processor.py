@@ -1,5 +1,7 @@
 """From a validated request to everything that a worker needs: prompt ids, the form of the output.
 
+    chat: mark (thread) -> render (a process that can be killed) -> tokenize (threads, step by step)
+
 What takes long runs in the text threads. Must not know admission, workers or streams.
 """
 
@@ -15,14 +17,20 @@ import numpy as np
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.models import ServedModels
-from octavo.gateway.requests.prompts import Prompts
-from octavo.gateway.rpc.scope import Deadline
+from octavo.gateway.rpc.scope import Deadline, RpcScope
 from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
 from octavo.gateway.text.fair_queue import Share
-from octavo.gateway.text.model_text import Bounds, Encoded, ModelText
+from octavo.gateway.text.model_text import Bounds, Encoded, MarkedChat, ModelText
+from octavo.gateway.text.render_pool import Renderer, chat_json
 from octavo.gateway.text.service import TextService
 from octavo.gateway.text.stop_matcher import StopStrings
-from octavo.gateway.validation.generate import check_choice, check_context, check_ids, may_call_tools
+from octavo.gateway.validation.generate import (
+    chat_input,
+    check_choice,
+    check_context,
+    check_ids,
+    may_call_tools,
+)
 from octavo.grammar.check import check_grammar
 from octavo.grammar.errors import GrammarRefused, Refusal
 from octavo.grammar.limits import GrammarLimits
@@ -30,19 +38,13 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Grammar, GrammarKind, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
-
-
-# The constraint of a request as the worker takes it, checked before anything else is done with the request.
-#
-# Checking takes milliseconds; it runs in the text threads all the same, and nobody waits for it longer than the time
-# limit. Must not know workers or streams.
-
-
+_MARKED = 13  # a text with marks has at most so many times its bytes: one for each control token, escaped as JSON
 _MAX_KNOWN = 256  # grammars that were found good are not checked again
 
 
 class ConstraintChecker:
-    """One per gateway; every method on its event loop."""
+    """Checks a request's constraint before anything else is done with the request, in the text threads and within a
+    time limit. One per gateway; every method on its event loop."""
 
     def __init__(self, text: TextService, limits: GrammarLimits, *, timeout_s: float) -> None:
         self._text = text
@@ -147,17 +149,22 @@ class Prepared:
         return len(self.prompt_ids_T)
 
 
-class Preparer:
+def share_of(scope: RpcScope) -> Share:
+    """What the texts of a call wait by."""
+    return Share(tenant=scope.caller.tenant or "", weight=scope.caller.weight)
+
+
+class InputProcessor:
     """One per gateway; every method on its event loop."""
 
-    def __init__(self, models: ServedModels, text: TextService, prompts: Prompts, limits: RequestLimits) -> None:
+    def __init__(self, models: ServedModels, text: TextService, renderer: Renderer, limits: RequestLimits) -> None:
         self._models = models
         self._text = text
-        self._prompts = prompts
+        self._renderer = renderer
         self._limits = limits
         self._constraints = ConstraintChecker(text, limits.grammar, timeout_s=limits.constraint_timeout_s)
 
-    async def prepare(
+    async def process(
         self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share
     ) -> Prepared:
         """prefix: the request's path in the message that carries it. share: whose it is. Raises RequestError,
@@ -192,6 +199,30 @@ class Preparer:
             bad_words=bad_words,
         )
 
+    async def encode(
+        self,
+        asked: pb.GenerateRequest | pb.EmbedInput | pb.TokenizeRequest,
+        text: ModelText,
+        bounds: Bounds,
+        share: Share,
+    ) -> Encoded:
+        """The one way from text or chat to ids. asked: validated, has `text` or `chat`. text: of its model. Raises
+        TextError."""
+        if asked.WhichOneof("input") == "text":
+            words = asked.text
+            return await self._text.run_steps(text.encoding(words, bounds), num_bytes=len(words), share=share)
+        template, chat, num_bytes = text.template, asked.chat, asked.chat.ByteSize()
+
+        def mark() -> tuple[bytes, MarkedChat]:
+            marked = text.marked(chat_input(chat))
+            return chat_json(marked.chat), marked
+
+        written, marked = await self._text.run_by_size(mark, num_bytes=num_bytes, share=share)
+        max_bytes = bounds.max_bytes * (_MARKED if marked.mark else 1)
+        rendered = await self._renderer.render(template, written, max_bytes=max_bytes, share=share)
+        steps = text.rendered_encoding(rendered, marked.mark, bounds)
+        return await self._text.run_steps(steps, num_bytes=len(rendered), share=share)
+
     async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, prefix: str, share: Share) -> Encoded:
         """As many last tokens as the caller keeps, and their text where an output repeats it or something was cut."""
         keep = request.truncate_prompt_tokens
@@ -203,7 +234,7 @@ class Preparer:
                 return Encoded(text="", ids_T=ids_T)
             return await self._spelled(request, card, ids_T, share)
         bounds = Bounds(max_bytes=self._limits.max_prompt_bytes, max_tokens=card.max_model_len - 1, keep=keep)
-        encoded = await self._prompts.encode(request, self._models.text_of(card), bounds, share)
+        encoded = await self.encode(request, self._models.text_of(card), bounds, share)
         if not keep or len(encoded.ids_T) <= keep:
             return encoded
         return await self._spelled(request, card, encoded.ids_T[-keep:], share)

@@ -1,7 +1,6 @@
-"""Opens requests: resolve, admit, prepare, choose a worker, send. A request is open when a worker has it.
+"""From a request to a worker that has it: resolve the model, admit, prepare, choose a worker, send.
 
-Must not know how answers travel (`gateway.servicers`), nor text (`gateway.requests.input_processor`), nor who else is
-in flight (`gateway.requests.tracker`).
+Must not know how answers travel (`gateway.servicers`), nor text (`gateway.requests.input_processor`).
 """
 
 import asyncio
@@ -11,20 +10,25 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from octavo.gateway.requests.input_processor import Prepared
-from octavo.gateway.requests.tracker import Desk, LiveRequest, current_task, now_ns
+import numpy as np
+
+from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.config import RequestLimits
+from octavo.gateway.models import ServedModels
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.requests.input_processor import InputProcessor, Prepared, share_of
+from octavo.gateway.requests.tracker import RequestTracker, current_task
 from octavo.gateway.rpc.scope import BACKSTOP_S, AtDeadline, Deadline, RpcScope, deadline_of, unsent, until
-from octavo.gateway.streams.output_processor import OutputAssembler
-from octavo.gateway.streams.stream import Bell, OutputStream
+from octavo.gateway.streams.output_processor import OutputProcessor
+from octavo.gateway.streams.response import TrackedRequest
+from octavo.gateway.streams.stream import Coalescer, Notifier, OutputStream
 from octavo.gateway.validation.generate import check_capacity, check_outputs
 from octavo.gateway.workers.errors import WorkerGone
-from octavo.gateway.workers.pool import MAX_CHOICES
-from octavo.gateway.workers.views import RunRequest, WorkerView
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.router import MAX_CHOICES
+from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Grammar, ModelCard, Sampling
-
-# A request's sampling and stop fields, completed with the model's defaults, as the worker takes them.
-
+from octavo.wire.messages import Grammar, ModelCard, Run, Sampling
 
 # What an unset field means where generation_config.json says nothing.
 _NEUTRAL: dict[str, float] = {
@@ -78,37 +82,56 @@ def complete_sampling(
     )
 
 
-class Opener:
-    """Has no state of its own; every method on the gateway's event loop."""
+class Submitter:
+    """One per gateway; every method on its event loop. coalescer: of all streams, so that they share its rounds."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(
+        self,
+        *,
+        tracker: RequestTracker,
+        pool: WorkerPool,
+        models: ServedModels,
+        input_processor: InputProcessor,
+        prefix_salt: PrefixSalt,
+        limits: RequestLimits,
+        meters: GatewayMeters,
+        receipt_timeout_s: float,
+    ) -> None:
+        """receipt_timeout_s: how long the worker's figures are waited for after a stop string."""
+        self.coalescer = Coalescer()
+        self._tracker = tracker
+        self._pool = pool
+        self._models = models
+        self._input_processor = input_processor
+        self._prefix_salt = prefix_salt
+        self._limits = limits
+        self._meters = meters
+        self._receipt_timeout_s = receipt_timeout_s
 
-    async def open(
+    async def submit(
         self, request: pb.GenerateRequest, scope: RpcScope, *, prefix: str, timeout_s: float | None
-    ) -> LiveRequest:
+    ) -> TrackedRequest:
         """Start a validated request. prefix: its path in the message. timeout_s: what remains of the caller's time.
 
-        The caller of this has to `Desk.close` what it gets. Raises RequestError, TextError, PoolError; then nothing is
-        held.
+        The caller has to answer it inside of `RequestTracker.closing`. Raises RequestError, TextError, PoolError; then
+        nothing is held.
         """
-        desk = self._desk
-        desk.check_open()
+        self._tracker.check_open()
         deadline = _deadline(request, scope, timeout_s)
-        card = desk.card_of(request.model, scope, path=f"{prefix}model")
+        card = self._models.card_of(request.model or scope.model, self._pool, path=f"{prefix}model")
         scope.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
-        with desk.enter(scope, num_outputs=request.num_outputs or 1):
+        with self._tracker.enter(scope, num_outputs=request.num_outputs or 1):
             async with until(deadline.end_s):
-                prepared = await desk.preparer.prepare(
-                    request, card, prefix=prefix, deadline=deadline, share=desk.share_of(scope)
+                prepared = await self._input_processor.process(
+                    request, card, prefix=prefix, deadline=deadline, share=share_of(scope)
                 )
-            return self._send_to_somebody(prepared, scope)
+            return self._send_to_best(prepared, scope)
 
-    # No await from here to `Desk.close`: nothing can be lost between the send and the caller's hands.
+    # No await from here to `RequestTracker.closing`: nothing can be lost between the send and the caller's hands.
 
-    def _send_to_somebody(self, prepared: Prepared, scope: RpcScope) -> LiveRequest:
+    def _send_to_best(self, prepared: Prepared, scope: RpcScope) -> TrackedRequest:
         """To the worker that is best now; to another one where that one is gone before it has the request."""
-        salt = self._desk.salt_of(scope, prepared.request.cache_salt)
+        salt = self._prefix_salt.of(scope.caller, prepared.request.cache_salt)
         for _ in range(MAX_CHOICES - 1):
             try:
                 return self._send(prepared, self._choose(prepared, salt), scope, salt)
@@ -119,7 +142,7 @@ class Opener:
     def _choose(self, prepared: Prepared, salt: str) -> WorkerView:
         if prepared.deadline.end_s is not None and prepared.deadline.end_s <= time.monotonic():
             raise unsent()
-        worker = self._desk.pool.choose(prepared.card.name, prepared.prompt_ids_T, salt)
+        worker = self._pool.choose(prepared.card.name, prepared.prompt_ids_T, salt)
         check_capacity(
             num_prompt_tokens=prepared.num_prompt_tokens,
             min_tokens=prepared.request.stop.min_tokens,
@@ -129,30 +152,41 @@ class Opener:
         check_outputs(len(prepared.outputs), worker.capacity)
         return worker
 
-    def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> LiveRequest:
-        desk = self._desk
-        max_on_worker = worker.capacity.max_num_seqs + worker.capacity.max_waiting
-        desk.admission.place(scope.key, worker.worker_id, max_on_worker=max_on_worker)
-        run, bell = self._run_request(prepared, worker, scope, salt), Bell()
-        streams = [self._stream(index, prepared, scope, bell) for index in range(len(prepared.outputs))]
-        num_tokens = prepared.num_prompt_tokens + len(streams) * run.sampling.max_tokens
-        desk.quotas.reserve(scope.key, num_tokens, now_ns())
-        handles = desk.pool.open_all(worker, run, streams)
-        live = _live_request(prepared, worker, scope, run, tuple(zip(handles, streams, strict=True)))
-        desk.live.add(live)
-        _set_backstop(live, prepared.deadline)
-        meters = desk.meters.of_model(worker.card.name)
+    def _send(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> TrackedRequest:
+        self._tracker.place(scope, worker)
+        run, notifier = self._run(prepared, worker, scope, salt), Notifier()
+        streams = [self._stream(index, prepared, scope, notifier) for index in range(len(prepared.outputs))]
+        self._tracker.reserve(scope, prepared.num_prompt_tokens + len(streams) * run.sampling.max_tokens)
+        self._pool.submit(worker, run, streams)
+        meters, tells_prompt = self._meters.of_model(worker.card.name), prepared.request.output.return_prompt
+        tracked = TrackedRequest(
+            scope=scope,
+            worker=worker,
+            outputs=tuple(zip((run.handle, *run.fork_handles), streams, strict=True)),
+            sampling=run.sampling,
+            num_prompt_tokens=prepared.num_prompt_tokens,
+            sent_s=time.monotonic(),
+            task=current_task(),
+            meters=meters,
+            prompt_text=prepared.prompt_text if tells_prompt else "",
+            prompt_ids=prepared.prompt_ids_T.tolist() if tells_prompt else (),
+        )
+        self._tracker.add(tracked)
+        _set_backstop(tracked, prepared.deadline)
         meters.started += 1
-        meters.prompt_tokens += live.num_prompt_tokens
+        meters.prompt_tokens += tracked.num_prompt_tokens
         meters.request_params_n.observe(len(streams))
         meters.request_params_max_tokens.observe(run.sampling.max_tokens)
-        return live
+        return tracked
 
-    def _run_request(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> RunRequest:
+    def _run(self, prepared: Prepared, worker: WorkerView, scope: RpcScope, salt: str) -> Run:
         request, deadline_s = prepared.request, prepared.deadline.end_s
-        return RunRequest(
+        handle, *fork_handles = self._pool.draw_handles(len(prepared.outputs))
+        return Run(
+            handle=handle,
+            fork_handles=tuple(fork_handles),
             request_id=scope.request_id,
-            prompt_ids=prepared.prompt_ids_T,
+            prompt_ids=np.ascontiguousarray(prepared.prompt_ids_T, "<i4").tobytes(),
             sampling=complete_sampling(
                 request,
                 worker.card,
@@ -163,36 +197,33 @@ class Opener:
             priority=request.priority,
             cache_salt=salt,
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),
-            tenant=self._desk.label_of(scope),
+            tenant=self._prefix_salt.label_of(scope.caller),
             weight=scope.caller.weight,
         )
 
-    def _stream(self, index: int, prepared: Prepared, scope: RpcScope, bell: Bell) -> OutputStream:
+    def _stream(self, index: int, prepared: Prepared, scope: RpcScope, notifier: Notifier) -> OutputStream:
+        key, tracker = scope.key, self._tracker
         return OutputStream(
-            OutputAssembler(prepared.outputs[index]),
-            max_pending_tokens=self._desk.limits.max_pending_tokens,
-            pause_pending_tokens=self._desk.limits.pause_pending_tokens,
-            on_match=self._matched(scope.key),
-            on_started=self._started(scope, index),
-            on_moved=lambda worker_id: self._desk.admission.move(scope.key, worker_id, index),
-            on_flow=self._flowed(scope.key),
+            OutputProcessor(prepared.outputs[index]),
+            max_pending_tokens=self._limits.max_pending_tokens,
+            pause_pending_tokens=self._limits.pause_pending_tokens,
+            on_match=self._matched(key),
+            # For tenants, whose outputs are no longer queued then.
+            on_started=None if scope.caller.tenant is None else lambda: tracker.quotas.started(key, index),
+            on_moved=lambda worker_id: tracker.admission.move(key, worker_id, index),
+            on_flow=self._flowed(key),
             at_deadline=prepared.deadline.at_end,
-            bell=bell,
-            coalescer=self._desk.coalescer,
+            notifier=notifier,
+            coalescer=self.coalescer,
         )
-
-    def _started(self, scope: RpcScope, index: int) -> Callable[[], None] | None:
-        """For tenants, whose outputs are no longer queued then."""
-        key = scope.key
-        return None if scope.caller.tenant is None else lambda: self._desk.quotas.started(key, index)
 
     def _matched(self, key: str) -> Callable[[OutputStream], None]:
         """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""
 
         def cancel(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):
-                self._desk.pool.cancel(handle)
-                asyncio.get_running_loop().call_later(self._desk.receipt_timeout_s, stream.stop_waiting_for_figures)
+                self._pool.cancel(handle)
+                asyncio.get_running_loop().call_later(self._receipt_timeout_s, stream.stop_waiting_for_figures)
 
         return cancel
 
@@ -201,13 +232,13 @@ class Opener:
 
         def tell(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):
-                (self._desk.pool.pause if stream.is_paused else self._desk.pool.resume)(handle)
+                (self._pool.pause if stream.is_paused else self._pool.resume)(handle)
 
         return tell
 
     def _handles_of(self, stream: OutputStream, key: str) -> list[int]:
-        live = self._desk.live.get(key)
-        return [handle for handle, other in live.outputs if other is stream] if live is not None else []
+        tracked = self._tracker.get(key)
+        return [handle for handle, other in tracked.outputs if other is stream] if tracked is not None else []
 
 
 def _deadline(request: pb.GenerateRequest, scope: RpcScope, wire_timeout_s: float | None) -> Deadline:
@@ -219,35 +250,7 @@ def _deadline(request: pb.GenerateRequest, scope: RpcScope, wire_timeout_s: floa
     )
 
 
-def _live_request(
-    prepared: Prepared,
-    worker: WorkerView,
-    scope: RpcScope,
-    run: RunRequest,
-    outputs: tuple[tuple[int, OutputStream], ...],
-) -> LiveRequest:
-    """outputs: handle and stream of each."""
-    (handle, stream), *further = outputs
-    tells_prompt = prepared.request.output.return_prompt
-    return LiveRequest(
-        request_id=scope.request_id,
-        key=scope.key,
-        card=worker.card,
-        worker=worker,
-        handle=handle,
-        stream=stream,
-        further=tuple(further),
-        prompt_text=prepared.prompt_text if tells_prompt else "",
-        prompt_ids=prepared.prompt_ids_T.tolist() if tells_prompt else (),
-        sampling=run.sampling,
-        num_prompt_tokens=prepared.num_prompt_tokens,
-        arrived_s=scope.started_s,
-        sent_s=time.monotonic(),
-        task=current_task(),
-    )
-
-
-def _set_backstop(live: LiveRequest, deadline: Deadline) -> None:
+def _set_backstop(tracked: TrackedRequest, deadline: Deadline) -> None:
     if deadline.end_s is not None and deadline.needs_backstop:
         delay_s = deadline.end_s - time.monotonic() + BACKSTOP_S
-        live.backstop = asyncio.get_running_loop().call_later(delay_s, live.end_at_deadline, deadline.figures_s)
+        tracked.backstop = asyncio.get_running_loop().call_later(delay_s, tracked.end_at_deadline, deadline.figures_s)

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 import structlog
@@ -34,7 +34,6 @@ log = structlog.get_logger(__name__)
 MIN_DESCRIPTORS = 128
 MAX_RESERVED = 512  # descriptors for files, workers, scrapers, administration
 MAX_BY_DEFAULT = 8192  # idle ones take some 20 KiB each
-MAX_KNOWN_PEERS = 16_384
 INTERVAL_S = 0.25
 PRESSED_INTERVAL_S = 0.05
 REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
@@ -177,41 +176,14 @@ def _plain(host: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-# ---------------------------------------------------------------- who uses theirs
-
-
-class PeerUse:
-    """Which peers have requests in flight, and in which order the others last had one. Peers as gRPC calls them."""
-
-    def __init__(self) -> None:
-        self._in_flight: Counter[str] = Counter()
-        self._last_used: dict[str, None] = {}
-
-    def begin(self, peer: str) -> None:
-        """A request of its."""
-        self._in_flight[peer] += 1
-        self._touch(peer)
-
-    def end(self, peer: str) -> None:
-        """It is over."""
-        self._in_flight[peer] -= 1
-        if self._in_flight[peer] <= 0:
-            del self._in_flight[peer]
-        self._touch(peer)
+class PeerUse(Protocol):
+    """Which peers use their connections. Peers as gRPC calls them."""
 
     def busy(self) -> list[str]:
         """Those with requests in flight."""
-        return list(self._in_flight)
 
     def used(self) -> list[str]:
         """Those that had one, the latest last."""
-        return list(self._last_used)
-
-    def _touch(self, peer: str) -> None:
-        self._last_used.pop(peer, None)
-        self._last_used[peer] = None
-        if len(self._last_used) > MAX_KNOWN_PEERS:
-            del self._last_used[next(iter(self._last_used))]
 
 
 # ---------------------------------------------------------------- too many

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
-from octavo.gateway.auth.authenticator import Door
+from octavo.gateway.auth.authenticator import Authenticator
 from octavo.gateway.errors import (
     DeadlinePassed,
     ExceedsCapacity,
@@ -44,28 +44,28 @@ Parse = Callable[[Any], Any]
 Take = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """One per gateway and door: who is not let in gets no further than this."""
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """One per gateway and authenticator: who is not let in gets no further than this."""
 
     def __init__(
         self,
         meters: GatewayMeters,
         *,
         pushback_ms: int,
-        door: Door | None = None,
+        authenticator: Authenticator | None = None,
         max_metadata_bytes: int = 16 * 1024,
         message_timeout_s: float = 20.0,
         model: str = "",
     ) -> None:
-        """door None: everybody may do everything. message_timeout_s: how long a single request may take to come.
-        model: that calls mean which name none."""
+        """authenticator None: every caller may call everything. message_timeout_s: how long a unary request may take to
+        arrive. model: the model of calls that name none."""
         self._model = model
         self._message_timeout_s = message_timeout_s
         self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
         self._max_metadata_bytes = max_metadata_bytes
         self._meters = meters
         self._pushback_ms = pushback_ms
-        self._door = door or Door()
+        self._authenticator = authenticator or Authenticator()
 
     async def intercept_service(
         self,
@@ -147,7 +147,7 @@ class Guard(grpc.aio.ServerInterceptor):
             scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
             try:
-                scope.caller = self._door.admit(method, context)
+                scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
                 response = await behaviour(await take(request, context), context)
             except BaseException as error:
@@ -163,7 +163,7 @@ class Guard(grpc.aio.ServerInterceptor):
             scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
             current_rpc.set(scope)
             try:
-                scope.caller = self._door.admit(method, context)
+                scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
                 async for response in behaviour(await take(request, context), context):
                     yield response

@@ -2,9 +2,9 @@
 
 import grpc
 
+from octavo.gateway.auth.tls import TlsListener
 from octavo.gateway.config import GatewayConfig, PortSharing
 from octavo.gateway.rpc.addresses import BindError, check_exposure
-from octavo.gateway.rpc.tls import TlsListener
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
 

@@ -1,1 +1,1 @@
-"""The services of octavo.v1: thin shells that check, ask the desk, and put answers on the wire."""
+"""The services of octavo.v1: they check requests, submit them, and write the answers."""

@@ -3,9 +3,9 @@
 import grpc
 
 from octavo.gateway.peers.control import Control
-from octavo.gateway.requests.tracker import Desk
 from octavo.gateway.rpc.scope import current_rpc
 from octavo.gateway.validation.fields import check
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import admin_pb2 as pb
 from octavo.v1 import admin_pb2_grpc
@@ -17,8 +17,8 @@ QUERY_TIMEOUT_S = 2.0  # as the contract says
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """One per gateway."""
 
-    def __init__(self, desk: Desk, control: Control) -> None:
-        self._desk = desk
+    def __init__(self, pool: WorkerPool, control: Control) -> None:
+        self._pool = pool
         self._control = control
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -33,7 +33,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         check(request)
         outcome = await self._control.load()
         return pb.GetLoadResponse(
-            workers=[_load(worker) for worker in self._desk.pool.workers()],
+            workers=[_load(worker) for worker in self._pool.workers()],
             gateways=[
                 pb.GatewayLoad(
                     gateway=name,
@@ -50,7 +50,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def AuditBlocks(self, request: pb.AuditBlocksRequest, context: Context) -> pb.AuditBlocksResponse:
         """Recount every block."""
         check(request)
-        replies = await self._desk.pool.query(audit=True, flush=False, timeout_s=QUERY_TIMEOUT_S)
+        replies = await self._pool.query(audit=True, flush=False, timeout_s=QUERY_TIMEOUT_S)
         return pb.AuditBlocksResponse(
             audits=[
                 pb.BlockAudit(
@@ -70,7 +70,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.FlushPrefixCacheResponse:
         """Forget cached prefixes."""
         check(request)
-        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
+        replies = await self._pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S)
         return pb.FlushPrefixCacheResponse(num_blocks=sum(reply.num_flushed_blocks for _, reply in replies))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:

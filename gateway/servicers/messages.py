@@ -1,4 +1,4 @@
-"""Pieces and ends of outputs as messages of octavo.v1."""
+"""Pieces, ends and vectors as messages of octavo.v1."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from octavo.gateway.observability.meters import ModelMeters
 from octavo.gateway.requests.embedding import Embedded
-from octavo.gateway.requests.tracker import LiveRequest
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import count_piece
+from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.text.tool_calls import CallPiece
 from octavo.v1 import common_pb2
@@ -19,9 +17,6 @@ from octavo.wire.messages import Finished, ModelCard, TokenLogprobs, WireFinishR
 
 BytesById = Sequence[bytes]
 _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
-
-
-# Vectors as messages of octavo.v1.
 
 
 def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_scaled: bool) -> pb.Embedding:
@@ -51,14 +46,14 @@ def normalized(vector_D: np.ndarray) -> np.ndarray:
     return vector_D if length == 0.0 else (vector_D / length).astype(np.float32)
 
 
-def started_event(live: LiveRequest) -> pb.GenerateResponse:
+def started_event(tracked: TrackedRequest) -> pb.GenerateResponse:
     """The first event."""
     started = pb.Started(
-        request_id=live.request_id,
-        model=live.card.name,
-        prompt_tokens=live.num_prompt_tokens,
-        prompt_text=live.prompt_text,
-        prompt_token_ids=live.prompt_ids,
+        request_id=tracked.request_id,
+        model=tracked.card.name,
+        prompt_tokens=tracked.num_prompt_tokens,
+        prompt_text=tracked.prompt_text,
+        prompt_token_ids=tracked.prompt_ids,
     )
     return pb.GenerateResponse(started=started)
 
@@ -122,63 +117,63 @@ def _token_logprob(token_id: int, logprob: float, bytes_by_id: BytesById | None)
     return pb.TokenLogprob(token_id=token_id, logprob=logprob, text=text)
 
 
-def finished_event(live: LiveRequest, index: int = 0) -> pb.Finished:
+def finished_event(tracked: TrackedRequest, index: int = 0) -> pb.Finished:
     """The end of a complete output, with what is known of it."""
-    stream = live.streams[index]
+    stream = tracked.streams[index]
     figures = stream.finished or _NO_FIGURES
     return pb.Finished(
         reason=reason_of(stream),
         stop=_stop(stream, figures),
-        usage=usage_of(live, index),
-        receipt=receipt_of(live, index),
+        usage=usage_of(tracked, index),
+        receipt=receipt_of(tracked, index),
         output_index=index,
     )
 
 
 def reason_of(stream: OutputStream) -> "pb.FinishReason.ValueType":
     """Why a complete output ended."""
-    assembler, figures = stream.assembler, stream.finished or _NO_FIGURES
+    processor, figures = stream.processor, stream.finished or _NO_FIGURES
     if stream.is_partial:
         return pb.FINISH_REASON_DEADLINE
-    if assembler.match is not None or figures.reason is WireFinishReason.STOP:
-        return pb.FINISH_REASON_TOOL_CALLS if assembler.num_tool_calls else pb.FINISH_REASON_STOP
+    if processor.match is not None or figures.reason is WireFinishReason.STOP:
+        return pb.FINISH_REASON_TOOL_CALLS if processor.num_tool_calls else pb.FINISH_REASON_STOP
     return pb.FINISH_REASON_LENGTH
 
 
 def _stop(stream: OutputStream, figures: Finished) -> pb.StopMatch | None:
-    match = stream.assembler.match
+    match = stream.processor.match
     if match is not None:
         return pb.StopMatch(text=match)
     return None if figures.stop_token_id is None else pb.StopMatch(token_id=figures.stop_token_id)
 
 
-def usage_of(live: LiveRequest, index: int = 0) -> common_pb2.Usage:
+def usage_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Usage:
     """completion_tokens is what the output has: a worker may have been some tokens ahead of a stop string."""
-    stream = live.streams[index]
+    stream = tracked.streams[index]
     figures = stream.finished or _NO_FIGURES
     return common_pb2.Usage(
-        prompt_tokens=live.num_prompt_tokens,
-        completion_tokens=stream.assembler.num_tokens,
+        prompt_tokens=tracked.num_prompt_tokens,
+        completion_tokens=stream.processor.num_tokens,
         cached_tokens=figures.cached_tokens,
     )
 
 
-def receipt_of(live: LiveRequest, index: int = 0) -> common_pb2.Receipt:
+def receipt_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Receipt:
     """Where the time went; the worker's part is 0 where its figures did not come."""
-    stream = live.streams[index]
+    stream = tracked.streams[index]
     figures, first_s = stream.finished or _NO_FIGURES, stream.first_token_s
     return common_pb2.Receipt(
-        worker_id=live.worker_id(index),
-        model_fingerprint=live.card.fingerprint,
-        gateway_s=live.sent_s - live.arrived_s,
+        worker_id=tracked.worker_id(index),
+        model_fingerprint=tracked.card.fingerprint,
+        gateway_s=tracked.sent_s - tracked.arrived_s,
         queue_s=figures.queue_s,
         prefill_s=figures.prefill_s,
         decode_s=figures.decode_s,
-        time_to_first_token_s=first_s - live.arrived_s if first_s else 0.0,
-        total_s=time.monotonic() - live.arrived_s,
+        time_to_first_token_s=first_s - tracked.arrived_s if first_s else 0.0,
+        total_s=time.monotonic() - tracked.arrived_s,
         computed_tokens=figures.computed_tokens,
         preemptions=figures.preemptions,
-        seed=(live.sampling.seed + index) % (1 << 64),
+        seed=(tracked.sampling.seed + index) % (1 << 64),
         inter_token_p50_s=figures.inter_token_p50_s,
         inter_token_p99_s=figures.inter_token_p99_s,
         block_seconds=figures.block_seconds,
@@ -186,12 +181,9 @@ def receipt_of(live: LiveRequest, index: int = 0) -> common_pb2.Receipt:
     )
 
 
-# Whole outputs for unary answers, gathered piece by piece. Must not know how a call is answered.
-
-
 @dataclass(slots=True)
 class Collected:
-    """One output, as far as it has come."""
+    """One output of a unary answer, gathered piece by piece."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -221,12 +213,12 @@ class Collected:
         return output
 
 
-async def collect(live: LiveRequest, meters: ModelMeters, bytes_by_id: BytesById | None) -> list[Collected]:
+async def collect(tracked: TrackedRequest, bytes_by_id: BytesById | None) -> list[Collected]:
     """All outputs, once the last has ended. Raises the RequestError that ended one of them."""
-    source, wholes = OutputStreams(live.streams), [Collected() for _ in live.streams]
+    source, wholes = OutputStreams(tracked.streams), [Collected() for _ in tracked.streams]
     while (news := await source.next()) is not None:
         index, piece = news
         if piece is not None:
             wholes[index].add(piece, bytes_by_id)
-            count_piece(meters, live, piece, time.monotonic())
+            tracked.count_piece(piece, time.monotonic())
     return wholes

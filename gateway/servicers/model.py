@@ -6,21 +6,19 @@ from functools import cache
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from octavo.gateway.models import ServedModels
 from octavo.gateway.requests.submit import default_sampling
-from octavo.gateway.requests.tracker import Desk
 from octavo.gateway.rpc.scope import current_rpc
 from octavo.gateway.validation.fields import check
 from octavo.gateway.validation.table import MAX_LOGPROBS, MAX_STOP_STRINGS, TABLE, MessageRules, not_served
 from octavo.gateway.version import VERSION
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
 from octavo.wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext
-
-
-# Paths of the fields of a message, as violations and the capability handshake name them.
 
 
 _NO_RULES = MessageRules()
@@ -50,23 +48,25 @@ def _is_map(field: FieldDescriptor) -> bool:
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """One per gateway."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, models: ServedModels, pool: WorkerPool, *, max_message_bytes: int) -> None:
+        self._models = models
+        self._pool = pool
+        self._max_message_bytes = max_message_bytes
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> model_pb2.ListModelsResponse:
         """By name; empty where no worker is ready."""
         check(request)
-        cards = self._desk.pool.cards()
+        cards = self._pool.cards()
         return model_pb2.ListModelsResponse(models=[self._info(cards[name]) for name in sorted(cards)])
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
         """One of them."""
         check(request)
-        card = self._desk.card_of(request.model, current_rpc.get())
+        card = self._models.card_of(request.model or current_rpc.get().model, self._pool)
         return model_pb2.GetModelResponse(model=self._info(card))
 
     def _info(self, card: ModelCard) -> model_pb2.ModelInfo:
-        workers = [worker for worker in self._desk.pool.workers() if _serves(worker, card)]
+        workers = [worker for worker in self._pool.workers() if _serves(worker, card)]
         return model_pb2.ModelInfo(
             name=card.name,
             fingerprint=card.fingerprint,
@@ -86,7 +86,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     def _limits(self, workers: list[WorkerView]) -> model_pb2.RequestLimits:
         per_worker = [worker.capacity.max_num_seqs + worker.capacity.max_waiting for worker in workers]
         return model_pb2.RequestLimits(
-            max_message_bytes=self._desk.limits.max_message_bytes,
+            max_message_bytes=self._max_message_bytes,
             max_stop_strings=MAX_STOP_STRINGS,
             max_logprobs=MAX_LOGPROBS,
             max_requests_per_worker=min(per_worker, default=0),

@@ -98,7 +98,7 @@ class Piece:
     prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
 
-class OutputAssembler:
+class OutputProcessor:
     """feed, take, feed, take … finish, take."""
 
     __slots__ = (

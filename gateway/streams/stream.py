@@ -20,7 +20,7 @@ from enum import Enum
 
 from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
 from octavo.gateway.rpc.scope import AtDeadline
-from octavo.gateway.streams.output_processor import OutputAssembler, Piece
+from octavo.gateway.streams.output_processor import OutputProcessor, Piece
 from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 
 # How long new tokens wait for more, so that a busy gateway writes fewer and larger messages.
@@ -43,7 +43,7 @@ STALE_S = 0.2  # so long without tokens says nothing of what is to come
 # What wakes the one task that reads an output, or the outputs of one request.
 
 
-class Bell:
+class Notifier:
     """Wakes the one task that waits for news of any of its streams."""
 
     __slots__ = ("_loop", "_waiter")
@@ -65,7 +65,7 @@ class Bell:
         """Somebody waits for it, or was woken and has not had its turn."""
         return self._waiter is not None
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """There is news."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -80,7 +80,7 @@ class Coalescer:
         self._cpu_s = cpu_s or time.thread_time
         self._now_s = now_s or time.monotonic
         self._window = (self._now_s(), self._cpu_s())
-        self._waiting: dict[Bell, None] = {}
+        self._waiting: dict[Notifier, None] = {}
         self._round: asyncio.TimerHandle | None = None
         self._last_s = 0.0
         self._interval_s = 0.0
@@ -90,24 +90,24 @@ class Coalescer:
         """Between rounds now; 0.0: tokens go out as they come."""
         return 0.0 if self._now_s() - self._window[0] > STALE_S else self._interval_s
 
-    def ring(self, bell: Bell) -> None:
+    def notify(self, notifier: Notifier) -> None:
         """An output has new tokens."""
         now_s = self._now_s()
         if now_s - self._window[0] >= WINDOW_S:
             self._adjust(now_s)
         if not self._interval_s and self._round is None:
-            bell.ring()
+            notifier.notify()
             return
-        self._waiting[bell] = None
+        self._waiting[notifier] = None
         if self._round is None:
             delay_s = max(0.0, self._last_s + self._interval_s - now_s)
-            self._round = asyncio.get_running_loop().call_later(delay_s, self._ring_all)
+            self._round = asyncio.get_running_loop().call_later(delay_s, self._notify_all)
 
-    def _ring_all(self) -> None:
+    def _notify_all(self) -> None:
         self._round, self._last_s = None, self._now_s()
         waiting, self._waiting = self._waiting, {}
-        for bell in waiting:
-            bell.ring()
+        for notifier in waiting:
+            notifier.notify()
 
     def _adjust(self, now_s: float) -> None:
         (since_s, since_cpu_s), cpu_s = self._window, self._cpu_s()
@@ -147,15 +147,15 @@ class OutputStream:
         "_on_moved_to",
         "_on_started",
         "_pause_mark",
-        "assembler",
         "at_deadline",
-        "bell",
         "error",
         "finished",
         "first_token_s",
         "is_partial",
         "is_paused",
+        "notifier",
         "num_moves",
+        "processor",
         "scheduled_s",
         "state",
         "worker_id",
@@ -164,7 +164,7 @@ class OutputStream:
 
     def __init__(
         self,
-        assembler: OutputAssembler,
+        processor: OutputProcessor,
         *,
         max_pending_tokens: int,
         pause_pending_tokens: int = 512,
@@ -173,15 +173,15 @@ class OutputStream:
         on_moved: Callable[[str], None] | None = None,
         on_flow: Callable[["OutputStream"], None] | None = None,
         at_deadline: AtDeadline = AtDeadline.STATUS,
-        bell: Bell | None = None,
+        notifier: Notifier | None = None,
         coalescer: Coalescer | None = None,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
         begun; called at once. on_moved: another worker, by its id, goes on with the output. on_flow: `is_paused` has
-        changed. bell: shared by the streams of one request; None: a bell of its own. pause_pending_tokens: unread
-        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens
-        behind the first are read; None: as they come."""
-        self.assembler = assembler
+        changed. notifier: shared by the streams of one request; None: one of its own. pause_pending_tokens: unread
+        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens behind
+        the first are read; None: as they come."""
+        self.processor = processor
         self.state = StreamState.RUNNING
         self.error: RequestError | None = None
         self.finished: Finished | None = None  # the worker's figures, where they came
@@ -202,7 +202,7 @@ class OutputStream:
         self._on_moved_to = on_moved
         self._loop = asyncio.get_running_loop()
         self._coalescer = coalescer
-        self.bell = bell or Bell()
+        self.notifier = notifier or Notifier()
 
     # ------------------------------------------------------------ the pool's side
 
@@ -219,22 +219,22 @@ class OutputStream:
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = time.monotonic()
-        assembler = self.assembler
-        assembler.feed(token_ids, logprobs)
-        if assembler.match is not None:
+        processor = self.processor
+        processor.feed(token_ids, logprobs)
+        if processor.match is not None:
             self.state = StreamState.MATCHED
             self._loop.call_soon(self._on_match, self)  # soon: the pool is in the middle of a message
-        elif assembler.num_pending > self._pause_mark:
+        elif processor.num_pending > self._pause_mark:
             self._fall_behind()
         if is_first or self._coalescer is None or self.state is not StreamState.RUNNING:
             self._wake()
         else:
-            self._coalescer.ring(self.bell)
+            self._coalescer.notify(self.notifier)
 
     def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """What follows of the prompt's log-probabilities."""
         if self.state is StreamState.RUNNING:
-            self.assembler.feed_prompt(logprobs)
+            self.processor.feed_prompt(logprobs)
 
     def on_finished(self, finished: Finished) -> None:
         """The worker ended the output."""
@@ -248,7 +248,7 @@ class OutputStream:
                 return
             self.error = error_of(finished)
             if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
-                self.assembler.finish(finished.stop_token_id)
+                self.processor.finish(finished.stop_token_id)
             self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
         self._wake()
 
@@ -285,21 +285,21 @@ class OutputStream:
             self.fail(DeadlinePassed("the deadline passed"))
 
     def _end_partial(self, state: StreamState) -> None:
-        self.assembler.cut_short()
+        self.processor.cut_short()
         self.is_partial, self.state = True, state
         self._wake()
 
     def _fall_behind(self) -> None:
-        num_pending = self.assembler.num_pending
+        num_pending = self.processor.num_pending
         if num_pending > self._max_pending:
             self.fail(SlowConsumer(f"{num_pending} tokens wait to be read"))
-        elif not self.is_paused and not self.bell.is_awaited and self._on_flow is not None:
+        elif not self.is_paused and not self.notifier.is_awaited and self._on_flow is not None:
             self.is_paused = True
             self._on_flow(self)
 
     def _catch_up(self, piece: Piece | None) -> None:
         """piece: what was taken last. Where that is nothing, the reader waits for more."""
-        if piece is None or self.assembler.num_pending * _RESUME_SHARE <= self._pause_mark:
+        if piece is None or self.processor.num_pending * _RESUME_SHARE <= self._pause_mark:
             self.is_paused = False
             if self._on_flow is not None:
                 self._on_flow(self)
@@ -312,7 +312,7 @@ class OutputStream:
 
     def take(self) -> Piece | None:
         """What can be sent now; None where that is nothing. A paused output goes on where little or nothing is left."""
-        piece = self.assembler.take()
+        piece = self.processor.take()
         if self.is_paused:
             self._catch_up(piece)
         return piece
@@ -328,18 +328,18 @@ class OutputStream:
                 return None
             if self.state is StreamState.FAILED:
                 raise self.error or InternalDefect("a stream failed without an error")
-            await self.bell.wait()
+            await self.notifier.wait()
 
     def _wake(self) -> None:
-        self.bell.ring()
+        self.notifier.notify()
 
 
 class OutputStreams:
-    """Several outputs of one request, as one source of pieces. They share a bell."""
+    """Several outputs of one request, as one source of pieces. They share a notifier."""
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self._open = dict(enumerate(streams))
-        self._bell = streams[0].bell
+        self._notifier = streams[0].notifier
 
     async def next(self) -> tuple[int, Piece | None] | None:
         """Of some output its next piece, or None once where it has ended; None after the last of all. Outputs take
@@ -355,7 +355,7 @@ class OutputStreams:
                     return index, None
                 if stream.state is StreamState.FAILED:
                     raise stream.error or InternalDefect("a stream failed without an error")
-            await self._bell.wait()
+            await self._notifier.wait()
         return None
 
 

@@ -3,14 +3,13 @@
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.errors import NoWorker, PoolError, WorkerBusy, WorkerGone
 from octavo.gateway.workers.pool import WorkerPool
-from octavo.gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from octavo.gateway.workers.views import LostReason, OutputSink, WorkerState, WorkerView
 
 __all__ = [
     "LostReason",
     "NoWorker",
     "OutputSink",
     "PoolError",
-    "RunRequest",
     "WorkerBusy",
     "WorkerGone",
     "WorkerPool",

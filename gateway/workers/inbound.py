@@ -8,11 +8,11 @@ from collections.abc import Callable
 import structlog
 
 from octavo.gateway.workers.decisions import Accept, Announce, AskTokenizer, Decision, Lose, Peer, Refuse, Watch
-from octavo.gateway.workers.link import Post, RouterLink
+from octavo.gateway.workers.link import Outbox, RouterLink
 from octavo.gateway.workers.outputs import Output, Outputs
-from octavo.gateway.workers.prefix_index import Prefixes
 from octavo.gateway.workers.queries import Queries
 from octavo.gateway.workers.registry import Registry, WorkerRecord
+from octavo.gateway.workers.router import Prefixes
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason
 from octavo.gateway.workers.watch import ProcessWatch
@@ -33,19 +33,14 @@ from octavo.wire.messages import (
     Welcome,
 )
 
-Outcome = tuple[list[Decision], list[Output]]
-
-
-# Carries out what the registry decides: welcomes, refusals, watches, announcements, losses.
-
-
 log = structlog.get_logger(__name__)
-
+Outcome = tuple[list[Decision], list[Output]]
 OnModel = Callable[[ModelCard, dict[str, bytes]], None]
 
 
 class Executor:
-    """watch: by incarnation. on_lost: what becomes of an output whose worker is gone.
+    """Carries out what the registry decides: welcomes, refusals, watches, announcements, losses. watch: by incarnation.
+    on_lost: what becomes of an output whose worker is gone.
 
     Callbacks of others that raise are logged, never passed on.
     """
@@ -64,7 +59,7 @@ class Executor:
         on_model: OnModel | None,
         on_lost: Callable[[Output, LostReason, str], None],
     ) -> None:
-        self.post = Post(link, registry, self.carry_out)
+        self.outbox = Outbox(link, registry, self.carry_out)
         self.watch = watch
         self.on_change: list[Callable[[], None]] = []
         self._gateway_id = gateway_id
@@ -82,9 +77,9 @@ class Executor:
             match decision:
                 case Accept():
                     self._stats.registrations += 1
-                    self.post.tell(decision.peer, Welcome(gateway_id=self._gateway_id, epoch=decision.epoch))
+                    self.outbox.tell(decision.peer, Welcome(gateway_id=self._gateway_id, epoch=decision.epoch))
                 case AskTokenizer():
-                    self.post.tell(decision.peer, NeedTokenizer(epoch=decision.epoch, digest=decision.digest))
+                    self.outbox.tell(decision.peer, NeedTokenizer(epoch=decision.epoch, digest=decision.digest))
                 case Refuse():
                     self._refuse(decision)
                 case Watch():
@@ -107,7 +102,7 @@ class Executor:
     def _refuse(self, decision: Refuse) -> None:
         self._stats.refusals[decision.kind] += 1
         log.warning("worker_refused", kind=decision.kind, reason=decision.reason)
-        self.post.tell(decision.peer, Refused(epoch=decision.epoch, reason=decision.reason))
+        self.outbox.tell(decision.peer, Refused(epoch=decision.epoch, reason=decision.reason))
 
     def _start_watch(self, decision: Watch) -> None:
         record = self._registry.get(decision.incarnation)
@@ -139,7 +134,8 @@ class Executor:
 
 
 class Inbound:
-    """check_process(incarnation): report an exit of its process now, if there was one (it calls back by itself)."""
+    """Takes the frames of workers. check_process(incarnation): report an exit of its process now, if there was one (it
+    calls back by itself)."""
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from octavo.wire.messages import Cancel, Message, Pause, Resume
 from octavo.wire.options import new_router
 from octavo.wire.run_dir import clear_stale_socket, ensure_run_dir
 
+log = structlog.get_logger(__name__)
 OnFrame = Callable[[Peer, bytes], None]
 
 
@@ -220,14 +221,12 @@ class _RouterSocket:
             self._loop.call_soon(self.drain)
 
 
-# Sending to workers: what each outcome means; cancels, pauses and resumes in one message each per turn of the loop.
+class Outbox:
+    """What goes to workers, and what each outcome of a send means.
 
-
-log = structlog.get_logger(__name__)
-
-
-class Post:
-    """carry_out: what to do with the registry's decisions when a connection turns out to be gone."""
+    Cancels, pauses and resumes go out as one message each per turn of the loop. carry_out: what to do with the
+    registry's decisions when a connection turns out to be gone.
+    """
 
     def __init__(self, link: RouterLink, registry: Registry, carry_out: Callable[[list[Decision]], None]) -> None:
         self._link = link
@@ -264,7 +263,7 @@ class Post:
             log.debug("not_told", message=type(message).__name__)
 
     def cancel(self, incarnation: int, handle: int) -> None:
-        """Send a Cancel soon, together with those of the same turn of the loop."""
+        """Send a Cancel soon, with all those of this turn of the loop."""
         self._flush_soon()
         self._cancels[incarnation].append(handle)
 

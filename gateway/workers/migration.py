@@ -17,15 +17,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from enum import Enum
 
-import numpy as np
 import structlog
 
 from octavo.gateway.workers.errors import WorkerBusy, WorkerGone
 from octavo.gateway.workers.outputs import Output, Outputs, resumed
 from octavo.gateway.workers.registry import Registry, WorkerRecord
 from octavo.gateway.workers.stats import PoolStats
-from octavo.gateway.workers.views import LostReason, RunRequest, WorkerState
-from octavo.wire.messages import Finished
+from octavo.gateway.workers.views import LostReason, WorkerState
+from octavo.wire.messages import Finished, Run
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +34,7 @@ _TURNED_AWAY = frozenset({"DRAINING", "QUEUE_FULL"})
 
 _IT_MAY_BE_CHANCE = "two workers in turn were lost with this request, by chance or by it: it may be tried once more"
 
-Send = Callable[[WorkerRecord, RunRequest, Output], None]
+Send = Callable[[WorkerRecord, Run, Output], None]
 """Sends an output again under its new handle. Raises WorkerBusy, WorkerGone."""
 
 
@@ -285,7 +284,7 @@ class Migration:
             or output.is_cancelled
             or output.num_moves >= self._max_moves
             or output.is_half_scored
-            or (output.request.pooling is not None and output.embedding_sink is None)
+            or (output.run.pooling is not None and output.embedding_sink is None)
         )
 
     def _ready(self, fingerprint: str) -> list[WorkerRecord]:
@@ -343,6 +342,6 @@ class Migration:
 def _content(output: Output) -> bytes:
     """What makes two requests the same: the model, the prompt, and whose they are."""
     digest = hashlib.blake2b(output.fingerprint.encode(), digest_size=16)
-    digest.update(b"\0" + output.request.cache_salt.encode() + b"\0")
-    digest.update(np.asarray(output.request.prompt_ids, "<i4").tobytes())
+    digest.update(b"\0" + output.run.cache_salt.encode() + b"\0")
+    digest.update(output.run.prompt_ids)
     return digest.digest()

@@ -4,8 +4,8 @@ A worker that lies costs the outputs that it lied about, never the gateway. Must
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -14,7 +14,7 @@ import structlog
 
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.gateway.workers.stats import PoolStats
-from octavo.gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink, RunRequest
+from octavo.gateway.workers.views import EmbeddingSink, LostReason, OutputSink, PromptSink
 from octavo.wire.messages import Finished, Run, StepOutput, TokenLogprobs, WireFinishReason
 
 log = structlog.get_logger(__name__)
@@ -23,15 +23,16 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True, eq=False)
 class Output:
     """One live output. name: by which the gateway knows it for all its life; handle: by which its present worker does,
-    another one at each worker. request: its own, as if it were alone. token_ids: int32, what it has given. deadline_s:
-    monotonic. embedding_sink: the sink, where it waits for a vector; None once that has come. prompt_sink: the
-    sink, where it wants the prompt's log-probabilities, of which num_unscored are still to come."""
+    another one at each worker. run: as it was sent to its first worker; of a further output of a request, what it is
+    when it stands alone. token_ids: int32, what it has given. deadline_s: monotonic. embedding_sink: the sink, where it
+    waits for a vector; None once that has come. prompt_sink: the sink, where it wants the prompt's log-probabilities,
+    of which num_unscored are still to come."""
 
     name: int
     handle: int
     incarnation: int
     fingerprint: str
-    request: RunRequest
+    run: Run
     vocab_size: int
     max_tokens: int
     wants_logprobs: bool
@@ -45,13 +46,13 @@ class Output:
     is_started: bool = False
     is_on_probation: bool = False  # the migration waits for its next token
     is_cancelled: bool = False
-    is_paused: bool = False  # its reader is behind: whoever has it gives it no more steps
+    is_paused: bool = False  # its reader is behind: its worker gives it no more steps
     is_faulted: bool = False  # ended by us; the worker must be told to stop it
 
     @property
     def request_id(self) -> str:
         """The caller's."""
-        return self.request.request_id
+        return self.run.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +62,7 @@ class Output:
     @property
     def is_half_scored(self) -> bool:
         """Some of the prompt's log-probabilities were delivered, and not all."""
-        return self.prompt_sink is not None and 0 < self.num_unscored < len(self.request.prompt_ids) - 1
+        return self.prompt_sink is not None and 0 < self.num_unscored < num_prompt_tokens(self.run) - 1
 
 
 class Outputs:
@@ -267,69 +268,52 @@ class Outputs:
         ended.append(output)
 
 
-# What a request becomes: the message that a worker gets, and the output that is kept here.
-#
-# Pure. Must not know sockets, nor who chooses the worker.
-
-
-def run_message(handles: Sequence[int], request: RunRequest) -> Run:
-    """For all outputs of the request, by their handles."""
-    return Run(
-        handle=handles[0],
-        fork_handles=tuple(handles[1:]),
-        request_id=request.request_id,
-        prompt_ids=np.ascontiguousarray(request.prompt_ids, "<i4").tobytes(),
-        sampling=request.sampling,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        timeout_s=request.timeout_s,
-        pooling=request.pooling,
-        num_resumed_tokens=request.num_resumed_tokens,
-        tenant=request.tenant,
-        weight=request.weight,
-    )
-
-
-def new_output(
-    handle: int, record: WorkerRecord, request: RunRequest, index: int, sink: OutputSink, now_s: float
-) -> Output:
+def new_output(run: Run, index: int, record: WorkerRecord, sink: OutputSink, now_s: float) -> Output:
     """Output `index` of a request, at its first worker. now_s: monotonic."""
-    own = _alone(request, index)
+    own = _alone(run, index)
     is_scored = own.sampling.num_prompt_logprobs is not None
     return Output(
-        name=handle,
-        handle=handle,
+        name=own.handle,
+        handle=own.handle,
         incarnation=record.incarnation,
         fingerprint=record.card.fingerprint,
-        request=own,
-        deadline_s=None if request.timeout_s is None else now_s + request.timeout_s,
+        run=own,
+        deadline_s=None if run.timeout_s is None else now_s + run.timeout_s,
         vocab_size=record.card.vocab_size,
-        max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
-        wants_logprobs=request.sampling.num_logprobs is not None,
-        embedding_sink=cast(EmbeddingSink, sink) if request.pooling is not None else None,
+        max_tokens=run.sampling.max_tokens if run.pooling is None else 0,
+        wants_logprobs=run.sampling.num_logprobs is not None,
+        embedding_sink=cast(EmbeddingSink, sink) if run.pooling is not None else None,
         prompt_sink=cast(PromptSink, sink) if is_scored else None,
-        num_unscored=len(request.prompt_ids) - 1 if is_scored else 0,
+        num_unscored=num_prompt_tokens(run) - 1 if is_scored else 0,
         sink=sink,
     )
 
 
-def _alone(request: RunRequest, index: int) -> RunRequest:
+def num_prompt_tokens(run: Run) -> int:
+    """Of the prompt as it was sent."""
+    return len(run.prompt_ids) // 4
+
+
+def _alone(run: Run, index: int) -> Run:
     """What output `index` of a request is when it stands alone."""
     if not index:
-        return request
-    seed = (request.sampling.seed + index) % (1 << 64)
-    return replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed, num_prompt_logprobs=None))
+        return run
+    seed = (run.sampling.seed + index) % (1 << 64)
+    sampling = msgspec.structs.replace(run.sampling, seed=seed, num_prompt_logprobs=None)
+    return msgspec.structs.replace(run, handle=run.fork_handles[index - 1], fork_handles=(), sampling=sampling)
 
 
-def resumed(output: Output, now_s: float) -> RunRequest:
-    """The request that goes on behind what the output has given. now_s: monotonic."""
-    request, sampling = output.request, output.request.sampling
+def resumed(output: Output, now_s: float) -> Run:
+    """What another worker is sent, under the output's new handle: it goes on behind what the output has given. now_s:
+    monotonic."""
+    run, sampling = output.run, output.run.sampling
     if output.prompt_sink is not None and not output.num_unscored:
         sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
-    prompt_ids = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(output.token_ids, np.int32)])
-    return replace(
-        request,
-        prompt_ids=prompt_ids,
+    return msgspec.structs.replace(
+        run,
+        handle=output.handle,
+        fork_handles=(),
+        prompt_ids=run.prompt_ids + np.asarray(output.token_ids, "<i4").tobytes(),
         sampling=sampling,
         num_resumed_tokens=len(output.token_ids),
         timeout_s=None if output.deadline_s is None else max(0.001, output.deadline_s - now_s),

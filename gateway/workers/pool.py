@@ -1,4 +1,4 @@
-"""The facade that the servicers use: choose a worker, open an output, cancel it.
+"""All workers of one gateway: choose one, send it a request, pause, resume or cancel an output.
 
 Owns the sockets, the registry and the live outputs, and carries out what the registry decides. All on one event loop,
 no locks. Must not know gRPC or text.
@@ -8,8 +8,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import structlog
@@ -19,126 +17,20 @@ from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from octavo.gateway.workers.events import BlockSubscription
 from octavo.gateway.workers.inbound import Executor, Inbound, OnModel
-from octavo.gateway.workers.link import OnFrame, Post, RouterLink
+from octavo.gateway.workers.link import OnFrame, RouterLink
 from octavo.gateway.workers.migration import Migration
-from octavo.gateway.workers.outputs import Output, Outputs, new_output, run_message
-from octavo.gateway.workers.prefix_index import Prefixes
+from octavo.gateway.workers.outputs import Output, Outputs, new_output
 from octavo.gateway.workers.queries import Queries
 from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
+from octavo.gateway.workers.router import Candidate, Prefixes, choose
 from octavo.gateway.workers.stats import PoolStats
-from octavo.gateway.workers.views import LostReason, OutputSink, RunRequest, WorkerState, WorkerView
+from octavo.gateway.workers.views import LostReason, OutputSink, WorkerState, WorkerView
 from octavo.gateway.workers.watch import ProcessWatch
 from octavo.wire.fault_points import fault_point
-from octavo.wire.messages import AdminReply, Drain, ModelCard, Pause, Resume
+from octavo.wire.messages import AdminReply, Drain, ModelCard, Pause, Resume, Run
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
-
-
-# Which worker gets a request: the longest cached prefix, then the least load.
-#
-# Pure. A hot prefix does not pin its traffic to one worker: where the holder is much busier than the idlest worker,
-# the request goes there instead, computes the prefix again, and from then on two workers hold it.
-
-
-MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
-IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
-IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
-
-
-class RouteReason(StrEnum):
-    """Why a worker was chosen; a closed label set."""
-
-    ONLY = "only"
-    PREFIX = "prefix"
-    LOAD = "load"  # nobody had a prefix
-    BALANCE = "balance"  # the holder of the longest prefix was too busy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A ready worker of the model. load: requests over the number that run at once (above 1: it queues)."""
-
-    incarnation: int
-    load: float
-    cached_tokens: int
-
-
-def choose(candidates: Sequence[Candidate], *, turn: int) -> tuple[Candidate, RouteReason]:
-    """The best of at least one candidate. turn: any counter; equals take turns by it."""
-    if len(candidates) == 1:
-        return candidates[0], RouteReason.ONLY
-    rotated = [candidates[(turn + offset) % len(candidates)] for offset in range(len(candidates))]
-    least_load = min(candidate.load for candidate in rotated)
-    fair = [candidate for candidate in rotated if not _is_overloaded(candidate, least_load)]
-    best = min(fair, key=lambda candidate: (-candidate.cached_tokens, candidate.load))
-    longest = max(candidate.cached_tokens for candidate in rotated)
-    if best.cached_tokens < longest:
-        return best, RouteReason.BALANCE
-    return best, RouteReason.PREFIX if best.cached_tokens else RouteReason.LOAD
-
-
-def _is_overloaded(candidate: Candidate, least_load: float) -> bool:
-    return candidate.load > IMBALANCE_RATIO * least_load + IMBALANCE_SLACK
-
-
-# What is said to the worker of an output that is under way: end, pause, go on.
-#
-# A wish goes with the output wherever it moves, and waits where no worker has it. Must not know sockets, nor why its
-# reader wants what it wants.
-
-
-class Reins:
-    """Handles that are unknown or have ended are ignored."""
-
-    def __init__(self, outputs: Outputs, migration: Migration, post: Post, stats: PoolStats) -> None:
-        self._outputs = outputs
-        self._migration = migration
-        self._post = post
-        self._stats = stats
-
-    def cancel(self, handle: int) -> None:
-        """No more tokens; on_finished(CANCELLED) or on_lost follows."""
-        output = self._outputs.get(handle)
-        if output is None or output.is_cancelled:
-            return
-        output.is_cancelled = True
-        if self._migration.is_waiting(output):
-            self._migration.forget(output)
-            self._outputs.lose(output, LostReason.WORKER_LOST, "cancelled while no worker had it")
-        else:
-            self._post.cancel(output.incarnation, output.handle)
-
-    def pause(self, handle: int) -> None:
-        """No more steps until `resume`; tokens of those in flight still come."""
-        output = self._outputs.get(handle)
-        if output is not None and not output.is_paused:
-            output.is_paused = True
-            self._stats.pauses += 1
-            # One on probation has to show with a token that it kills nobody: others wait for that.
-            if not output.is_on_probation:
-                self._tell_pace(output)
-
-    def resume(self, handle: int) -> None:
-        """Go on where it was; nothing for one that is not paused."""
-        output = self._outputs.get(handle)
-        if output is not None and output.is_paused:
-            output.is_paused = False
-            self._tell_pace(output)
-
-    def moved(self, output: Output, record: WorkerRecord) -> None:
-        """This worker gets the output now, and does not know yet that it is paused."""
-        if output.is_paused and not output.is_on_probation:
-            self._post.pace(record.incarnation, output.handle, Pause)
-
-    def passed(self, output: Output) -> None:
-        """It is on probation no more: what was not said for that is said now."""
-        if output.is_paused:
-            self._tell_pace(output)
-
-    def _tell_pace(self, output: Output) -> None:
-        if not self._migration.is_waiting(output) and not output.is_cancelled:
-            self._post.pace(output.incarnation, output.handle, Pause if output.is_paused else Resume)
 
 
 class WorkerPool:
@@ -190,8 +82,7 @@ class WorkerPool:
             on_model=on_model,
             on_lost=self._migration.lost,
         )
-        self._post = self._executor.post
-        self._reins = Reins(self._outputs, self._migration, self._post, self.stats)
+        self._outbox = self._executor.outbox
         self._executor.on_change.append(self._migration.soon)
         self._ticker: asyncio.Task[None] | None = None
         self._turn = 0
@@ -263,51 +154,71 @@ class WorkerPool:
 
     # ------------------------------------------------------------ requests
 
-    def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
-        """Send the request; its handle. Raises WorkerBusy, WorkerGone (nothing was sent, sink is not used), and
-        wire.codec.MessageTooLarge."""
-        return self.open_all(worker, request, [sink])[0]
+    def draw_handles(self, num_outputs: int) -> list[int]:
+        """Handles for a request's `Run`, never used before; one that is not sent costs nothing."""
+        return [self._outputs.draw_handle() for _ in range(num_outputs)]
 
-    def open_all(self, worker: WorkerView, request: RunRequest, sinks: Sequence[OutputSink]) -> list[int]:
-        """The same for an output per sink, which share the prompt; output i draws with seed + i."""
+    def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
+        """Send a request with the handles that were drawn for it, one for each sink. Raises WorkerBusy, WorkerGone
+        (nothing was sent, the sinks are not used), and wire.codec.MessageTooLarge."""
         fault_point("pool.opening")
         record = self._present(worker)
         if record.in_flight + len(sinks) > record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
-        now_s, draw = time.monotonic(), self._outputs.draw_handle
-        outputs = [new_output(draw(), record, request, index, sink, now_s) for index, sink in enumerate(sinks)]
-        handles = [output.handle for output in outputs]
+        now_s = time.monotonic()
+        outputs = [new_output(run, index, record, sink, now_s) for index, sink in enumerate(sinks)]
         if self._migration.is_accused(outputs[0]):
             for output in outputs:
                 self._outputs.add(output)
                 self._migration.hold(output)
-            return handles
-        self._post.send(record, run_message(handles, request))  # from here on a handle is a name
+            return
+        self._outbox.send(record, run)
         for output in outputs:
             self._outputs.add(output)
             self._registry.opened(record, now_s)
-        return handles
+
+    # Cancels and pauses go with the output wherever it moves, and wait where no worker has it. Handles that are unknown
+    # or have ended are ignored.
 
     def cancel(self, handle: int) -> None:
-        """Ask the worker to end an output: no more tokens; on_finished(CANCELLED) or on_lost follows. Unknown and
-        ended handles are ignored."""
-        self._reins.cancel(handle)
+        """Ask the worker to end an output: no more tokens; on_finished(CANCELLED) or on_lost follows."""
+        output = self._outputs.get(handle)
+        if output is None or output.is_cancelled:
+            return
+        output.is_cancelled = True
+        if self._migration.is_waiting(output):
+            self._migration.forget(output)
+            self._outputs.lose(output, LostReason.WORKER_LOST, "cancelled while no worker had it")
+        else:
+            self._outbox.cancel(output.incarnation, output.handle)
 
     def pause(self, handle: int) -> None:
-        """Ask for no more tokens of an output until `resume`; those of steps in flight still come. The wish goes with
-        the output wherever it moves. Unknown and ended handles are ignored."""
-        self._reins.pause(handle)
+        """Ask for no more steps of an output until `resume`; tokens of steps in flight still come."""
+        output = self._outputs.get(handle)
+        if output is not None and not output.is_paused:
+            output.is_paused = True
+            self.stats.pauses += 1
+            # One on probation has to show with a token that it kills nobody: others wait for that.
+            if not output.is_on_probation:
+                self._tell_pace(output)
 
     def resume(self, handle: int) -> None:
-        """An output goes on. Handles of others are ignored."""
-        self._reins.resume(handle)
+        """An output goes on where it was; nothing for one that is not paused."""
+        output = self._outputs.get(handle)
+        if output is not None and output.is_paused:
+            output.is_paused = False
+            self._tell_pace(output)
+
+    def _tell_pace(self, output: Output) -> None:
+        if not self._migration.is_waiting(output) and not output.is_cancelled:
+            self._outbox.pace(output.incarnation, output.handle, Pause if output.is_paused else Resume)
 
     def drain(self, worker_id: str, *, grace_s: float) -> None:
         """Ask a worker to finish and leave. Raises WorkerGone, WorkerBusy."""
         record = self._registry.find(worker_id)
         if record is None:
             raise WorkerGone(worker_id, "not registered")
-        self._post.send(record, Drain(grace_s=grace_s))
+        self._outbox.send(record, Drain(grace_s=grace_s))
         record.state = WorkerState.DRAINING
         self._executor.changed()
 
@@ -316,7 +227,7 @@ class WorkerPool:
     ) -> list[tuple[str, AdminReply]]:
         """Ask every worker (of a model) for its blocks; those that answer in time, in order of their ids."""
         records = [record for record in self._registry if model is None or record.card.name == model]
-        return await self._queries.ask(records, self._post.try_send, audit=audit, flush=flush, timeout_s=timeout_s)
+        return await self._queries.ask(records, self._outbox.try_send, audit=audit, flush=flush, timeout_s=timeout_s)
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. Whoever
@@ -350,12 +261,16 @@ class WorkerPool:
         self._executor.carry_out(self._registry.on_exit(incarnation))
 
     def _passed(self, output: Output) -> None:
+        """An output is no longer on probation: the pause that waited for that is sent now."""
         self._migration.passed(output)
-        self._reins.passed(output)
+        if output.is_paused:
+            self._tell_pace(output)
 
-    def _send_again(self, record: WorkerRecord, request: RunRequest, output: Output) -> None:
-        self._post.send(record, run_message([output.handle], request))
-        self._reins.moved(output, record)
+    def _send_again(self, record: WorkerRecord, run: Run, output: Output) -> None:
+        """To another worker, which does not know yet whether the output is paused."""
+        self._outbox.send(record, run)
+        if output.is_paused and not output.is_on_probation:
+            self._outbox.pace(record.incarnation, output.handle, Pause)
 
     def _check(self, incarnation: int) -> None:
         self._executor.watch.check(incarnation)
@@ -365,7 +280,7 @@ class WorkerPool:
         if record is not None:
             record.in_flight -= 1
             if output.is_faulted:
-                self._post.cancel(output.incarnation, output.handle)
+                self._outbox.cancel(output.incarnation, output.handle)
 
     def _present(self, worker: WorkerView) -> WorkerRecord:
         record = self._registry.find(worker.worker_id)
@@ -384,7 +299,7 @@ class WorkerPool:
     def _tick(self) -> None:
         self._link.drain_all()
         self._executor.carry_out(self._registry.on_tick(time.monotonic()))
-        self._post.flush()
+        self._outbox.flush()
         self._migration.soon()
         try:
             self.stats.rebinds += self._link.restore()

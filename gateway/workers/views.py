@@ -1,4 +1,4 @@
-"""The frozen shapes that cross the pool's border: what a request needs, what an output tells, how a worker looks."""
+"""What crosses the pool's border besides `wire.messages.Run`: where an output goes, and how a worker stands."""
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.wire.messages import Capacity, Finished, ModelCard, Pooling, Sampling, TokenLogprobs
+from octavo.wire.messages import Capacity, Finished, ModelCard, TokenLogprobs
 
 
 class LostReason(StrEnum):
@@ -50,24 +50,6 @@ class EmbeddingSink(OutputSink, Protocol):
 
     def on_embedding(self, embedding_D: np.ndarray) -> None:
         """float32, every entry finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunRequest:
-    """One output to generate. prompt_ids: int32 [T]; timeout_s: remaining now, None for no deadline. pooling: the
-    prompt's embedding is wanted instead, and the sink is an EmbeddingSink. num_resumed_tokens: the last so many of
-    prompt_ids are output that was given before. tenant, weight: as `wire.messages.Run` has them."""
-
-    request_id: str
-    prompt_ids: np.ndarray
-    sampling: Sampling
-    priority: int = 0
-    cache_salt: str = ""
-    timeout_s: float | None = None
-    pooling: Pooling | None = None
-    num_resumed_tokens: int = 0
-    tenant: str = ""
-    weight: int = 1
 
 
 class WorkerState(Enum):

@@ -1,6 +1,6 @@
 """Callers with identities: a key for each tenant, its limits and weight, and an eye on its quota.
 
-What a tenant holds is counted again from the desk's own requests, and its tokens by fractions, never by what
+What a tenant holds is counted again from the tracker's own requests, and its tokens by fractions, never by what
 `gateway.requests.admission` has counted itself: nobody may hold more than the quota, nobody may be refused below it.
 """
 
@@ -13,7 +13,7 @@ from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of
 from octavo.gateway.auth.scopes import Scope
 from octavo.gateway.errors import ExceedsCapacity, TenantLimit
 from octavo.gateway.requests.admission import TenantQuotas
-from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.requests.tracker import RequestTracker
 from sim.journal import Journal
 from sim.scenario import SimConfig, Tenant
 
@@ -60,11 +60,11 @@ def _entry(tenant: Tenant) -> KeyEntry:
 
 
 class WatchedQuotas(TenantQuotas):
-    """The real ones, and what they should have said. desk: whose requests are counted."""
+    """The real ones, and what they should have said. tracker: whose requests are counted."""
 
-    def __init__(self, desk: Desk, journal: Journal) -> None:
+    def __init__(self, tracker: RequestTracker, journal: Journal) -> None:
         super().__init__()
-        self._desk, self._journal = desk, journal
+        self._tracker, self._journal = tracker, journal
         self._sizes: dict[str, int] = {}  # outputs of the requests that were let in
         self._levels: dict[str, tuple[Fraction, int]] = {}  # tokens, at which time
         self._reserved: dict[str, tuple[str, TenantLimits, int]] = {}
@@ -117,12 +117,12 @@ class WatchedQuotas(TenantQuotas):
     def _recount(self, tenant: str, without: str) -> tuple[int, int]:
         """Outputs of a tenant in flight, and of these not begun, as its requests say."""
         held = queued = 0
-        for live in self._desk.live:
-            if live.key.startswith(f"{tenant}\n"):
-                held += len(live.streams)
-                queued += sum(not stream.scheduled_s for stream in live.streams)
-        for key in self._desk._preparing:
-            if key.startswith(f"{tenant}\n") and key != without and self._desk.live.get(key) is None:
+        for tracked in self._tracker:
+            if tracked.key.startswith(f"{tenant}\n"):
+                held += len(tracked.streams)
+                queued += sum(not stream.scheduled_s for stream in tracked.streams)
+        for key in self._tracker._preparing:
+            if key.startswith(f"{tenant}\n") and key != without and self._tracker.get(key) is None:
                 held += self._sizes.get(key, 0)
                 queued += self._sizes.get(key, 0)
         return held, queued

@@ -228,8 +228,8 @@ class GatewayWatch:
 
     def _out_of_step(self) -> Iterator[tuple[str, int]]:
         pool = self._gateway.pool
-        for live in self._gateway.desk.live:
-            for name, stream in live.outputs:
+        for tracked in self._gateway.tracker:
+            for name, stream in tracked.outputs:
                 output = pool._outputs.get(name)
                 sent = None if output is None else self._sent.get(output.handle)
                 if output is None or sent is None or sent.is_cancelled or output.is_on_probation:

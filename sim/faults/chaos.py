@@ -144,9 +144,9 @@ class Chaos:
     def _abort(self, fault: Fault) -> None:
         gateway = self._world.gateways[fault.gateway]
         if gateway is not None:
-            for request_id in gateway.desk.admission.request_ids():
-                gateway.desk.abort(request_id)
-            gateway.desk.fail_all(RequestAborted("an operator ended it"))
+            for request_id in gateway.tracker.admission.request_ids():
+                gateway.tracker.abort(request_id)
+            gateway.tracker.fail_all(RequestAborted("an operator ended it"))
 
     def _flush(self, fault: Fault) -> None:
         task = asyncio.create_task(self._ask(fault.gateway), name="operator")

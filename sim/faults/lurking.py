@@ -87,7 +87,7 @@ class Lurking:
             case FaultKind.STALL:
                 call.stall(fault.duration_s)
             case FaultKind.FAIL:
-                gateway.desk.fail(call.request_id, RequestAborted("the gateway ended it"))
+                gateway.tracker.fail(call.request_id, RequestAborted("the gateway ended it"))
             case FaultKind.CANCEL_OUTPUT:
                 gateway.pool.cancel(name)  # on its way alone, before those of the outputs beside it
                 gateway.stream_of(name).fail(RequestAborted("the gateway ended an output"))

@@ -13,7 +13,6 @@ import grpc
 
 from octavo.gateway.app import Gateway
 from octavo.gateway.config import AccessConfig, Dialects, GatewayConfig, RequestLimits
-from octavo.gateway.servicers.inference import InferenceServicer
 from octavo.gateway.streams.stream import OutputStream
 from octavo.gateway.text.render_pool import InProcessRenderer
 from octavo.gateway.workers.config import WorkerPoolConfig
@@ -204,8 +203,8 @@ class SimGateway(Gateway):
         super().__init__(gateway_config, pool=pool, renderer=InProcessRenderer())
         self._watch_pace(pool)
         self.text._executor = SimExecutor(loop, hub.rng)  # type: ignore[assignment]
-        self.keeper.door.access = access_list_of(config)
-        self.quotas = self.desk.quotas = WatchedQuotas(self.desk, journal)
+        self.reloader.authenticator.access = access_list_of(config)
+        self.quotas = self.tracker.quotas = WatchedQuotas(self.tracker, journal)
         self.calls: list[SimCall] = []
         self.num_calls = 0
         self.is_dead = False
@@ -231,19 +230,19 @@ class SimGateway(Gateway):
             self.watch.look()
 
     async def _listen(self) -> None:
-        servicer = InferenceServicer(self.desk, self.control)
+        servicer = self._inference_servicer()
         generate: Any = grpc.unary_stream_rpc_method_handler(servicer.Generate, pb.GenerateRequest.FromString)
         complete: Any = grpc.unary_unary_rpc_method_handler(servicer.Complete, pb.CompleteRequest.FromString)
-        self._behaviours["Generate"] = _sending((await self._guarded("Generate", generate)).stream_stream)
-        self._behaviours["Complete"] = _sending((await self._guarded("Complete", complete)).stream_unary)
+        self._behaviours["Generate"] = _sending((await self._intercepted("Generate", generate)).stream_stream)
+        self._behaviours["Complete"] = _sending((await self._intercepted("Complete", complete)).stream_unary)
 
-    async def _guarded(self, method: str, handler: Any) -> Any:
+    async def _intercepted(self, method: str, handler: Any) -> Any:
         async def continuation(details: Any) -> Any:
             return handler
 
         names = {"method": f"/octavo.v1.InferenceService/{method}", "invocation_metadata": ()}
         details = type("Details", (), names)()
-        return await self._guard.intercept_service(continuation, details)
+        return await self._interceptor.intercept_service(continuation, details)
 
     def salt_for(self, tenant: str) -> str:
         """What a tenant keeps its prefixes apart by: nothing where it has a key."""
@@ -277,12 +276,12 @@ class SimGateway(Gateway):
 
     def call_by_name(self, name: int) -> SimCall | None:
         """The call that waits for an output."""
-        tasks = [live.task for live in self.desk.live for own, _ in live.outputs if own == name]
+        tasks = [tracked.task for tracked in self.tracker for own, _ in tracked.outputs if own == name]
         return next((call for call in self.calls if call._task in tasks and call.status is None), None)
 
     def stream_of(self, name: int) -> OutputStream:
         """Where an output goes, while its call is open."""
-        return next(stream for live in self.desk.live for own, stream in live.outputs if own == name)
+        return next(stream for tracked in self.tracker for own, stream in tracked.outputs if own == name)
 
     def kill(self) -> None:
         """SIGKILL: every caller's connection breaks, and every worker's."""
@@ -305,11 +304,11 @@ class SimGateway(Gateway):
 
     def check_quiet(self, name: str) -> None:
         """Nobody calls, so it holds nothing, and its counters say how everything ended."""
-        journal, desk = self._journal, self.desk
-        counts = desk.admission.counts()
+        journal, tracker = self._journal, self.tracker
+        counts = tracker.admission.counts()
         journal.check(counts.num_entered == counts.num_placed == 0, f"{name}: admission still has {counts}")
         self.quotas.check_quiet(name)
-        journal.check(len(desk.live) == 0, f"{name}: {len(desk.live)} live requests")
+        journal.check(len(tracker) == 0, f"{name}: {len(tracker)} tracked requests")
         journal.check(self.pool.num_outputs == 0, f"{name}: {self.pool.num_outputs} open outputs")
         in_flight = {worker.worker_id: worker.in_flight for worker in self.pool.workers()}
         journal.check(not any(in_flight.values()), f"{name}: in flight {in_flight}")

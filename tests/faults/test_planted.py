@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from octavo.gateway.errors import SlowConsumer
-from octavo.gateway.streams.output_processor import Detokenizer, OutputAssembler, OutputFormat
+from octavo.gateway.streams.output_processor import Detokenizer, OutputFormat, OutputProcessor
 from octavo.gateway.streams.stream import OutputStream
 from octavo.gateway.text.stop_matcher import StopMatcher, StopStrings
 from octavo.gateway.workers.decisions import Lose, Peer
@@ -41,7 +41,7 @@ async def a_prompt_above_the_pool_is_refused() -> None:
 async def a_late_end_is_counted() -> None:
     stats = PoolStats()
     outputs = Outputs(stats)
-    plain = {"name": 1, "handle": outputs.draw_handle(), "fingerprint": "f1", "request": request(), "incarnation": 1}
+    plain = {"name": 1, "handle": outputs.draw_handle(), "fingerprint": "f1", "run": request(), "incarnation": 1}
     limits: dict[str, Any] = {"vocab_size": 1000, "max_tokens": 4, "wants_logprobs": False, "sink": RecordingSink()}
     outputs.add(Output(**plain, **limits))  # type: ignore[arg-type]
     for _ in range(2):
@@ -56,12 +56,12 @@ async def nothing_of_a_stop_string_gets_out_whatever_its_bytes() -> None:
 
 
 async def an_output_begins_with_its_own_text() -> None:
-    assembler = OutputAssembler(OutputFormat(bytes_by_id=[b"\xc3", b"\xa9", b"x"], wants_ids=False))
-    assembler.feed([0], None)
-    assert assembler.take() is None
-    assembler.feed([1, 2], None)
-    assembler.finish(None)
-    piece = assembler.take()
+    processor = OutputProcessor(OutputFormat(bytes_by_id=[b"\xc3", b"\xa9", b"x"], wants_ids=False))
+    processor.feed([0], None)
+    assert processor.take() is None
+    processor.feed([1, 2], None)
+    processor.finish(None)
+    piece = processor.take()
     assert piece is not None
     assert piece.text == "éx"
 
@@ -107,8 +107,8 @@ async def a_clock_that_is_set_ends_nothing() -> None:
 
 
 async def a_stream_that_nobody_reads_is_bounded() -> None:
-    assembler = OutputAssembler(OutputFormat(bytes_by_id=[b"a"], wants_ids=False))
-    stream = OutputStream(assembler, max_pending_tokens=3, on_match=lambda _: None)
+    processor = OutputProcessor(OutputFormat(bytes_by_id=[b"a"], wants_ids=False))
+    stream = OutputStream(processor, max_pending_tokens=3, on_match=lambda _: None)
     stream.on_tokens([0, 0, 0, 0], None)
     await asyncio.sleep(0)
     assert isinstance(stream.error, SlowConsumer)
@@ -189,8 +189,8 @@ def m20_deadlines_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 def m21_a_queue_without_a_bound(patch: pytest.MonkeyPatch) -> None:
     init = OutputStream.__init__
 
-    def unbounded(self: OutputStream, assembler: Any, **named: Any) -> None:
-        init(self, assembler, **(named | {"max_pending_tokens": 1 << 60}))
+    def unbounded(self: OutputStream, processor: Any, **named: Any) -> None:
+        init(self, processor, **(named | {"max_pending_tokens": 1 << 60}))
 
     patch.setattr(OutputStream, "__init__", unbounded)
 

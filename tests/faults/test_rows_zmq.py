@@ -21,7 +21,16 @@ from octavo.wire.options import new_dealer
 from tests.support.faults.callers import calls
 from tests.support.faults.figures import record
 from tests.support.faults.siege import besiege
-from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, step_output, until
+from tests.support.gateway.workers import (
+    FakeWorker,
+    RecordingSink,
+    finished,
+    open_pool,
+    request,
+    step_output,
+    submit,
+    until,
+)
 
 ONE = "--workers=1"
 LONG = pytest.mark.long
@@ -169,7 +178,7 @@ async def test_row_54_changed_order_of_steps_never_changes_a_token(pool: WorkerP
             await worker.join(pool)
             sink = RecordingSink()
             view = next(each for each in pool.workers() if each.epoch == worker.epoch)
-            handle = pool.open(view, request(prompt=(1, 2, 3)), sink)
+            handle = submit(pool, view, request(prompt=(1, 2, 3)), sink)
             frames = [encode(step_output(worker.epoch, n + 1, [(handle, 100 + n)])) for n in range(num_tokens)]
             for frame in change(frames, kind, at):
                 await worker.send_frames(frame)
@@ -186,7 +195,7 @@ async def test_row_54_the_control_arrives_whole(pool: WorkerPool) -> None:
     worker = FakeWorker(pool.bound_endpoints[0])
     await worker.join(pool)
     sink = RecordingSink()
-    handle = pool.open(pool.workers()[0], request(), sink)
+    handle = submit(pool, pool.workers()[0], request(), sink)
     for n in range(14):
         await worker.step([(handle, 100 + n)])
     await worker.step(finished=(finished(handle, 14),))

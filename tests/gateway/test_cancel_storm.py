@@ -53,10 +53,10 @@ async def test_cancels_at_random_moments_leave_nothing_and_disturb_nobody(serve:
         bystander = asyncio.create_task(read(served.inference.Generate(request("bystander"))))
         await asyncio.gather(*(leave(served.inference, index) for index in range(NUM_CALLERS)))
         assert await bystander == list(range(100))
-        desk = served.gateway.desk
-        await served.until(lambda: desk.admission.counts().num_entered == 0)
-        assert len(desk.live) == 0
-        assert desk.admission.on_worker("w0") == 0
+        tracker = served.gateway.tracker
+        await served.until(lambda: tracker.admission.counts().num_entered == 0)
+        assert len(tracker) == 0
+        assert tracker.admission.on_worker("w0") == 0
         ended = {run.handle for run in pool.runs if run.is_over}
         assert ended == {run.handle for run in pool.runs}
         rpcs = served.gateway.meters.rpcs

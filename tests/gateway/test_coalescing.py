@@ -2,15 +2,15 @@
 
 import asyncio
 
-from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat
+from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor
 from octavo.gateway.streams.stream import (
     CALM_SHARE,
     LEAST_INTERVAL_S,
     MOST_INTERVAL_S,
     STALE_S,
     WINDOW_S,
-    Bell,
     Coalescer,
+    Notifier,
     OutputStream,
 )
 from octavo.wire.messages import Finished, WireFinishReason
@@ -29,16 +29,16 @@ class Clock:
 
 
 class Ear:
-    """Waits for a bell again and again. num_heard: how often it woke."""
+    """Waits for a notifier again and again. num_heard: how often it woke."""
 
     def __init__(self) -> None:
-        self.bell = Bell()
+        self.notifier = Notifier()
         self.num_heard = 0
         self._task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
         while True:
-            await self.bell.wait()
+            await self.notifier.wait()
             self.num_heard += 1
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ def busy_coalescer() -> tuple[Coalescer, Clock]:
     """It has just begun to make rounds, and rings its first one at once."""
     made, clock = coalescer()
     clock.pass_window(share=1.0)
-    made.ring(Bell())
+    made.notify(Notifier())
     assert made.interval_s == LEAST_INTERVAL_S
     return made, clock
 
@@ -76,7 +76,7 @@ async def test_with_time_to_spare_a_bell_rings_in_the_same_turn() -> None:
     await turns()
     for times in range(1, 6):
         clock.pass_window(share=CALM_SHARE)
-        made.ring(ear.bell)
+        made.notify(ear.notifier)
         await turns()
         assert ear.num_heard == times
     assert made.interval_s == 0.0
@@ -88,8 +88,8 @@ async def test_a_busy_gateway_rings_once_for_what_came_in_between() -> None:
     first, second = Ear(), Ear()
     await until_round(made)
     for _ in range(10):
-        made.ring(first.bell)
-    made.ring(second.bell)
+        made.notify(first.notifier)
+    made.notify(second.notifier)
     await turns()
     assert (first.num_heard, second.num_heard) == (0, 0)
     await until_heard(first, 1)
@@ -97,7 +97,7 @@ async def test_a_busy_gateway_rings_once_for_what_came_in_between() -> None:
     await turns()
     assert (first.num_heard, second.num_heard) == (1, 1)
     clock.now_s += WINDOW_S / 2
-    made.ring(first.bell)  # nothing is lost between rounds
+    made.notify(first.notifier)  # nothing is lost between rounds
     await until_heard(first, 2)
     first.close()
     second.close()
@@ -107,7 +107,7 @@ async def until_round(made: Coalescer) -> None:
     """The round that is due is over."""
     ear = Ear()
     await turns()
-    made.ring(ear.bell)
+    made.notify(ear.notifier)
     await until_heard(ear, 1)
     ear.close()
 
@@ -117,7 +117,7 @@ async def test_rounds_move_apart_while_the_thread_is_busy_and_together_when_it_i
     seen = []
     for share in (1.0,) * 9 + (0.6,) + (0.1,) * 9:
         clock.pass_window(share)
-        made.ring(Bell())
+        made.notify(Notifier())
         seen.append(made.interval_s)
     assert seen[0] == LEAST_INTERVAL_S
     assert seen[:9] == sorted(seen[:9])
@@ -130,7 +130,7 @@ async def test_a_share_is_taken_over_a_window_not_between_two_tokens() -> None:
     made, clock = coalescer()
     for _ in range(10):
         clock.pass_window(share=1.0, seconds=WINDOW_S / 20)
-        made.ring(Bell())
+        made.notify(Notifier())
     assert made.interval_s == 0.0
 
 
@@ -138,7 +138,7 @@ async def test_what_was_busy_long_ago_says_nothing() -> None:
     made, clock = busy_coalescer()
     clock.pass_window(share=1.0, seconds=2 * STALE_S)
     assert made.interval_s == 0.0
-    made.ring(Bell())
+    made.notify(Notifier())
     assert made.interval_s == 0.0
 
 
@@ -146,14 +146,14 @@ async def test_by_its_own_clock_a_thread_that_waits_is_not_busy() -> None:
     made = Coalescer()
     for _ in range(3):  # a pause of the machine is no work of the thread
         await asyncio.sleep(2 * WINDOW_S)
-        made.ring(Bell())
+        made.notify(Notifier())
     assert made.interval_s == 0.0
 
 
 async def test_first_tokens_and_ends_do_not_wait_for_the_round() -> None:
     made, clock = busy_coalescer()
     output = OutputFormat(bytes_by_id=[b"<end>", b"a", b"b"], wants_ids=False, stop_strings=None)
-    stream = OutputStream(OutputAssembler(output), max_pending_tokens=100, on_match=lambda _: None, coalescer=made)
+    stream = OutputStream(OutputProcessor(output), max_pending_tokens=100, on_match=lambda _: None, coalescer=made)
     read: list[str] = []
 
     async def read_all() -> None:

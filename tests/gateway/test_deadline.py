@@ -99,7 +99,7 @@ async def test_a_partial_answer_comes_before_the_wires_deadline(
     assert len(pool.cancelled) == (0 if ends else 2)
     latest_s = wire_s + 0.1 - margin_s  # gRPC rounds deadlines up on the wire
     assert all(run.request.timeout_s is not None and run.request.timeout_s <= latest_s for run in pool.runs)
-    assert served.gateway.desk.meters.of_model("tiny").finished == {"deadline": 2}
+    assert served.gateway.meters.of_model("tiny").finished == {"deadline": 2}
 
 
 async def test_figures_that_come_with_the_end_of_a_long_step_are_in_a_partial_answer(
@@ -135,7 +135,7 @@ async def test_the_requests_own_deadline_ends_it_with_a_status(serve: Any, tiny_
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
         unary = await refused(served.inference.Complete(pb.CompleteRequest(generate=request)))
         assert (unary.code, unary.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-        await served.until(lambda: len(served.gateway.desk.live) == 0)
+        await served.until(lambda: len(served.gateway.tracker) == 0)
 
 
 async def test_time_that_is_over_while_tokenizing_costs_no_worker_anything(serve: Any) -> None:
@@ -144,10 +144,10 @@ async def test_time_that_is_over_while_tokenizing_costs_no_worker_anything(serve
         async def never(steps: Any, **_: Any) -> Any:
             await asyncio.sleep(60)
 
-        served.gateway.desk.text.run_steps = never
+        served.gateway.text.run_steps = never
         refusal = await refused(served.inference.Generate(pb.GenerateRequest(text="x", timeout_s=0.05)))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.tracker.admission.counts().num_entered == 0
     assert pool.runs == []
 
 
@@ -175,7 +175,7 @@ def stuck_text(served: Any) -> None:
     async def never(work: Any, **_: Any) -> Any:
         await asyncio.sleep(60)
 
-    served.gateway.desk.text.run_steps = never
+    served.gateway.text.run_steps = never
 
 
 def silent(run: FakeRun) -> None:

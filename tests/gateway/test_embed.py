@@ -18,7 +18,7 @@ from tests.support.gateway.rpc_errors import refused
 
 
 def vector_of(run: FakeRun) -> list[float]:
-    return [float(len(run.request.prompt_ids)), -2.0, 0.5]
+    return [float(len(run.prompt_ids)), -2.0, 0.5]
 
 
 def embedding_pool() -> FakePool:
@@ -37,11 +37,11 @@ async def test_vectors_come_in_the_order_of_the_inputs(serve: Any, tiny_text: Mo
     )
     async with serve(pool := embedding_pool()) as served:
         response = await served.inference.Embed(request, timeout=300)
-        desk = served.gateway.desk
-        assert (len(desk.live), desk.admission.counts().num_entered) == (0, 0)
+        tracker = served.gateway.tracker
+        assert (len(tracker), tracker.admission.counts().num_entered) == (0, 0)
     assert (response.request_id, response.model) == ("e", "tiny")
     assert [list(each.values) for each in response.embeddings] == [vector_of(run) for run in pool.runs]
-    lengths = [len(run.request.prompt_ids) for run in pool.runs]
+    lengths = [len(run.prompt_ids) for run in pool.runs]
     assert lengths[1] == 7
     assert [each.usage.prompt_tokens for each in response.embeddings] == lengths
     first = response.embeddings[0]
@@ -70,9 +70,9 @@ async def test_only_the_last_tokens_are_kept_where_that_is_asked(serve: Any, tin
     request = pb.EmbedRequest(inputs=[*inputs(500), pb.EmbedInput(text="Hello world")], truncate_prompt_tokens=2)
     async with serve(pool := embedding_pool()) as served:
         await served.inference.Embed(request)
-    assert pool.runs[0].request.prompt_ids.tolist() == [498, 499]
+    assert pool.runs[0].prompt_ids.tolist() == [498, 499]
     whole = tiny_text.encode("Hello world", max_bytes=100).ids_T.tolist()
-    assert pool.runs[1].request.prompt_ids.tolist() == whole[-2:]
+    assert pool.runs[1].prompt_ids.tolist() == whole[-2:]
 
 
 async def test_what_is_wrong_is_named_by_its_input(serve: Any) -> None:
@@ -128,13 +128,13 @@ async def test_one_failure_ends_the_call_and_frees_the_others(serve: Any) -> Non
         await served.until(lambda: len(pool.runs) == 3)
         pool.runs[0].finish(WireFinishReason.ERROR, error="NUMERICAL", detail="no")
         assert (await failing).reason == "NUMERICAL"
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
     assert sorted(pool.cancelled) == [2, 3]
 
 
 async def test_a_caller_who_leaves_an_abort_and_a_deadline_free_everything(serve: Any, tmp_path: Any) -> None:
     async with serve(pool := FakePool(), admin_address=f"unix:{tmp_path}/admin.sock") as served:
-        idle = lambda: served.gateway.desk.admission.counts().num_entered == 0  # noqa: E731
+        idle = lambda: served.gateway.tracker.admission.counts().num_entered == 0  # noqa: E731
         call = served.inference.Embed(pb.EmbedRequest(inputs=inputs(1, 2)))
         await served.until(lambda: len(pool.runs) == 2)
         call.cancel()

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from octavo.gateway.observability.ticker import GarbageWatch, give_back
+from octavo.gateway.ticker import GarbageWatch, give_back
 
 MIB = 1 << 20
 

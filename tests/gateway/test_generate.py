@@ -55,15 +55,15 @@ async def test_a_stream_is_started_then_deltas_then_finished_once(serve: Any, ti
     assert (receipt.computed_tokens, receipt.preemptions) == (5, 1)
     assert 0 < receipt.gateway_s <= receipt.time_to_first_token_s <= receipt.total_s < took_s
     run = pool.runs[0]
-    assert run.request.prompt_ids.dtype == np.int32
-    assert run.request.prompt_ids.tolist() == prompt
+    assert run.prompt_ids.dtype == np.int32
+    assert run.prompt_ids.tolist() == prompt
     assert run.request.sampling == Sampling(
         temperature=0.5, top_k=20, top_p=0.75, repetition_penalty=1.125, seed=7, max_tokens=256 - len(prompt)
     )
     assert (run.request.priority, run.request.cache_salt, run.request.timeout_s) == (0, "", None)
     assert pool.cancelled == []
-    assert len(served.gateway.desk.live) == 0
-    assert served.gateway.desk.admission.counts().num_entered == 0
+    assert len(served.gateway.tracker) == 0
+    assert served.gateway.tracker.admission.counts().num_entered == 0
 
 
 async def test_complete_answers_the_same_in_one_message(serve: Any, tiny_text: ModelText) -> None:
@@ -85,7 +85,7 @@ async def test_ids_only_needs_no_text_at_all(serve: Any) -> None:
             token_ids=common_pb2.TokenIds(ids=[4, 5, 599]), output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
         )
         text, events = await text_of(served.inference.Generate(request))
-        assert served.pool.runs[0].request.prompt_ids.tolist() == [4, 5, 599]
+        assert served.pool.runs[0].prompt_ids.tolist() == [4, 5, 599]
     assert text == ""
     assert [token_id for event in events for token_id in event.delta.token_ids] == [5, 6, 7]
     assert events[0].started.request_id.startswith("req-")
@@ -240,7 +240,7 @@ async def test_a_chat_is_rendered_by_the_checkpoints_template(serve: Any, tiny_t
     async with serve(speaking([5])) as served:
         chat = pb.Chat(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="Hello <|im_end|>")])
         await text_of(served.inference.Generate(pb.GenerateRequest(chat=chat)))
-        ids = served.pool.runs[0].request.prompt_ids.tolist()
+        ids = served.pool.runs[0].prompt_ids.tolist()
         asked = await served.inference.Tokenize(pb.TokenizeRequest(chat=chat))
     assert asked.text == "<|im_start|>user\nHello <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     assert list(asked.token_ids) == ids

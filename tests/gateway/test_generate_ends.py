@@ -25,8 +25,8 @@ async def test_cancel_reaches_the_worker_at_once(serve: Any) -> None:
                 break
         call.cancel()
         await served.until(lambda: pool.cancelled == [pool.runs[0].handle], max_turns=500)
-        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), max_turns=500)
-        assert len(served.gateway.desk.live) == 0
+        await served.until(lambda: not served.gateway.tracker.admission.holds("r1"), max_turns=500)
+        assert len(served.gateway.tracker) == 0
         key = ("/octavo.v1.InferenceService/Generate", "CANCELLED", "CLIENT")
         await served.until(lambda: served.gateway.meters.rpcs[key] == 1)
 
@@ -42,9 +42,9 @@ async def test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind(serv
         served.gateway.text.run_steps = slow
         call = served.inference.Generate(REQUEST)
         await began.wait()
-        assert served.gateway.desk.admission.holds("r1")
+        assert served.gateway.tracker.admission.holds("r1")
         call.cancel()
-        await served.until(lambda: not served.gateway.desk.admission.holds("r1"), max_turns=500)
+        await served.until(lambda: not served.gateway.tracker.admission.holds("r1"), max_turns=500)
         assert served.pool.runs == []
 
 
@@ -58,7 +58,7 @@ async def test_a_deadline_that_passes_while_the_prompt_is_tokenized_costs_the_wo
         served.gateway.text.run_steps = slow
         refusal = await refused(served.inference.Generate(REQUEST, timeout=0.1))
         assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await served.until(lambda: not served.gateway.desk.admission.holds("r1"))
+        await served.until(lambda: not served.gateway.tracker.admission.holds("r1"))
         assert served.pool.runs == []
 
 
@@ -155,5 +155,5 @@ async def test_a_defect_of_ours_is_internal_and_never_unknown(serve: Any) -> Non
             refusal = await refused(served.inference.Generate(REQUEST, timeout=30))
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
             assert "secret" not in refusal.message
-        assert served.gateway.desk.admission.counts().num_entered == 0
-        assert served.gateway.desk.live.get("r1") is None
+        assert served.gateway.tracker.admission.counts().num_entered == 0
+        assert served.gateway.tracker.get("r1") is None

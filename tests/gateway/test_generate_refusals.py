@@ -40,7 +40,7 @@ async def test_a_full_worker_pushes_back(serve: Any) -> None:
             run.finish()
         for call in calls:
             await text_of(call)
-        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.tracker.admission.counts().num_entered == 0
 
 
 async def test_a_busy_socket_pushes_back_and_a_worker_that_just_left_is_replaced(serve: Any) -> None:
@@ -54,7 +54,7 @@ async def test_a_busy_socket_pushes_back_and_a_worker_that_just_left_is_replaced
         pool.refuse = [gone(), gone(), gone()]
         refusal = await refused(served.inference.Generate(REQUEST))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
-        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.tracker.admission.counts().num_entered == 0
 
 
 async def test_the_gateways_own_limit_is_checked_before_tokenizing(serve: Any) -> None:

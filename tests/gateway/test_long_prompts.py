@@ -113,7 +113,7 @@ async def test_of_a_text_whose_last_tokens_are_wanted_only_the_end_is_tokenized(
         counted = counting(served)
         async for _ in served.inference.Generate(pb.GenerateRequest(text=TEXT, truncate_prompt_tokens=500)):
             pass
-        assert served.pool.runs[0].request.prompt_ids.tolist() == list(whole[-500:])
+        assert served.pool.runs[0].prompt_ids.tolist() == list(whole[-500:])
         assert counted.num_characters <= 2 * STEP_BYTES
         too_many = pb.GenerateRequest(text=TEXT, truncate_prompt_tokens=CONTEXT)
         assert (await refused(served.inference.Generate(too_many))).reason == "EXCEEDS_CAPACITY"
@@ -126,7 +126,7 @@ async def test_a_canary_is_served_before_what_sixteen_hostile_callers_have(serve
         return work()
 
     async with serve(pool()) as served:
-        counted, text = counting(served), served.gateway.desk.text
+        counted, text = counting(served), served.gateway.text
         text.run_by_size = (
             at_once  # so that all of them are checked, and wait for the tokenizer, before the canary comes
         )

@@ -8,7 +8,6 @@ import pytest
 
 from octavo.gateway.errors import InvalidRequest, ModelNotFound
 from octavo.gateway.models import KEPT_S, ServedModels
-from octavo.gateway.observability.ticker import drop_tokenizers
 from octavo.gateway.text.errors import TextQueueFull, UnsupportedTokenizer
 from octavo.gateway.text.service import TextService
 from octavo.gateway.workers.errors import NoWorker
@@ -100,15 +99,15 @@ async def test_workers_that_drain_and_requests_that_go_on_need_their_tokenizers(
         moments = itertools.count(time.monotonic(), 2 * KEPT_S)
         pool.set_views(worker_view(state=WorkerState.DRAINING))
         for now_s in itertools.islice(moments, 2):
-            drop_tokenizers(served.gateway.desk, now_s)
+            served.gateway.ticker.drop_tokenizers(now_s)
         assert models.is_loaded(model_card())
         pool.set_views()
-        drop_tokenizers(served.gateway.desk, next(moments))
+        served.gateway.ticker.drop_tokenizers(next(moments))
         assert models.is_loaded(model_card())
         pool.runs[0].finish()
         assert [message.WhichOneof("event") async for message in call][-1] == "finished"
-        await served.until(lambda: len(served.gateway.desk.live) == 0)
-        drop_tokenizers(served.gateway.desk, next(moments))
+        await served.until(lambda: len(served.gateway.tracker) == 0)
+        served.gateway.ticker.drop_tokenizers(next(moments))
         assert not models.is_loaded(model_card())
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import urllib.request
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -54,11 +53,11 @@ async def test_abort_reaches_a_request_that_is_still_being_tokenized(serve: Any,
 
         served.gateway.text.run_steps = slow
         call = asyncio.ensure_future(refused(served.inference.Generate(pb.GenerateRequest(request_id="r2", text="x"))))
-        await served.until(lambda: served.gateway.desk.admission.holds("r2"))
+        await served.until(lambda: served.gateway.tracker.admission.holds("r2"))
         assert (await served.admin.Abort(admin_pb2.AbortRequest(request_id="r2"))).found
         refusal = await call
         assert (refusal.code, refusal.reason, refusal.request_id) == (grpc.StatusCode.ABORTED, "ABORTED", "r2")
-        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.tracker.admission.counts().num_entered == 0
         assert served.pool.runs == []
 
 
@@ -130,7 +129,7 @@ async def test_a_drain_refuses_new_requests_and_lets_the_others_finish(serve: An
         call = served.inference.Generate(REQUEST)
         await served.until(lambda: served.pool.runs)
         assert (await served.admin.Drain(admin_pb2.DrainRequest())).num_in_flight == 1
-        await served.until(lambda: served.gateway.desk.is_draining)
+        await served.until(lambda: served.gateway.tracker.is_draining)
         for late in (
             served.inference.Generate(pb.GenerateRequest(text="x")),
             served.inference.Complete(pb.CompleteRequest(generate=pb.GenerateRequest(text="x"))),
@@ -183,7 +182,7 @@ async def test_a_reader_that_does_not_read_is_ended_and_its_worker_freed(serve: 
     async with serve(pool, limits=limits) as served:
         call = served.inference.Generate(request)
         await anext(aiter(call))
-        stream = served.gateway.desk.live.get("slow").stream
+        stream = served.gateway.tracker.get("slow").stream
         async with asyncio.timeout(60):
             since_s, num_turns = 0.0, 0
             while num_turns < 40:  # with the same write: in turns, since a pause of the machine is one turn
@@ -193,8 +192,8 @@ async def test_a_reader_that_does_not_read_is_ended_and_its_worker_freed(serve: 
                 since_s = stream.write_since_s
         if is_complete:
             pool.runs[0].finish()
-        served.gateway.desk.limits = replace(limits, write_stall_s=0.2)
-        await served.until(lambda: not served.gateway.desk.admission.holds("slow"))
+        served.gateway.tracker.write_stall_s = 0.2
+        await served.until(lambda: not served.gateway.tracker.admission.holds("slow"))
         assert pool.cancelled == ([] if is_complete else [1])
         refusal = await refused(call)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
@@ -212,15 +211,15 @@ async def test_a_reader_that_waits_for_its_worker_is_not_slow(serve: Any, num_ou
         call = served.inference.Generate(request)
         events = aiter(call)
         assert (await anext(events)).WhichOneof("event") == "started"
-        desk = served.gateway.desk
+        tracker = served.gateway.tracker
         for _ in range(2):
-            await served.until(lambda: not any(s.write_since_s for s in desk.live.get("quick").streams))
-            assert desk.live.fail_stalled_writes(max_wait_s=0.0) == 0
+            await served.until(lambda: not any(s.write_since_s for s in tracker.get("quick").streams))
+            assert tracker.fail_stalled_writes(max_wait_s=0.0) == 0
             for run in pool.runs:
                 run.tokens([5])
             assert [(await anext(events)).WhichOneof("event") for _ in pool.runs] == ["delta"] * num_outputs
-        await served.until(lambda: not any(s.write_since_s for s in desk.live.get("quick").streams))
-        assert desk.live.fail_stalled_writes(max_wait_s=0.0) == 0
+        await served.until(lambda: not any(s.write_since_s for s in tracker.get("quick").streams))
+        assert tracker.fail_stalled_writes(max_wait_s=0.0) == 0
         for run in pool.runs:
             run.finish()
         assert [event.WhichOneof("event") async for event in call] == ["finished"] * num_outputs

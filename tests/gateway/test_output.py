@@ -1,4 +1,4 @@
-"""The assembler against decoding and searching the whole output at once."""
+"""The processor against decoding and searching the whole output at once."""
 
 import codecs
 import random
@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat, Piece
+from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor, Piece
 from octavo.gateway.text.pieces import ByteTable
 from octavo.gateway.text.stop_matcher import StopStrings
 from octavo.wire.messages import TokenLogprobs
@@ -36,18 +36,18 @@ def complete(data: bytes) -> str:
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
-def run(assembler: OutputAssembler, ids: list[int], seed: int, stop_token_id: int | None) -> list[Piece]:
+def run(processor: OutputProcessor, ids: list[int], seed: int, stop_token_id: int | None) -> list[Piece]:
     """Feed in random cuts, take at random moments."""
     rng, pieces, start = random.Random(seed), list[Piece | None](), 0
     while start < len(ids):
         size = rng.choice([1, 1, 2, 4])
-        assembler.feed(ids[start : start + size], None)
+        processor.feed(ids[start : start + size], None)
         start += size
         if rng.random() < 0.6:
-            pieces.append(assembler.take())
-    if assembler.match is None:
-        assembler.finish(stop_token_id)
-    pieces += [assembler.take(), assembler.take()]
+            pieces.append(processor.take())
+    if processor.match is None:
+        processor.finish(stop_token_id)
+    pieces += [processor.take(), processor.take()]
     assert pieces[-1] is None
     return [piece for piece in pieces if piece is not None]
 
@@ -62,7 +62,7 @@ def test_pieces_join_to_the_text_of_the_whole_output(
     ids: list[int], stops: list[str], min_tokens: int, seed: int, skips: bool
 ) -> None:
     rows = TABLE.visible_bytes if skips else TABLE.all_bytes
-    assembler = OutputAssembler(
+    processor = OutputProcessor(
         OutputFormat(
             bytes_by_id=rows,
             wants_ids=True,
@@ -70,13 +70,13 @@ def test_pieces_join_to_the_text_of_the_whole_output(
             min_tokens=min_tokens,
         )
     )
-    pieces = run(assembler, ids, seed, None)
+    pieces = run(processor, ids, seed, None)
     text, num_tokens, match = naive(ids, stops, min(min_tokens, len(ids)), rows)
     assert "".join(piece.text for piece in pieces) == text
     assert [token_id for piece in pieces for token_id in piece.token_ids] == ids[:num_tokens]
-    assert (assembler.num_tokens, assembler.match) == (num_tokens, match)
+    assert (processor.num_tokens, processor.match) == (num_tokens, match)
     assert sum(piece.num_tokens for piece in pieces) == num_tokens
-    assert assembler.num_pending == 0
+    assert processor.num_pending == 0
 
 
 @settings(max_examples=300)
@@ -85,7 +85,7 @@ def test_the_text_of_the_token_that_ended_the_output_is_left_out(ids: list[int],
     """Whether it arrives in the step of the end or before it, with a piece taken in between or not."""
     stop_ids = frozenset({0, 8})
     ids = [token_id for token_id in ids if token_id not in stop_ids] + [8]
-    assembler = OutputAssembler(
+    processor = OutputProcessor(
         OutputFormat(
             bytes_by_id=TABLE.all_bytes,
             wants_ids=False,
@@ -93,44 +93,44 @@ def test_the_text_of_the_token_that_ended_the_output_is_left_out(ids: list[int],
             stop_ids=stop_ids,
         )
     )
-    pieces = run(assembler, ids, seed, 8)
+    pieces = run(processor, ids, seed, 8)
     text, _, match = naive(ids[:-1], stops, 0, TABLE.all_bytes)
-    assert ("".join(piece.text for piece in pieces), assembler.match) == (text, match)
+    assert ("".join(piece.text for piece in pieces), processor.match) == (text, match)
 
 
 def test_a_possible_end_token_that_was_none_keeps_its_text() -> None:
-    assembler = OutputAssembler(OutputFormat(bytes_by_id=TABLE.all_bytes, wants_ids=False, stop_ids=frozenset({8})))
-    assembler.feed([1, 8], None)
-    first = assembler.take()
+    processor = OutputProcessor(OutputFormat(bytes_by_id=TABLE.all_bytes, wants_ids=False, stop_ids=frozenset({8})))
+    processor.feed([1, 8], None)
+    first = processor.take()
     assert first is not None
     assert first.text == "a"
-    assembler.feed([2], None)
-    assembler.finish(None)
-    last = assembler.take()
+    processor.feed([2], None)
+    processor.finish(None)
+    last = processor.take()
     assert last is not None
     assert last.text == "\nb"
 
 
 def test_ids_only_makes_no_text() -> None:
-    assembler = OutputAssembler(OutputFormat(bytes_by_id=None, wants_ids=True))
-    assembler.feed([1, 2], None)
-    piece = assembler.take()
+    processor = OutputProcessor(OutputFormat(bytes_by_id=None, wants_ids=True))
+    processor.feed([1, 2], None)
+    piece = processor.take()
     assert piece is not None
     assert (piece.text, piece.token_ids, piece.num_tokens) == ("", [1, 2], 2)
-    assert not assembler.gives_text
-    assembler.finish(None)
-    assert assembler.take() is None
+    assert not processor.gives_text
+    processor.finish(None)
+    assert processor.take() is None
 
 
 def test_logprobs_stop_with_the_output() -> None:
     positions = [TokenLogprobs(-float(index), (), ()) for index in range(3)]
-    assembler = OutputAssembler(
+    processor = OutputProcessor(
         OutputFormat(bytes_by_id=TABLE.all_bytes, wants_ids=False, stop_strings=StopStrings(["b"]))
     )
-    assembler.feed([1, 2, 1], positions)
-    piece = assembler.take()
+    processor.feed([1, 2, 1], positions)
+    piece = processor.take()
     assert piece is not None
     assert piece.logprobs == [(1, positions[0]), (2, positions[1])]
-    assert (piece.text, assembler.match) == ("a", "b")
-    assembler.feed([1], [positions[0]])
-    assert (assembler.take(), assembler.num_tokens) == (None, 2)
+    assert (piece.text, processor.match) == ("a", "b")
+    processor.feed([1], [positions[0]])
+    assert (processor.take(), processor.num_tokens) == (None, 2)

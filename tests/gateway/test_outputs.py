@@ -48,7 +48,7 @@ def numbered(count: int) -> FakePool:
 
 
 async def until_idle(served: Any) -> None:
-    await served.until(lambda: len(served.gateway.desk.live) == 0)
+    await served.until(lambda: len(served.gateway.tracker) == 0)
 
 
 async def test_each_output_has_its_own_deltas_and_its_own_end(serve: Any) -> None:
@@ -62,7 +62,7 @@ async def test_each_output_has_its_own_deltas_and_its_own_end(serve: Any) -> Non
         events = [event async for event in served.inference.Generate(request)]
         assert len(served.pool.runs) == 3
         assert served.pool.cancelled == []
-        assert len(served.gateway.desk.live) == 0
+        assert len(served.gateway.tracker) == 0
     ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
     ended: list[int] = []
     for event in events[1:]:
@@ -98,7 +98,7 @@ async def test_what_ends_the_request_ends_every_output(serve: Any, how: str) -> 
         if how == "cancel":
             call.cancel()
         elif how == "abort":
-            served.gateway.desk.abort("r1")
+            served.gateway.tracker.abort("r1")
         elif how == "fail one":
             pool.runs[1].finish(WireFinishReason.ERROR, error="NUMERICAL", detail="NaN")
         else:
@@ -181,7 +181,7 @@ async def test_only_the_last_tokens_of_a_prompt_are_kept(serve: Any, tiny_text: 
         started = (await served.inference.Generate(request).read()).started
         too_long = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[4] * 9999), truncate_prompt_tokens=3)
         await served.inference.Generate(too_long).read()
-        assert served.pool.runs[1].request.prompt_ids.tolist() == [4, 4, 4]
+        assert served.pool.runs[1].prompt_ids.tolist() == [4, 4, 4]
     assert list(started.prompt_token_ids) == prompt[-2:]
     assert started.prompt_text == tiny_text.decode_all(prompt[-2:])
     assert started.prompt_tokens == 2

@@ -94,7 +94,7 @@ async def test_an_abort_reaches_the_requests_of_every_gateway(fleet: Fleet, meth
         assert [(each.code, each.reason) for each in await asyncio.gather(*calls)] == [(C.ABORTED, "ABORTED")] * 3
         for each in gateways:
             await each.until(lambda each=each: each.pool.cancelled)
-            assert each.gateway.desk.admission.counts().num_entered == 0
+            assert each.gateway.tracker.admission.counts().num_entered == 0
         again = await gateways[0].admin.Abort(admin_pb2.AbortRequest(request_id="r1"))
         assert again == admin_pb2.AbortResponse(found=False)
 
@@ -110,7 +110,7 @@ async def test_a_cancel_reaches_ones_own_request_wherever_it_is_and_may_be_repea
         assert first == pb.CancelResponse(found=True)
         refusal = await ended
         assert (refusal.code, refusal.reason, refusal.request_id) == (C.ABORTED, "ABORTED", "mine")
-        await gateways[at].until(lambda: gateways[at].gateway.desk.admission.counts().num_entered == 0)
+        await gateways[at].until(lambda: gateways[at].gateway.tracker.admission.counts().num_entered == 0)
         assert gateways[at].pool.cancelled
         for each in gateways:
             again = await each.inference.Cancel(pb.CancelRequest(request_id="mine"))
@@ -119,16 +119,16 @@ async def test_a_cancel_reaches_ones_own_request_wherever_it_is_and_may_be_repea
 
 async def test_a_cancel_reaches_a_request_that_is_still_tokenized(fleet: Fleet) -> None:
     async with fleet() as gateways:
-        desk = gateways[1].gateway.desk
+        tracker = gateways[1].gateway.tracker
 
         async def never(work: Any, **_: Any) -> Any:
             await asyncio.sleep(60)
 
-        desk.text.run_steps = never
+        gateways[1].gateway.text.run_steps = never
         ended = asyncio.ensure_future(
             refused(gateways[1].inference.Generate(pb.GenerateRequest(request_id="x", text="x")))
         )
-        await gateways[1].until(lambda: desk.admission.holds("x"))
+        await gateways[1].until(lambda: tracker.admission.holds("x"))
         assert (await gateways[2].inference.Cancel(pb.CancelRequest(request_id="x"))).found
         assert (await ended).reason == "ABORTED"
         assert gateways[1].pool.runs == []
@@ -173,7 +173,7 @@ async def test_nobody_cancels_anothers_request_at_any_gateway(fleet: Fleet, tmp_
         assert (await cancel(pb.CancelRequest(request_id="r1"), metadata=as_("bob"))).found
         assert (await calls["bob"]).reason == "ABORTED"
         assert not (await cancel(pb.CancelRequest(request_id="r1"), metadata=as_("bob"))).found
-        assert gateways[0].gateway.desk.admission.holds("ann\nr1")
+        assert gateways[0].gateway.tracker.admission.holds("ann\nr1")
         assert (await cancel(pb.CancelRequest(request_id="r1"), metadata=as_("ann"))).found
         assert (await calls["ann"]).reason == "ABORTED"
 
@@ -199,7 +199,7 @@ async def test_a_drain_drains_all_gateways(fleet: Fleet) -> None:
         response = await gateways[1].admin.Drain(admin_pb2.DrainRequest(grace_s=30))
         assert response == admin_pb2.DrainResponse(num_in_flight=3)
         for each in gateways:
-            await each.until(lambda each=each: each.gateway.desk.is_draining)
+            await each.until(lambda each=each: each.gateway.tracker.is_draining)
             assert not each.gateway.drained.is_set()
             refusal = await refused(each.inference.Generate(pb.GenerateRequest(token_ids=IDS)))
             assert (refusal.code, refusal.reason) == (C.UNAVAILABLE, "DRAINING")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from octavo.gateway.errors import Draining, InternalDefect, NumericalFault, RequestAborted, SlowConsumer, WorkerLost
-from octavo.gateway.streams.output_processor import OutputAssembler, OutputFormat
+from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.text.stop_matcher import StopStrings
 from octavo.wire.messages import Finished, WireFinishReason
@@ -16,7 +16,7 @@ ROWS = [b"<end>", b"a", b"b"]
 def stream(*, stops: list[str] | None = None, max_pending: int = 100) -> tuple[OutputStream, list[OutputStream]]:
     matched: list[OutputStream] = []
     output = OutputFormat(bytes_by_id=ROWS, wants_ids=False, stop_strings=StopStrings(stops) if stops else None)
-    return OutputStream(OutputAssembler(output), max_pending_tokens=max_pending, on_match=matched.append), matched
+    return OutputStream(OutputProcessor(output), max_pending_tokens=max_pending, on_match=matched.append), matched
 
 
 def finished(reason: WireFinishReason = WireFinishReason.LENGTH, **fields: object) -> Finished:
@@ -64,7 +64,7 @@ async def test_what_came_before_an_error_is_delivered_before_it() -> None:
 async def test_an_output_that_is_cut_short_ends_before_the_half_character_that_it_had() -> None:
     rows = [b"<end>", b"a", "\u00e9".encode()[:1], "\u00e9".encode()[1:]]
     output_format = OutputFormat(bytes_by_id=rows, wants_ids=False)
-    output = OutputStream(OutputAssembler(output_format), max_pending_tokens=9, on_match=lambda _: None)
+    output = OutputStream(OutputProcessor(output_format), max_pending_tokens=9, on_match=lambda _: None)
     output.on_tokens([1, 2], None)
     output.on_finished(finished(WireFinishReason.ERROR, error="DRAINING", detail="the grace is over"))
     piece = await output.next()
@@ -151,7 +151,7 @@ def paced(*, mark: int = 4, max_pending: int = 100, wants_ids: bool = True) -> t
     """A stream that gives ids, and whether it was paused, at each change."""
     flow: list[bool] = []
     output = OutputStream(
-        OutputAssembler(OutputFormat(bytes_by_id=None, wants_ids=wants_ids)),
+        OutputProcessor(OutputFormat(bytes_by_id=None, wants_ids=wants_ids)),
         max_pending_tokens=max_pending,
         pause_pending_tokens=mark,
         on_match=lambda _: None,

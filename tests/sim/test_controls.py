@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr.manager import BlockManager
-from octavo.gateway.rpc.interceptor import Guard
-from octavo.gateway.streams.response import pump as real_pump
+from octavo.gateway.rpc.interceptor import StatusInterceptor
+from octavo.gateway.streams.response import stream_response as real_stream_response
 from octavo.gateway.streams.stream import OutputStream
 from octavo.wire.messages import StepOutput
 from sim.processes.dealer import LyingOutbox
@@ -17,7 +17,7 @@ from sim.scenario import Fault, FaultKind, RequestSpec, Scenario, SimConfig
 from sim.world import simulate
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-assert real_pump
+assert real_stream_response
 
 
 def scenario(*faults: Fault, **changes: Any) -> Scenario:
@@ -80,14 +80,14 @@ def plant_changed_byte(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_unknown_status(patch: pytest.MonkeyPatch) -> None:
-    abort = Guard._abort
+    abort = StatusInterceptor._abort
 
-    async def careless(self: Guard, error: Exception, scope: Any, context: Any) -> None:
+    async def careless(self: StatusInterceptor, error: Exception, scope: Any, context: Any) -> None:
         if scope.request_id == "r11":
             raise error
         await abort(self, error, scope, context)
 
-    patch.setattr(Guard, "_abort", careless)
+    patch.setattr(StatusInterceptor, "_abort", careless)
 
 
 FAILING_STEP = Fault(kind=FaultKind.ENGINE_ERROR, at_s=0.13)

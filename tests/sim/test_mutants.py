@@ -8,7 +8,7 @@ import pytest
 
 from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.requests.admission import Admission
-from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.workers.registry import Registry
 from octavo.worker.scheduler.results import Results
 from octavo.worker.scheduler.slot_state import InFlightStep
@@ -76,14 +76,14 @@ def m12_nan_row_sampled(patch: pytest.MonkeyPatch) -> None:
 
 
 def m16_cancelled_error_escapes(patch: pytest.MonkeyPatch) -> None:
-    end = Guard._end
+    end = StatusInterceptor._end
 
-    async def careless(self: Guard, error: BaseException, scope: Any, context: Any) -> None:
+    async def careless(self: StatusInterceptor, error: BaseException, scope: Any, context: Any) -> None:
         if scope.request_id == "r50":
             raise asyncio.CancelledError
         await end(self, error, scope, context)
 
-    patch.setattr(Guard, "_end", careless)
+    patch.setattr(StatusInterceptor, "_end", careless)
 
 
 def m18_zombie_forgotten(patch: pytest.MonkeyPatch) -> None:

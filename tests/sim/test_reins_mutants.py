@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, StreamState
-from octavo.gateway.workers.link import Post
+from octavo.gateway.workers.link import Outbox
 from octavo.gateway.workers.migration import Migration
 from octavo.gateway.workers.outputs import Output
-from octavo.gateway.workers.pool import Reins
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import LostReason
 from octavo.wire.messages import Cancel, Pause, Resume, WireFinishReason
 from octavo.worker.engine.engine import Engine
@@ -55,69 +56,71 @@ def cancelled_outputs_migrate(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_failed_call_is_not_cancelled_at_the_worker(patch: pytest.MonkeyPatch) -> None:
-    close = Desk.close
+    close = RequestTracker.close
 
-    def careless(self: Desk, live: LiveRequest) -> None:
+    def careless(self: RequestTracker, tracked: TrackedRequest) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            if any(stream.state is StreamState.FAILED for stream in live.streams):
-                inner.setattr(self.pool, "cancel", lambda handle: None)
-            close(self, live)
+            if any(stream.state is StreamState.FAILED for stream in tracked.streams):
+                inner.setattr(self._pool, "cancel", lambda handle: None)
+            close(self, tracked)
 
-    patch.setattr(Desk, "close", careless)
+    patch.setattr(RequestTracker, "close", careless)
 
 
 @mutant
 def a_call_whose_caller_left_is_not_cancelled_at_the_worker(patch: pytest.MonkeyPatch) -> None:
-    close = Desk.close
+    close = RequestTracker.close
 
-    def careless(self: Desk, live: LiveRequest) -> None:
+    def careless(self: RequestTracker, tracked: TrackedRequest) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            if all(stream.state is StreamState.RUNNING for stream in live.streams):
-                inner.setattr(self.pool, "cancel", lambda handle: None)
-            close(self, live)
+            if all(stream.state is StreamState.RUNNING for stream in tracked.streams):
+                inner.setattr(self._pool, "cancel", lambda handle: None)
+            close(self, tracked)
 
-    patch.setattr(Desk, "close", careless)
+    patch.setattr(RequestTracker, "close", careless)
 
 
 @mutant
 def only_the_first_output_of_a_call_is_cancelled(patch: pytest.MonkeyPatch) -> None:
-    close = Desk.close
+    close = RequestTracker.close
 
-    def careless(self: Desk, live: LiveRequest) -> None:
-        cancel = self.pool.cancel
+    def careless(self: RequestTracker, tracked: TrackedRequest) -> None:
+        cancel = self._pool.cancel
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self.pool, "cancel", lambda handle: cancel(handle) if handle == live.handle else None)
-            close(self, live)
+            inner.setattr(
+                self._pool, "cancel", lambda handle: cancel(handle) if handle == tracked.outputs[0][0] else None
+            )
+            close(self, tracked)
 
-    patch.setattr(Desk, "close", careless)
+    patch.setattr(RequestTracker, "close", careless)
 
 
 @mutant
 def an_output_that_moves_is_not_paused_at_its_new_worker(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reins, "moved", lambda self, output, record: None)
-    patch.setattr(Reins, "passed", lambda self, output: None)
+    patch.setattr(WorkerPool, "_send_again", lambda self, record, run, output: self._outbox.send(record, run))
+    patch.setattr(WorkerPool, "_passed", lambda self, output: self._migration.passed(output))
 
 
 @mutant
 def who_reads_on_is_not_resumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reins, "resume", lambda self, handle: None)
+    patch.setattr(WorkerPool, "resume", lambda self, handle: None)
 
 
 @mutant
 def a_pause_is_never_sent(patch: pytest.MonkeyPatch) -> None:
-    pace = Post.pace
-    patch.setattr(Post, "pace", lambda self, i, h, kind: None if kind is Pause else pace(self, i, h, kind))
+    pace = Outbox.pace
+    patch.setattr(Outbox, "pace", lambda self, i, h, kind: None if kind is Pause else pace(self, i, h, kind))
 
 
 @mutant
 def an_output_that_waits_for_a_worker_is_not_forgotten(patch: pytest.MonkeyPatch) -> None:
-    def careless(self: Reins, handle: int) -> None:
+    def careless(self: WorkerPool, handle: int) -> None:
         output = self._outputs.get(handle)
         if output is not None and not output.is_cancelled and not self._migration.is_waiting(output):
             output.is_cancelled = True
-            self._post.cancel(output.incarnation, output.handle)
+            self._outbox.cancel(output.incarnation, output.handle)
 
-    patch.setattr(Reins, "cancel", careless)
+    patch.setattr(WorkerPool, "cancel", careless)
 
 
 @mutant

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.gateway.requests.admission import TenantQuotas, TokenBucket
-from octavo.gateway.requests.tracker import Desk
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.worker.scheduler.request import Request
 from octavo.worker.scheduler.request_queue import TenantFairness, WaitingHeap
 from sim.scenario import RequestSpec, Scenario, SimConfig, Tenant
@@ -56,16 +56,16 @@ def test_quotas_are_reached_and_never_exceeded_and_shares_are_as_the_weights() -
 
 
 def quota_not_refunded_on_cancel(patch: pytest.MonkeyPatch) -> None:
-    close = Desk.close
+    close = RequestTracker.close
 
-    def forgetful(self: Desk, live: Any) -> None:
+    def forgetful(self: RequestTracker, tracked: Any) -> None:
         leave = self.quotas.leave
-        if all(stream.finished is None for stream in live.streams):
+        if all(stream.finished is None for stream in tracked.streams):
             self.quotas.leave = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        close(self, live)
+        close(self, tracked)
         self.quotas.leave = leave  # type: ignore[method-assign]
 
-    patch.setattr(Desk, "close", forgetful)
+    patch.setattr(RequestTracker, "close", forgetful)
 
 
 def tokens_not_refunded(patch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.gateway.workers import RunRequest, WorkerPool
+from octavo.gateway.workers import WorkerPool
 from octavo.wire.keys import generate_keys, save_keys
-from octavo.wire.messages import Sampling, WireFinishReason
+from octavo.wire.messages import Run, Sampling, WireFinishReason
 from octavo.worker.main import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
-from tests.support.gateway.workers import RecordingSink, pool_config, until
+from tests.support.gateway.workers import RecordingSink, pool_config, submit, until
 from tests.support.services.worker_process import WorkerProcess, running_worker
 
 START_S = 120.0
@@ -70,8 +70,9 @@ def prompt_of(seed: int) -> np.ndarray:
 def open_one(pool: WorkerPool, seed: int = 0, max_tokens: int = 40) -> tuple[int, RecordingSink]:
     sink = RecordingSink()
     sampling = Sampling(temperature=0.0, seed=seed, max_tokens=max_tokens)
-    asked = RunRequest(request_id=f"r{seed}", prompt_ids=prompt_of(seed), sampling=sampling)
-    return pool.open(pool.choose("oracle", asked.prompt_ids, ""), asked, sink), sink
+    prompt_T = prompt_of(seed)
+    asked = Run(handle=0, request_id=f"r{seed}", prompt_ids=prompt_T.tobytes(), sampling=sampling)
+    return submit(pool, pool.choose("oracle", prompt_T, ""), asked, sink), sink
 
 
 def expected(seed: int, max_tokens: int = 40) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Any
 from octavo.gateway.dialects.kserve.model import MODEL_VERSION, TEXT_OUTPUT
 from octavo.gateway.dialects.kserve.request import Asked
 from octavo.gateway.dialects.kserve.tensors import Tensor, add_outputs
-from octavo.gateway.requests.tracker import LiveRequest
 from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream
 from octavo.kserve import inference_pb2 as oip
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
@@ -30,11 +30,11 @@ class News:
 class Responses:
     """Makes the responses to one request, one after the other. bytes_by_id: for the texts of log-probabilities."""
 
-    def __init__(self, asked: Asked, live: LiveRequest, bytes_by_id: Sequence[bytes]) -> None:
+    def __init__(self, asked: Asked, tracked: TrackedRequest, bytes_by_id: Sequence[bytes]) -> None:
         self._asked = asked
-        self._live = live
+        self._tracked = tracked
         self._bytes_by_id = bytes_by_id
-        self._cumulative_logprobs = [0.0] * len(live.streams)
+        self._cumulative_logprobs = [0.0] * len(tracked.streams)
 
     def next(self, news: Sequence[News]) -> oip.ModelInferResponse:
         """Tensors with an element for each output, in their order."""
@@ -46,7 +46,7 @@ class Responses:
 
     def _tensor(self, name: str, news: Sequence[News]) -> Tensor:
         if name == "num_input_tokens":  # there is one prompt
-            values: list[Any] = [self._live.num_prompt_tokens]
+            values: list[Any] = [self._tracked.num_prompt_tokens]
         else:
             values = [self._value(name, index, each) for index, each in enumerate(news)]
         return Tensor(name=name, datatype=_DATATYPES.get(name, "BYTES"), values=values)
@@ -100,6 +100,6 @@ def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInfer
 def reason_of(stream: OutputStream) -> str:
     """Why a complete output ended: stop or length."""
     finished = stream.finished
-    if stream.assembler.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
         return "stop"
     return "length"

@@ -13,22 +13,23 @@ from octavo.gateway.dialects.kserve.messages import News, Responses, empty_respo
 from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
 from octavo.gateway.dialects.kserve.tensors import violation
 from octavo.gateway.errors import InvalidRequest
+from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.requests.submit import Opener
-from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.requests.input_processor import share_of
+from octavo.gateway.requests.submit import Submitter
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.rpc.scope import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import close, count_finished, count_piece, error_behind
+from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, OutputStreams, StreamState
+from octavo.gateway.text.service import TextService
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc
 from octavo.wire.messages import ModelCard
 
 Context = grpc.aio.ServicerContext
-
-
-# One ModelStreamInfer: many requests on one RPC, side by side, each with a scope and an end of its own.
 
 
 log = structlog.get_logger("gateway.request")
@@ -48,18 +49,19 @@ class StreamWriter:
         async with self._turn:
             await self.context.write(message)
 
-    async def write_of(self, live: LiveRequest, message: oip.ModelStreamInferResponse) -> None:
+    async def write_of(self, tracked: TrackedRequest, message: oip.ModelStreamInferResponse) -> None:
         """The same for an output, with the mark that lets a stuck write be found."""
-        live.stream.write_since_s = time.monotonic()
+        tracked.stream.write_since_s = time.monotonic()
         await self.write(message)
-        live.stream.write_since_s = 0.0
+        tracked.stream.write_since_s = 0.0
 
 
 Answer = Callable[[oip.ModelInferRequest, RpcScope, StreamWriter], Awaitable[None]]
 
 
 class StreamOfRequests:
-    """Owns the tasks of its requests; they end with it."""
+    """One ModelStreamInfer: many requests on one RPC, side by side, each with a scope and an end of its own. Owns the
+    tasks of its requests; they end with it."""
 
     def __init__(self, scope: RpcScope, context: grpc.aio.ServicerContext, meters: GatewayMeters) -> None:
         self._scope = scope
@@ -104,10 +106,24 @@ class StreamOfRequests:
 class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     """One per gateway. Methods raise what went wrong; the guard makes the status."""
 
-    def __init__(self, desk: Desk, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        tracker: RequestTracker,
+        submitter: Submitter,
+        text: TextService,
+        models: ServedModels,
+        pool: WorkerPool,
+        meters: GatewayMeters,
+        is_ready: Callable[[], bool],
+    ) -> None:
         """is_ready: whether a request could be answered now."""
-        self._desk = desk
-        self._opener = Opener(desk)
+        self._tracker = tracker
+        self._submitter = submitter
+        self._text = text
+        self._models = models
+        self._pool = pool
+        self._meters = meters
         self._is_ready = is_ready
 
     # ------------------------------------------------------------ requests
@@ -118,81 +134,72 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         asked = await self._translate(request)
         if asked.streams:
             raise violation("inputs.stream", "must be false: streams are answered by ModelStreamInfer")
-        live = await self._open(asked, scope, context)
-        try:
-            return await self._whole(asked, live, scope)
-        except asyncio.CancelledError:
-            raise error_behind(live) from None
-        finally:
-            close(self._desk, live, scope)
+        tracked = await self._submit(asked, scope, context)
+        with self._tracker.closing(tracked):
+            return await self._whole(asked, tracked)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
         """Requests as they come, answered side by side; what goes wrong with one ends that one only."""
-        stream = StreamOfRequests(current_rpc.get(), context, self._desk.meters)
+        stream = StreamOfRequests(current_rpc.get(), context, self._meters)
         await context.send_initial_metadata(())  # so that a status can follow an answer that nobody takes
         await stream.answer(request_iterator, self._answer)
 
     async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:
         asked = await self._translate(request)
-        live = await self._open(asked, scope, writer.context)
-        try:
-            await (self._stream if asked.streams else self._send_whole)(asked, live, scope, writer)
-        except asyncio.CancelledError:
-            raise error_behind(live) from None
-        finally:
-            close(self._desk, live, scope)
+        tracked = await self._submit(asked, scope, writer.context)
+        with self._tracker.closing(tracked):
+            await (self._stream if asked.streams else self._send_whole)(asked, tracked, writer)
 
     async def _translate(self, request: oip.ModelInferRequest) -> Asked:
-        share = self._desk.share_of(current_rpc.get())
-        return await self._desk.text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
+        share = share_of(current_rpc.get())
+        return await self._text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
 
-    async def _open(self, asked: Asked, scope: RpcScope, context: Context) -> LiveRequest:
+    async def _submit(self, asked: Asked, scope: RpcScope, context: Context) -> TrackedRequest:
         """The caller's id is no id of ours: Triton's callers use one for several requests at a time."""
         scope.log_fields["caller_id"] = asked.caller_id[:128]
         limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
         try:
-            return await self._opener.open(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
+            return await self._submitter.submit(asked.generate, scope, prefix="", timeout_s=min(limits, default=None))
         except InvalidRequest as error:
             raise in_callers_names(error) from None
 
-    def _responses(self, asked: Asked, live: LiveRequest) -> Responses:
-        named = replace(asked, model=live.card.name)
-        return Responses(named, live, self._desk.models.text_of(live.card).table.all_bytes)
+    def _responses(self, asked: Asked, tracked: TrackedRequest) -> Responses:
+        named = replace(asked, model=tracked.card.name)
+        return Responses(named, tracked, self._models.text_of(tracked.card).table.all_bytes)
 
-    async def _whole(self, asked: Asked, live: LiveRequest, scope: RpcScope) -> oip.ModelInferResponse:
-        meters, source = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
-        wholes = [Piece(text=asked.prefix_text, token_ids=[], logprobs=[], num_tokens=0) for _ in live.streams]
+    async def _whole(self, asked: Asked, tracked: TrackedRequest) -> oip.ModelInferResponse:
+        source = OutputStreams(tracked.streams)
+        wholes = [Piece(text=asked.prefix_text, token_ids=[], logprobs=[], num_tokens=0) for _ in tracked.streams]
         while (news := await source.next()) is not None:
             index, piece = news
             if piece is not None:
                 _append(wholes[index], piece)
-                count_piece(meters, live, piece, time.monotonic())
-        scope.tokens_delivered = live.num_tokens
-        reasons = [reason_of(stream) for stream in live.streams]
+                tracked.count_piece(piece, time.monotonic())
+        tracked.scope.tokens_delivered = tracked.num_tokens
+        reasons = [reason_of(stream) for stream in tracked.streams]
         for index, reason in enumerate(reasons):
-            count_finished(meters, live, reason, index)
-        return self._responses(asked, live).next(list(map(News, wholes, reasons)))
+            tracked.count_finished(reason, index)
+        return self._responses(asked, tracked).next(list(map(News, wholes, reasons)))
 
-    async def _send_whole(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
-        response = await self._whole(asked, live, scope)
-        await writer.write_of(live, streamed(response, is_final=True))
+    async def _send_whole(self, asked: Asked, tracked: TrackedRequest, writer: StreamWriter) -> None:
+        response = await self._whole(asked, tracked)
+        await writer.write_of(tracked, streamed(response, is_final=True))
 
-    async def _stream(self, asked: Asked, live: LiveRequest, scope: RpcScope, writer: StreamWriter) -> None:
+    async def _stream(self, asked: Asked, tracked: TrackedRequest, writer: StreamWriter) -> None:
         """A response per piece. The last carries the mark of the end, and the reason; where the end comes after the
         last piece, it has a response of its own."""
-        meters, responses = self._desk.meters.of_model(live.card.name), self._responses(asked, live)
-        has_ended = False
-        async for piece, has_ended in _pieces(live.stream):
+        responses, has_ended = self._responses(asked, tracked), False
+        async for piece, has_ended in _pieces(tracked.stream):
             now_s = time.monotonic()
-            response = responses.next([News(piece, reason_of(live.stream) if has_ended else "")])
-            await writer.write_of(live, streamed(response, is_final=has_ended))
-            scope.tokens_delivered += piece.num_tokens
-            count_piece(meters, live, piece, now_s)
+            response = responses.next([News(piece, reason_of(tracked.stream) if has_ended else "")])
+            await writer.write_of(tracked, streamed(response, is_final=has_ended))
+            tracked.scope.tokens_delivered += piece.num_tokens
+            tracked.count_piece(piece, now_s)
         if not has_ended:
-            end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(live.stream))
+            end = News(Piece(text="", token_ids=[], logprobs=[], num_tokens=0), reason_of(tracked.stream))
             response = empty_response(asked) if asked.wants_empty_final else responses.next([end])
-            await writer.write_of(live, streamed(response, is_final=True))
-        count_finished(meters, live, reason_of(live.stream))
+            await writer.write_of(tracked, streamed(response, is_final=True))
+        tracked.count_finished(reason_of(tracked.stream))
 
     # ------------------------------------------------------------ server and models
 
@@ -206,10 +213,10 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
         """Unknown models and versions are not ready."""
-        card = self._desk.pool.cards().get(request.name)
+        card = self._pool.cards().get(request.name)
         has_version = request.version in ("", model.MODEL_VERSION)
-        is_ready = card is not None and has_version and not self._desk.is_draining
-        return oip.ModelReadyResponse(ready=is_ready and card is not None and self._desk.models.is_loaded(card))
+        is_ready = card is not None and has_version and not self._tracker.is_draining
+        return oip.ModelReadyResponse(ready=is_ready and card is not None and self._models.is_loaded(card))
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Context) -> oip.ServerMetadataResponse:
         """What this server is."""
@@ -227,7 +234,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         check_version(version)
         if not name:
             raise violation("name", "must be given")
-        return self._desk.card_of(name, current_rpc.get())
+        return self._models.card_of(name, self._pool)
 
 
 def _append(whole: Piece, piece: Piece) -> None:

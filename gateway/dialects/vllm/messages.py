@@ -7,8 +7,8 @@ import numpy as np
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
-from octavo.gateway.requests.tracker import LiveRequest
 from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
@@ -65,9 +65,9 @@ def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
 class PromptScores:
     """The prompt's log-probabilities, which come in pieces with output 0 and go out whole, in one message."""
 
-    def __init__(self, live: LiveRequest) -> None:
-        self._prompt_ids = live.prompt_ids
-        self._num_missing = live.num_prompt_tokens - 1 if live.sampling.num_prompt_logprobs is not None else -1
+    def __init__(self, tracked: TrackedRequest) -> None:
+        self._prompt_ids = tracked.prompt_ids
+        self._num_missing = tracked.num_prompt_tokens - 1 if tracked.sampling.num_prompt_logprobs is not None else -1
         self._positions = Positions()
 
     def take(self, piece: Piece) -> vllm.InputLogProbs | None:
@@ -123,22 +123,22 @@ def fill_logprobs(target: vllm.OutputLogProbs, positions: Positions) -> None:
             target.top_logprobs.add(values=position.top_logprobs, token_ids=position.top_ids)
 
 
-def complete_of(live: LiveRequest, index: int = 0) -> vllm.GenerateResponse:
+def complete_of(tracked: TrackedRequest, index: int = 0) -> vllm.GenerateResponse:
     """The end of an output; aborted, where it has not ended by itself.
 
     cached_tokens is 0 where the worker's figures did not come.
     """
-    stream = live.streams[index]
+    stream = tracked.streams[index]
     response = vllm.GenerateResponse(
         complete=vllm.GenerateComplete(
             finish_reason=reason_of(stream),
-            prompt_tokens=live.num_prompt_tokens,
-            completion_tokens=stream.assembler.num_tokens,
+            prompt_tokens=tracked.num_prompt_tokens,
+            completion_tokens=stream.processor.num_tokens,
             cached_tokens=stream.finished.cached_tokens if stream.finished else 0,
             index=index,
         )
     )
-    _fill_match(response.complete, stream, live)
+    _fill_match(response.complete, stream, tracked)
     return response
 
 
@@ -152,15 +152,15 @@ def reason_of(stream: OutputStream) -> str:
     finished = stream.finished
     if stream.state is not StreamState.ENDED:
         return "abort"
-    if stream.assembler.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
         return "stop"
     return "length"
 
 
-def _fill_match(complete: vllm.GenerateComplete, stream: OutputStream, live: LiveRequest) -> None:
+def _fill_match(complete: vllm.GenerateComplete, stream: OutputStream, tracked: TrackedRequest) -> None:
     """What the caller's own stop conditions matched; the model's end tokens are none of them."""
-    match, finished = stream.assembler.match, stream.finished
+    match, finished = stream.processor.match, stream.finished
     if match is not None:
         complete.matched_stop_str = match
-    elif finished is not None and finished.stop_token_id in live.sampling.stop_token_ids:
+    elif finished is not None and finished.stop_token_id in tracked.sampling.stop_token_ids:
         complete.matched_token_id = finished.stop_token_id

@@ -15,6 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untype
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
+from octavo.gateway.auth.caller import PrefixSalt
 from octavo.gateway.dialects.vllm import info
 from octavo.gateway.dialects.vllm.messages import (
     KvBatches,
@@ -26,16 +27,20 @@ from octavo.gateway.dialects.vllm.messages import (
 )
 from octavo.gateway.dialects.vllm.translate import check_abort, in_callers_names, translate, translate_embed
 from octavo.gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
+from octavo.gateway.models import ServedModels
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder
-from octavo.gateway.requests.submit import Opener
-from octavo.gateway.requests.tracker import Desk, LiveRequest
+from octavo.gateway.requests.input_processor import share_of
+from octavo.gateway.requests.submit import Submitter
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.rpc.interceptor import MODEL_HEADER
 from octavo.gateway.rpc.scope import RpcScope, current_rpc
 from octavo.gateway.servicers.messages import normalized
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import close, count_finished, count_piece, error_behind, pump, pump_all, write
+from octavo.gateway.streams.response import TrackedRequest, stream_response, stream_responses
 from octavo.gateway.streams.stream import OutputStreams
+from octavo.gateway.text.service import TextService
+from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
@@ -45,16 +50,13 @@ Context = grpc.aio.ServicerContext
 QUERY_TIMEOUT_S = 2.0
 
 
-# A tokenizer's files as one zip archive, for clients that tokenize themselves.
-
-
 CHUNK_BYTES = 1024 * 1024  # clients take 4 MiB a message by default
 _DAWN = (1980, 1, 1, 0, 0, 0)  # of zip archives: the same files give the same bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """sha256: hex, of all bytes."""
+    """A tokenizer's files as one zip archive, for clients that tokenize themselves. sha256: hex, of all bytes."""
 
     data: bytes
     sha256: str
@@ -81,14 +83,30 @@ def archive_of(files: Mapping[str, bytes]) -> Archive:
 class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     """One per gateway. Methods raise what went wrong; the guard makes the status."""
 
-    def __init__(self, desk: Desk, control: Control, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        tracker: RequestTracker,
+        submitter: Submitter,
+        embedder: Embedder,
+        text: TextService,
+        models: ServedModels,
+        pool: WorkerPool,
+        prefix_salt: PrefixSalt,
+        control: Control,
+        is_ready: Callable[[], bool],
+    ) -> None:
         """is_ready: whether a request could be answered now."""
-        self._desk = desk
+        self._tracker = tracker
+        self._submitter = submitter
+        self._embedder = embedder
+        self._text = text
+        self._models = models
+        self._pool = pool
+        self._prefix_salt = prefix_salt
         self._control = control
         self._is_ready = is_ready
         self._started_s = time.monotonic()
-        self._opener = Opener(desk)
-        self._embedder = Embedder(desk)
 
     # ------------------------------------------------------------ requests
 
@@ -98,65 +116,61 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         scope.name_by(request.request_id)
         translated = await self._translated(lambda: translate(request), request.ByteSize())
         try:
-            live = await self._open(translated, scope, context)
+            tracked = await self._submit(translated, scope, context)
         except RequestAborted:
             await context.send_initial_metadata(())
             await context.write(aborted_early())
             return
-        try:
+        with self._tracker.closing(tracked):
             # Behind headers that wait with a first message for a reader's window, gRPC can send no status either.
             await context.send_initial_metadata(())
-            await (self._stream if request.stream else self._collect)(live, scope, context)
-        except asyncio.CancelledError:
-            raise error_behind(live) from None
-        finally:
-            close(self._desk, live, scope)
+            await (self._stream if request.stream else self._collect)(tracked, context)
 
     async def _translated(self, work: Callable[[], T], num_bytes: int) -> T:
-        share = self._desk.share_of(current_rpc.get())
-        return await self._desk.text.run_by_size(work, num_bytes=num_bytes, share=share)
+        share = share_of(current_rpc.get())
+        return await self._text.run_by_size(work, num_bytes=num_bytes, share=share)
 
-    async def _open(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> LiveRequest:
+    async def _submit(self, translated: pb.GenerateRequest, scope: RpcScope, context: Context) -> TrackedRequest:
         try:
-            return await self._opener.open(translated, scope, prefix="", timeout_s=context.time_remaining())
+            return await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
         except InvalidRequest as error:
             raise in_callers_names(error) from None
 
-    async def _stream(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
+    async def _stream(self, tracked: TrackedRequest, context: Context) -> None:
         """An Abort gives every output that is under way what came before it, and an end."""
-        meters, num_prompt_tokens = self._desk.meters.of_model(live.card.name), live.num_prompt_tokens
-        is_open, scores = [True] * len(live.streams), PromptScores(live)
+        num_prompt_tokens = tracked.num_prompt_tokens
+        is_open, scores = [True] * len(tracked.streams), PromptScores(tracked)
 
         def chunk(index: int, piece: Piece) -> vllm.GenerateResponse:
             return chunk_of(piece, num_prompt_tokens, index, scores.take(piece) if index == 0 else None)
 
         def end(index: int) -> vllm.GenerateResponse:
             is_open[index] = False
-            return self._end(live, index)
+            return self._end(tracked, index)
 
         with contextlib.suppress(RequestAborted):
-            if live.further:
-                await pump_all(live, scope, context, meters, chunk, end)
+            if len(tracked.outputs) == 1:
+                await stream_response(tracked, context, lambda piece: chunk(0, piece))
             else:
-                await pump(live, scope, context, meters, lambda piece: chunk(0, piece))
+                await stream_responses(tracked, context, chunk, end)
         for index in [index for index, is_it in enumerate(is_open) if is_it]:
-            await write(live, context, end(index))
+            await tracked.write(context, end(index))
 
-    async def _collect(self, live: LiveRequest, scope: RpcScope, context: Context) -> None:
-        meters, streams = self._desk.meters.of_model(live.card.name), OutputStreams(live.streams)
-        pieces: list[list[Piece]] = [[] for _ in live.streams]
+    async def _collect(self, tracked: TrackedRequest, context: Context) -> None:
+        streams = OutputStreams(tracked.streams)
+        pieces: list[list[Piece]] = [[] for _ in tracked.streams]
         with contextlib.suppress(RequestAborted):
             while (news := await streams.next()) is not None:
                 index, piece = news
                 if piece is not None:
                     pieces[index].append(piece)
-                    count_piece(meters, live, piece, time.monotonic())
+                    tracked.count_piece(piece, time.monotonic())
         for index, of_it in enumerate(pieces):
-            await write(live, context, self._whole(live, index, of_it))
-        scope.tokens_delivered = sum(piece.num_tokens for of_it in pieces for piece in of_it)
+            await tracked.write(context, self._whole(tracked, index, of_it))
+        tracked.scope.tokens_delivered = sum(piece.num_tokens for of_it in pieces for piece in of_it)
 
-    def _whole(self, live: LiveRequest, index: int, pieces: list[Piece]) -> vllm.GenerateResponse:
-        response, scores = self._end(live, index), PromptScores(live)
+    def _whole(self, tracked: TrackedRequest, index: int, pieces: list[Piece]) -> vllm.GenerateResponse:
+        response, scores = self._end(tracked, index), PromptScores(tracked)
         for piece in pieces:
             response.complete.output_ids.extend(piece.token_ids)
             if piece.logprobs:
@@ -165,12 +179,12 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 response.complete.input_logprobs.CopyFrom(whole)
         return response
 
-    def _end(self, live: LiveRequest, index: int) -> vllm.GenerateResponse:
-        response = complete_of(live, index)
+    def _end(self, tracked: TrackedRequest, index: int) -> vllm.GenerateResponse:
+        response = complete_of(tracked, index)
         reason = response.complete.finish_reason
         current_rpc.get().log_fields["finish_reason"] = reason
         if reason != "abort":
-            count_finished(self._desk.meters.of_model(live.card.name), live, reason, index)
+            tracked.count_finished(reason, index)
         return response
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
@@ -197,11 +211,11 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         """Whether a request could be answered now: for the model that is named, else for all that are expected."""
-        desk, name = self._desk, current_rpc.get().model
-        if desk.is_draining:
+        name = current_rpc.get().model
+        if self._tracker.is_draining:
             return vllm.HealthCheckResponse(healthy=False, message="draining")
-        cards, wanted = desk.pool.cards(), (name,) if name else desk.models.expected
-        missing = [each for each in wanted if not desk.models.is_ready(each, cards)]
+        cards, wanted = self._pool.cards(), (name,) if name else self._models.expected
+        missing = [each for each in wanted if not self._models.is_ready(each, cards)]
         if missing:
             return vllm.HealthCheckResponse(healthy=False, message=f"no worker is ready for {', '.join(missing)}")
         healthy = bool(name) or self._is_ready()
@@ -210,14 +224,14 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         """Of the model that the metadata names, else of the only one."""
         card = self._card()
-        return info.model_info(card, self._desk.models.files_of(card))
+        return info.model_info(card, self._models.files_of(card))
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         """Of all gateways and the workers behind them."""
         return info.server_info(
             self._workers(),
             num_requests=(await self._control.load()).num_in_flight,
-            is_draining=self._desk.is_draining,
+            is_draining=self._tracker.is_draining,
             uptime_s=time.monotonic() - self._started_s,
         )
 
@@ -228,9 +242,9 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files as a zip in chunks, its digest with the last."""
-        files = self._desk.models.files_of(self._card())
-        num_bytes, share = sum(map(len, files.values())), self._desk.share_of(current_rpc.get())
-        archive = await self._desk.text.run(lambda: archive_of(files), num_bytes=num_bytes, share=share)
+        files = self._models.files_of(self._card())
+        num_bytes, share = sum(map(len, files.values())), share_of(current_rpc.get())
+        archive = await self._text.run(lambda: archive_of(files), num_bytes=num_bytes, share=share)
         await context.send_initial_metadata(())
         for data, sha256 in archive.chunks():
             await context.write(common.GetTokenizerChunk(data=data, sha256=sha256))
@@ -239,7 +253,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         """Forget cached prefixes that no request uses. There is no need to wait for idleness, so timeout_s says
         nothing."""
         model = self._card().name if current_rpc.get().model else None
-        replies = await self._desk.pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S, model=model)
+        replies = await self._pool.query(audit=False, flush=True, timeout_s=QUERY_TIMEOUT_S, model=model)
         num_workers, num_blocks = len(self._workers()), sum(reply.num_flushed_blocks for _, reply in replies)
         message = f"{num_blocks} blocks of {len(replies)} of {num_workers} workers"
         return common.FlushCacheResponse(success=len(replies) == num_workers > 0, message=message)
@@ -247,18 +261,18 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Which prefixes of the caller's own the workers hold, as one rank: first all of them, then what changes. A
         number to resume from is answered with all of them too, so that nothing has to be kept for it."""
-        pool, card, batches = self._desk.pool, self._card(), KvBatches()
-        self._desk.check_open()
-        subscription = pool.follow_blocks(card.name, self._desk.salt_of(current_rpc.get(), ""))
+        card, batches = self._card(), KvBatches()
+        self._tracker.check_open()
+        subscription = self._pool.follow_blocks(card.name, self._prefix_salt.of(current_rpc.get().caller, ""))
         try:
             await context.send_initial_metadata(())
             while True:
                 await self._write_batch(batches.of(await subscription.next()), context)
         finally:
-            pool.leave_blocks(card.name, subscription)
+            self._pool.leave_blocks(card.name, subscription)
 
     async def _write_batch(self, batch: common.KvEventBatch, context: Context) -> None:
-        limit_s = self._desk.limits.write_stall_s
+        limit_s = self._tracker.write_stall_s
         try:
             async with asyncio.timeout(limit_s):
                 await context.write(batch)
@@ -275,11 +289,11 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     def _card(self) -> ModelCard:
         """Of the model that is meant: the dialect has no field for its name."""
-        return self._desk.card_of("", current_rpc.get(), path=MODEL_HEADER)
+        return self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
 
     def _workers(self) -> list[WorkerView]:
         """All, or those of the model that is named."""
-        workers = self._desk.pool.workers()
+        workers = self._pool.workers()
         if not current_rpc.get().model:
             return list(workers)
         name = self._card().name

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.gateway.auth.authenticator import ClientCertificates, Door
+from octavo.gateway.auth.authenticator import Authenticator, ClientCertificates
 from octavo.gateway.auth.caller import ANYBODY, PUBLIC, Caller
 from octavo.gateway.auth.key_file import AccessList
 from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of
@@ -42,8 +42,8 @@ ENTRIES = (
 ACCESS = AccessList(ring=KeyRing(ENTRIES), certificates={"billing": caller("billing", Scope.MODELS)})
 
 
-def door(**changes: Any) -> Door:
-    return Door(**{"access": ACCESS, "now_s": lambda: 999.0} | changes)
+def authenticator(**changes: Any) -> Authenticator:
+    return Authenticator(**{"access": ACCESS, "now_s": lambda: 999.0} | changes)
 
 
 def bearer(key: str) -> Call:
@@ -51,7 +51,7 @@ def bearer(key: str) -> Call:
 
 
 def test_without_keys_and_certificates_everybody_may_do_everything() -> None:
-    assert Door().admit("/any.Service/Method", Call()) is ANYBODY
+    assert Authenticator().authenticate("/any.Service/Method", Call()) is ANYBODY
 
 
 HEADERS = (
@@ -63,7 +63,7 @@ HEADERS = (
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_key_is_taken_from_either_header(header: tuple[str, str]) -> None:
-    assert door().admit(GENERATE, Call((header,))) is WRITER
+    assert authenticator().authenticate(GENERATE, Call((header,))) is WRITER
 
 
 @pytest.mark.parametrize(
@@ -84,66 +84,66 @@ def test_a_key_is_taken_from_either_header(header: tuple[str, str]) -> None:
 )
 def test_no_key_a_wrong_key_and_two_keys_are_unauthenticated(metadata: tuple[tuple[str, str], ...]) -> None:
     with pytest.raises(Unauthenticated) as caught:
-        door().admit(GENERATE, Call(metadata))
+        authenticator().authenticate(GENERATE, Call(metadata))
     assert "writer" not in str(caught.value)
 
 
 def test_a_key_expires_at_its_time() -> None:
-    assert door(now_s=lambda: 999.999).admit(GENERATE, bearer("writer's key")) is WRITER
+    assert authenticator(now_s=lambda: 999.999).authenticate(GENERATE, bearer("writer's key")) is WRITER
     with pytest.raises(Unauthenticated, match="expired"):
-        door(now_s=lambda: 1000.0).admit(GENERATE, bearer("writer's key"))
+        authenticator(now_s=lambda: 1000.0).authenticate(GENERATE, bearer("writer's key"))
 
 
 @pytest.mark.parametrize("method", sorted(SCOPE_OF))
 def test_each_method_is_open_to_its_own_scope_and_to_no_other(method: str) -> None:
     for scope in Scope:
         key = KeyEntry(digest=digest_of("k"), caller=caller("k", scope))
-        closed = Door(access=AccessList(ring=KeyRing((key,))), public=frozenset())
+        closed = Authenticator(access=AccessList(ring=KeyRing((key,))), public=frozenset())
         if scope is SCOPE_OF[method]:
-            assert closed.admit(method, bearer("k")) is key.caller
+            assert closed.authenticate(method, bearer("k")) is key.caller
         else:
             with pytest.raises(PermissionDenied):
-                closed.admit(method, bearer("k"))
+                closed.authenticate(method, bearer("k"))
     with pytest.raises(Unauthenticated):
-        closed.admit(method, Call())
+        closed.authenticate(method, Call())
 
 
 def test_a_method_that_stands_in_no_row_is_refused_to_everybody() -> None:
     everything = KeyEntry(digest=digest_of("k"), caller=caller("k", *Scope))
-    closed = Door(access=AccessList(ring=KeyRing((everything,))), public=frozenset(Scope))
+    closed = Authenticator(access=AccessList(ring=KeyRing((everything,))), public=frozenset(Scope))
     for method in ("/octavo.v1.InferenceService/Debug", "/octavo.v1.inferenceservice/Generate", "", "/x"):
         with pytest.raises(PermissionDenied):
-            closed.admit(method, bearer("k"))
+            closed.authenticate(method, bearer("k"))
         with pytest.raises(Unauthenticated):
-            closed.admit(method, Call())
+            closed.authenticate(method, Call())
 
 
 def test_health_needs_no_key_unless_that_is_taken_away_but_a_wrong_one_is_told() -> None:
-    assert door().admit(CHECK, Call()) is PUBLIC
-    assert door().admit(CHECK, bearer("writer's key")) is WRITER
+    assert authenticator().authenticate(CHECK, Call()) is PUBLIC
+    assert authenticator().authenticate(CHECK, bearer("writer's key")) is WRITER
     with pytest.raises(Unauthenticated):
-        door().admit(CHECK, bearer("wrong"))
+        authenticator().authenticate(CHECK, bearer("wrong"))
     with pytest.raises(Unauthenticated):
-        door(public=frozenset()).admit(CHECK, Call())
+        authenticator(public=frozenset()).authenticate(CHECK, Call())
 
 
 def test_a_certificate_of_our_authority_is_enough_for_everything_but_administration() -> None:
-    mutual = Door(certificates=ClientCertificates.REQUIRED)
+    mutual = Authenticator(certificates=ClientCertificates.REQUIRED)
     expected = Caller(name="one.svc", tenant="one.svc", scopes=NOT_ADMIN)
-    assert mutual.admit(GENERATE, Call(names=(b"one.svc", b"two.svc"))) == expected
+    assert mutual.authenticate(GENERATE, Call(names=(b"one.svc", b"two.svc"))) == expected
     with pytest.raises(PermissionDenied):
-        mutual.admit("/octavo.v1.AdminService/Drain", Call(names=(b"one.svc",)))
+        mutual.authenticate("/octavo.v1.AdminService/Drain", Call(names=(b"one.svc",)))
     with pytest.raises(Unauthenticated):
-        mutual.admit(GENERATE, bearer("any key"))
+        mutual.authenticate(GENERATE, bearer("any key"))
 
 
 def test_where_there_is_a_file_it_has_to_name_the_certificate_and_a_key_counts_more() -> None:
-    mutual = door(certificates=ClientCertificates.REQUIRED)
+    mutual = authenticator(certificates=ClientCertificates.REQUIRED)
     names = (b"other", b"billing")
-    assert mutual.admit("/octavo.v1.ModelService/GetModel", Call(names=names)).name == "billing"
-    assert mutual.admit(GENERATE, Call(bearer("writer's key").metadata, names)) is WRITER
+    assert mutual.authenticate("/octavo.v1.ModelService/GetModel", Call(names=names)).name == "billing"
+    assert mutual.authenticate(GENERATE, Call(bearer("writer's key").metadata, names)) is WRITER
     for call in (Call(names=(b"other",)), Call(names=()), Call()):
         with pytest.raises(Unauthenticated):
-            mutual.admit(GENERATE, call)
+            mutual.authenticate(GENERATE, call)
     with pytest.raises(Unauthenticated):  # without mTLS a name was proved by nobody
-        door().admit("/octavo.v1.ModelService/GetModel", Call(names=names))
+        authenticator().authenticate("/octavo.v1.ModelService/GetModel", Call(names=names))

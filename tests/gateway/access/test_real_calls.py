@@ -87,7 +87,7 @@ async def test_nobody_gets_past_the_door_without_a_good_key(guarded: Any, metada
             assert (refusal.code, refusal.reason) == (C.UNAUTHENTICATED, "UNAUTHENTICATED")
             assert words in refusal.message
         assert pool.runs == []
-        assert served.gateway.desk.text.num_waiting == 0
+        assert served.gateway.text.num_waiting == 0
         rpcs = served.gateway.meters.rpcs
         await served.until(lambda: rpcs.total() == len(calls))
         assert {key[1:] for key in rpcs} == {("UNAUTHENTICATED", "UNAUTHENTICATED")}
@@ -171,34 +171,34 @@ async def test_a_changed_file_is_in_force_soon_and_streams_that_run_go_on(
         write_keys(
             FILE.replace("keys.ann", "keys.eve").replace(digest_of(KEYS["ann"]).hex(), digest_of(KEYS["eve"]).hex())
         )
-        await served.until(lambda: served.gateway.keeper.reloads["keys", "taken"])
+        await served.until(lambda: served.gateway.reloader.reloads["keys", "taken"])
         assert [await accepts(served, name) for name in ("ann", "bob", "eve")] == [False, True, True]
         pool.runs[0].tokens([5])
         pool.runs[0].finish()
         assert [event.WhichOneof("event") async for event in stream][-1] == "finished"
-        assert served.gateway.keeper.reloads == {("keys", "taken"): 1, ("keys", "failed"): 0}
+        assert served.gateway.reloader.reloads == {("keys", "taken"): 1, ("keys", "failed"): 0}
 
 
 async def test_a_broken_or_open_file_changes_nothing_until_it_is_mended(
     guarded: Any, write_keys: Callable[[str], Path]
 ) -> None:
     async with guarded() as served:
-        keeper, ask = served.gateway.keeper, model_pb2.ListModelsRequest()
+        reloader, ask = served.gateway.reloader, model_pb2.ListModelsRequest()
         for text in ("[keys.ann]\nsha256 = 5", "nonsense"):
-            failures = keeper.reloads["keys", "failed"]
+            failures = reloader.reloads["keys", "failed"]
             write_keys(text)
-            await served.until(lambda: keeper.reloads["keys", "failed"] > failures)  # noqa: B023
+            await served.until(lambda: reloader.reloads["keys", "failed"] > failures)  # noqa: B023
             await served.models.ListModels(ask, metadata=as_("ann"))
         path = write_keys(FILE.replace("keys.bob", "keys.bobby"))
         path.chmod(0o600)
-        await served.until(lambda: keeper.reloads["keys", "taken"])
+        await served.until(lambda: reloader.reloads["keys", "taken"])
         await served.models.ListModels(ask, metadata=as_("bob"))
 
 
 async def test_a_hangup_loads_files_that_look_the_same(guarded: Any) -> None:
     async with guarded() as served:
-        served.gateway.keeper.reload()
-        await served.until(lambda: served.gateway.keeper.reloads["keys", "taken"])
+        served.gateway.reloader.reload()
+        await served.until(lambda: served.gateway.reloader.reloads["keys", "taken"])
 
 
 async def test_tenants_have_salts_of_their_own_and_their_own_ids(guarded: Any) -> None:
@@ -250,7 +250,7 @@ async def test_a_caller_ends_the_request_of_its_own_that_has_the_id_and_no_other
         assert answer.found
         assert (await refused(streams["ann", "r"])).reason == "ABORTED"
         assert set(pool.cancelled) == {1, 2}
-        assert {live.request_id for live in served.gateway.desk.live} == {"xr", "rr"}
+        assert {live.request_id for live in served.gateway.tracker} == {"xr", "rr"}
 
 
 async def test_an_operator_can_end_anybodys_request(guarded: Any, tmp_path: Path) -> None:
@@ -283,13 +283,13 @@ async def test_a_tenants_limits_stop_it_and_nobody_else(guarded: Any) -> None:
             assert words in refusal.message
         others = [await begin("bob") for _ in range(3)]
         first.cancel()
-        await served.until(lambda: served.gateway.desk.quotas.counts("ann").num_in_flight == 1)
+        await served.until(lambda: served.gateway.tracker.quotas.counts("ann").num_in_flight == 1)
         third = await begin("ann")
         for stream in (second, third, *others):
             stream.cancel()
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
         assert served.gateway.meters.tenant_refusals == 2
-        assert served.gateway.desk.quotas._held == {}
+        assert served.gateway.tracker.quotas._held == {}
 
 
 async def test_limits_count_every_output_of_a_request(guarded: Any) -> None:
@@ -306,14 +306,14 @@ async def test_limits_count_every_output_of_a_request(guarded: Any) -> None:
         stream = ask(3)
         await anext(aiter(stream))
         assert (await refused(ask(2))).reason == "TENANT_LIMIT"
-        counts = served.gateway.desk.quotas.counts("ann")
+        counts = served.gateway.tracker.quotas.counts("ann")
         assert (counts.num_in_flight, counts.num_queued) == (3, 3)
-        assert served.gateway.desk.admission.counts().num_outputs == 3
+        assert served.gateway.tracker.admission.counts().num_outputs == 3
         pool.runs[1].sink.on_started()
         pool.runs[1].sink.on_started()
-        assert served.gateway.desk.quotas.counts("ann").num_queued == 2
+        assert served.gateway.tracker.quotas.counts("ann").num_queued == 2
         stream.cancel()
-        await served.until(lambda: served.gateway.desk.quotas.counts("ann").num_in_flight == 0)
+        await served.until(lambda: served.gateway.tracker.quotas.counts("ann").num_in_flight == 0)
         four = ask(4)
         await anext(aiter(four))
         four.cancel()
@@ -362,7 +362,7 @@ async def test_tokens_are_reserved_refused_with_the_wait_and_refunded(guarded: A
         pool.runs[0].tokens([5] * 5)
         pool.runs[0].finish()
         assert [event.WhichOneof("event") async for event in stream][-1] == "finished"
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
         again = ask(25)  # 10 + 5 were used, 35 are back
         await anext(aiter(again))
         again.cancel()

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from octavo.gateway.auth.key_file import AccessFileError
+from octavo.gateway.auth.tls import load_tls
 from octavo.gateway.config import AccessConfig, Exposure, TlsConfig
 from octavo.gateway.rpc.addresses import AddressError, check_admin, check_exposure
-from octavo.gateway.rpc.tls import load_tls
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
 from tests.support.gateway.certificates import Authority, Pair
@@ -147,7 +147,7 @@ async def test_new_certificates_are_shown_to_new_connections_without_a_restart(
 ) -> None:
     files, new = copy(server, tmp_path), stranger.sign("gateway-2")
     async with secured(pair=files) as served:
-        address, reloads = served.gateway.listen_address, served.gateway.keeper.reloads
+        address, reloads = served.gateway.listen_address, served.gateway.reloader.reloads
         async with grpc.aio.secure_channel(address, trusting(authority), options=OPTIONS) as old_connection:
             stub = model_pb2_grpc.ModelServiceStub(old_connection)
             await stub.ListModels(model_pb2.ListModelsRequest(), timeout=30)

@@ -31,7 +31,7 @@ async def test_one_response_holds_the_prompt_and_the_whole_output(serve: Any, id
         (run,) = served.pool.runs
     assert values(response) == {"text_output": "Hello world"}
     assert (response.model_name, response.model_version, response.id) == ("tiny", "1", "mine")
-    assert run.request.prompt_ids.tolist() == ids("Hello ")
+    assert run.prompt_ids.tolist() == ids("Hello ")
 
 
 async def test_unset_parameters_are_neutral_and_sixteen_tokens(serve: Any, ids: Any) -> None:
@@ -79,7 +79,7 @@ async def test_raw_inputs_mean_what_typed_ones_mean(serve: Any, ids: Any) -> Non
     )
     async with serve(speaking(*ids("world"))) as served:
         assert values(await stub_of(served).ModelInfer(raw)) == {"text_output": "world"}
-        assert served.pool.runs[0].request.prompt_ids.tolist() == ids("Hello")
+        assert served.pool.runs[0].prompt_ids.tolist() == ids("Hello")
 
 
 async def test_further_outputs_come_where_asked_for(serve: Any, ids: Any) -> None:
@@ -156,7 +156,7 @@ async def test_requests_of_one_stream_are_answered_side_by_side_and_fail_alone(s
     first.id, second.id, third.id = "1", "1", "3"  # ids are the caller's business
     async with serve(speaking(*ids("Hello world"))) as served:
         answers = await stream(served, first, third, second)
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
     errors = [answer for answer in answers if answer.error_message]
     assert [(each.infer_response.id, each.error_message) for each in errors] == [
         ("3", "[INVALID_ARGUMENT] INVALID_FIELD: sampling_parameters.temperature: must be in [0, 100], not -1")
@@ -191,7 +191,7 @@ async def test_a_caller_that_leaves_frees_all_requests_of_its_stream(serve: Any)
         call.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await served.until(lambda: sorted(served.pool.cancelled) == [1, 2])
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)
 
 
 async def test_a_lost_worker_is_an_error_of_its_request(serve: Any) -> None:

@@ -28,7 +28,7 @@ async def test_an_abort_ends_every_output_that_is_under_way(serve: Any, vllm_stu
         await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
         ends = [answer.complete async for answer in call if answer.HasField("complete")]
         assert set(served.pool.cancelled) >= {2, 3}
-        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.tracker.admission.counts().num_entered == 0
     assert sorted((end.index, end.finish_reason) for end in ends) == [(0, "length"), (1, "abort"), (2, "abort")]
 
 
@@ -45,7 +45,7 @@ async def test_abort_ends_the_stream_with_what_came_before_and_tells_the_worker(
         assert set(pool.cancelled) == {1}
         answers = [answer async for answer in call]
         assert await call.code() is grpc.StatusCode.OK
-        assert served.gateway.desk.admission.counts().num_entered == 0
+        assert served.gateway.tracker.admission.counts().num_entered == 0
         await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
     ids = [token for answer in answers for token in (*answer.chunk.token_ids, *answer.complete.output_ids)]
     assert ids == [11, 12]
@@ -57,7 +57,7 @@ async def test_abort_tells_the_worker_at_once_even_where_nobody_reads(serve: Any
     async with serve(FakePool(on_run=lambda run: run.tokens([11]))) as served:
         call = vllm_stub(served.channel).Generate(request())
         await served.until(lambda: served.pool.runs)
-        assert served.gateway.desk.abort("r1")
+        assert served.gateway.tracker.abort("r1")
         assert served.pool.cancelled == [1]  # before any task had a turn
         call.cancel()
 
@@ -69,9 +69,9 @@ async def test_a_request_that_is_aborted_while_it_is_tokenized_ends_too(serve: A
         async def hang(*_: Any, **__: Any) -> None:
             await gate.wait()
 
-        served.gateway.desk.text.run_steps = hang
+        served.gateway.text.run_steps = hang
         call = stub.Generate(vllm.GenerateRequest(request_id="r1", text="Hello"))
-        await served.until(lambda: served.gateway.desk.admission.holds("r1"))
+        await served.until(lambda: served.gateway.tracker.admission.holds("r1"))
         await stub.Abort(vllm.AbortRequest(request_ids=["r1"]))
         assert [answer.complete.finish_reason async for answer in call] == ["abort"]
         assert served.pool.runs == []
@@ -83,4 +83,4 @@ async def test_a_caller_that_leaves_frees_the_worker(serve: Any, vllm_stub: Stub
         await call.read()
         call.cancel()
         await served.until(lambda: served.pool.cancelled == [1])
-        await served.until(lambda: served.gateway.desk.admission.counts().num_entered == 0)
+        await served.until(lambda: served.gateway.tracker.admission.counts().num_entered == 0)

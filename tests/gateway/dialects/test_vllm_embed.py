@@ -26,7 +26,7 @@ async def test_a_prompt_becomes_the_last_tokens_vector_of_length_one(serve: Any,
         (run,) = served.pool.runs
     assert answer.embedding == pytest.approx([0.6, 0.0, -0.8])
     assert (answer.prompt_tokens, answer.embedding_dim) == (3, 3)
-    assert (run.request.prompt_ids.tolist(), run.request.pooling) == ([5, 6, 7], Pooling.LAST_TOKEN)
+    assert (run.prompt_ids.tolist(), run.request.pooling) == ([5, 6, 7], Pooling.LAST_TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ async def test_a_full_worker_and_a_caller_that_leaves(serve: Any, vllm_stub: Stu
         call = stub.Embed(request(1))
         await served.until(lambda: served.pool.runs)
         call.cancel()
-        await served.until(lambda: served.pool.cancelled == [1])
+        await served.until(lambda: served.pool.cancelled == [served.pool.runs[0].handle])

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 pytest.importorskip("smg_grpc_proto")
@@ -75,7 +76,7 @@ async def test_everything_that_is_served_reaches_the_worker(serve: Any, vllm_stu
         "stop_token_ids": (9, 8)
     }
     assert run.sampling == Sampling(**fields, num_logprobs=2)
-    assert run.prompt_ids.tolist() == [1, 2]
+    assert np.frombuffer(run.prompt_ids, "<i4").tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ async def test_text_is_tokenized(serve: Any, vllm_stub: Stub, tiny_text: ModelTe
         async for _ in vllm_stub(served.channel).Generate(vllm.GenerateRequest(text="Hello world")):
             pass
     run = served.pool.runs[0].request
-    assert run.prompt_ids.tolist() == tiny_text.encode("Hello world", max_bytes=99).ids_T.tolist()
+    assert np.frombuffer(run.prompt_ids, "<i4").tolist() == tiny_text.encode("Hello world", max_bytes=99).ids_T.tolist()
     assert run.request_id.startswith("req-")
 
 
@@ -216,7 +217,7 @@ async def test_bias_and_truncation_reach_the_worker(serve: Any, vllm_stub: Stub)
         async for _ in vllm_stub(served.channel).Generate(asked):
             pass
         (run,) = served.pool.runs
-    assert run.request.prompt_ids.tolist() == [3, 4]
+    assert run.prompt_ids.tolist() == [3, 4]
     assert run.request.sampling.logit_bias == {5: 2.5, 6: -100.0}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
 
-from octavo.gateway.config import RequestLimits
 from octavo.gateway.workers import events
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
 from tests.support.gateway.fake_pool import FakePool, worker_view
@@ -123,7 +121,7 @@ async def test_a_write_that_nobody_takes_ends_the_subscription(serve: Any, vllm_
     async with serve() as served:
         call = vllm_stub(served.channel).SubscribeKvEvents(common.SubscribeKvEventsRequest())
         await call.read()
-        served.gateway.desk.limits = replace(RequestLimits(), write_stall_s=0.2)  # what was read above had all its time
+        served.gateway.tracker.write_stall_s = 0.2  # what was read above had all its time
         feed = served.pool.prefixes._feed("tiny")
         async with asyncio.timeout(60):
             count = 0

@@ -8,13 +8,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from octavo.gateway.auth.authenticator import Door
+from octavo.gateway.auth.authenticator import Authenticator
 from octavo.gateway.auth.key_file import AccessList
 from octavo.gateway.auth.keys import KeyRing
 from octavo.gateway.config import Dialects
 from octavo.gateway.errors import QueueFull
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.rpc.status import status_of
 from octavo.v1 import inference_pb2 as pb
@@ -113,7 +113,7 @@ class Crashing(grpc.GenericRpcHandler):
 @pytest.fixture
 async def crashing(tmp_path: Any) -> Any:
     meters = GatewayMeters()
-    server = grpc.aio.server(interceptors=(Guard(meters, pushback_ms=7),))
+    server = grpc.aio.server(interceptors=(StatusInterceptor(meters, pushback_ms=7),))
     server.add_generic_rpc_handlers((Crashing(),))
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
@@ -284,7 +284,7 @@ async def test_calls_without_a_request_get_a_status(crashing: Any) -> None:
 
 
 async def test_a_request_that_never_comes_is_not_waited_for_for_ever(tmp_path: Any) -> None:
-    guard = Guard(GatewayMeters(), pushback_ms=7, message_timeout_s=0.1)
+    guard = StatusInterceptor(GatewayMeters(), pushback_ms=7, message_timeout_s=0.1)
     server = grpc.aio.server(interceptors=(guard,))
     server.add_generic_rpc_handlers((Crashing(),))
     server.add_insecure_port(f"unix:{tmp_path}/s")
@@ -299,7 +299,7 @@ async def test_a_request_that_never_comes_is_not_waited_for_for_ever(tmp_path: A
 
 async def test_metadata_above_the_limit_is_refused_before_a_message_comes(tmp_path: Any) -> None:
     """By us: the server's own limit is far above here, as it is for clients that acknowledge no SETTINGS."""
-    server = grpc.aio.server(interceptors=(Guard(GatewayMeters(), pushback_ms=7, max_metadata_bytes=1000),))
+    server = grpc.aio.server(interceptors=(StatusInterceptor(GatewayMeters(), pushback_ms=7, max_metadata_bytes=1000),))
     server.add_generic_rpc_handlers((Crashing(),))
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
@@ -343,7 +343,9 @@ async def test_a_generator_whose_caller_leaves_is_closed_and_counted(crashing: A
 
 @pytest.mark.parametrize("name", ["generator_is_fine", "stream_returns_early", "fine"])
 async def test_no_handler_of_any_kind_is_reached_without_a_key(tmp_path: Any, name: str) -> None:
-    guard = Guard(GatewayMeters(), pushback_ms=7, door=Door(access=AccessList(ring=KeyRing(()))))
+    guard = StatusInterceptor(
+        GatewayMeters(), pushback_ms=7, authenticator=Authenticator(access=AccessList(ring=KeyRing(())))
+    )
     server = grpc.aio.server(interceptors=(guard,))
     server.add_generic_rpc_handlers((Crashing(),))
     server.add_insecure_port(f"unix:{tmp_path}/s")

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.rpc.connections import Address, address_of
-from octavo.gateway.rpc.interceptor import Guard
+from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.rpc.unread import UnreadEndings
 from tests.support.http2.unread_caller import GENERATE, UnreadingCaller
 
@@ -87,7 +87,7 @@ async def until_closed(caller: UnreadingCaller) -> None:
 @asynccontextmanager
 async def serving(endings: UnreadEndings) -> AsyncIterator[Served]:
     server = grpc.aio.server(
-        interceptors=(endings, Guard(GatewayMeters(), pushback_ms=7)), maximum_concurrent_rpcs=PLACES
+        interceptors=(endings, StatusInterceptor(GatewayMeters(), pushback_ms=7)), maximum_concurrent_rpcs=PLACES
     )
     server.add_generic_rpc_handlers((Talking(),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -9,7 +9,7 @@ import pytest
 from octavo.gateway.workers import NoWorker, WorkerGone, WorkerPool
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Heartbeat, Leaving, Refused, Run, Welcome
-from tests.support.gateway.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request
+from tests.support.gateway.workers import PROMPT, Dial, RecordingSink, open_one, open_pool, request, submit
 
 Sleeper = subprocess.Popen[bytes]
 
@@ -31,7 +31,7 @@ async def test_a_closed_pool_takes_nothing(pool: WorkerPool, dial: Dial) -> None
     pool.cancel(handle)
     await pool.close()
     with pytest.raises(WorkerGone):
-        pool.open(view, request(), RecordingSink())
+        submit(pool, view, request(), RecordingSink())
     with pytest.raises(NoWorker):
         pool.choose("tiny", PROMPT, "")
     assert await pool.query(audit=True, flush=False, timeout_s=1.0) == []
@@ -115,9 +115,9 @@ async def test_a_closed_connection_is_noticed_by_the_next_send(pool: WorkerPool,
     worker.close()
     await asyncio.sleep(0.1)
     with pytest.raises(WorkerGone):
-        pool.open(view, request(), RecordingSink())
+        submit(pool, view, request(), RecordingSink())
     with pytest.raises(WorkerGone):
-        pool.open(view, request(), RecordingSink())
+        submit(pool, view, request(), RecordingSink())
     assert (pool.workers(), pool.num_outputs) == ((), 0)
 
 
@@ -129,4 +129,4 @@ async def test_a_view_of_a_former_life_is_not_served(pool: WorkerPool, dial: Dia
     await dial().join(pool)
     assert sink.calls == [("lost", "WORKER_LOST")]
     with pytest.raises(WorkerGone):
-        pool.open(view, request(), RecordingSink())
+        submit(pool, view, request(), RecordingSink())

@@ -15,7 +15,7 @@ from octavo.gateway.workers.link import PeerFull
 from octavo.gateway.workers.views import LostReason
 from octavo.wire.host import pid_namespace
 from octavo.wire.messages import Cancel, Leaving, Run, WireFinishReason
-from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, until
+from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, request, submit, until
 
 Served = tuple[WorkerPool, list[FakeWorker]]
 
@@ -36,7 +36,7 @@ def open_on(
     """One output on this worker; the sink knows its name."""
     (view,) = (view for view in pool.workers() if view.epoch == worker.epoch)
     sink = RecordingSink()
-    sink.name = pool.open(view, request(request_id, prompt=prompt, **sampling), sink)  # type: ignore[attr-defined]
+    sink.name = submit(pool, view, request(request_id, prompt=prompt, **sampling), sink)  # type: ignore[attr-defined]
     return sink
 
 
@@ -269,7 +269,9 @@ async def test_a_cancel_ends_it_wherever_it_is(tmp_path: Path) -> None:
 async def test_each_output_of_a_request_moves_alone_with_its_own_seed(tmp_path: Path) -> None:
     async with served(tmp_path, "w0", "w1") as (pool, (first, second)):
         (view,) = (view for view in pool.workers() if view.epoch == first.epoch)
-        pool.open_all(view, request(seed=(1 << 64) - 1), [RecordingSink(), RecordingSink()])
+        handle, fork = pool.draw_handles(2)
+        run = msgspec.structs.replace(request(seed=(1 << 64) - 1), handle=handle, fork_handles=(fork,))
+        pool.submit(view, run, [RecordingSink(), RecordingSink()])
         await first.send(Leaving(epoch=first.epoch))
         runs = [await second.expect(Run) for _ in range(2)]
         assert [(run.sampling.seed, run.fork_handles) for run in runs] == [((1 << 64) - 1, ()), (0, ())]
@@ -311,7 +313,7 @@ async def test_a_worker_that_is_gone_holds_up_no_cancel_for_another(tmp_path: Pa
     async with served(tmp_path, "w0", "w1", max_migrations=0, tick_s=3600.0) as (pool, (first, second)):
         lost, other = open_on(pool, first, "lost"), open_on(pool, second, "other")
         run = await second.expect(Run)
-        post, record = pool._post, pool._registry.get(pool._outputs.get(lost.name).incarnation)  # type: ignore[attr-defined,union-attr]
+        post, record = pool._outbox, pool._registry.get(pool._outputs.get(lost.name).incarnation)  # type: ignore[attr-defined,union-attr]
         assert record is not None
         real = pool._link.send
 

@@ -23,7 +23,7 @@ class Bench:
     def add(self, sink: RecordingSink, incarnation: int, **fields: object) -> int:
         plain: dict[str, object] = {"vocab_size": 1000, "max_tokens": 4, "wants_logprobs": False}
         handle = self.outputs.draw_handle()
-        plain |= {"name": handle, "handle": handle, "fingerprint": "f1", "request": request()}
+        plain |= {"name": handle, "handle": handle, "fingerprint": "f1", "run": request()}
         output = Output(incarnation=incarnation, sink=sink, **(plain | fields))  # type: ignore[arg-type]
         self.outputs.add(output)
         return handle

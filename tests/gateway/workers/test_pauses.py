@@ -6,7 +6,16 @@ from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.gateway.workers.views import WorkerState
 from octavo.wire.messages import Cancel, Heartbeat, Pause, Resume, Run, WireFinishReason
-from tests.support.gateway.workers import FakeWorker, RecordingSink, finished, open_pool, register, request, until
+from tests.support.gateway.workers import (
+    FakeWorker,
+    RecordingSink,
+    finished,
+    open_pool,
+    register,
+    request,
+    submit,
+    until,
+)
 
 EPOCH = "e" * 32
 
@@ -14,7 +23,7 @@ EPOCH = "e" * 32
 async def test_pauses_and_resumes_of_one_turn_go_in_one_message_each_and_the_last_wish_counts(tmp_path: Path) -> None:
     async with open_pool(tmp_path, "w0") as (pool, (worker,)):
         (view,) = pool.workers()
-        names = [pool.open(view, request(f"r{n}"), RecordingSink()) for n in range(3)]
+        names = [submit(pool, view, request(f"r{n}"), RecordingSink()) for n in range(3)]
         for _ in names:
             await worker.expect(Run)
         for name in names:
@@ -35,7 +44,7 @@ async def test_an_output_that_has_ended_is_paused_no_more(tmp_path: Path) -> Non
     async with open_pool(tmp_path, "w0") as (pool, (worker,)):
         (view,) = pool.workers()
         sink = RecordingSink()
-        name = pool.open(view, request(), sink)
+        name = submit(pool, view, request(), sink)
         run = await worker.expect(Run)
         pool.pause(name)
         await worker.expect(Pause)
@@ -49,7 +58,7 @@ async def test_an_output_that_has_ended_is_paused_no_more(tmp_path: Path) -> Non
 async def test_a_cancel_of_a_paused_output_is_all_that_its_worker_hears(tmp_path: Path) -> None:
     async with open_pool(tmp_path, "w0") as (pool, (worker,)):
         (view,) = pool.workers()
-        name = pool.open(view, request(), RecordingSink())
+        name = submit(pool, view, request(), RecordingSink())
         await worker.expect(Run)
         pool.pause(name)
         await worker.expect(Pause)
@@ -72,7 +81,7 @@ async def test_a_pause_goes_with_an_output_that_moves_once_a_token_has_shown_tha
     async with open_pool(tmp_path, "w0", "w1", max_migrations=2) as (pool, (first, second)):
         view = next(view for view in pool.workers() if view.epoch == first.epoch)
         sink = RecordingSink()
-        name = pool.open(view, request(), sink)
+        name = submit(pool, view, request(), sink)
         await begun(first, sink)
         pool.pause(name)
         await first.expect(Pause)
@@ -93,7 +102,7 @@ async def test_an_output_that_a_draining_worker_puts_out_is_paused_at_its_next_o
     async with open_pool(tmp_path, "w0", "w1", max_migrations=2) as (pool, (first, second)):
         view = next(view for view in pool.workers() if view.epoch == first.epoch)
         sink = RecordingSink()
-        name = pool.open(view, request(), sink)
+        name = submit(pool, view, request(), sink)
         run = await begun(first, sink)
         pool.pause(name)
         await first.expect(Pause)

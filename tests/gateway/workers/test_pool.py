@@ -39,6 +39,7 @@ from tests.support.gateway.workers import (
     open_pool,
     pool_config,
     request,
+    submit,
     until,
 )
 
@@ -72,7 +73,7 @@ async def test_a_request_goes_out_and_its_tokens_come_back(pool: WorkerPool, dia
     await worker.join(pool)
     sink = RecordingSink()
     asked = request("r1", prompt=(7, 8, 9), seed=5, max_tokens=2)
-    handle = pool.open(pool.choose("tiny", PROMPT, ""), asked, sink)
+    handle = submit(pool, pool.choose("tiny", PROMPT, ""), asked, sink)
     assert await worker.expect(Run) == Run(
         handle=handle,
         request_id="r1",
@@ -211,7 +212,7 @@ async def test_a_worker_that_reads_nothing_fills_its_queue_and_blocks_nobody(poo
     while not refusals and len(waits_s) < 20_000:
         started_s = loop.time()
         try:
-            pool.open(view, asked, RecordingSink())
+            submit(pool, view, asked, RecordingSink())
         except WorkerBusy as error:
             refusals.append(error)
         waits_s.append(loop.time() - started_s)

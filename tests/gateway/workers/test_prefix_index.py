@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.workers.prefix_index import PrefixIndex
+from octavo.gateway.workers.router import PrefixIndex
 from octavo.wire.messages import KvEvent, KvEventKind
 
 BLOCK = 2

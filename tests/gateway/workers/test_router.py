@@ -1,6 +1,6 @@
 """Routing: prefix, then load, and a guard against hot prefixes."""
 
-from octavo.gateway.workers.pool import Candidate, RouteReason, choose
+from octavo.gateway.workers.router import Candidate, RouteReason, choose
 
 
 def worker(incarnation: int, load: float = 0.0, cached: int = 0) -> Candidate:

@@ -9,10 +9,10 @@ import numpy as np
 
 from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from octavo.gateway.workers.events import BlockSubscription
-from octavo.gateway.workers.prefix_index import Prefixes
+from octavo.gateway.workers.router import Prefixes
 from octavo.gateway.workers.stats import PoolStats
-from octavo.gateway.workers.views import EmbeddingSink, OutputSink, RunRequest, WorkerState, WorkerView
-from octavo.wire.messages import AdminReply, Capacity, Finished, ModelCard, TokenLogprobs, WireFinishReason
+from octavo.gateway.workers.views import EmbeddingSink, OutputSink, WorkerState, WorkerView
+from octavo.wire.messages import AdminReply, Capacity, Finished, ModelCard, Run, TokenLogprobs, WireFinishReason
 
 
 def model_card(name: str = "tiny", **changes: object) -> ModelCard:
@@ -57,11 +57,16 @@ class FakeRun:
 
     handle: int
     worker: WorkerView
-    request: RunRequest
+    request: Run
     sink: OutputSink
     is_cancelled: bool = False
     is_over: bool = False
     num_tokens: int = 0
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32, as they went out."""
+        return np.frombuffer(self.request.prompt_ids, "<i4")
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
         """As one step message would bring them; none after a cancel, as the pool promises."""
@@ -82,7 +87,7 @@ class FakeRun:
             return
         self.is_over = True
         fields = {
-            "prompt_tokens": len(self.request.prompt_ids),
+            "prompt_tokens": len(self.prompt_ids),
             "completion_tokens": self.num_tokens,
             "cached_tokens": 3,
             "computed_tokens": 5,
@@ -156,20 +161,20 @@ class FakePool:
                 return view
         raise NoWorker(model)
 
-    def open(self, worker: WorkerView, request: RunRequest, sink: OutputSink) -> int:
-        """Remember, and let the script begin."""
-        return self.open_all(worker, request, [sink])[0]
+    def draw_handles(self, num_outputs: int) -> list[int]:
+        """As the real one."""
+        return [next(self._handles) for _ in range(num_outputs)]
 
-    def open_all(self, worker: WorkerView, request: RunRequest, sinks: Sequence[OutputSink]) -> list[int]:
-        """A run for each sink."""
+    def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
+        """Remember a run for each sink, and let the script begin."""
         if self.refuse:
             raise self.refuse.pop(0)
-        runs = [FakeRun(next(self._handles), worker, request, sink) for sink in sinks]
+        handles = (run.handle, *run.fork_handles)
+        runs = [FakeRun(handle, worker, run, sink) for handle, sink in zip(handles, sinks, strict=True)]
         self.runs += runs
-        for run in runs:
+        for each in runs:
             if self.on_run is not None:
-                self.on_run(run)
-        return [run.handle for run in runs]
+                self.on_run(each)
 
     def cancel(self, handle: int) -> None:
         """Counted; answered where answers_cancels."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from octavo.gateway.workers import RunRequest, WorkerPool, WorkerPoolConfig
+from octavo.gateway.workers import OutputSink, WorkerPool, WorkerPoolConfig, WorkerView
 from octavo.wire.bundle import bundle_digest
 from octavo.wire.codec import decode_to_worker, encode
 from octavo.wire.messages import (
@@ -22,6 +22,7 @@ from octavo.wire.messages import (
     ModelCard,
     NeedTokenizer,
     Register,
+    Run,
     Sampling,
     StepOutput,
     TokenizerBundle,
@@ -66,10 +67,17 @@ def register(worker_id: str = "w0", epoch: str = "e" * 32, **changes: object) ->
     return msgspec.structs.replace(plain, **changes)
 
 
-def request(request_id: str = "r", *, prompt: tuple[int, ...] = (1, 2, 3), **sampling: object) -> RunRequest:
+def request(request_id: str = "r", *, prompt: tuple[int, ...] = (1, 2, 3), **sampling: object) -> Run:
     """A small greedy request of sixteen tokens."""
     chosen = msgspec.structs.replace(Sampling(temperature=0.0, max_tokens=16), **sampling)
-    return RunRequest(request_id=request_id, prompt_ids=np.array(prompt, np.int32), sampling=chosen)
+    return Run(handle=0, request_id=request_id, prompt_ids=np.array(prompt, "<i4").tobytes(), sampling=chosen)
+
+
+def submit(pool: WorkerPool, worker: WorkerView, run: Run, sink: OutputSink) -> int:
+    """Send a request of one output under a new handle; the handle."""
+    (handle,) = pool.draw_handles(1)
+    pool.submit(worker, msgspec.structs.replace(run, handle=handle), [sink])
+    return handle
 
 
 def step_output(epoch: str, seq: int, rows: list[tuple[int, int]] | None = None, **fields: object) -> StepOutput:
@@ -217,7 +225,7 @@ Dial = Callable[..., FakeWorker]
 def open_one(pool: WorkerPool, model: str = "tiny") -> tuple[int, RecordingSink]:
     """An output on the worker that the pool chooses: its handle and its sink."""
     asked, sink = request(), RecordingSink()
-    return pool.open(pool.choose(model, asked.prompt_ids, ""), asked, sink), sink
+    return submit(pool, pool.choose(model, np.frombuffer(asked.prompt_ids, "<i4"), ""), asked, sink), sink
 
 
 @asynccontextmanager

@@ -1,0 +1,174 @@
+"""What a gateway does at intervals: measure loop lag, collect garbage, set gauges, end calls that stopped reading, drop
+unused tokenizers, log a line every ten seconds."""
+
+import asyncio
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from octavo.gateway.models import ServedModels
+from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.metrics import GatewayCollector
+from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.streams.stream import Coalescer
+from octavo.gateway.text.service import TextService
+from octavo.gateway.workers.pool import WorkerPool
+from octavo.gateway.workers.views import WorkerView
+
+log = structlog.get_logger(__name__)
+LAG_INTERVAL_S = 0.1
+REFRESH_INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 10.0
+INTERVAL_S = 0.5
+GROWTH_BYTES = 16 << 20  # a full collection of a busy gateway's objects takes some ten milliseconds
+FOLLOW_UPS = (6, 6)  # looks until it collects once more: what was alive the first time may be garbage by then
+_STATM = Path("/proc/self/statm")
+
+
+class GarbageWatch:
+    """Collects unreachable objects when memory grows. num_collections: how often it had grown enough.
+
+    A call that ends before its message came leaves a reference cycle in grpc.aio that holds all of its metadata: some
+    objects, and as many bytes as its caller sent. Python's collector counts objects only, and ours counts to a high
+    number, so that hostile callers could leave gigabytes before it runs.
+    """
+
+    def __init__(self, rss_bytes: Callable[[], int] | None = None, *, growth_bytes: int = GROWTH_BYTES) -> None:
+        self._rss_bytes = rss_bytes or resident_bytes
+        self._growth_bytes = growth_bytes
+        self._base = self._rss_bytes()
+        self._to_come: list[int] = []
+        self.num_collections = 0
+
+    def look(self) -> bool:
+        """Collect if memory has grown since the last collection, or since it was least, and twice more some looks
+        later; whether it was done."""
+        now = self._rss_bytes()
+        self._base = min(self._base, now)
+        if now - self._base >= self._growth_bytes:
+            self._to_come = list(FOLLOW_UPS)
+        elif not self._is_due():
+            return False
+        gc.collect()
+        give_back()
+        self._base = self._rss_bytes()
+        self.num_collections += 1
+        return True
+
+    def _is_due(self) -> bool:
+        if not self._to_come:
+            return False
+        self._to_come[0] -= 1
+        if self._to_come[0]:
+            return False
+        self._to_come.pop(0)
+        return True
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.look()
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not say (then nothing is ever collected early)."""
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def give_back() -> None:
+    """Freed memory to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+async def measure_loop_lag(meters: GatewayMeters) -> None:
+    """How much later than asked timers fire."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        meters.loop_lag.observe(max(0.0, loop.time() - due_s))
+
+
+class Ticker:
+    """Gauges for scrapes, stalled writers, unused tokenizers, and the line in the log. One per gateway."""
+
+    def __init__(
+        self,
+        *,
+        tracker: RequestTracker,
+        pool: WorkerPool,
+        models: ServedModels,
+        text: TextService,
+        meters: GatewayMeters,
+        coalescer: Coalescer,
+        collector: GatewayCollector,
+    ) -> None:
+        self._tracker = tracker
+        self._pool = pool
+        self._models = models
+        self._text = text
+        self._meters = meters
+        self._coalescer = coalescer
+        self._collector = collector
+
+    async def refresh(self) -> None:
+        """Every second, for ever."""
+        while True:
+            self.take_gauges()
+            self._tracker.fail_stalled_writes(max_wait_s=self._tracker.write_stall_s)
+            self.drop_tokenizers(time.monotonic())
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+
+    def take_gauges(self) -> None:
+        """Once, now."""
+        meters, num_entered = self._meters, self._tracker.admission.counts().num_entered
+        meters.num_running = self._tracker.num_scheduled()
+        meters.num_waiting = len(self._tracker) - meters.num_running
+        meters.num_preparing = num_entered - len(self._tracker)
+        meters.num_tokenizing = self._text.num_waiting
+        meters.is_draining = self._tracker.is_draining
+        meters.token_interval_s = self._coalescer.interval_s
+        self._collector.see(self._pool.workers())
+
+    def drop_tokenizers(self, now_s: float) -> None:
+        """Those of models that no worker has had for long, not even one that drains, nor any request that goes on."""
+        cards = [worker.card for worker in self._pool.workers()] + [tracked.card for tracked in self._tracker]
+        self._models.drop_unused(cards, now_s)
+
+    async def report(self) -> None:
+        """One line every ten seconds while there is something to report."""
+        last_s, last_prompt, last_generation = time.monotonic(), 0, 0
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            now_s = time.monotonic()
+            prompt = sum(meters.prompt_tokens for meters in self._meters.models.values())
+            generation = sum(meters.generation_tokens for meters in self._meters.models.values())
+            if prompt != last_prompt or generation != last_generation or len(self._tracker):
+                num_running = self._tracker.num_scheduled()
+                log.info(
+                    "load",
+                    prompt_tokens_per_s=round((prompt - last_prompt) / (now_s - last_s), 1),
+                    generation_tokens_per_s=round((generation - last_generation) / (now_s - last_s), 1),
+                    running=num_running,
+                    waiting=len(self._tracker) - num_running,
+                    kv_usage=_kv_usage(self._pool.workers()),
+                )
+            last_s, last_prompt, last_generation = now_s, prompt, generation
+
+
+def _kv_usage(workers: Sequence[WorkerView]) -> float:
+    """Share of the workers' KV blocks that requests hold, by their last heartbeats."""
+    total = sum(worker.capacity.num_blocks for worker in workers)
+    idle = sum(worker.num_free_blocks + worker.num_cached_blocks for worker in workers)
+    return round(1 - idle / total, 3) if total else 0.0
