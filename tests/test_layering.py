@@ -74,6 +74,13 @@ INNER: dict[str, dict[str, set[str]]] = {
         "sampling": {"cpu"},
         "verify": {"attention", "checkpoint", "families", "layers", "quantization"},
     },
+    "sim": {
+        "": {"callers", "edges", "faults", "processes"},
+        "edges": set(),
+        "processes": {"edges"},
+        "callers": {"edges", "processes"},
+        "faults": {"edges", "processes"},
+    },
     "cli": {
         "": {"client", "serve", "settings", "tools"},
         "settings": set(),
@@ -163,11 +170,11 @@ def _deepest(parts: list[str], places: set[str]) -> str:
     return max(("/".join(parts[:depth]) for depth in range(3) if "/".join(parts[:depth]) in places), key=len)
 
 
-@pytest.mark.parametrize("folder", sorted(FOLDERS))
-def test_no_folder_has_more_than_twenty_two_modules_side_by_side(folder: str, repository: Path) -> None:
+@pytest.mark.parametrize("folder", sorted(FOLDERS | {"bench", "tests/support", "tests/cli"}))
+def test_no_folder_has_more_than_twenty_modules_side_by_side(folder: str, repository: Path) -> None:
     folders = {repository / folder, *(each.parent for each in (repository / folder).rglob("*.py"))}
-    sizes = {str(each.relative_to(repository)): len([*each.glob("*.py")]) for each in folders}
-    assert {name: size for name, size in sizes.items() if size > 23} == {}  # with __init__.py
+    sizes = {str(each.relative_to(repository)): len({*each.glob("*.py")} - {each / "__init__.py"}) for each in folders}
+    assert {name: size for name, size in sizes.items() if size > 20} == {}
 
 
 def test_no_modules_import_one_another_in_a_circle(repository: Path) -> None:

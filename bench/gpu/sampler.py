@@ -12,7 +12,7 @@ The floor reads the logits once at the measured copy rate. Prints a line for eac
 import argparse
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ class Prepared:
     parts: SampleParts
     stages: Stage
     masks: DeviceMasks | None = None
-    times_us: list[float] = field(default_factory=list)
 
     def behind(self) -> None:
         """What follows the step's own sampler."""

@@ -53,14 +53,12 @@ class Lifetimes:
 
     name: str
     policy: RestartPolicy
-    num_starts: int = 0
     num_fast_deaths: int = 0
     was_ready: bool = False
     _started_s: float = field(default=0.0, repr=False)
 
     def on_start(self, now_s: float) -> None:
         """It was started."""
-        self.num_starts += 1
         self._started_s = now_s
 
     def on_ready(self) -> None:

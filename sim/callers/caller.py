@@ -10,8 +10,8 @@ from typing import Any
 
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-from sim.checks.blame import Blame
-from sim.checks.expectation import Expectation, outputs_of
+from sim.callers.blame import Blame
+from sim.callers.expectation import Expectation, outputs_of
 from sim.edges.loop import SimLoop
 from sim.edges.rpc import SimCall, Status
 from sim.journal import Journal

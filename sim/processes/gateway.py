@@ -23,12 +23,12 @@ from octavo.gateway.workers.stats import PoolStats
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.codec import encode
 from octavo.wire.messages import Message
-from sim.callers.identities import WatchedQuotas, access_list_of, metadata_of
-from sim.checks.watches import LOOK_EVERY_S, GatewayWatch
 from sim.edges.loop import SimLoop
 from sim.edges.network import Hub, Listener
 from sim.edges.rpc import SimCall
 from sim.journal import Journal
+from sim.processes.identities import WatchedQuotas, access_list_of, metadata_of
+from sim.processes.watches import LOOK_EVERY_S, GatewayWatch
 from sim.scenario import SimConfig
 
 DEATH_NOTICE_S = 0.002

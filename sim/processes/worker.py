@@ -25,13 +25,13 @@ from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.heartbeat import heartbeat_of
 from octavo.worker.transport.link import LinkState, LinkStats, Received, WorkerLink, _Gateway
 from octavo.worker.transport.watchdog import Watchdog
-from sim.checks.fairness import FairnessWatch
-from sim.checks.watches import WorkerWatch
 from sim.edges.loop import SimLoop
 from sim.edges.network import Hub
 from sim.journal import Journal
 from sim.processes.dealer import LyingOutbox, SimDealer
+from sim.processes.fairness import FairnessWatch
 from sim.processes.runner import VOCAB_SIZE, ProcessDied, SimClock, SimRunner, oracle_model
+from sim.processes.watches import WorkerWatch
 from sim.scenario import Scenario
 
 if TYPE_CHECKING:

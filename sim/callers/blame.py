@@ -7,8 +7,8 @@ from collections import Counter
 
 import msgspec
 
-from sim.callers.identities import tenant_of
 from sim.edges.rpc import Status
+from sim.processes.identities import tenant_of
 from sim.processes.runner import NAN_TOKEN, POISON_TOKEN
 from sim.scenario import FaultKind, RequestSpec, Scenario, Tenant
 
