@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+import sys
 from collections.abc import Callable
 
 import structlog
@@ -13,9 +14,10 @@ from octavo.gateway.observability import grpc_logging  # noqa: F401  (sets the e
 from octavo.gateway.app import Gateway
 from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import AccessConfig, GatewayConfig
-from octavo.gateway.observability.logs import configure_logs
+from octavo.gateway.observability.logs import LogWriter
 from octavo.wire.host import raise_descriptor_limit
 from octavo.wire.keys import KeyFileError
+from octavo.wire.logs import configure_logs
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
@@ -27,7 +29,8 @@ _GC_THRESHOLD = 10_000  # objects between two young collections: a busy gateway 
 def main(config: GatewayConfig, *, drained_code: int = 0) -> int:
     """Serve until SIGTERM, SIGINT or AdminService.Drain (drain first; a second signal stops at once). Exit code: 0
     stopped by a signal, drained_code by AdminService.Drain, 1 could not start."""
-    writer = configure_logs(config.log_format, config.log_level)
+    writer = LogWriter(sys.stderr)
+    configure_logs(config.log_format.value, config.log_level, lambda *_: writer)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(config, drained_code))

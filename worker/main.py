@@ -6,7 +6,6 @@ and it registers only after loading and warm-up.
 
 import gc
 import importlib
-import logging
 import os
 import secrets
 import signal
@@ -27,6 +26,7 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.wire.endpoints import parse_endpoint, require_proof
 from octavo.wire.host import pid_namespace, raise_descriptor_limit
 from octavo.wire.keys import load_keys, load_public_key
+from octavo.wire.logs import configure_logs
 from octavo.wire.messages import Register
 from octavo.worker.config import PrefixCacheMode, RunnerKind, WorkerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
@@ -97,29 +97,6 @@ log = structlog.get_logger(__name__)
 
 GOODBYE_S = 1.0  # for the last message to go out
 CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
-
-
-# Log lines of a worker: to stderr, one per transition of its life, JSON for programs or key=value for people.
-
-
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-
-
-def configure_logs(log_format: str, log_level: str) -> None:
-    """log_format: "auto" looks whether stderr is a terminal; "console" or "json". Raises ValueError."""
-    if log_format not in ("auto", "console", "json") or log_level not in _LEVELS:
-        raise ValueError(f"unknown log format {log_format!r} or level {log_level!r}")
-    is_console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer() if is_console else structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[log_level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:

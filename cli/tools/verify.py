@@ -24,13 +24,13 @@ from octavo.model.verify.rounding import verify_rounding
 from octavo.model.verify.rounding_error import RoundingError
 from octavo.model.verify.served import MISTAKE, ServedPass, ServedRow, judge
 from octavo.model.verify.verify import VerifyReport, find_numeric_fault, verify_checkpoint
+from octavo.wire.logs import configure_logs
 from octavo.worker.config import Deterministic, WorkerConfig
 from octavo.worker.loading.loader import load_torch
 from octavo.worker.loading.memory import available_host_bytes
 from octavo.worker.loading.model_card import Described, describe
 from octavo.worker.loading.verification import blocks_wanted, serve_known_tokens
 from octavo.worker.loading.warmup import WarmRunner
-from octavo.worker.main import configure_logs
 
 BLOCK_SIZE = 16
 

@@ -3,15 +3,9 @@
 Lines that do not fit into the queue are dropped and counted. Prompts and outputs are never logged.
 """
 
-import logging
 import queue
-import sys
 import threading
-from typing import Any, TextIO
-
-import structlog
-
-from octavo.gateway.config import LogFormat
+from typing import TextIO
 
 _QUEUE_LINES = 10_000
 
@@ -50,30 +44,3 @@ class LogWriter:
         except queue.Full:
             return
         self._thread.join(timeout=2.0)
-
-
-def configure_logs(log_format: LogFormat, level: str) -> LogWriter:
-    """For the whole process."""
-    writer = LogWriter(sys.stderr)
-    is_console = log_format is LogFormat.CONSOLE or (log_format is LogFormat.AUTO and sys.stderr.isatty())
-    renderer: Any = (
-        # The default formatter prints the local variables of every frame: prompts and keys among them.
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
-        if is_console
-        else structlog.processors.JSONRenderer(default=str)
-    )
-    # ConsoleRenderer formats exceptions itself.
-    traceback: list[Any] = [] if is_console else [structlog.processors.format_exc_info]
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *traceback,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=lambda *_: writer,
-        cache_logger_on_first_use=True,
-    )
-    return writer

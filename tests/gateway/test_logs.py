@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 GATEWAY = """
-from octavo.gateway.config import LogFormat
-from octavo.gateway.observability.logs import configure_logs
-writer = configure_logs(LogFormat(sys.argv[1]), "debug")
+from octavo.gateway.observability.logs import LogWriter
+from octavo.wire.logs import configure_logs
+writer = LogWriter(sys.stderr)
+configure_logs(sys.argv[1], "debug", lambda *_: writer)
 close = writer.close
 """
 WORKER = """
-from octavo.worker.main import configure_logs
+from octavo.wire.logs import configure_logs
 configure_logs(sys.argv[1], "debug")
 close = lambda: None
 """

@@ -1,0 +1,39 @@
+"""Log lines of a process: one per transition of a life, JSON for programs or key=value for people.
+
+Where the lines go is the caller's choice. Prompts and outputs are never logged, not even in a traceback.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+LOG_FORMATS = ("auto", "console", "json")
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure_logs(log_format: str, log_level: str, logger_factory: Callable[..., Any] | None = None) -> None:
+    """For the whole process. log_format: one of LOG_FORMATS; "auto" looks whether stderr is a terminal.
+    logger_factory: makes what writes the lines; None: to stderr, at once. Raises ValueError."""
+    if log_format not in LOG_FORMATS or log_level not in _LEVELS:
+        raise ValueError(f"unknown log format {log_format!r} or level {log_level!r}")
+    if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
+        # The default formatter prints the local variables of every frame: prompts and keys among them.
+        formatter = structlog.dev.plain_traceback
+        rendering: list[Any] = [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=formatter)
+        ]
+    else:
+        rendering = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *rendering,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[log_level]),
+        logger_factory=logger_factory or structlog.PrintLoggerFactory(sys.stderr),
+    )
