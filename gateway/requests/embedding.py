@@ -21,8 +21,8 @@ from octavo.gateway.requests.tracker import Place, RequestTracker
 from octavo.gateway.rpc.scope import BACKSTOP_S, RpcScope, until
 from octavo.gateway.streams.stream import error_of
 from octavo.gateway.text.errors import TooManyTokens
-from octavo.gateway.text.fair_queue import Share
 from octavo.gateway.text.model_text import Bounds
+from octavo.gateway.text.service import Share
 from octavo.gateway.validation.generate import check_capacity, check_context, check_ids
 from octavo.gateway.workers.errors import WorkerBusy, WorkerGone
 from octavo.gateway.workers.pool import WorkerPool

@@ -19,10 +19,9 @@ from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.models import ServedModels
 from octavo.gateway.rpc.scope import Deadline, RpcScope
 from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
-from octavo.gateway.text.fair_queue import Share
 from octavo.gateway.text.model_text import Bounds, Encoded, MarkedChat, ModelText
 from octavo.gateway.text.render_pool import Renderer, chat_json
-from octavo.gateway.text.service import TextService
+from octavo.gateway.text.service import Share, TextService
 from octavo.gateway.text.stop_matcher import StopStrings
 from octavo.gateway.validation.generate import (
     chat_input,

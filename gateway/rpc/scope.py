@@ -15,7 +15,7 @@ from enum import Enum
 
 from octavo.gateway.auth.caller import ANYBODY, Caller
 from octavo.gateway.errors import DeadlinePassed
-from octavo.gateway.validation.table import REQUEST_ID
+from octavo.gateway.validation.fields import REQUEST_ID
 
 # When a request has to end, and what its caller gets then. Must not know requests, nor workers.
 

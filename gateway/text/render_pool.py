@@ -20,8 +20,8 @@ import structlog
 
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
-from octavo.gateway.text.fair_queue import FairQueue, Share
 from octavo.gateway.text.render_child import KNOWN_TEMPLATES, NO_MEMORY, REFUSED, RENDERED, TOO_LONG
+from octavo.gateway.text.service import FairQueue, Share
 
 log = structlog.get_logger(__name__)
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "HOME")  # no secrets for foreign code

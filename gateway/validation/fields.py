@@ -1,15 +1,321 @@
-"""Walks a message by its descriptor and applies the table."""
+"""The rule of every field of every request message, and the walk that applies them.
 
-from collections.abc import Iterator
+A test walks the descriptors and fails where a field has no row in the table, so that a new field cannot be forgotten.
+"""
 
-from google.protobuf.descriptor import FieldDescriptor
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.table import TABLE, not_served
+from octavo.v1 import inference_pb2
 
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_REGEX_BYTES = 4096
+MAX_CHOICES = 1024
+MAX_CHOICE_BYTES = 4096
+MAX_OUTPUTS = 128
+MAX_BIAS = 100
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 65_536
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
+MAX_REQUEST_ID = 128
+MAX_SALT_BYTES = 128
+MAX_TIMEOUT_S = 86_400
+MAX_EMBED_INPUTS = 256
+UINT32 = 2**32 - 1
 MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message does not make a long answer
+ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
+
+
+# Rules for single values. A rule says what is wrong with a value, or None.
+
+
+class Rule(Protocol):
+    """value: a set scalar field, or one element of a repeated one."""
+
+    def __call__(self, value: object) -> str | None: ...
+
+
+def _shown(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
+
+
+def anything(value: object) -> str | None:
+    """Every value of the field's type is good."""
+    return None
+
+
+def not_served(value: object) -> str | None:
+    """The field is part of the contract, and this gateway does not serve it."""
+    return "is not supported"
+
+
+def must_be_true(value: object) -> str | None:
+    """A choice between fields that has no other value."""
+    return None if value is True else "must be true"
+
+
+@dataclass(frozen=True, slots=True)
+class InRange:
+    """A finite number in [low, high]."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"[{_shown(self.low)}, {_shown(self.high)}]"
+
+    def __call__(self, value: object) -> str | None:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return f"must be a finite number in {self}"
+        # float fields arrive as doubles: 0.1f is not 0.1, but borders such as 1 and 100 are exact.
+        return None if self.low <= value <= self.high else f"must be in {self}, not {_shown(value)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Above:
+    """A finite number in (low, high]."""
+
+    low: float
+    high: float
+
+    def __call__(self, value: object) -> str | None:
+        wrong = InRange(self.low, self.high)(value)
+        if wrong is not None or value == self.low:
+            return f"must be in ({_shown(self.low)}, {_shown(self.high)}]"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Utf8Bytes:
+    """Text of low to high bytes."""
+
+    low: int
+    high: int
+
+    def __call__(self, value: object) -> str | None:
+        num_bytes = len(str(value).encode())
+        if num_bytes < self.low:
+            return "must not be empty"
+        return None if num_bytes <= self.high else f"has {num_bytes} bytes, at most {self.high} are allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Visible ASCII, at most `high` characters: it travels in headers and log lines."""
+
+    high: int
+
+    def __call__(self, value: object) -> str | None:
+        text = str(value)
+        if len(text) > self.high:
+            return f"has {len(text)} characters, at most {self.high} are allowed"
+        return None if all("!" <= character <= "~" for character in text) else "must be visible ASCII without spaces"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A named value of an enum; zero is left to `required`."""
+
+    enum: EnumDescriptor
+
+    def __call__(self, value: object) -> str | None:
+        return None if value in self.enum.values_by_number else f"{value} is no {self.enum.name}"
+
+
+def json_object(value: object) -> str | None:
+    """The text of a JSON object, in valid Unicode, without NaN and Infinity."""
+    try:
+        parsed = json.loads(str(value), parse_constant=_refuse_constant)
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
+        return "is not valid JSON"
+    return None if isinstance(parsed, dict) else "must be a JSON object"
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many elements a repeated field may have."""
+
+    low: int
+    high: int
+
+    def __call__(self, values: Sequence[object]) -> str | None:
+        if len(values) < self.low:
+            return f"needs at least {self.low} element{'s' if self.low != 1 else ''}"
+        return None if len(values) <= self.high else f"has {len(values)} elements, at most {self.high} are allowed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRules:
+    """fields: rule by name (of each element, for repeated ones; messages are walked into). counts: of repeated
+    fields. required: fields that must be set and not zero; a tuple of names means exactly one of that oneof."""
+
+    fields: dict[str, Rule] = field(default_factory=dict)
+    counts: dict[str, Count] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    required_oneofs: tuple[str, ...] = ()
+
+
+REQUEST_ID = Visible(MAX_REQUEST_ID)
+_MODEL = Utf8Bytes(0, 256)
+_NAME = Utf8Bytes(1, 256)
+
+TABLE: dict[str, MessageRules] = {
+    "octavo.v1.GenerateRequest": MessageRules(
+        fields={
+            "request_id": REQUEST_ID,
+            "model": _MODEL,
+            "text": Utf8Bytes(1, ANY_NUMBER),
+            "token_ids": anything,
+            "chat": anything,
+            "sampling": anything,
+            "stop": anything,
+            "output": anything,
+            "priority": InRange(-100, 100),
+            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
+            "num_outputs": InRange(1, MAX_OUTPUTS),
+            "constraint": anything,
+            "timeout_s": Above(0, MAX_TIMEOUT_S),
+            "return_partial_on_deadline": anything,
+            "truncate_prompt_tokens": InRange(1, UINT32),
+            "format_as_annotation": anything,
+        },
+        required_oneofs=("input",),
+    ),
+    "octavo.v1.Constraint": MessageRules(
+        fields={
+            # How long a source may be is a setting (`gateway.requests.input_processor`).
+            "json_schema": Utf8Bytes(1, ANY_NUMBER),
+            "json_object": must_be_true,
+            "regex": Utf8Bytes(1, MAX_REGEX_BYTES),
+            "ebnf": Utf8Bytes(1, ANY_NUMBER),
+            "choice": anything,
+        },
+        required_oneofs=("kind",),
+    ),
+    "octavo.v1.Choice": MessageRules(
+        fields={"options": Utf8Bytes(1, MAX_CHOICE_BYTES)}, counts={"options": Count(1, MAX_CHOICES)}
+    ),
+    "octavo.v1.CompleteRequest": MessageRules(fields={"generate": anything}, required=("generate",)),
+    "octavo.v1.TokenIds": MessageRules(fields={"ids": anything}, counts={"ids": Count(1, ANY_NUMBER)}),
+    "octavo.v1.Chat": MessageRules(
+        fields={
+            "messages": anything,
+            "tools": anything,
+            "add_generation_prompt": anything,
+            "tool_choice": OneOf(inference_pb2.ToolChoice.DESCRIPTOR),
+            "tool_name": Utf8Bytes(0, 256),
+        },
+        counts={"messages": Count(1, 10_000), "tools": Count(0, 1_000)},
+    ),
+    "octavo.v1.ChatMessage": MessageRules(
+        fields={
+            "role": OneOf(inference_pb2.ChatRole.DESCRIPTOR),
+            "content": anything,
+            "tool_calls": anything,
+            "tool_call_id": Utf8Bytes(0, 256),
+        },
+        counts={"tool_calls": Count(0, 1_000)},
+        required=("role",),
+    ),
+    "octavo.v1.ToolDefinition": MessageRules(
+        fields={"name": _NAME, "description": anything, "parameters_json": json_object}, required=("name",)
+    ),
+    "octavo.v1.ToolCall": MessageRules(
+        fields={"id": Utf8Bytes(0, 256), "name": _NAME, "arguments_json": json_object},
+        required=("name", "arguments_json"),
+    ),
+    "octavo.v1.SamplingParams": MessageRules(
+        fields={
+            "temperature": InRange(0, 100),
+            "top_p": Above(0, 1),
+            "top_k": InRange(0, UINT32),
+            "min_p": InRange(0, 1),
+            "seed": anything,
+            "repetition_penalty": Above(0, 100),
+            "presence_penalty": InRange(-10, 10),
+            "frequency_penalty": InRange(-10, 10),
+            "typical_p": Above(0, 1),
+            "logit_bias": InRange(-MAX_BIAS, MAX_BIAS),
+            "allowed_token_ids": anything,
+            "bad_words": Utf8Bytes(1, MAX_BAD_WORD_BYTES),
+        },
+        counts={
+            "logit_bias": Count(0, MAX_BIASES),
+            "allowed_token_ids": Count(0, MAX_ALLOWED_IDS),
+            "bad_words": Count(0, MAX_BAD_WORDS),
+        },
+    ),
+    "octavo.v1.StopConditions": MessageRules(
+        fields={
+            "max_tokens": InRange(1, UINT32),
+            "min_tokens": InRange(0, UINT32),
+            "strings": Utf8Bytes(1, MAX_STOP_STRING_BYTES),
+            "token_ids": anything,
+            "ignore_eos": anything,
+            "include_stop": anything,
+        },
+        counts={"strings": Count(0, MAX_STOP_STRINGS), "token_ids": Count(0, MAX_STOP_TOKEN_IDS)},
+    ),
+    "octavo.v1.OutputOptions": MessageRules(
+        fields={
+            "format": OneOf(inference_pb2.OutputFormat.DESCRIPTOR),
+            "logprobs": InRange(0, MAX_LOGPROBS),
+            "skip_special_tokens": anything,
+            "prompt_logprobs": InRange(0, MAX_LOGPROBS),
+            "echo": anything,
+            "return_prompt": anything,
+            "parse_tool_calls": anything,
+        }
+    ),
+    "octavo.v1.EmbedRequest": MessageRules(
+        fields={
+            "request_id": REQUEST_ID,
+            "model": _MODEL,
+            "inputs": anything,
+            "pooling": OneOf(inference_pb2.Pooling.DESCRIPTOR),
+            "normalize": anything,
+            "truncate_prompt_tokens": InRange(1, UINT32),
+            "priority": InRange(-100, 100),
+            "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
+            "timeout_s": Above(0, MAX_TIMEOUT_S),
+        },
+        counts={"inputs": Count(1, MAX_EMBED_INPUTS)},
+    ),
+    "octavo.v1.EmbedInput": MessageRules(
+        fields={"text": Utf8Bytes(1, ANY_NUMBER), "token_ids": anything, "chat": anything}, required_oneofs=("input",)
+    ),
+    "octavo.v1.TokenizeRequest": MessageRules(
+        fields={"model": _MODEL, "text": anything, "chat": anything}, required_oneofs=("input",)
+    ),
+    "octavo.v1.DetokenizeRequest": MessageRules(
+        fields={"model": _MODEL, "token_ids": anything, "skip_special_tokens": anything}
+    ),
+    "octavo.v1.CancelRequest": MessageRules(fields={"request_id": REQUEST_ID}, required=("request_id",)),
+    "octavo.v1.ListModelsRequest": MessageRules(),
+    "octavo.v1.GetModelRequest": MessageRules(fields={"model": _MODEL}),
+    "octavo.v1.AbortRequest": MessageRules(fields={"request_id": REQUEST_ID}, required=("request_id",)),
+    "octavo.v1.GetLoadRequest": MessageRules(),
+    "octavo.v1.AuditBlocksRequest": MessageRules(),
+    "octavo.v1.FlushPrefixCacheRequest": MessageRules(),
+    "octavo.v1.DrainRequest": MessageRules(fields={"grace_s": InRange(0, 86_400)}),
+}
 
 
 def check(message: Message) -> None:
@@ -44,9 +350,9 @@ def violations(message: Message, prefix: str) -> Iterator[Violation]:
         if (wrong := count(getattr(message, name))) is not None:
             miscounted.add(name)
             yield Violation(field=prefix + name, description=wrong)
-    for field, value in message.ListFields():
-        if field.name not in miscounted:  # elements of a list that is too long are not looked at
-            yield from _field_violations(field, value, prefix + field.name)
+    for descriptor, value in message.ListFields():
+        if descriptor.name not in miscounted:  # elements of a list that is too long are not looked at
+            yield from _field_violations(descriptor, value, prefix + descriptor.name)
 
 
 def _is_set(message: Message, name: str) -> bool:

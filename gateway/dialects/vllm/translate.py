@@ -8,9 +8,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import first_violations, raise_if_any
+from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_embed, check_generate
-from octavo.gateway.validation.table import REQUEST_ID
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 

@@ -19,9 +19,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.gateway.text.chat_template import ChatInput, ChatTemplate
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull
-from octavo.gateway.text.fair_queue import Share
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.text.render_pool import InProcessRenderer, RenderLimits, RenderPool, chat_json
+from octavo.gateway.text.service import Share
 from tests.gateway.text.test_model_text import SPECIAL, WORDS, random_chat
 from tests.support.gateway.tokenizers_tiny import TEMPLATE
 

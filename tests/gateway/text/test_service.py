@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from octavo.gateway.text.errors import TextQueueFull
-from octavo.gateway.text.fair_queue import FairQueue, Share
-from octavo.gateway.text.service import STEP_BYTES, Steps, TextService
+from octavo.gateway.text.service import STEP_BYTES, FairQueue, Share, Steps, TextService
 
 
 def share(tenant: str, weight: int = 1) -> Share:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.servicers.model import supported_paths
-from octavo.gateway.validation.fields import check
+from octavo.gateway.validation.fields import TABLE, check
 from octavo.gateway.validation.generate import check_complete, check_embed, check_generate, check_tokenize
-from octavo.gateway.validation.table import TABLE
 from octavo.v1 import admin_pb2, common_pb2, inference_pb2, model_pb2
 from octavo.v1 import inference_pb2 as pb
 
