@@ -23,7 +23,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.weights import GpuWeights
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, PathChoice
+from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 DECODES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 560), (1, 8192), (16, 8192)]
@@ -71,7 +71,7 @@ def nano_rate(shape: str, mode: Deterministic) -> float:
         max_model_len=2_304,
         vocab_size=NUM_IDS,
         max_batch_tokens=2048,
-        path_choice=PathChoice.KEPT,
+        autotune=Autotune.CACHED,
         deterministic=mode,
     )
     weights = GpuWeights.take(random_model(PUBLISHED[shape].config), max_positions=config.table_width * BLOCK_SIZE)

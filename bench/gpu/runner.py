@@ -14,9 +14,9 @@ from bench.shapes import NUM_IDS, PUBLISHED
 from octavo.model.gpu.weights import GpuWeights
 from octavo.worker.loading.memory import size_pool
 from octavo.worker.loading.warmup import warm_up
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, PathChoice
+from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
+from octavo.worker.runners.cuda.loading import compile_kernels
 from octavo.worker.runners.cuda.memory import cuda_memory_needs
-from octavo.worker.runners.cuda.precompile import compile_kernels
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 BLOCK_SIZE = 16
@@ -52,7 +52,7 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
         max_model_len=max_model_len,
         vocab_size=min(NUM_IDS, model.config.vocab_size),
         max_batch_tokens=max_batch_tokens,
-        path_choice=PathChoice.MEASURED,
+        autotune=Autotune.MEASURED,
     )
     weights = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE)
     phases.end("weights")
@@ -71,7 +71,7 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
     print(
         f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights {took_s['weights']:.1f} s, kernels "
         f"{took_s['kernels']:.1f} s, rehearsal {took_s['rehearsal']:.1f} s, "
-        f"{runner.programs.num_shapes} graphs {recorded_s:.1f} s, in all "
+        f"{runner.graphs.num_shapes} graphs {recorded_s:.1f} s, in all "
         f"{in_all_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB by rehearsal, "
         f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {pool.num_tokens} tokens",
         flush=True,

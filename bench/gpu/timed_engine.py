@@ -98,8 +98,8 @@ class GpuEngine:
             (parts.scheduler, "apply", "apply"),
             (runner, "launch", "launch"),
             (runner._results, "wait", "wait"),
-            (runner.programs, "run_decode", "replay"),
-            (runner.programs, "run_mixed", "replay"),
+            (runner.graphs, "run_decode", "replay"),
+            (runner.graphs, "run_mixed", "replay"),
         ):
             self.stopwatch.watch(owner, method, part)
 

@@ -84,7 +84,7 @@ def cuda_runner(name: str, plan: Plan, mode: Deterministic) -> WarmRunner:
     )
     runner = CudaRunner(GpuWeights.take(model, max_positions=plan.max_model_len + plan.block_size), config)
     seconds = runner.record(lambda done, total: None)
-    print(f"{runner.programs.num_shapes} steps recorded in {seconds:.1f} s", flush=True)
+    print(f"{runner.graphs.num_shapes} steps recorded in {seconds:.1f} s", flush=True)
     return runner
 
 

@@ -65,7 +65,7 @@ def test_the_device_picks_the_runner_and_both_give_the_same_tokens(monkeypatch: 
     assert fast.scheduler.max_in_flight == 2
     num_compiled, num_kernels = stages["compiling_kernels"][-1]
     assert num_compiled == num_kernels is not None
-    assert stages["recording_steps"][-1] == (fast.runner.programs.num_shapes, fast.runner.programs.num_shapes)
+    assert stages["recording_steps"][-1] == (fast.runner.graphs.num_shapes, fast.runner.graphs.num_shapes)
     slow, _ = load(attention_backend="sdpa")
     assert isinstance(slow.runner, TorchRunner)
     assert (slow.fingerprint, slow.card) == (fast.fingerprint, fast.card)

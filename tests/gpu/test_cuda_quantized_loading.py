@@ -44,7 +44,7 @@ def test_a_worker_keeps_packed_weights_as_they_are(packing: dict[str, object], t
     write_packed_checkpoint(tmp_path, packing | {"group_size": 32})
     loaded = load(str(tmp_path), num_blocks=64)
     assert isinstance(loaded.runner, CudaRunner)
-    assert loaded.runner.programs.step.weights.is_quantized
+    assert loaded.runner.graphs.step.weights.is_quantized
 
 
 def test_an_fp8_cache_has_twice_the_blocks() -> None:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import ModelConfig
-from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
 from tests.support.worker.cuda_runners import SAMPLING, Hand, chunk, prompt, twins, world
@@ -71,7 +71,7 @@ def test_a_step_without_memory_is_that_step_alone(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fast.programs, "run_mixed", fail)  # type: ignore[attr-defined]
+        patch.setattr(fast.graphs, "run_mixed", fail)  # type: ignore[attr-defined]
         with pytest.raises(RunnerOutOfMemory):
             fast.launch(StepPlan(step=9, prefill=(chunk(0, 0, 4),)))
     with pytest.raises(RunnerError, match="no block"):
@@ -103,11 +103,11 @@ LOST = """
 import numpy as np, torch
 from tests.support.worker.cuda_runners import Hand, chunk, prompt, twins
 from octavo.worker.runners.cuda.runner import DeviceLost
-from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.graph_runner import Launching
 hand = Hand(twins(launching=Launching.GRAPHS))
 hand.join(0, prompt(0, 5))
 hand.step(prefill=(chunk(0, 0, 5),))
-hand.runner.fast._changes.put_blocks(np.asarray([[0, 0, 2**30]], np.int32))
+hand.runner.fast._rows.put_blocks(np.asarray([[0, 0, 2**30]], np.int32))
 fast = hand.runner.fast
 try:
     for step in range(3):

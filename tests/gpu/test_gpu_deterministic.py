@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import ModelConfig
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.graph_runner import Launching
 from tests.support.worker.cuda_runners import cuda_runner
 from tests.support.worker.invariance import Invariance, Limits, check
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import ModelConfig
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.graph_runner import Launching
 from tests.gpu.test_cuda_runner import serve
 from tests.gpu.test_cuda_verify import compare, needs_fp8, told
 from tests.gpu.test_gpu_deterministic import LIMITS

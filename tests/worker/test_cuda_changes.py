@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout, RowState
 from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
 from octavo.wire.messages import Sampling
-from octavo.worker.runners.cuda.staging import RowChanges, Upload
+from octavo.worker.runners.cuda.staging import StagedRows, StagingBuffer
 from octavo.worker.scheduler.plan import NewRequest, Slot
 
 SLOTS, WIDTH = 5, 4
@@ -23,8 +23,8 @@ class Side:
 
     def __init__(self, num_payload: int = 3) -> None:
         self.state = RowState(num_slots=SLOTS, table_width=WIDTH, scratch_block=90, device="cpu")
-        self.changes = RowChanges(self.state.layout)
-        self.upload = Upload(self.changes, num_payload=num_payload, num_buffers=2, device=torch.device("cpu"))
+        self.changes = StagedRows(self.state.layout)
+        self.upload = StagingBuffer(self.changes, num_payload=num_payload, num_buffers=2, device=torch.device("cpu"))
 
     def send(self, num_payload: int = 0) -> None:
         self.upload.send(num_payload)

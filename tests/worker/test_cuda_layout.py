@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.worker.runners.cuda.layout import MixedLayout, MixedShapes, worst_layout
+from octavo.worker.runners.cuda.staging import MixedLayout, MixedShapes, worst_layout
 from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
 
 SHAPES = MixedShapes.of(max_slots=12, max_batch_tokens=100)

@@ -9,8 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.rounding import FP8, round_to_groups
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
-from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.model.interpreter import WARNINGS, convert_to_e4m3_as_devices_do

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.wire.messages import Grammar, GrammarKind
-from octavo.worker.runners.cuda.graphs import batch_sizes
+from octavo.worker.runners.cuda.graph_runner import batch_sizes
 from octavo.worker.runners.interface import RunnerError, StepMasks
 from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
 from tests.support.model.interpreter import WARNINGS
@@ -101,7 +101,7 @@ def test_rows_of_nan_are_told_and_leave_the_others_alone() -> None:
     hand.join(1, prompt(7, 5), num_logprobs=1)
     hand.join(2, prompt(8, 5), temperature=0.7, seed=1)
     hand.step(prefill=tuple(chunk(slot, 0, 5) for slot in range(3)))
-    for pool in (hand.runner.slow.kv, hand.runner.fast.programs.kv):  # type: ignore[attr-defined]
+    for pool in (hand.runner.slow.kv, hand.runner.fast.graphs.kv):  # type: ignore[attr-defined]
         pool.k_pool_LPKBH[0, hand.tables[1][0]] = torch.nan
     hand.launch(decode={0: 5, 1: 5, 2: 5})
     slow, fast = hand.runner.slow.collect(), hand.runner.fast.collect()
@@ -188,7 +188,7 @@ def test_a_choice_that_fails_is_told_where_the_step_is_collected(monkeypatch: py
     hand.launch(prefill=(chunk(0, 0, 5),))
     fast = hand.runner.fast
     with monkeypatch.context() as patch:
-        patch.setattr(fast.programs, "run_sampling", lambda *args: (_ for _ in ()).throw(RuntimeError("no luck")))  # type: ignore[attr-defined]
+        patch.setattr(fast.graphs, "run_sampling", lambda *args: (_ for _ in ()).throw(RuntimeError("no luck")))  # type: ignore[attr-defined]
         fast.constrain(masks_of({0: [1]}))
     with pytest.raises(RunnerError, match="no luck"):
         fast.collect()

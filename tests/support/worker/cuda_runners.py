@@ -13,8 +13,7 @@ from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu.weights import GpuWeights
 from octavo.wire.messages import Sampling
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
-from octavo.worker.runners.cuda.graphs import Launching
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
@@ -78,8 +77,8 @@ def twins(
     fast.record(lambda done, total: None)
     slow.kv.k_pool_LPKBH.fill_(torch.nan)
     slow.kv.v_pool_LPKBH.fill_(torch.nan)
-    fast.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
-    fast.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
+    fast.graphs.kv.k_pool_LPKBH[:, :-1] = torch.nan
+    fast.graphs.kv.v_pool_LPKBH[:, :-1] = torch.nan
     return TwinRunner(slow, fast)
 
 
@@ -105,8 +104,8 @@ def cuda_runner(
     )
     runner = CudaRunner(weights, config)
     runner.record(lambda done, total: None)
-    runner.programs.kv.k_pool_LPKBH[:, :-1] = torch.nan
-    runner.programs.kv.v_pool_LPKBH[:, :-1] = torch.nan
+    runner.graphs.kv.k_pool_LPKBH[:, :-1] = torch.nan
+    runner.graphs.kv.v_pool_LPKBH[:, :-1] = torch.nan
     return runner
 
 

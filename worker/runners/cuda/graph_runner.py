@@ -1,7 +1,7 @@
-"""The steps of a runner on its device: decode and mixed, recorded for the shapes that come up, launched kernel by
+"""The steps of a CUDA runner: decode and mixed, recorded as CUDA graphs for the shapes that come up, launched kernel by
 kernel for the others. Each begins with the host's changes of the rows.
 
-Must not know: requests, plans' order, what becomes of the tokens.
+Must not know: requests, the order of plans, what becomes of the tokens.
 """
 
 import time
@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -22,22 +23,79 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes
 from octavo.worker.config import Deterministic
-from octavo.worker.runners.cuda.graphs import Launching, Recorder, batch_sizes, make_recorder
-from octavo.worker.runners.cuda.layout import MAX_RECORDED_CHUNKS, MixedLayout, MixedShapes
+from octavo.worker.runners.cuda.staging import MAX_RECORDED_CHUNKS, MixedLayout, MixedShapes
+
+
+class Launching(Enum):
+    """How recorded work is repeated."""
+
+    GRAPHS = "graphs"  # one launch for all kernels
+    EAGER = "eager"  # kernel by kernel: on a CPU, and to look for mistakes
+
+
+class Recorder(Protocol):
+    """Turns work into something that does it again."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work, repeatable. It must read and write the same buffers every time."""
+
+
+class EagerRecorder:
+    """Does the work itself, every time."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work as it is."""
+        return work
+
+
+class GraphRecorder:
+    """CUDA graphs that share one pool of memory: only one of them runs at a time. Needs a CUDA device."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do the work once, so that its kernels are compiled and its libraries ready, then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+def make_recorder(launching: Launching) -> Recorder:
+    """Of that kind."""
+    return GraphRecorder() if launching is Launching.GRAPHS else EagerRecorder()
+
+
+def batch_sizes(largest: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then in steps of 8 up to 128, of 16 up to 256, of 32 up to 512, of 64 beyond; the largest is always
+    one. 27 sizes for 256."""
+    sizes, size = [1, 2, 4], 8
+    while size < largest:
+        sizes.append(size)
+        size += 8 if size < 128 else 16 if size < 256 else 32 if size < 512 else 64
+    return (*(size for size in sizes if size < largest), largest)
+
 
 OnProgress = Callable[[int, int], None]
 """Called with (shapes recorded, shapes in all)."""
 
-Program = Callable[[], None]
+Work = Callable[[], None]
 
 _RECORDED_STAGES = (Stage.CHOICE, Stage.LOGPROBS, Stage.LOGPROBS | Stage.CHOICE)
 """What decode rows need most often; the rest is launched kernel by kernel behind the step, while that runs."""
 
 
-class PathChoice(Enum):
+class Autotune(Enum):
     """How steps of a few rows are chosen among the ways there are (model/gpu/autotune.py)."""
 
-    KEPT = "kept"  # as measured once on this device; by a rule where nothing has been
+    CACHED = "cached"  # as measured once on this device; by a rule where nothing has been
     MEASURED = "measured"  # measure what has not been yet, before serving, and keep it on disk: a minute, once
 
 
@@ -58,17 +116,17 @@ class CudaRunnerConfig:
     max_batch_tokens: int = 2048
     max_in_flight: int = 2
     launching: Launching = Launching.GRAPHS
-    path_choice: PathChoice = PathChoice.KEPT
+    autotune: Autotune = Autotune.CACHED
     deterministic: Deterministic = Deterministic.OFF
     kv_dtype: torch.dtype | None = None
 
     @property
     def table_width(self) -> int:
-        """Blocks of the longest request, with one token more: a step that runs ahead samples one for nobody."""
+        """Blocks of the longest request, with one token more: a step that runs ahead samples one that is dropped."""
         return -(-(self.max_model_len + 1) // self.block_size)
 
 
-class StepPrograms:
+class GraphRunner:
     """State, KV pool and steps, with static buffers."""
 
     def __init__(self, weights: GpuWeights, config: CudaRunnerConfig) -> None:
@@ -96,15 +154,15 @@ class StepPrograms:
         )
         self._sizes = batch_sizes(config.max_slots)
         self._recorder = make_recorder(config.launching)
-        self._path_choice = config.path_choice
-        self._upload_U = torch.empty(0)
-        self._decodes: dict[int, Program] = {}
-        self._sampling: dict[tuple[int, Stage], Program] = {}
-        self._mixed: dict[MixedLayout, Program] = {}
+        self._autotune = config.autotune
+        self._staged_U = torch.empty(0)
+        self._decodes: dict[int, Work] = {}
+        self._sampling: dict[tuple[int, Stage], Work] = {}
+        self._mixed: dict[MixedLayout, Work] = {}
 
-    def read_from(self, upload_U: torch.Tensor) -> None:
+    def read_from(self, staged_U: torch.Tensor) -> None:
         """Where the host's copies arrive, before anything runs."""
-        self._upload_U = upload_U
+        self._staged_U = staged_U
 
     @property
     def num_shapes(self) -> int:
@@ -115,26 +173,26 @@ class StepPrograms:
         """Record all shapes, largest first; the seconds that it took. Rows and pool must be idle."""
         start_s, total = time.perf_counter(), self.num_shapes
         on_progress(0, total)
-        if self._path_choice is PathChoice.MEASURED:
+        if self._autotune is Autotune.MEASURED:
             self.step.paths.choose(self._sizes, self.step.run)
         for layout in self._shapes.layouts():
             on_progress(len(self._mixed), total)
-            self._mixed[layout] = self._recorder.record(self._mixed_program(layout))
+            self._mixed[layout] = self._recorder.record(self._mixed_work(layout))
         for size in reversed(self._sizes):
             on_progress(len(self._mixed) + len(self._decodes), total)
-            self._decodes[size] = self._recorder.record(self._decode_program(size))
+            self._decodes[size] = self._recorder.record(self._decode_work(size))
             for stages in _RECORDED_STAGES:
-                self._sampling[size, stages] = self._recorder.record(self._sampling_program(size, stages))
+                self._sampling[size, stages] = self._recorder.record(self._sampling_work(size, stages))
         on_progress(total, total)
         return time.perf_counter() - start_s
 
     def run_all(self) -> None:
-        """Enqueue every shape of step, the small ones on every path: for whoever compiles what that launches."""
+        """Enqueue every shape of step, the small ones on every path: to compile what that launches."""
         for layout in self._shapes.layouts():
-            self._mixed_program(layout)()
+            self._mixed_work(layout)()
         for size in self._sizes:
             for _ in self.step.paths.try_all(size):
-                self._decode_program(size)()
+                self._decode_work(size)()
             self.run_sampling(self.step.rows_B[:size])
 
     def forget(self) -> None:
@@ -143,10 +201,10 @@ class StepPrograms:
         self._decodes.clear()
         self._sampling.clear()
 
-    def record_largest(self, recorder: Recorder) -> tuple[Program, Program]:
-        """The widest decode and the largest mixed step, recorded for whoever measures."""
+    def record_largest(self, recorder: Recorder) -> tuple[Work, Work]:
+        """The widest decode and the largest mixed step, recorded to be measured."""
         layout = self._shapes.layouts()[0]
-        return recorder.record(self._decode_program(self._sizes[-1])), recorder.record(self._mixed_program(layout))
+        return recorder.record(self._decode_work(self._sizes[-1])), recorder.record(self._mixed_work(layout))
 
     def decode_size(self, num_rows: int) -> int:
         """The batch size that runs for so many rows."""
@@ -154,26 +212,26 @@ class StepPrograms:
 
     def run_decode(self, size: int) -> None:
         """Enqueue the changes and a decode step of one of the batch sizes."""
-        program = self._decodes.get(size)
-        program() if program else self._decode_program(size)()
+        recorded = self._decodes.get(size)
+        recorded() if recorded else self._decode_work(size)()
 
     def find_shape(self, exact: MixedLayout, num_chunks: int) -> MixedLayout:
         """The recorded shape that fits, or the step's own."""
         return self._shapes.find(exact, num_chunks) or exact
 
     def run_mixed(self, layout: MixedLayout) -> None:
-        """Enqueue the changes and a mixed step whose inputs lie in the upload as the layout says."""
-        program = self._mixed.get(layout)
-        program() if program else self._mixed_program(layout)()
+        """Enqueue the changes and a mixed step whose inputs lie in the staging buffer as the layout says."""
+        recorded = self._mixed.get(layout)
+        recorded() if recorded else self._mixed_work(layout)()
 
     def run_sampling(self, rows_B: torch.Tensor, stages: Stage = ~Stage.NONE, masks: DeviceMasks | None = None) -> None:
         """Enqueue the kernels that the rows (int32) of the step before need; stages: at least the union of theirs."""
         step, B = self.step, len(rows_B)
-        program = (
+        recorded = (
             self._sampling.get((B, stages)) if masks is None and rows_B.data_ptr() == step.rows_B.data_ptr() else None
         )
-        if program is not None:
-            program()
+        if recorded is not None:
+            recorded()
             return
         batch = SampledBatch(
             logits_BV=step.logits_BV[:B], rows_B=rows_B, token_B=step.token_B[:B], is_finite_B=step.is_finite_B[:B]
@@ -181,8 +239,8 @@ class StepPrograms:
         self.sampling.run(stages, batch, masks)
 
     def sampled_rows(self, layout: MixedLayout) -> torch.Tensor:
-        """int32: rows that a mixed step of this layout samples, as they lie in the upload."""
-        return layout.inputs(self._upload_U[HEADER_WORDS:]).rows_S
+        """int32: rows that a mixed step of this layout samples, as they lie in the staging buffer."""
+        return layout.inputs(self._staged_U[HEADER_WORDS:]).rows_S
 
     def run_inputs(self, inputs: MixedInputs) -> None:
         """Enqueue a mixed step of inputs that lie elsewhere, without changes."""
@@ -198,21 +256,21 @@ class StepPrograms:
 
     def run_changes(self) -> None:
         """Enqueue the changes alone."""
-        apply_changes(self._upload_U, self.state.words_W)
+        apply_changes(self._staged_U, self.state.words_W)
 
-    def _decode_program(self, size: int) -> Program:
+    def _decode_work(self, size: int) -> Work:
         def run() -> None:
             self.run_changes()
             self.step.run(size)
 
         return run
 
-    def _sampling_program(self, size: int, stages: Stage) -> Program:
+    def _sampling_work(self, size: int, stages: Stage) -> Work:
         rows_B = self.step.rows_B[:size]
         return lambda: self.run_sampling(rows_B, stages)
 
-    def _mixed_program(self, layout: MixedLayout) -> Program:
-        inputs = layout.inputs(self._upload_U[HEADER_WORDS:])
+    def _mixed_work(self, layout: MixedLayout) -> Work:
+        inputs = layout.inputs(self._staged_U[HEADER_WORDS:])
 
         def run() -> None:
             self.run_changes()

@@ -1,4 +1,5 @@
-"""From a loaded model to a CUDA runner that is ready to serve: weights folded, pool sized, steps recorded.
+"""From a loaded model to a CUDA runner that is ready to serve: weights folded, kernels compiled, pool
+sized, steps recorded.
 
 Knows torch and the model, and nothing of sockets or requests. Imported only where triton is.
 """
@@ -10,14 +11,15 @@ import torch
 
 from octavo.model.causal_lm import CausalLM
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.precompile import OnProgress as OnKernels
+from octavo.model.kernels.precompile import compiling
 from octavo.worker.config import WorkerConfig
 from octavo.worker.loading.loader import cache_dtype, weight_format
 from octavo.worker.loading.memory import size_pool, weights_bytes
 from octavo.worker.loading.model_card import Described
 from octavo.worker.loading.progress import OnProgress
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, PathChoice
+from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
 from octavo.worker.runners.cuda.memory import cuda_memory_needs
-from octavo.worker.runners.cuda.precompile import compile_kernels
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 log = structlog.get_logger(__name__)
@@ -40,7 +42,7 @@ def make_cuda_runner(
         vocab_size=described.vocab_size,
         eos_token_ids=described.eos_token_ids,
         max_batch_tokens=config.max_batch_tokens,
-        path_choice=PathChoice.MEASURED,
+        autotune=Autotune.MEASURED,
         deterministic=config.deterministic,
         kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
@@ -66,5 +68,22 @@ def make_cuda_runner(
     )
     runner = CudaRunner(weights, replace(runner_config, num_blocks=pool.num_blocks))
     seconds = runner.record(lambda done, total: on_progress("recording_steps", done, total))
-    log.info("steps_recorded", num_graphs=runner.programs.num_shapes, seconds=round(seconds, 2))
+    log.info("steps_recorded", num_graphs=runner.graphs.num_shapes, seconds=round(seconds, 2))
     return runner
+
+
+def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: OnKernels) -> None:
+    """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
+    Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
+    loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
+    first_layer = replace(weights, layers=weights.layers[:1])
+    try:
+        with torch.inference_mode():
+            graphs = CudaRunner(first_layer, replace(config, num_blocks=1)).graphs
+            with compiling(on_progress):
+                graphs.run_all()
+            torch.cuda.synchronize(weights.embed_VD.device)
+        del graphs
+    except torch.OutOfMemoryError:
+        pass  # the rehearsal tells what does not fit, and what to do about it
+    torch.cuda.empty_cache()

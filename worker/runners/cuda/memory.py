@@ -14,10 +14,9 @@ from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
 from octavo.wire.messages import Sampling
 from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig
-from octavo.worker.runners.cuda.graphs import EagerRecorder, GraphRecorder, Launching
-from octavo.worker.runners.cuda.layout import MixedLayout
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, EagerRecorder, GraphRecorder, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.cuda.staging import MixedLayout
 from octavo.worker.runners.outputs import sampling_params
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
@@ -72,19 +71,19 @@ def _rehearse(weights: GpuWeights, config: CudaRunnerConfig) -> int:
         if config.launching is Launching.EAGER:
             return steps_bytes
         recorder = GraphRecorder()
-        first = runner.programs.record_largest(recorder)
+        first = runner.graphs.record_largest(recorder)
         first_bytes = before - _free_bytes(device) - steps_bytes
-        more = runner.programs.record_largest(recorder)
+        more = runner.graphs.record_largest(recorder)
         more_bytes = before - _free_bytes(device) - steps_bytes - first_bytes
     # The first two graphs also bring what all share: a library's workspace, the pool's first segment.
-    num_pairs = runner.programs.num_shapes // len(first + more) * 2
+    num_pairs = runner.graphs.num_shapes // len(first + more) * 2
     return steps_bytes + first_bytes + more_bytes * num_pairs
 
 
 def run_largest_steps(runner: CudaRunner) -> None:
     """The largest prefill, the widest decode and the widest batch of special rows, all on the scratch row."""
     _run_largest_prefill(runner)
-    decode, _ = runner.programs.record_largest(EagerRecorder())
+    decode, _ = runner.graphs.record_largest(EagerRecorder())
     decode()
     _sample_special(runner)
 
@@ -100,7 +99,7 @@ def _run_largest_prefill(runner: CudaRunner) -> None:
     layout = MixedLayout.exact(plan)
     words_U = np.zeros(layout.num_words, np.int32)
     layout.fill(words_U, plan, [np.zeros(longest, np.int32)] * (scratch + 1), scratch_row=scratch)
-    runner.programs.run_inputs(layout.inputs(torch.from_numpy(words_U).to(runner.programs.kv.k_pool_LPKBH.device)))
+    runner.graphs.run_inputs(layout.inputs(torch.from_numpy(words_U).to(runner.graphs.kv.k_pool_LPKBH.device)))
 
 
 def _sample_special(runner: CudaRunner) -> None:
@@ -109,7 +108,7 @@ def _sample_special(runner: CudaRunner) -> None:
     for slot in slots_N.tolist():
         join = NewRequest(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
         runner.special.join(join, params)
-    logits_NV = runner.programs.step.logits_BV[: len(slots_N)].float()
+    logits_NV = runner.graphs.step.logits_BV[: len(slots_N)].float()
     runner.special.sample(logits_NV, slots_N, np.ones(len(slots_N), np.int64))
 
 

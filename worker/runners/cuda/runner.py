@@ -9,7 +9,7 @@ Tokens, positions and block tables stay on the device: a decode step that follow
 batch where its rows are other ones. `plan.decode_positions_S` is therefore not sent; it finds missing blocks here. Must
 not know: the block manager, the scheduler, sockets, text.
 
-Legend: S sampled rows · R slots.
+Legend: S sampled rows · R slots · B rows of the step · X words of a row's log-probabilities.
 """
 
 from collections import deque
@@ -21,32 +21,19 @@ import torch
 from octavo.model.gpu.decode_step import RESULT_BYTES
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.sampling.filter import EXHAUSTED
-from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, OnProgress, StepPrograms
-from octavo.worker.runners.cuda.graphs import Launching
-from octavo.worker.runners.cuda.layout import MixedLayout, worst_layout
-from octavo.worker.runners.cuda.sampling import SpecialRows
-from octavo.worker.runners.cuda.staging import RowChanges, Upload
-from octavo.worker.runners.cuda.token_choice import Choosing, Chosen, RunStep, read_logprobs
+from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner, Launching, OnProgress
+from octavo.worker.runners.cuda.sampling import LaunchedStep, SpecialRows, StepLogprobs, StepSampler, read_logprobs
+from octavo.worker.runners.cuda.staging import MixedLayout, StagedRows, StagingBuffer, worst_layout
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory, StepMasks
 from octavo.worker.runners.outputs import Pooler, PromptScorer, as_runner_error, empty_result
 from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
 
 _NO_TOKENS = np.empty(0, np.int32)
-
-
-# How a step's tokens come back: a copy behind the step into pinned memory, and an event to wait for.
-#
-# The copy is in the step's own stream. A side stream would have to be waited for before the next step may overwrite the
-# result, which costs the device more than these few hundred bytes (two events against about two microseconds).
-#
-# Legend: B rows of the step · X words of a row's log-probabilities (model/kernels/sampling/logprobs.py).
-
-
 _FINITE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Landed:
+class StepOutputs:
     """Of every row of the step as it was run: token_B (int32), is_finite_B and is_exhausted_B (bool; new arrays),
     answer_BX (int32). Views are overwritten by the next step but one."""
 
@@ -56,8 +43,12 @@ class Landed:
     answer_BX: np.ndarray
 
 
-class Results:
-    """Buffers used in turn, one for each step in flight.
+class ResultBuffers:
+    """Brings a step's tokens back: a copy behind the step into pinned memory, and an event to wait for.
+
+    The copy is in the step's own stream. A side stream would have to be waited for before the next step may overwrite
+    the result, which costs the device more than these few hundred bytes (two events against about two microseconds).
+    Buffers are used in turn, one for each step in flight.
 
     result: uint8 on the device, max_batch tokens (int32) and as many flags (int8). answer_BX: int32 on the device.
     """
@@ -82,13 +73,13 @@ class Results:
         self._turn = (turn + 1) % len(self._buffers)
         return turn
 
-    def wait(self, turn: int) -> Landed:
+    def wait(self, turn: int) -> StepOutputs:
         """Wait for that copy."""
         if self._events:
             self._events[turn].synchronize()
         array = self._buffers[turn].numpy()
         flags_B = array[4 * self._max_batch :]
-        return Landed(
+        return StepOutputs(
             token_B=array[: 4 * self._max_batch].view(np.int32),
             is_finite_B=(flags_B & _FINITE).view(np.bool_),
             is_exhausted_B=(flags_B & EXHAUSTED) != 0,
@@ -96,14 +87,9 @@ class Results:
         )
 
 
-# What becomes of an error in a step on a CUDA device: the step's own, or the end of the process.
-#
-# After an illegal access, a device-side assertion or a lost device every further call fails with the same error: the
-# context is gone and only a new process gets another one.
-
-
 class DeviceLost(Exception):
-    """The CUDA context is unusable. Not a RunnerError on purpose: the engine must end, and its supervisor start it
+    """The CUDA context is unusable: after an illegal access, a device-side assertion or a lost device every further
+    call fails with the same error. Not a RunnerError on purpose: the engine must end, and its supervisor start it
     again."""
 
 
@@ -122,7 +108,7 @@ def runner_error(error: Exception, device: torch.device) -> RunnerError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Flight:
+class _InFlightStep:
     """A launched step. first_end: where the tokens of ended chunks begin in the result. held: it waits for masks.
     error: it failed after its launch."""
 
@@ -131,8 +117,8 @@ class _Flight:
     num_ends: int = 0
     first_end: int = 0
     turn: int | None = None
-    chosen: Chosen = field(default_factory=Chosen)
-    held: RunStep | None = None
+    chosen: StepLogprobs = field(default_factory=StepLogprobs)
+    held: LaunchedStep | None = None
     error: RunnerError | None = None
     embeddings: dict[int, torch.Tensor] = field(default_factory=dict)  # on the host, as complete as the turn
     prompt_logprobs: dict[int, list[SlotLogprobs]] = field(default_factory=dict)
@@ -148,113 +134,113 @@ class CudaRunner:
         self.config = config
         self.max_in_flight = config.max_in_flight
         self._device = weights.embed_VD.device
-        self.programs = StepPrograms(weights, config)
-        self._changes = RowChanges(self.programs.state.layout)
+        self.graphs = GraphRunner(weights, config)
+        self._rows = StagedRows(self.graphs.state.layout)
         worst = worst_layout(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
-        self._upload = Upload(
-            self._changes, num_payload=worst.num_words, num_buffers=config.max_in_flight, device=self._device
+        self._staging = StagingBuffer(
+            self._rows, num_payload=worst.num_words, num_buffers=config.max_in_flight, device=self._device
         )
-        self.programs.read_from(self._upload.device_U)
-        self._results = Results(
-            self.programs.step.result, self.programs.sampling.logprobs.answer_BX, num_buffers=config.max_in_flight
+        self.graphs.read_from(self._staging.device_U)
+        self._results = ResultBuffers(
+            self.graphs.step.result, self.graphs.sampling.logprobs.answer_BX, num_buffers=config.max_in_flight
         )
-        self._choosing = Choosing(self.programs, config, self._device)
+        self._step_sampler = StepSampler(self.graphs, config, self._device)
         self._pooler = Pooler()
-        self._scorer = PromptScorer(self.programs.logits, vocab_size=config.vocab_size)
+        self._scorer = PromptScorer(self.graphs.logits, vocab_size=config.vocab_size)
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_InFlightStep] = deque()
 
     @property
     def special(self) -> SpecialRows:
         """Rows that the whole sampler serves."""
-        return self._choosing.special
+        return self._step_sampler.special
 
     @property
     def kv(self) -> object:
         """The KV pool."""
-        return self.programs.kv
+        return self.graphs.kv
 
     def record(self, on_progress: OnProgress) -> float:
         """Record every shape of step, so that serving launches graphs and compiles nothing. Seconds taken."""
         if self.config.launching is Launching.EAGER:
             return 0.0
         with torch.inference_mode():
-            self._choosing.warm_up()
-            return self.programs.record(on_progress)
+            self._step_sampler.warm_up()
+            return self.graphs.record(on_progress)
 
     # ------------------------------------------------------------ the protocol
 
     def launch(self, plan: StepPlan) -> None:
         """Enqueue a step. Raises RunnerError, RunnerOutOfMemory: its rows must join again then, as the engine has it.
         Raises DeviceLost where the process must end."""
-        if len(self._flights) >= self.max_in_flight:
+        if len(self._in_flight) >= self.max_in_flight:
             raise RunnerError(f"step {plan.step} would be one more in flight than {self.max_in_flight}")
         try:
             with torch.inference_mode():
-                self._flights.append(self._start(plan))
+                self._in_flight.append(self._start(plan))
         except (RuntimeError, IndexError, ValueError, MemoryError) as error:
             raise runner_error(error, self._device) from error
 
     def constrain(self, masks: StepMasks) -> None:
         """Let the newest step choose its tokens, whose grammars allow what these masks say. Nothing where it does not
         wait. Raises DeviceLost where the process must end."""
-        flight = self._flights[-1] if self._flights else None
-        if flight is None or flight.held is None:
+        launched = self._in_flight[-1] if self._in_flight else None
+        if launched is None or launched.held is None:
             return
         try:
             with torch.inference_mode():
-                chosen = self._choosing.run(flight.held, masks)
+                chosen = self._step_sampler.run(launched.held, masks)
                 turn = self._results.send(num_answers=chosen.num_answers)
-            self._flights[-1] = replace(flight, held=None, chosen=chosen, turn=turn)
+            self._in_flight[-1] = replace(launched, held=None, chosen=chosen, turn=turn)
         except (RuntimeError, IndexError, ValueError, MemoryError) as error:
-            self._flights[-1] = replace(flight, held=None, error=runner_error(error, self._device))
+            self._in_flight[-1] = replace(launched, held=None, error=runner_error(error, self._device))
 
     def collect(self) -> StepResult:
         """The oldest launched step. Raises LookupError, also for a step that still waits for masks; RunnerError where
         choosing failed; DeviceLost where the process must end."""
-        if not self._flights or self._flights[0].held is not None:
+        if not self._in_flight or self._in_flight[0].held is not None:
             raise LookupError("no step is in flight, or it waits for masks")
-        flight = self._flights.popleft()
-        if flight.error is not None:
-            raise flight.error
-        if flight.turn is None:
-            return empty_result(flight.step)
+        launched = self._in_flight.popleft()
+        if launched.error is not None:
+            raise launched.error
+        if launched.turn is None:
+            return empty_result(launched.step)
         try:
-            landed = self._results.wait(flight.turn)
+            outputs = self._results.wait(launched.turn)
         except RuntimeError as error:
-            raise DeviceLost(f"the CUDA device failed in step {flight.step} or before: {error}") from error
-        is_exhausted_S = _sampled(landed.is_exhausted_B, flight)
+            raise DeviceLost(f"the CUDA device failed in step {launched.step} or before: {error}") from error
+        is_exhausted_S = _sampled(outputs.is_exhausted_B, launched)
         return StepResult(
-            step=flight.step,
-            tokens_S=_sampled(landed.token_B, flight),
-            is_finite_S=_sampled(landed.is_finite_B, flight),
+            step=launched.step,
+            tokens_S=_sampled(outputs.token_B, launched),
+            is_finite_S=_sampled(outputs.is_finite_B, launched),
             is_exhausted_S=is_exhausted_S if is_exhausted_S.any() else None,
-            logprobs=read_logprobs(flight.chosen, landed.answer_BX),
-            embeddings={index: embedding_D.numpy() for index, embedding_D in flight.embeddings.items()},
-            prompt_logprobs=flight.prompt_logprobs,
+            logprobs=read_logprobs(launched.chosen, outputs.answer_BX),
+            embeddings={index: embedding_D.numpy() for index, embedding_D in launched.embeddings.items()},
+            prompt_logprobs=launched.prompt_logprobs,
         )
 
     def close(self) -> None:
         """Forget the steps in flight and the recorded ones. Idempotent."""
-        self._flights.clear()
-        self.programs.forget()
+        self._in_flight.clear()
+        self.graphs.forget()
 
     # ------------------------------------------------------------ a step
 
-    def _start(self, plan: StepPlan) -> _Flight:
+    def _start(self, plan: StepPlan) -> _InFlightStep:
         self._apply(plan)
         if not plan.num_tokens:
-            self._upload.send(0)
-            self.programs.run_changes()
-            return _Flight(step=plan.step, num_decodes=0)
+            self._staging.send(0)
+            self.graphs.run_changes()
+            return _InFlightStep(step=plan.step, num_decodes=0)
         self._check_blocks(plan)
         run = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
         num_decodes, first_end = len(plan.decode_slots_S), run.first_end
         is_held = run.awaits_masks
-        chosen = Chosen() if is_held else self._choosing.run(run, None)
-        embeddings = self._pooler.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
-        scores = self._scorer.take(plan, self.programs.hidden, first_token=first_end) if plan.prefill else {}
-        return _Flight(
+        chosen = StepLogprobs() if is_held else self._step_sampler.run(run, None)
+        embeddings = self._pooler.take(plan, self.graphs.hidden, first_token=first_end) if plan.prefill else {}
+        scores = self._scorer.take(plan, self.graphs.hidden, first_token=first_end) if plan.prefill else {}
+        return _InFlightStep(
             step=plan.step,
             num_decodes=num_decodes,
             num_ends=len(run.slots_S) - num_decodes,
@@ -270,21 +256,21 @@ class CudaRunner:
         """Joins and block updates into the changes; copies at once, behind the steps in flight."""
         for join in plan.new_requests:
             self._join(join)
-        self._changes.put_blocks(plan.block_updates_U3)
+        self._rows.put_blocks(plan.block_updates_U3)
         if len(plan.block_copies_C2):
             pairs_C2 = torch.from_numpy(plan.block_copies_C2.astype(np.int64)).to(self._device)
-            self.programs.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
+            self.graphs.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
 
     def _join(self, join: NewRequest) -> None:
-        self._choosing.join(join, self._changes)
+        self._step_sampler.join(join, self._rows)
         self._pooler.join(join)
         self._scorer.join(join)
         self._tokens_R[join.slot] = join.token_ids_T
 
     def _check_blocks(self, plan: StepPlan) -> None:
         """A slot without a block where the plan writes is a mistake of the plan: it must not become a write into
-        somebody else's block. Raises ValueError."""
-        table_RM, block_size = self._changes.table_RM, self.config.block_size
+        another request's block. Raises ValueError."""
+        table_RM, block_size = self._rows.table_RM, self.config.block_size
         slots_S = plan.decode_slots_S
         blocks_S = table_RM[slots_S, plan.decode_positions_S // block_size]
         if len(blocks_S) and blocks_S.min() < 0:
@@ -295,22 +281,22 @@ class CudaRunner:
             if table_RM[chunk.slot, chunk.start // block_size : -(-end // block_size)].min() < 0:
                 raise ValueError(f"slot {chunk.slot} has no block somewhere in positions {chunk.start} to {end - 1}")
 
-    def _start_decode(self, plan: StepPlan) -> RunStep:
-        size = self.programs.decode_size(len(plan.decode_slots_S))
-        self._changes.set_batch(plan.decode_slots_S, size)
-        self._upload.send(0)
-        self.programs.run_decode(size)
-        return self._choosing.started(plan, self.programs.step.rows_B[:size], first_end=0)
+    def _start_decode(self, plan: StepPlan) -> LaunchedStep:
+        size = self.graphs.decode_size(len(plan.decode_slots_S))
+        self._rows.set_batch(plan.decode_slots_S, size)
+        self._staging.send(0)
+        self.graphs.run_decode(size)
+        return self._step_sampler.started(plan, self.graphs.step.rows_B[:size], first_end=0)
 
-    def _start_mixed(self, plan: StepPlan) -> RunStep:
+    def _start_mixed(self, plan: StepPlan) -> LaunchedStep:
         exact = MixedLayout.exact(plan)
-        layout = self.programs.find_shape(exact, len(plan.prefill))
-        payload_U = self._upload.payload(layout.num_words)
+        layout = self.graphs.find_shape(exact, len(plan.prefill))
+        payload_U = self._staging.payload(layout.num_words)
         layout.fill(payload_U, plan, self._tokens_R, scratch_row=self.config.max_slots)
-        self._upload.send(layout.num_words)
-        self.programs.run_mixed(layout)
-        rows_B = self.programs.sampled_rows(layout)
-        return self._choosing.started(plan, rows_B, first_end=layout.num_decodes)
+        self._staging.send(layout.num_words)
+        self.graphs.run_mixed(layout)
+        rows_B = self.graphs.sampled_rows(layout)
+        return self._step_sampler.started(plan, rows_B, first_end=layout.num_decodes)
 
 
 def _to_host(values_D: torch.Tensor) -> torch.Tensor:
@@ -319,9 +305,9 @@ def _to_host(values_D: torch.Tensor) -> torch.Tensor:
     return host_D.copy_(values_D, non_blocking=True)
 
 
-def _sampled(values_B: np.ndarray, flight: _Flight) -> np.ndarray:
+def _sampled(values_B: np.ndarray, launched: _InFlightStep) -> np.ndarray:
     """A copy of the step's own entries, decodes first."""
-    decodes = values_B[: flight.num_decodes]
-    if not flight.num_ends:
+    decodes = values_B[: launched.num_decodes]
+    if not launched.num_ends:
         return decodes.copy()
-    return np.concatenate([decodes, values_B[flight.first_end : flight.first_end + flight.num_ends]])
+    return np.concatenate([decodes, values_B[launched.first_end : launched.first_end + launched.num_ends]])
