@@ -48,7 +48,7 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 
 # Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
 # with the others: what must be free within seconds is looked at here.
-test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient
+test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, gRPC for Node
 	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra tests/interop
 
 GPU_TESTS := tests/gpu tests/model/kernels tests/model/gpu

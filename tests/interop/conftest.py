@@ -1,12 +1,13 @@
 """Tests with clients and gateways of others: `make test-interop`, for they download what they drive."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.services.interop import NoEnvironment, interop_python
+from tests.support.services.interop import NoEnvironment, interop_node, interop_python, run_node
 from tests.support.services.service import Service, serve
 
 collect_ignore_glob = ["drivers/*"] if os.environ.get("OCTAVO_INTEROP") else ["*.py"]
@@ -29,6 +30,15 @@ def smg_python() -> Path:
 def triton_python() -> Path:
     """An interpreter that has tritonclient; skips where it cannot be installed."""
     return _python("triton")
+
+
+@pytest.fixture(scope="session")
+def node() -> Callable[..., str]:
+    """Runs a script with gRPC for Node; skips where that cannot be installed."""
+    try:
+        return partial(run_node, interop_node())
+    except NoEnvironment as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

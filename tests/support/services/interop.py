@@ -46,6 +46,41 @@ def _make(folder: Path, python: Path, pins: Path) -> None:
         raise NoEnvironment(f"{pins.name} could not be installed: {error}") from None
 
 
+@cache
+def interop_node() -> Path:
+    """The `node_modules` of `tests/interop/node/package.json`. Raises NoEnvironment."""
+    node, npm, wanted = shutil.which("node"), shutil.which("npm"), PINS / "node" / "package.json"
+    if node is None or npm is None:
+        raise NoEnvironment("there is no node or no npm here")
+    folder = environments_folder() / f"node-{hashlib.sha256(wanted.read_bytes()).hexdigest()[:12]}"
+    if not (folder / ".complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        shutil.copy(wanted, folder)
+        try:
+            _run([npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund"])
+        except (NoEnvironment, subprocess.TimeoutExpired) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise NoEnvironment(f"what {wanted.name} names could not be installed: {error}") from None
+        (folder / ".complete").touch()
+    return folder / "node_modules"
+
+
+def run_node(modules: Path, script: str, *arguments: str, timeout_s: float = 120.0) -> str:
+    """What a script of the checkout writes, with these modules."""
+    done = subprocess.run(
+        ["node", script, *arguments],
+        cwd=REPOSITORY,
+        env={"PATH": os.environ.get("PATH", ""), "NODE_PATH": str(modules)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     if done.returncode:
