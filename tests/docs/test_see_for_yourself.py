@@ -201,7 +201,7 @@ def _simulation(how: str, folder: Path) -> None:
     assert re.search(r"violations +0 in 0 seeds", said)
 
 
-@shows("a lost worker is a pause, and its streams go on")
+@shows("a lost worker is a pause, and its streams go on, token by token the same with `--deterministic`")
 def _migration(how: str, folder: Path) -> None:
     assert "`tests/gateway/workers/test_migration.py`" in how
     require_tests(

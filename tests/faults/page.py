@@ -20,6 +20,8 @@ After every row on a running service eight things are checked: blocks balance, n
 that they would have had, victims a beginning of it and one end, descriptors, threads and memory are back, metrics
 reconcile with the calls that were made, a canary is served within two seconds, and the gateway lived, without a
 traceback or an UNKNOWN. The oracle runner makes a leaked, doubly used or stale block visible in the bytes.
+That nobody has another byte holds for it, and for models exactly with `--deterministic`; without it the rounding of a
+moved or preempted output may turn a near tie, and what follows is a continuation of what was delivered.
 
 `make test` runs all rows but the proofs of minutes, which `make faults-long` runs.
 

@@ -241,7 +241,9 @@ class Receipt(_message.Message):
     block_seconds: _builtins.float
     """KV blocks held, times the seconds that they were held: what the request cost in memory."""
     migrations: _builtins.int
-    """Times that the request moved to another worker, or to a restarted one."""
+    """Times that the request moved to another worker, or to a restarted one. What follows is exactly what would have come
+    where workers run with --deterministic, else a continuation of what was delivered.
+    """
     def __init__(
         self,
         *,

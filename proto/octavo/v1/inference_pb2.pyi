@@ -558,7 +558,9 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens less probable than this times the most probable one; in [0, 1]."""
     seed: _builtins.int
-    """The same seed gives the same tokens, whatever else runs; unset: a random one, told in the receipt."""
+    """The same seed gives the same tokens, whatever else runs: exactly where workers run with --deterministic, else up to
+    rounding at near ties. Unset: a random one, told in the receipt.
+    """
     repetition_penalty: _builtins.float
     """Divides positive and multiplies negative logits of tokens seen in prompt or output; in (0, 100], 1 is off."""
     presence_penalty: _builtins.float

@@ -25,6 +25,8 @@ ROWS: dict[int, Row] = {
         KILLED + "3_where_nothing_may_move_victims_are_told_and_bystanders_notice_nothing",
         "tests/faults/test_long_kills.py::test_row_3_every_stream_of_fifty_killed_workers_is_complete",
         "tests/gateway/workers/test_migration.py::test_an_output_goes_on_behind_what_it_has_given_and_counts_it",
+        "tests/e2e/test_migration_of_a_model.py::test_with_deterministic_not_a_token_is_another",
+        "tests/e2e/test_migration_of_a_model.py::test_without_it_every_stream_is_whole_and_goes_on_from_what_it_has_given",
         figures=("3", "3 without migration", "kills"),
     ),
     4: row(
