@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 MANAGER = "tests/blockmgr/test_mutants.py::test_"
-SCHEDULER = "tests/worker/test_scheduler_mutants.py::test_the_mutant_is_killed"
+SCHEDULER = "tests/worker/scheduler/test_scheduler_mutants.py::test_the_mutant_is_killed"
 SIMULATION = "tests/sim/test_mutants.py::test_it_is_noticed"
 PLANTED = "tests/faults/test_planted.py::test_a_planted_bug_is_noticed"
 WALK = MANAGER + "a_walk_kills"

@@ -10,7 +10,7 @@ MAIN = "tests/worker/test_main.py::test_"
 ROWS: dict[int, Row] = {
     16: row(
         "a cancel at each point of a life",
-        "tests/worker/test_scheduler_ends.py::test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody",
+        "tests/worker/scheduler/test_scheduler_ends.py::test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody",
         "tests/gateway/test_generate_ends.py::test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind",
         "tests/gateway/workers/test_migration.py::test_a_cancel_ends_it_wherever_it_is",
     ),
@@ -24,11 +24,11 @@ ROWS: dict[int, Row] = {
     18: row(
         "every request is preempted",
         "tests/e2e/test_equality.py::test_every_output_equals_the_oracle_although_every_request_was_preempted",
-        "tests/worker/test_scheduler_progress.py::test_every_request_of_a_crowd_is_preempted_and_none_notices",
+        "tests/worker/scheduler/test_scheduler_progress.py::test_every_request_of_a_crowd_is_preempted_and_none_notices",
     ),
     19: row(
         "a request that can never fit",
-        "tests/worker/test_scheduler_refusals.py::"
+        "tests/worker/scheduler/test_scheduler_refusals.py::"
         "test_a_request_too_long_for_the_pool_is_refused_at_once_and_nobody_waits_behind_it",
         "tests/gateway/test_generate_refusals.py::test_what_can_never_fit_is_refused_at_once",
     ),
@@ -40,19 +40,19 @@ ROWS: dict[int, Row] = {
     21: row(
         "preemption that waits for itself",
         "tests/sim/test_exhaustive.py::test_there_is_no_deadlock_and_no_way_round_in_circles",
-        "tests/worker/test_scheduler_progress.py::"
+        "tests/worker/scheduler/test_scheduler_progress.py::"
         "test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says",
     ),
     22: row(
         "the donor of a shared prefix leaves",
         "tests/blockmgr/test_machine.py::test_any_order_of_calls_keeps_every_invariant",
         "tests/blockmgr/test_fork.py::test_the_source_of_a_copy_is_not_handed_out_before_the_copy_is_done",
-        "tests/worker/test_scheduler_forks.py::test_an_output_that_is_cancelled_leaves_the_others",
+        "tests/worker/scheduler/test_scheduler_forks.py::test_an_output_that_is_cancelled_leaves_the_others",
     ),
     23: row(
         "prefix hits after churn, and of whole prompts",
         MANAGER + "a_prompt_that_is_cached_whole_computes_its_last_block_again",
-        "tests/worker/test_scheduler_progress.py::test_chunks_lookahead_cache_and_pool_size_change_no_token",
+        "tests/worker/scheduler/test_scheduler_progress.py::test_chunks_lookahead_cache_and_pool_size_change_no_token",
     ),
     24: row(
         "colliding hashes and salts",
@@ -69,7 +69,7 @@ ROWS: dict[int, Row] = {
         "messages that repeat or are lost on the way to blocks",
         "tests/sim/test_seeds.py::test_every_seed_ends_balances_and_repeats",
         MANAGER + "a_second_release_and_a_strangers_do_nothing",
-        "tests/worker/test_scheduler_refusals.py::test_a_key_in_use_is_ignored_and_counted",
+        "tests/worker/scheduler/test_scheduler_refusals.py::test_a_key_in_use_is_ignored_and_counted",
     ),
     27: row(
         "a caller vanishes without a word",
@@ -86,7 +86,7 @@ ROWS: dict[int, Row] = {
     29: row(
         "a long prompt beside short ones",
         CALLERS + "29_short_requests_do_not_wait_for_a_long_prompt",
-        "tests/worker/test_scheduler.py::test_a_chunk_limit_lets_short_prompts_pass_a_long_one",
+        "tests/worker/scheduler/test_scheduler.py::test_a_chunk_limit_lets_short_prompts_pass_a_long_one",
         "tests/faults/test_rows_tenants.py::test_row_29_a_small_tenant_gets_its_share_beside_a_crowd",
         figures=("29", "29 tenants"),
     ),

@@ -73,12 +73,12 @@ ROWS: dict[int, Row] = {
     12: row(
         "a row's logits are not finite",
         WORKER + "12_a_row_that_is_not_a_number_ends_alone_after_its_good_beginning",
-        "tests/worker/test_scheduler_faults.py::test_blocks_of_a_request_that_was_not_finite_never_serve_another",
+        "tests/worker/scheduler/test_scheduler_faults.py::test_blocks_of_a_request_that_was_not_finite_never_serve_another",
     ),
     13: row(
         "a step never ends and holds Python's lock",
         FROZEN + "_13_a_worker_that_never_ends_its_step_is_given_up_and_replaced",
-        "tests/worker/test_heartbeat.py::test_a_hung_process_ends_itself_and_says_where_it_was",
+        "tests/worker/transport/test_heartbeat.py::test_a_hung_process_ends_itself_and_says_where_it_was",
         figures=("13",),
     ),
     14: row(
