@@ -128,7 +128,7 @@ def run_of(handle: int, prompt_ids_T: np.ndarray, **sampling: Any) -> Run:
 
 
 class KeptMail(Mailbox):
-    """tokens, logprobs, finished: by handle, until somebody takes them."""
+    """tokens, logprobs, finished: by handle, until they are taken."""
 
     def __init__(self) -> None:
         super().__init__()

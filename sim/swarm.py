@@ -81,7 +81,7 @@ def _config(rng: random.Random) -> SimConfig:
     # Forced preemption, a knob for tests, must leave a request the steps that its prompt takes.
     least_prefill = min(max_prefill_tokens, max_chunk_tokens or 256)
     max_model_len = _log_uniform(rng, 8, 256) if rng.random() < 0.2 else rng.randint(64, 160)
-    if rng.random() < 0.7:  # too little for those that run: somebody gives way all the time
+    if rng.random() < 0.7:  # too little for those that run: requests are preempted all the time
         num_tokens = max(max_model_len * 1.1, max_num_seqs * rng.uniform(15.0, 50.0))
         num_blocks = max(8, round(num_tokens / block_size))
     return SimConfig(

@@ -1,6 +1,6 @@
 """Totals and progress over many seeds, and a file with a line per seed so that an interrupted run can go on.
 
-A bar where somebody looks at a terminal, a line now and then where nobody does.
+A bar on a terminal, a line now and then elsewhere.
 """
 
 import hashlib

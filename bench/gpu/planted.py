@@ -1,4 +1,4 @@
-"""Two kernels with a planted mistake each, for whoever wants to know whether a checker would find one.
+"""Two kernels with a planted mistake each: a checker must find them.
 
     python -m bench.gpu.planted memcheck|racecheck
 

@@ -112,7 +112,7 @@ class GpuEngine:
 
     @property
     def is_steady(self) -> bool:
-        """Nobody waits: whoever asked is running."""
+        """No request waits: all that were asked are running."""
         return not self.mail.coming and not self._scheduler.num_waiting
 
     def step(self) -> None:

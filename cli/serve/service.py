@@ -108,7 +108,7 @@ class Service:
                     await self._sleep(delay_s)
 
     async def _end(self) -> None:
-        """Gateways first, while the workers finish their requests; then the workers; then whoever is left."""
+        """Gateways first, while the workers finish their requests; then the workers; then what is left."""
         gateways = [each.child for each in self._kept if each.plan.role is Role.GATEWAY]
         workers = [each.child for each in self._kept if each.plan.role is Role.WORKER]
         if self.stage is Stage.DRAINING:

@@ -68,7 +68,7 @@ class Lifetimes:
 
     def on_exit(self, code: int, now_s: float) -> Decision:
         """It ended. code as subprocess has it: negative is a signal. The supervisor's own drain is not told here: so
-        one that was asked to end was asked by somebody else (a SIGTERM), and is started again; only AdminService.Drain,
+        one that was asked to end was asked from outside (a SIGTERM), and is started again; only AdminService.Drain,
         which reaches every gateway, is as final as our own."""
         if code == EXIT_DRAINED:
             return Left()

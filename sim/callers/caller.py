@@ -60,7 +60,7 @@ class _Got:
 
 
 class Caller:
-    """One request of one tenant. gateway_of: whoever serves now at an index; None while nobody does."""
+    """One request of one tenant. gateway_of: the gateway that serves now at an index, None while none does."""
 
     def __init__(
         self,

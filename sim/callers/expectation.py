@@ -1,4 +1,4 @@
-"""What a caller must get, by the slow twin: no blocks, no batches, no streams.
+"""What a caller must get, by a slow reference: no blocks, no batches, no streams.
 
 A complete output equals the oracle's, an interrupted one is a beginning of it; a prefix hit comes from the caller's own
 tenant; a stop string and what follows it are never seen.

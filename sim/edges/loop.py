@@ -27,7 +27,7 @@ MAX_TURNS_AT_ONE_TIME = 200_000
 
 
 class NothingHappens(Exception):
-    """Somebody waits, and no timer will ever fire."""
+    """A task waits, and no timer will ever fire."""
 
 
 class TimeStandsStill(Exception):
@@ -56,7 +56,7 @@ class _NoSelector(selectors.BaseSelector):
 class SimLoop(asyncio.SelectorEventLoop):
     """``time()`` is virtual seconds from START_S on."""
 
-    _ready: Any  # asyncio's deque of handles, and its wish to stop
+    _ready: Any  # asyncio's deque of handles, and its flag to stop
     _stopping: bool
 
     def __init__(self) -> None:

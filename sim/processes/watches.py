@@ -140,7 +140,7 @@ class GatewayWatch:
         self._was_full = False
 
     def called(self, request_id: str) -> None:
-        """Somebody calls, perhaps again."""
+        """A call begins, perhaps the second of its request."""
         self._cancelled = {each for each in self._cancelled if each[0] != request_id}
 
     def closed(self, call: SimCall) -> None:

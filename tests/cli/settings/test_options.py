@@ -12,15 +12,15 @@ from octavo.cli.settings.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class Extras:
     """A group of options."""
 
     echo: Annotated[bool, typer.Option("--echo")] = False
     words: Annotated[list[str] | None, typer.Option("--word")] = None
 
 
-def greet(resolved: Resolved[ClientSettings], name: str = "you", *, wishes: Wishes, loud: bool = False) -> object:
-    return name, wishes, loud, resolved.settings.port
+def greet(resolved: Resolved[ClientSettings], name: str = "you", *, extras: Extras, loud: bool = False) -> object:
+    return name, extras, loud, resolved.settings.port
 
 
 def test_a_dataclass_stands_for_an_option_of_each_field_in_its_place() -> None:
@@ -29,4 +29,4 @@ def test_a_dataclass_stands_for_an_option_of_each_field_in_its_place() -> None:
     assert names == ["name", "echo", "words", "loud", *ClientSettings.model_fields, "config"]
     unset = dict.fromkeys(ClientSettings.model_fields)
     told = command(**unset | {"port": 7, "config": None, "name": "me", "echo": True, "words": ["x"], "loud": True})
-    assert told == ("me", Wishes(echo=True, words=["x"]), True, 7)
+    assert told == ("me", Extras(echo=True, words=["x"]), True, 7)

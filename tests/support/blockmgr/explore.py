@@ -64,14 +64,14 @@ def explore(scope: Scope, max_states: int) -> Exploration:
 
 def clone(machine: KvMachine) -> KvMachine:
     """An independent copy."""
-    twin = KvMachine()
+    clone = KvMachine()
     state = machine.__dict__
     memo = {id(machine.manager.config): machine.manager.config}
-    twin.__dict__.update(copy.deepcopy({name: state[name] for name in _DEEP}, memo))
-    twin.__dict__.update({name: state[name].copy() for name in _SHALLOW})
-    twin.__dict__.update({name: state[name] for name in _PLAIN})
-    twin.manager.table_SM = twin.manager._tables.table_SM
-    return twin
+    clone.__dict__.update(copy.deepcopy({name: state[name] for name in _DEEP}, memo))
+    clone.__dict__.update({name: state[name].copy() for name in _SHALLOW})
+    clone.__dict__.update({name: state[name] for name in _PLAIN})
+    clone.manager.table_SM = clone.manager._tables.table_SM
+    return clone
 
 
 def state_of(machine: KvMachine) -> tuple[Any, ...]:

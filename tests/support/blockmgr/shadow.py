@@ -18,9 +18,9 @@ class KvShadow:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "KvShadow":
         """Contents are immutable: only the lists are copied."""
-        twin = KvShadow(0, self.block_size)
-        twin.blocks = [list(block) for block in self.blocks]
-        return twin
+        clone = KvShadow(0, self.block_size)
+        clone.blocks = [list(block) for block in self.blocks]
+        return clone
 
     def spoil(self, blocks: list[int]) -> None:
         """Nothing in these blocks may be relied on any more."""

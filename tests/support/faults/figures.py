@@ -29,7 +29,7 @@ def record(row: str, **figures: Any) -> None:
 
 
 def show(line: str) -> None:
-    """For whoever watches (`pytest -s`)."""
+    """Print a line; `pytest -s` shows it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""The sampler, one row at a time in plain Python and float64: the obvious twin of `model.sampling.sampler`."""
+"""The sampler, one row at a time in plain Python and float64: the obvious reference of `model.sampling.sampler`."""
 
 import math
 from collections import Counter

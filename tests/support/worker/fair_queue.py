@@ -1,4 +1,4 @@
-"""The worker's queue and its slow twin side by side, driven by hand or by events that a seed draws."""
+"""The worker's queue and its slow reference side by side, driven by hand or by events that a seed draws."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
 from octavo.worker.scheduler.slot_state import SlotState
-from tests.support.worker.fair_reference import FairTwin, TwinEntry
+from tests.support.worker.fair_reference import FairReference, ReferenceEntry
 from tests.support.worker.scheduling import key
 
 NUM_SLOTS = 4
@@ -40,12 +40,12 @@ def drawn_events(seed: int, count: int) -> list[tuple[Any, ...]]:
 
 
 class Twins:
-    """A queue with its slots and the twin, given the same events; they have to agree after each."""
+    """A queue with its slots and the reference, given the same events; they have to agree after each."""
 
     def __init__(self) -> None:
         self.rows = SlotState(num_slots=NUM_SLOTS, max_total_tokens=400)
         self.queue = RequestQueue(aging_s=AGING_S, fairness=TenantFairness(self.rows))
-        self.twin = FairTwin()
+        self.reference = FairReference()
         self.running: list[Request] = []
         self.now_s = 0.0
         self.num_added = 0
@@ -65,7 +65,7 @@ class Twins:
     def _push(self, request: Request) -> None:
         self.queue.push(request, self.now_s)
         aged_at_s = self.now_s + max(0.0, AGING_S - request.waited_s)
-        self.twin.waiting.append(TwinEntry(request, aged_at_s, request.first_scheduled_s is not None))
+        self.reference.waiting.append(ReferenceEntry(request, aged_at_s, request.first_scheduled_s is not None))
 
     def admit(self, num_cached: int) -> Request | None:
         request = self.queue.head(self.now_s)
@@ -73,7 +73,7 @@ class Twins:
             return None
         taken = {int(other.held_slot) for other in self.running}
         num_known, cached = len(request.token_ids_T), min(num_cached, len(request.token_ids_T) - 1)
-        self.twin.admitted(request, num_known - max(cached, request.num_paid_tokens))
+        self.reference.admitted(request, num_known - max(cached, request.num_paid_tokens))
         self.queue.remove(request, self.now_s)
         request.slot, request.phase = Slot(min(set(range(NUM_SLOTS)) - taken)), Phase.DECODING
         request.first_scheduled_s = self.now_s
@@ -87,7 +87,7 @@ class Twins:
         slots_N = np.asarray([request.held_slot for request in self.running], np.intp)
         self.rows.append(slots_N, np.full(len(slots_N), 7, np.int32), self.rows.num_known_S[slots_N], self.now_s)
         for request in self.running:
-            self.twin.charge(request, 1)
+            self.reference.charge(request, 1)
 
     def leave(self, request: Request) -> None:
         self.running.remove(request)
@@ -101,14 +101,14 @@ class Twins:
 
     def cancel(self, request: Request) -> None:
         self.queue.remove(request, self.now_s)
-        self.twin.left(request)
+        self.reference.left(request)
 
     def check(self) -> None:
-        if not self.running and not self.twin.waiting:
+        if not self.running and not self.reference.waiting:
             self.queue.fairness.forget()
-            self.twin = FairTwin()
-        assert self.queue.head(self.now_s) is self.twin.head(self.now_s)
-        assert len(self.queue) == len(self.twin.waiting)
+            self.reference = FairReference()
+        assert self.queue.head(self.now_s) is self.reference.head(self.now_s)
+        assert len(self.queue) == len(self.reference.waiting)
 
     def do(self, event: tuple[Any, ...]) -> None:
         """One of `drawn_events`; nothing where it does not apply."""
@@ -122,7 +122,7 @@ class Twins:
                     self.tokens()
             case "end" | "preempt" as action, index if index < len(self.running):
                 (self.leave if action == "end" else self.preempt)(self.running[index])
-            case "cancel", index if index < len(self.twin.waiting):
-                self.cancel(self.twin.waiting[index].request)
+            case "cancel", index if index < len(self.reference.waiting):
+                self.cancel(self.reference.waiting[index].request)
             case "wait", seconds:
                 self.now_s += seconds

@@ -1,4 +1,4 @@
-"""The slow twin of the worker's queue between tenants: flat lists, every token charged the moment it comes, exact
+"""The slow reference of the worker's queue between tenants: flat lists, every token charged the moment it comes, exact
 fractions, nothing remembered that could be looked up. Written from docs/decisions/0012-fair-queue.md."""
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from octavo.worker.scheduler.request import Request
 
 
 @dataclass(slots=True)
-class TwinEntry:
+class ReferenceEntry:
     """One that waits. aged_at_s: from then on it counts as one of the highest priority."""
 
     request: Request
@@ -31,10 +31,10 @@ class TwinEntry:
 
 
 @dataclass(slots=True)
-class FairTwin:
+class FairReference:
     """served: tokens divided by weight."""
 
-    waiting: list[TwinEntry] = field(default_factory=list)
+    waiting: list[ReferenceEntry] = field(default_factory=list)
     served: dict[str, Fraction] = field(default_factory=dict)
     clock: Fraction = Fraction(0)
     turn: str | None = None

@@ -271,7 +271,7 @@ class World:
     # ------------------------------------------------------------ expectations
 
     def expected(self, which: RequestKey) -> list[int]:
-        """The whole output as the slow twin has it."""
+        """The whole output as the slow reference has it."""
         asked = self.asked[which]
         pool_tokens = self.config.num_blocks * self.config.block_size
         return oracle_tokens(
@@ -305,7 +305,7 @@ class World:
         return {int(request.held_slot): request for request in self.scheduler.requests.running}
 
     def check_complete(self) -> None:
-        """Every accepted output that was not cut short is what the twin says; the others are a beginning of it."""
+        """Every accepted output that was not cut short is what the reference says; the others are a beginning of it."""
         for which, stream in self.streams.items():
             assert stream.finished is not None, f"{which} never ended"
             assert stream.finished.error != "INTERNAL", stream.finished

@@ -1,4 +1,4 @@
-"""The queue between tenants against its slow twin, and what it promises in plain cases."""
+"""The queue between tenants against its slow reference, and what it promises in plain cases."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ def test_one_tenant_is_served_as_if_there_were_no_tenants(rows: list[tuple[int, 
     for priority, num_tokens, wait_s in rows:
         twins.add("", 1, priority, num_tokens)
         twins.now_s += wait_s / 10
-    left = [entry.request for entry in twins.twin.waiting]
+    left = [entry.request for entry in twins.reference.waiting]
     while left:
         aged = [each for each in left if each.waiting_since_s + AGING_S <= twins.now_s]
         first = min(aged or left, key=lambda each: (0 if aged else -each.run.priority, each.order))
@@ -128,7 +128,7 @@ def test_whose_turn_it_is_keeps_it_while_there_is_no_room() -> None:
     big = twins.add("big", 1, 0, 300)
     twins.add("nimble", 1, 0, 1)
     twins.queue.fairness.take_turn("big")
-    assert twins.queue.head(0.0) in (big, twins.twin.head(0.0))
+    assert twins.queue.head(0.0) in (big, twins.reference.head(0.0))
     head = twins.queue.head(0.0)
     for _ in range(20):
         twins.tokens()

@@ -1,4 +1,4 @@
-"""Planted bugs of the queue between tenants: the comparison with the twin notices each."""
+"""Planted bugs of the queue between tenants: the comparison with the reference notices each."""
 
 from collections.abc import Callable
 from typing import Any
