@@ -1,6 +1,7 @@
 """From a worker's settings to a loaded model with a warm runner and a KV pool that fits.
 
-Knows torch and the model, and nothing of sockets or requests.
+What `quantization` means on the device is checked before anything is loaded. Knows torch and the model, and nothing of
+sockets or requests.
 """
 
 import hashlib
@@ -45,13 +46,6 @@ from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 log = structlog.get_logger(__name__)
 
 DEFAULT_BACKEND = "sdpa"
-
-
-# What a worker's `quantization` means on its device, checked before anything is loaded.
-#
-# Must not know: tensors of a model, sockets.
-
-
 CUDA_HEAD_DIMS = (16, 32, 64, 128, 256)
 """Powers of two: a tile of keys is as wide as a head."""
 

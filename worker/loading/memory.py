@@ -1,6 +1,6 @@
-"""How many KV blocks fit: arithmetic on bytes, and the questions to the system that give the bytes.
+"""How many KV blocks fit: arithmetic on bytes, and the questions to system and model that give the bytes.
 
-Must not know: the model's tensors, the block manager, flags' parsing.
+Must not know: the block manager, flags' parsing.
 """
 
 import math
@@ -177,11 +177,6 @@ def _inactive_file_bytes(path: Path) -> int:
         return int(fields.get("inactive_file", 0))
     except (OSError, ValueError):
         return 0
-
-
-# What a loaded model needs of its device's memory: the bytes that `worker.loading.memory` decides with.
-#
-# Must not know: how many blocks there will be.
 
 
 def prefer_huge_pages() -> None:

@@ -1,4 +1,4 @@
-"""How far the start is: one call per stage and step of it, shown by whoever listens."""
+"""How far the start is: one call per stage and step of it, for a listener to show."""
 
 import time
 from collections.abc import Callable

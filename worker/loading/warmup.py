@@ -1,7 +1,7 @@
-"""Steps that nobody asked for, before the first that somebody does: libraries compile and cache their kernels, pages of
-the weights and of the pool are touched.
+"""Steps that run before the first request, so that libraries compile and cache their kernels and pages of the weights
+and of the pool are touched.
 
-Run on an idle runner whose pool is empty: the blocks that it writes hold nothing that anybody reads.
+Run on an idle runner whose pool is empty: the blocks that it writes are read by no request.
 """
 
 from collections.abc import Callable, Iterator

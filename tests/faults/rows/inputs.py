@@ -32,14 +32,14 @@ ROWS: dict[int, Row] = {
         "hostile schemas and expressions",
         "tests/e2e/test_structured_output.py::"
         "test_hostile_constraints_change_no_token_of_a_bystander_and_delay_it_little",
-        "tests/worker/test_grammar_engine.py::test_hostile_grammars_cost_their_own_requests_and_little_time",
+        "tests/worker/grammar/test_grammar_engine.py::test_hostile_grammars_cost_their_own_requests_and_little_time",
         "tests/faults/test_long_schemas.py::test_row_48_ten_thousand_schemas_cost_bounded_memory_and_no_worker",
         figures=("48 10000",),
     ),
     49: row(
         "the same request in any company",
         "tests/worker/test_deterministic.py::test_on_a_cpu_an_answer_does_not_depend_on_the_batch",
-        "tests/worker/test_torch_runner.py::test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption",
+        "tests/worker/runners/test_torch_runner.py::test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption",
     ),
     50: row(
         "another tenant's cache by its timing",
