@@ -353,7 +353,7 @@ def _may_be(value: Any, base: Json) -> bool:
     if isinstance(value, str):
         if value in base.get(_EXCLUDED, ()):
             return False
-        return int(base.get("minLength", 0)) <= len(value) <= base.get("maxLength", _INFINITE)
+        return bool(base.get("minLength", 0) <= len(value) <= base.get("maxLength", _INFINITE))
     return True
 
 

@@ -46,21 +46,22 @@ def encode(message: Message) -> bytes:
 
 def decode_to_gateway(frame: bytes) -> ToGateway:
     """What a worker sent. Raises ProtocolError, and nothing else, whatever the bytes are."""
-    message = _decode(_to_gateway, frame, limit_bytes=MAX_FRAME_BYTES)
+    message: ToGateway = _decode(_to_gateway, frame, limit_bytes=MAX_FRAME_BYTES)
     _check_arrays(message)
     return message
 
 
 def decode_to_worker(frame: bytes) -> ToWorker:
     """What a gateway sent. Raises ProtocolError, and nothing else, whatever the bytes are."""
-    message = _decode(_to_worker, frame, limit_bytes=MAX_TO_WORKER_BYTES)
+    message: ToWorker = _decode(_to_worker, frame, limit_bytes=MAX_TO_WORKER_BYTES)
     _check_arrays(message)
     return message
 
 
 def decode_to_peer(frame: bytes) -> ToPeer:
     """What another gateway asks. Raises ProtocolError."""
-    return _decode(_to_peer, frame, limit_bytes=MAX_PEER_BYTES)
+    message: ToPeer = _decode(_to_peer, frame, limit_bytes=MAX_PEER_BYTES)
+    return message
 
 
 def decode_peer_reply(frame: bytes) -> PeerReply:

@@ -144,4 +144,4 @@ def _ask(settings: HealthSettings, service: str) -> str:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
             return "REFUSED" if error.code() in _REFUSALS else "UNREACHABLE"
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

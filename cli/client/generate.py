@@ -40,7 +40,7 @@ def generate(
     settings: ClientSettings, fields: GenerateFields, *, output: str, wants_receipt: bool, wants_json: bool
 ) -> int:
     """Send the request and print what comes: text or ids as they come, or one JSON object at the end."""
-    fields = GenerateFields(**request_fields(settings), **fields, output=output)  # type: ignore[typeddict-item]
+    fields = GenerateFields(**request_fields(settings), **fields, output=output)
     with connect(settings) as client:
         stream = client.stream(timeout_s=settings.timeout_s, **fields)
         if wants_json:

@@ -5,7 +5,7 @@ Options come in groups: each attribute of a group is an option."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -24,7 +24,7 @@ def request_fields(settings: ClientSettings) -> GenerateFields:
         fields["model"] = settings.model_name
     if settings.stop:
         fields["stop"] = settings.stop
-    return GenerateFields(**fields)  # type: ignore[typeddict-item]
+    return cast("GenerateFields", fields)
 
 
 def constraint_fields(
@@ -74,7 +74,7 @@ def output_fields(*, logit_bias: Sequence[str] | None, allowed_ids: str, **given
         fields["logit_bias"] = dict(map(_bias, logit_bias))
     if allowed_ids:
         fields["allowed_token_ids"] = _ids(allowed_ids)
-    return GenerateFields(**fields)  # type: ignore[typeddict-item]
+    return cast("GenerateFields", fields)
 
 
 def _bias(word: str) -> tuple[int, float]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
+from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
-from octavo.cli.settings.worker_config import split_model
 
 OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"

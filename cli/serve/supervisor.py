@@ -21,7 +21,7 @@ class RestartPolicy:
 
     def delay_s(self, num_fast_deaths: int) -> float:
         """The wait before the next start. None of them was fast: the shortest."""
-        return min(self.max_delay_s, self.first_delay_s * 2 ** max(0, num_fast_deaths - 1))
+        return min(self.max_delay_s, self.first_delay_s * 2.0 ** max(0, num_fast_deaths - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from octavo.cli.errors import usage
-from octavo.cli.settings.groups import ListenSettings
+from octavo.cli.settings.gateway import ListenSettings
 
 
 def split_model(text: str) -> tuple[str | None, str]:

@@ -40,7 +40,7 @@ def with_settings(
         parameters = [*chain.from_iterable(map(_expanded, own)), *_options(group), _config_option()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
-        del command.__wrapped__  # type: ignore[attr-defined]
+        del command.__wrapped__
         return command
 
     return decorate

@@ -10,7 +10,7 @@ import psutil
 from octavo.cli.explain import explain
 from octavo.cli.serve.preflight import check_device, check_model, check_names
 from octavo.cli.settings.groups import ServeSettings
-from octavo.cli.settings.worker_config import split_model
+from octavo.cli.settings.model_names import split_model
 from octavo.cli.tools.doctor_checks import GIB, Finding, Verdict
 
 KERNEL_CACHE_BYTES = 64 << 20

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -28,7 +28,7 @@ from octavo.gateway.rpc.status import is_expected, status_of
 
 log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
 # lets in besides requests in flight: so callers that only begin calls keep nobody out.
 MAX_WAITS = 512
@@ -84,7 +84,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._meters.called.add(method)
         return self._guarded(handler, method)
 
-    def _refusal(self, method: str, num_bytes: int) -> grpc.RpcMethodHandler:
+    def _refusal(self, method: str, num_bytes: int) -> "grpc.RpcMethodHandler[Any, Any]":
         """The library holds a client to the limit only once that has acknowledged it. As a handler of a stream, so that
         the answer waits for no message."""
 
@@ -93,7 +93,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _as_it_is))
 
-    def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
+    def _guarded(self, handler: Any, method: str) -> "grpc.RpcMethodHandler[Any, Any]":
         # Single requests are taken by us, as a stream of one: so a caller is known before anything of theirs is waited
         # for or parsed, and a message that never comes is not waited for for ever. The library's own handlers of single
         # requests wait without end, and leave a call that ends without a message without a status.

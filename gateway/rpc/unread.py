@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -25,7 +25,7 @@ MAX_UNREAD = 512  # below what the server lets in besides requests in flight
 PATIENCE_S = 2.0  # how long a status may be on its way before it counts
 INTERVAL_S = 0.5
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class UnreadEndings(grpc.aio.ServerInterceptor):

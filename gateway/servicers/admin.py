@@ -1,5 +1,7 @@
 """AdminService: for operators, on a listener of its own."""
 
+from typing import Any, TypeAlias
+
 import grpc
 
 from octavo.gateway.peers.control import Control
@@ -10,7 +12,7 @@ from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import admin_pb2 as pb
 from octavo.v1 import admin_pb2_grpc
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 QUERY_TIMEOUT_S = 2.0  # as the contract says
 
 

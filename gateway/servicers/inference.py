@@ -1,6 +1,7 @@
 """InferenceService: Generate and its unary form, Embed, Tokenize, Detokenize, Cancel."""
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
@@ -31,7 +32,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 from octavo.wire.messages import ModelCard
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -17,7 +18,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import model_pb2, model_pb2_grpc
 from octavo.wire.messages import ModelCard
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 _NO_RULES = MessageRules()

@@ -20,7 +20,7 @@ from octavo.gateway.workers.views import WorkerView
 from octavo.wire.fault_points import fault_point
 from octavo.wire.messages import ModelCard, Sampling
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

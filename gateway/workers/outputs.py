@@ -41,7 +41,7 @@ class Output:
     embedding_sink: EmbeddingSink | None = None
     prompt_sink: PromptSink | None = None
     num_unscored: int = 0
-    token_ids: array = field(default_factory=lambda: array("i"))
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_moves: int = 0  # to another worker, or to the next life of one
     is_started: bool = False
     is_on_probation: bool = False  # the migration waits for its next token

@@ -138,7 +138,7 @@ def progress_bar(on_progress: OnDownload) -> type:
     """A class that the hub takes for a bar and that shows nothing: it hands the bytes of all files on."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    class Forwarding(tqdm):
+    class Forwarding(tqdm):  # type: ignore[misc]
         """Of the bars that the hub makes, only the one for written bytes is handed on."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

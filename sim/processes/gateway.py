@@ -153,7 +153,8 @@ class _CallContext:
     """The gateway's end of a call: what can be read is the request's bytes, once."""
 
     def __init__(self, call: SimCall, request: Any) -> None:
-        self._call, self._data = call, request.SerializeToString()
+        self._call = call
+        self._data: bytes = request.SerializeToString()
 
     async def read(self) -> bytes:
         """The request."""

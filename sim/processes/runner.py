@@ -87,7 +87,7 @@ class SimRunner(OracleRunner):
         steady_s = config.step_base_s + config.step_seq_s * num_decodes
         steady_s += config.step_prefill_s * (plan.num_tokens - num_decodes)
         slowness = SLOWNESS if self._clock() < self.slow_until_s else 1.0
-        return steady_s * slowness * self._rng.uniform(1 - config.jitter, 1 + config.jitter)
+        return float(steady_s * slowness * self._rng.uniform(1 - config.jitter, 1 + config.jitter))
 
     def _new_row(self, join: NewRequest) -> Any:
         if POISON_TOKEN in join.token_ids_T[: join.num_prompt_tokens].tolist():

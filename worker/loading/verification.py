@@ -225,7 +225,9 @@ class _Feeder:
     def _row(self, check: str, mode: str, prompt: Sequence[int]) -> _Row:
         return _Row(ServedSequence(check=check, mode=mode, token_ids=list(prompt)), list(prompt))
 
-    def _unfinished(self, rows: dict[int, _Row], slots: Iterator[int] | range | dict, num_new: int) -> list[int]:
+    def _unfinished(
+        self, rows: dict[int, _Row], slots: Iterator[int] | range | dict[int, _Row], num_new: int
+    ) -> list[int]:
         return [slot for slot in slots if rows[slot].served.num_sampled < num_new]
 
     def _join(self, slot: int, ids: Sequence[int], *, prompt_scores: bool) -> NewRequest:

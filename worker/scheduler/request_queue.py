@@ -201,7 +201,7 @@ class WaitingHeap:
             heap[:] = [entry for entry in heap if self._spells.get(entry[1]) == entry[2]]
             heapq.heapify(heap)
 
-    def _skip_gone(self, heap: list) -> None:
+    def _skip_gone(self, heap: list[Any]) -> None:
         while heap and self._spells.get(heap[0][1]) != heap[0][2]:
             heapq.heappop(heap)
 

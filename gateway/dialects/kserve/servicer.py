@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -29,7 +30,7 @@ from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc
 from octavo.wire.messages import ModelCard
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 log = structlog.get_logger("gateway.request")
@@ -40,7 +41,7 @@ _STATUS_HEADER = ("triton_grpc_error", "true")  # Triton's callers who want a st
 class StreamWriter:
     """Lets the answers of several requests onto one stream, one message at a time."""
 
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+    def __init__(self, context: Context) -> None:
         self.context = context
         self._turn = asyncio.Lock()
 
@@ -63,7 +64,7 @@ class StreamOfRequests:
     """One ModelStreamInfer: many requests on one RPC, side by side, each with a scope and an end of its own. Owns the
     tasks of its requests; they end with it."""
 
-    def __init__(self, scope: RpcScope, context: grpc.aio.ServicerContext, meters: GatewayMeters) -> None:
+    def __init__(self, scope: RpcScope, context: Context, meters: GatewayMeters) -> None:
         self._scope = scope
         self._meters = meters
         self._writer = StreamWriter(context)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from octavo.gateway.version import VERSION
 from octavo.gateway.workers.views import WorkerState, WorkerView

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
-from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import common_pb2 as common
 
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.response import TrackedRequest

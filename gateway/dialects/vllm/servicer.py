@@ -8,12 +8,12 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
-from smg_grpc_proto.generated import common_pb2 as common  # type: ignore[import-untyped]
+from smg_grpc_proto.generated import common_pb2 as common
 
 from octavo.gateway.auth.caller import PrefixSalt
 from octavo.gateway.dialects.vllm import info
@@ -46,7 +46,7 @@ from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
 
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 QUERY_TIMEOUT_S = 2.0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
+from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any

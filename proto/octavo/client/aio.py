@@ -96,7 +96,10 @@ class AsyncClient:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
         try:
-            return await self._inference.Complete(wrapped, timeout=timeout_s, metadata=self._metadata)
+            answer: inference_pb2.CompleteResponse = await self._inference.Complete(
+                wrapped, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -110,7 +113,10 @@ class AsyncClient:
         """A vector for each input: `[each.values for each in await client.embed(["a", "b"]).embeddings]`."""
         request = embed_request(inputs, **fields)
         try:
-            return await self._inference.Embed(request, timeout=timeout_s, metadata=self._metadata)
+            answer: inference_pb2.EmbedResponse = await self._inference.Embed(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -119,7 +125,10 @@ class AsyncClient:
         where `num_unreachable_gateways` is not 0 it may go on there: cancel again. May be repeated."""
         request = inference_pb2.CancelRequest(request_id=request_id)
         try:
-            return await self._inference.Cancel(request, timeout=timeout_s, metadata=self._metadata)
+            answer: inference_pb2.CancelResponse = await self._inference.Cancel(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -148,7 +157,10 @@ class AsyncClient:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         try:
-            return (await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata)).text
+            answer: inference_pb2.DetokenizeResponse = await self._inference.Detokenize(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer.text
         except grpc.RpcError as error:
             raise error_from(error) from None
 

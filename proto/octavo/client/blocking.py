@@ -92,7 +92,10 @@ class Client:
         """Generate, answered in one message."""
         wrapped = inference_pb2.CompleteRequest(generate=request or generate_request(**fields))
         try:
-            return self._inference.Complete(wrapped, timeout=timeout_s, metadata=self._metadata)
+            answer: inference_pb2.CompleteResponse = self._inference.Complete(
+                wrapped, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -106,7 +109,10 @@ class Client:
         """A vector for each input: `[each.values for each in client.embed(["a", "b"]).embeddings]`."""
         request = embed_request(inputs, **fields)
         try:
-            return self._inference.Embed(request, timeout=timeout_s, metadata=self._metadata)
+            answer: inference_pb2.EmbedResponse = self._inference.Embed(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -115,7 +121,10 @@ class Client:
         where `num_unreachable_gateways` is not 0 it may go on there: cancel again. May be repeated."""
         request = inference_pb2.CancelRequest(request_id=request_id)
         try:
-            return self._inference.Cancel(request, timeout=timeout_s, metadata=self._metadata)
+            answer: inference_pb2.CancelResponse = self._inference.Cancel(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer
         except grpc.RpcError as error:
             raise error_from(error) from None
 
@@ -142,7 +151,10 @@ class Client:
         """The text of ids."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         try:
-            return self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata).text
+            answer: inference_pb2.DetokenizeResponse = self._inference.Detokenize(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            return answer.text
         except grpc.RpcError as error:
             raise error_from(error) from None
 

@@ -125,7 +125,7 @@ def chat_message(message: Message) -> inference_pb2.ChatMessage:
     )
 
 
-def _set_input(request: inference_pb2.GenerateRequest, given: dict) -> None:
+def _set_input(request: inference_pb2.GenerateRequest, given: dict[str, Any]) -> None:
     inputs = [name for name in ("text", "token_ids", "messages") if name in given]
     if len(inputs) != 1:
         raise TypeError(f"a request has exactly one of text, token_ids, messages; got {', '.join(inputs) or 'none'}")
@@ -139,7 +139,7 @@ def _set_input(request: inference_pb2.GenerateRequest, given: dict) -> None:
         set_tools(request.chat, given.pop("tools", ()), given.pop("tool_choice", ""))
 
 
-def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict) -> None:
+def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict[str, Any]) -> None:
     for name in sorted(_SAMPLING & given.keys()):
         setattr(sampling, name, given.pop(name))
     for name in _SAMPLING_LISTS:
@@ -148,7 +148,7 @@ def _set_sampling(sampling: inference_pb2.SamplingParams, given: dict) -> None:
     sampling.logit_bias.update(given.pop("logit_bias", {}))
 
 
-def _set_stop(stop: inference_pb2.StopConditions, given: dict) -> None:
+def _set_stop(stop: inference_pb2.StopConditions, given: dict[str, Any]) -> None:
     for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop"):
         if name in given:
             setattr(stop, name, given.pop(name))
@@ -157,7 +157,7 @@ def _set_stop(stop: inference_pb2.StopConditions, given: dict) -> None:
             repeated.extend(given.pop(name))
 
 
-def _set_output(output: inference_pb2.OutputOptions, given: dict) -> None:
+def _set_output(output: inference_pb2.OutputOptions, given: dict[str, Any]) -> None:
     for name in ("logprobs", "skip_special_tokens", "prompt_logprobs", "echo", "return_prompt", "parse_tool_calls"):
         if name in given:
             setattr(output, name, given.pop(name))
