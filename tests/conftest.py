@@ -26,6 +26,17 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.load_profile(os.environ.get("OCTAVO_HYPOTHESIS", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-seconds", action="store_true", help="keep what each file takes in tests/seconds.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+        from tests.check import Recorder
+
+        config.pluginmanager.register(Recorder())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of services are marked `alone`: `make test` runs the others at once before them."""
     for item in items:

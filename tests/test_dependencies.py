@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files, packages_distributions, version
 from pathlib import Path
@@ -60,13 +60,29 @@ def extras(project: dict[str, Any], *, without: str) -> set[str]:
     return names(each for name, extra in project["optional-dependencies"].items() if name != without for each in extra)
 
 
-def imported_modules(path: Path) -> Iterator[str]:
+@cache
+def imported_modules(path: Path) -> tuple[str, ...]:
     """Full names of what a file imports, also inside functions."""
+    return tuple(_imported_modules(path))
+
+
+def _imported_modules(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def packages_by_module() -> Mapping[str, list[str]]:
+    """Asks every installed package, which takes long."""
+    return packages_distributions()
+
+
+@cache
+def installed_files(distribution: str) -> set[str]:
+    return {str(path) for path in files(distribution) or ()}
 
 
 @cache
@@ -76,7 +92,7 @@ def distribution_of(module: str) -> str | None:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in OURS:
         return None
-    found = sorted(set(packages_distributions().get(top, ())))
+    found = sorted(set(packages_by_module().get(top, ())))
     if len(found) > 1:  # a namespace that several packages fill, as `google` is
         found = [name for name in found if any(has_module(name, part) for part in (module, module.rpartition(".")[0]))]
     return canonicalize_name(found[0] if found else top)
@@ -85,7 +101,7 @@ def distribution_of(module: str) -> str | None:
 def has_module(distribution: str, module: str) -> bool:
     place = module.replace(".", "/")
     try:
-        installed = {str(path) for path in files(distribution) or ()}
+        installed = installed_files(distribution)
     except PackageNotFoundError:
         return False
     return any(name.startswith((f"{place}/", f"{place}.")) for name in installed)
@@ -142,7 +158,7 @@ def test_every_package_for_development_is_used(repository: Path, project: dict[s
 def test_what_only_an_extra_brings_is_not_needed_to_start(repository: Path, project: dict[str, Any]) -> None:
     """Optional packages are imported where they are used: every process comes up without them."""
     optional = extras(project, without="dev") - names(project["dependencies"])
-    modules = {module for module, owners in packages_distributions().items() if names(owners) & optional}
+    modules = {module for module, owners in packages_by_module().items() if names(owners) & optional}
     assert {"triton", "smg_grpc_proto"} <= modules
     hidden = "".join(f"sys.modules[{module!r}] = None; " for module in sorted(modules))
     modules = "octavo.cli.main, octavo.gateway.main, octavo.worker.main, octavo.worker.loading.loader"
