@@ -2,6 +2,7 @@
 #
 #   make demo     a service on the embedded model: three questions, receipts, metrics, stopped again
 #   make serve    the service, until Ctrl-C
+#   make check    style, types and the fast tests, in under a minute: before a commit
 #   make test     the whole CPU suite
 #   make bench    this machine's CPU against transformers, in one run
 
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types help demo serve test test-isa test-interop test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,10 +29,22 @@ demo: install ## start a service on the embedded model, ask three questions, sho
 serve: install ## serve the embedded model until Ctrl-C
 	@$(BIN)/octavo serve
 
+# What does not fit into a minute is named at the end. mypy keeps what it knows in .mypy_cache.
+check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
+
 # First what may run at once, a process a core; then, one by one, what starts services or looks at the time.
 test: dev ## the whole CPU suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not alone"
-	@$(BIN)/python -m pytest -m "alone and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds -n 2 --dist loadfile -m "not gpu and not alone"
+	@$(BIN)/python -m pytest --record-seconds -m "alone and not gpu"
+
+COVERAGE := --cov --cov-report= --cov-append
+coverage: dev ## how much of the code the tests pass through, in docs/coverage.md; takes longer than make test
+	@rm -f .coverage
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COVERAGE) -n 2 --dist loadfile -m "not gpu and not alone"
+	@$(BIN)/python -m pytest $(COVERAGE) -m "alone and not gpu"
+	@$(BIN)/python -m coverage report --format=markdown --skip-covered > out/coverage.md
+	@tail -n 1 out/coverage.md
 
 # What computes on the CPU, as lesser CPUs do it: OCTAVO_CPU_ISA hides instructions from our kernels and from torch.
 ISAS ?= avx2 vnni

@@ -1,0 +1,85 @@
+"""docs/structure.md against a real Generate, traced from gRPC to its last token."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# What a newcomer reads to follow one request. These bounds go down, never up.
+MAX_FILES = 78
+MAX_FUNCTIONS = 510
+
+_HOP = re.compile(r"^\| \d+ \| `(?P<file>[\w/]+\.py)` \| `(?P<function>\w+)` \|", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A row of a list on the page."""
+
+    file: str
+    function: str
+
+
+@pytest.fixture(scope="module")
+def traced(repository: Path) -> dict[str, list[Hop]]:
+    """Calls in their order: "until_delta", and "all" until the request has ended."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.structure.trace"],
+        cwd=repository,
+        env={**os.environ, "PYTHONPATH": f"{repository}{os.pathsep}{repository / 'proto'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    calls = [Hop(file, function.rpartition(".")[2]) for file, function, _ in found["calls"]]
+    return {"all": calls, "until_delta": calls[: found["num_until_delta"]]}
+
+
+def hops_of(repository: Path, heading: str) -> list[Hop]:
+    """The rows of a section's list."""
+    page = (repository / "docs/structure.md").read_text()
+    section = re.split(rf"^## {heading}$", page, flags=re.MULTILINE)[1]
+    return [Hop(**row.groupdict()) for row in _HOP.finditer(re.split(r"^## ", section, flags=re.MULTILINE)[0])]
+
+
+def test_a_generate_reaches_its_first_delta_within_so_many_files(traced: dict[str, list[Hop]]) -> None:
+    calls = traced["until_delta"]
+    assert len({hop.file for hop in calls}) <= MAX_FILES
+    assert len(calls) <= MAX_FUNCTIONS
+
+
+@pytest.mark.parametrize("heading", ["A request", "A step", "A block"])
+def test_the_page_lists_the_hops_in_the_order_in_which_they_were_traced(
+    heading: str, traced: dict[str, list[Hop]], repository: Path
+) -> None:
+    """What the page leaves out is its own choice; what it lists is called, and in that order."""
+    hops, first = hops_of(repository, heading), {}
+    for number, call in enumerate(traced["all"]):
+        first.setdefault(call, number)
+    assert len(hops) >= 6
+    assert [hop for hop in hops if hop not in first] == []
+    assert [first[hop] for hop in hops] == sorted(first[hop] for hop in hops)
+
+
+def test_the_hops_of_a_crash_exist(repository: Path) -> None:
+    """Nobody dies in a trace: tests/faults see the crash itself."""
+    hops = hops_of(repository, "A crash")
+    assert len(hops) >= 5
+    for hop in hops:
+        tree = ast.walk(ast.parse((repository / hop.file).read_text()))
+        names = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert hop.function in names, hop
+
+
+def test_the_page_states_the_bounds_of_this_test(repository: Path) -> None:
+    page = (repository / "docs/structure.md").read_text()
+    assert f"at most {MAX_FILES} files and {MAX_FUNCTIONS} functions" in page

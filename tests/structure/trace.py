@@ -1,0 +1,124 @@
+"""Prints which functions of ours a Generate calls, in the order of their first call.
+
+Gateway and worker run in this one process over a socket between them: the engine in the main thread, the gateway and
+the caller in another. Of several requests, what all of them called, so that what only a clock calls is left out.
+`python -m tests.structure.trace [MODEL]` prints JSON: {"calls": [[file, function, role], …], "num_until_delta": N}.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import grpc
+
+from octavo.gateway.app import Gateway
+from octavo.gateway.config import GatewayConfig
+from octavo.gateway.workers.config import WorkerPoolConfig
+from octavo.v1 import inference_pb2, inference_pb2_grpc
+from octavo.worker.config import WorkerConfig
+from octavo.worker.main import main as worker_main
+
+ROOT = str(Path(__file__).resolve().parent.parent.parent)
+OURS = tuple(f"{ROOT}/{folder}/" for folder in ("gateway", "worker", "wire", "blockmgr", "grammar", "model"))
+REQUEST: dict[str, Any] = {
+    "chat": {"messages": [{"role": 1, "content": "Hello there"}]},
+    "sampling": {"temperature": 0},
+    "stop": {"max_tokens": 8},
+}
+
+
+NUM_TRACED = 3
+
+
+class Calls:
+    """What each of the traced requests called, each function once."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[tuple[str, str, str], None]] = []
+        self._num_until_delta: int | None = None
+
+    def begin(self) -> None:
+        """From now on calls belong to a new request."""
+        self._num_until_delta = None
+        self._found.append({})
+
+    def mark_delta(self) -> None:
+        """The caller has a delta; the first one counts."""
+        if self._found and self._num_until_delta is None:
+            self._num_until_delta = len(self._found[-1])
+
+    def profile(self, frame: FrameType, event: str, argument: object) -> None:
+        """For sys.setprofile."""
+        code = frame.f_code
+        if self._found and event == "call" and code.co_filename.startswith(OURS):
+            role = "worker" if threading.current_thread() is threading.main_thread() else "gateway"
+            self._found[-1].setdefault((os.path.relpath(code.co_filename, ROOT), code.co_qualname, role))
+
+    def as_json(self) -> str:
+        """Of the last request, what the others called too."""
+        common = set(self._found[0]).intersection(*self._found[1:])
+        calls = [(number, call) for number, call in enumerate(self._found[-1]) if call in common]
+        num_until_delta = sum(number < (self._num_until_delta or 0) for number, _ in calls)
+        return json.dumps({"calls": [call for _, call in calls], "num_until_delta": num_until_delta})
+
+
+async def serve_and_ask(socket: str, calls: Calls) -> None:
+    """The first request is not traced: it also fills caches."""
+    workers = WorkerPoolConfig(endpoints=(socket,))
+    gateway = Gateway(GatewayConfig(listen_address="127.0.0.1:0", metrics_address=None, workers=workers))
+    await gateway.start()
+    async with grpc.aio.insecure_channel(gateway.listen_address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        while not await _answered(stub, calls):  # noqa: ASYNC110  # until the worker is there
+            await asyncio.sleep(0.1)
+        for _ in range(NUM_TRACED):
+            calls.begin()
+            if not await _answered(stub, calls):
+                raise RuntimeError("a worker that was there is gone")
+
+
+async def _answered(stub: Any, calls: Calls) -> bool:
+    try:
+        async for event in stub.Generate(inference_pb2.GenerateRequest(**REQUEST)):
+            if event.WhichOneof("event") == "delta":
+                calls.mark_delta()
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+    await asyncio.sleep(0.3)  # the worker gives the blocks up
+    return True
+
+
+def main(model: str = "folio-chat") -> None:
+    """Ends the process."""
+    calls = Calls()
+    threading.setprofile(calls.profile)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        socket = f"ipc://{folder}/trace.sock"
+
+        def ask() -> None:
+            status = 1
+            try:
+                asyncio.run(asyncio.wait_for(serve_and_ask(socket, calls), 120))
+                os.write(1, calls.as_json().encode())
+                status = 0
+            finally:
+                os._exit(status)  # the engine in the main thread knows no caller
+
+        threading.Thread(target=ask, name="gateway").start()
+        sys.setprofile(calls.profile)
+        worker_main(
+            WorkerConfig(model=model, gateway_endpoints=(socket,), metrics_port=None, device="cpu", num_blocks=64)
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
