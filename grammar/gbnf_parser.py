@@ -133,7 +133,7 @@ class _Parser:
         while (sign := self._peek()) in ("*", "+", "?", "{") and sign:
             self._at += 1
             low, high = self._bounds() if sign == "{" else signs[sign]
-            item = Repeat(item, low, high)
+            item = Sequence(()) if high == 0 else Repeat(item, low, high)
         return item
 
     def _bounds(self) -> tuple[int, int | None]:
