@@ -3,34 +3,20 @@
 Must not know any particular setting.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 ENV_PREFIX = "OCTAVO_"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Base of all groups. Values come from `cli.settings.resolve`, which merges the sources and remembers them."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, validate_default=True
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is passed in: the environment is read by `cli.settings.resolve`."""
-        return (init_settings,)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +52,7 @@ def _split(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 """Several names: a repeated flag, a comma-separated variable, a string or list in the file."""
 
 
@@ -81,8 +67,9 @@ def variable_of(name: str) -> str:
 
 
 def read_environment(group: type[Settings]) -> dict[str, Any]:
-    """The settings of this group that the environment sets, by name, not validated yet."""
-    return dict(EnvSettingsSource(group)())
+    """The settings of this group that the environment sets, by name, not validated yet; an empty variable sets none."""
+    found = {name: os.environ.get(variable_of(name)) for name in group.model_fields}
+    return {name: value for name, value in found.items() if value}
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
