@@ -25,14 +25,20 @@ TOO_LITTLE_S = 1.0  # below this, a change of the factor is none
 MARKS = "not gpu and not alone and not slow and not long"
 
 
-def choose(seconds: dict[str, float], files: list[str], budget_s: float) -> tuple[list[str], list[str]]:
-    """Files to run and files to leave out: the quicker first, until the budget is spent."""
+def known(seconds: dict[str, float], files: list[str]) -> dict[str, float]:
+    """The figures of these files. One that moved to another folder is known by its name."""
     by_name = Counter(Path(file).name for file in seconds)
     moved = {Path(file).name: figure for file, figure in seconds.items() if by_name[Path(file).name] == 1}
-    figures = {file: seconds.get(file, moved.get(Path(file).name)) for file in files}
+    found = {file: seconds.get(file, moved.get(Path(file).name)) for file in files}
+    return {file: figure for file, figure in found.items() if figure is not None}
+
+
+def choose(seconds: dict[str, float], files: list[str], budget_s: float) -> tuple[list[str], list[str]]:
+    """Files to run and files to leave out: the quicker first, until the budget is spent."""
+    figures = known(seconds, files)
     chosen, spent_s = [], 0.0
-    for file in sorted(files, key=lambda file: (figures[file] or 0.0, file)):
-        spent_s += DEFAULT_S if (figure := figures[file]) is None else figure
+    for file in sorted(files, key=lambda file: (figures.get(file, 0.0), file)):
+        spent_s += figures.get(file, DEFAULT_S)
         if spent_s > budget_s:
             break
         chosen.append(file)
@@ -41,13 +47,13 @@ def choose(seconds: dict[str, float], files: list[str], budget_s: float) -> tupl
 
 def renewed(before: dict[str, float], measured: dict[str, float], files: list[str]) -> dict[str, float]:
     """The figures to keep: of files that exist, the new one only where it tells something new."""
-    kept = {file: figure for file, figure in before.items() if file in files}
+    kept = known(before, files)
     for file, figure in measured.items():
         old = kept.get(file)
         low, high = sorted((max(figure, TOO_LITTLE_S), max(old or 0.0, TOO_LITTLE_S)))
         if old is None or high > low * SAME_WITHIN:
             kept[file] = round(figure, 1)
-    return dict(sorted(kept.items()))
+    return {file: kept[file] for file in sorted(kept) if file in files}
 
 
 def test_files() -> list[str]:
