@@ -39,8 +39,8 @@ test: dev ## the whole CPU suite
 	@$(BIN)/python -m pytest --record-seconds -m "alone and not gpu"
 
 COVERAGE := --cov --cov-report= --cov-append
-coverage: dev ## how much of the code the tests pass through, in docs/coverage.md; takes longer than make test
-	@rm -f .coverage
+coverage: dev ## how much of the code the tests pass through, by file in out/coverage.md; takes longer than make test
+	@mkdir -p out && rm -f .coverage
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COVERAGE) -n 2 --dist loadfile -m "not gpu and not alone"
 	@$(BIN)/python -m pytest $(COVERAGE) -m "alone and not gpu"
 	@$(BIN)/python -m coverage report --format=markdown --skip-covered > out/coverage.md

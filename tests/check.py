@@ -18,7 +18,7 @@ from tests.conftest import ALONE
 
 TESTS = Path(__file__).resolve().parent
 SECONDS = TESTS / "seconds.json"
-BUDGET_S = 50.0  # of all files together, so half of it on two cores
+BUDGET_S = 20.0  # of all files together; importing what they test takes several times as long
 DEFAULT_S = 1.0  # of a file that is not measured yet
 SAME_WITHIN = 2.0  # seconds differ from run to run; only a change beyond this factor is written
 TOO_LITTLE_S = 1.0  # below this, a change of the factor is none
@@ -27,8 +27,9 @@ MARKS = "not gpu and not alone and not slow and not long"
 
 def known(seconds: dict[str, float], files: list[str]) -> dict[str, float]:
     """The figures of these files. One that moved to another folder is known by its name."""
-    by_name = Counter(Path(file).name for file in seconds)
-    moved = {Path(file).name: figure for file, figure in seconds.items() if by_name[Path(file).name] == 1}
+    gone = [file for file in seconds if file not in files]
+    by_name = Counter(Path(file).name for file in gone)
+    moved = {Path(file).name: seconds[file] for file in gone if by_name[Path(file).name] == 1}
     found = {file: seconds.get(file, moved.get(Path(file).name)) for file in files}
     return {file: figure for file, figure in found.items() if figure is not None}
 
@@ -61,6 +62,11 @@ def test_files() -> list[str]:
     return sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
 
 
+def together() -> list[str]:
+    """Those that may run beside others."""
+    return [file for file in test_files() if not any(Path(file).is_relative_to(each) for each in ALONE)]
+
+
 def read_seconds() -> dict[str, float]:
     """The figures as they are kept."""
     return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
@@ -71,16 +77,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self._measured: Counter[str] = Counter()
-        self._ran: set[str] = set()  # files of which a test was not skipped
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0].removeprefix("tests/")
         self._measured[file] += report.duration
-        if report.when == "call" and report.outcome != "skipped":
-            self._ran.add(file)
 
     def pytest_sessionfinish(self) -> None:
-        figures = renewed(read_seconds(), {file: self._measured[file] for file in self._ran}, test_files())
+        figures = renewed(read_seconds(), dict(self._measured), test_files())
         SECONDS.write_text(json.dumps(figures, indent=1) + "\n")
 
 
@@ -90,10 +93,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of all files together")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
-    files = test_files()
-    together = [file for file in files if not any(Path(file).is_relative_to(each) for each in ALONE)]
-    chosen, _ = choose(read_seconds(), together, arguments.budget)
-    left_out = set(files) - set(chosen)
+    chosen, _ = choose(read_seconds(), together(), arguments.budget)
+    left_out = set(test_files()) - set(chosen)
     paths = [str(TESTS / file) for file in chosen]
     command = [sys.executable, "-m", "pytest", "-m", MARKS, "-n", "2", "--dist", "loadfile", *arguments.pytest, *paths]
     status = subprocess.run(command, check=False).returncode
