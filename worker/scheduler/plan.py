@@ -205,7 +205,7 @@ class OutputBuffer:
         for news in (
             self._tokens, self._logprobs, self._started, self._finished, self._embeddings, self._prompt_logprobs,
         ):  # fmt: skip
-            news.pop(gateway, None)  # type: ignore[attr-defined]
+            news.pop(gateway, None)
 
     def take(self) -> StepOutputs:
         """All news since the last call."""
