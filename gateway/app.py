@@ -238,7 +238,7 @@ class Gateway:
 
     def _attach_vllm(self, server: grpc.aio.Server) -> None:
         """Raises ImportError without the dialect's stubs."""
-        from smg_grpc_proto import vllm_engine_pb2_grpc  # type: ignore[import-untyped]
+        from smg_grpc_proto import vllm_engine_pb2_grpc
 
         from octavo.gateway.dialects.vllm.servicer import VllmServicer
 

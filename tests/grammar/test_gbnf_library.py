@@ -2,7 +2,7 @@
 
 Each case is a text that its grammar takes by llama.cpp's rules (grammars/README.md). When a case fails because the
 library has become right, take it out; when none is left, take our translation out
-(docs/decisions/0020-hand-written-parts.md).
+(docs/decisions/0021-hand-written-parts.md).
 """
 
 import pytest
