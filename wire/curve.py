@@ -1,12 +1,14 @@
 """CURVE on sockets: who a server lets in, and whom a client trusts. Both sides prove their keys."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from octavo.wire.endpoints import Transport, parse_endpoint
 from octavo.wire.keys import KeyPair
-from octavo.wire.options import ZAP_DOMAIN
+from octavo.wire.options import ZAP_DOMAIN, new_dealer
 
 
 class AllowList:
@@ -52,3 +54,21 @@ def secure_client(socket: "zmq.Socket[bytes]", keys: KeyPair, server_public: byt
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """Our own pair, and the gateways' public key."""
+
+    own: KeyPair
+    gateway_public: bytes
+
+
+def new_gateway_dealer(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, curve: CurveKeys | None
+) -> "zmq.Socket[bytes]":
+    """A DEALER for one address; CURVE is for tcp, the run directory's permissions are for ipc."""
+    socket = new_dealer(context)
+    if curve is not None and parse_endpoint(address).transport is Transport.TCP:
+        secure_client(socket, curve.own, curve.gateway_public)
+    return socket

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
+from octavo.wire.curve import CurveKeys
 from octavo.wire.endpoints import parse_endpoint, require_proof
 from octavo.wire.host import pid_namespace, raise_descriptor_limit
 from octavo.wire.keys import load_keys, load_public_key
@@ -37,7 +38,6 @@ from octavo.worker.metrics import BusyLog, CacheInfo, InfoCollector, MetricsServ
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.heartbeat import HeartbeatThread
 from octavo.worker.transport.link import WorkerLink
-from octavo.worker.transport.socket import CurveKeys
 from octavo.worker.transport.watchdog import Watchdog
 
 # How a worker is asked to end: the first signal drains, the second stops; a gateway's refusal stops too.

@@ -1,4 +1,4 @@
-"""A worker's socket towards one gateway: the real `worker.transport.socket.GatewaySocket` with its edge replaced.
+"""A worker's socket towards one gateway: the real `worker.transport.link.GatewaySocket` with its edge replaced.
 
 Also an outbox that can lie: one message in a while says what no correct worker says.
 """
@@ -13,8 +13,7 @@ from octavo.wire.messages import Finished, StepOutput, WireFinishReason
 from octavo.wire.options import RECONNECT_MAX_MS, RECONNECT_MS
 from octavo.worker.engine.interfaces import OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
-from octavo.worker.transport.link import WorkerLink
-from octavo.worker.transport.socket import GatewaySocket, Transition
+from octavo.worker.transport.link import GatewaySocket, Transition, WorkerLink
 from sim.edges.network import Connection, Hub
 from sim.journal import Journal
 from sim.processes.runner import VOCAB_SIZE

@@ -12,9 +12,9 @@ import structlog
 import zmq
 
 from octavo.wire.codec import encode
+from octavo.wire.curve import CurveKeys, new_gateway_dealer
 from octavo.wire.messages import Heartbeat
 from octavo.worker.engine.interfaces import EngineStats
-from octavo.worker.transport.socket import CurveKeys, new_gateway_dealer
 from octavo.worker.transport.watchdog import Watchdog
 
 log = structlog.get_logger(__name__)

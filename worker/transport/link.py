@@ -9,35 +9,27 @@ Must not know what the engine does with messages. No asyncio.
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from octavo.wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
+from octavo.wire.curve import CurveKeys, new_gateway_dealer
 from octavo.wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
-from octavo.worker.transport.socket import BacklogFull, CurveKeys, GatewaySocket, Transition
 
 log = structlog.get_logger(__name__)
 
-MAX_DRAIN = 1_000  # messages per gateway and call: the engine must get to its step
-
-
-# Where a worker stands with one gateway: events in, answers out. Pure; no sockets, no clocks.
-#
-#     OFFLINE ──connected──► PRESENTING ──Welcome──► WELCOMED
-#        ▲                       │                      │
-#        └──────disconnected─────┴──────────────────────┘
-#
-# Register is repeated while PRESENTING. A Welcome of another gateway life than the one before means that everything
-# the former life had asked for is over.
-
-
+MAX_BACKLOG_MESSAGES = 4_096  # besides the socket's own queue
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 REGISTER_INTERVAL_S = 0.5
+MAX_DRAIN = 1_000  # messages per gateway and call: the engine must get to its step
 
 
 class LinkState(Enum):
@@ -47,7 +39,13 @@ class LinkState(Enum):
 
 
 class Registration:
-    """One gateway endpoint."""
+    """Where a worker stands with one gateway: events in, answers out. Pure; no sockets, no clocks.
+    OFFLINE ──connected──► PRESENTING ──Welcome──► WELCOMED
+       ▲                       │                      │
+       └──────disconnected─────┴──────────────────────┘
+
+    Register is repeated while PRESENTING. A Welcome of another gateway life than before ends all that life asked for.
+    """
 
     def __init__(self) -> None:
         self.state = LinkState.OFFLINE
@@ -80,6 +78,105 @@ class Registration:
         if self._next_register_s is not None and now_s < self._next_register_s:
             return False
         self._next_register_s = now_s + REGISTER_INTERVAL_S
+        return True
+
+
+class Transition(Enum):
+    """What happened to the connection."""
+
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    REFUSED = "refused"  # by CURVE: the keys do not fit
+
+
+_EVENTS: dict[int, Transition] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: Transition.CONNECTED,
+    zmq.EVENT_DISCONNECTED: Transition.DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Transition.REFUSED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Transition.REFUSED,
+}
+
+
+class BacklogFull(Exception):
+    """The gateway takes nothing any more; give it up."""
+
+
+class GatewaySocket:
+    """One DEALER towards one gateway, with the monitor that tells when its connection stands and breaks. Connects by
+    itself, again and again. One thread uses it; knows nothing of what messages mean."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, curve: CurveKeys | None) -> None:
+        self.address = address
+        self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
+        self.socket = new_gateway_dealer(context, address, curve)
+        self.monitor = self.socket.get_monitor_socket(sum(_EVENTS))
+        self.socket.connect(address)
+
+    def transitions(self) -> list[Transition]:
+        """What happened to the connection since the last call. Never blocks."""
+        happened = []
+        while self.monitor.poll(0):
+            event = int(recv_monitor_message(self.monitor)["event"])
+            if event in _EVENTS:
+                happened.append(_EVENTS[event])
+        return happened
+
+    def receive(self, limit: int) -> list[bytes]:
+        """Up to ``limit`` messages that are here; of several frames only the last counts. Never blocks."""
+        frames: list[bytes] = []
+        try:
+            while len(frames) < limit:
+                frames.append(self.socket.recv_multipart(zmq.NOBLOCK)[-1])
+        except zmq.Again:
+            pass
+        return frames
+
+    def send(self, frame: bytes) -> None:
+        """Send, or keep in order until the socket takes it. Raises BacklogFull."""
+        if self._backlog:
+            self.flush()
+        if self._backlog or not self._try_send(frame):
+            if len(self._backlog) >= MAX_BACKLOG_MESSAGES or self._backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
+                raise BacklogFull(f"{len(self._backlog)} messages wait for {self.address}")
+            self._backlog.append(frame)
+            self._backlog_bytes += len(frame)
+
+    def flush(self) -> None:
+        """Send what had to wait."""
+        while self._backlog and self._try_send(self._backlog[0]):
+            self._backlog_bytes -= len(self._backlog.popleft())
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something waits."""
+        return bool(self._backlog)
+
+    def forget(self) -> None:
+        """Throw away what waits in either direction: it belongs to a connection that is over."""
+        self._backlog.clear()
+        self._backlog_bytes = 0
+        while self.receive(1_000):
+            pass
+
+    def reconnect(self) -> None:
+        """Cut the connection and dial anew, which empties the socket's own queues too."""
+        self.socket.disconnect(self.address)
+        self.forget()
+        self.socket.connect(self.address)
+
+    def close(self) -> None:
+        """What the socket holds goes out for as long as its LINGER says. Idempotent."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close()
+
+    def _try_send(self, frame: bytes) -> bool:
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
         return True
 
 
@@ -241,14 +338,12 @@ class WorkerLink:
     def _take_own(self, gateway: _Gateway, message: Welcome | Refused | NeedTokenizer, received: Received) -> None:
         if message.epoch != self._register.epoch:
             self.stats.unexpected_messages += 1
-            return
-        match message:
-            case Welcome():
-                self._welcome(gateway, message, received)
-            case Refused():
-                self._refuse(gateway, message, received)
-            case NeedTokenizer():
-                self._send_bundle(gateway, message.digest)
+        elif isinstance(message, Welcome):
+            self._welcome(gateway, message, received)
+        elif isinstance(message, Refused):
+            self._refuse(gateway, message, received)
+        else:
+            self._send_bundle(gateway, message.digest)
 
     def _welcome(self, gateway: _Gateway, message: Welcome, received: Received) -> None:
         is_new = gateway.registration.state is not LinkState.WELCOMED

@@ -27,7 +27,7 @@ from octavo.wire.messages import (
 from octavo.wire.options import new_router
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
 from octavo.worker.scheduler.plan import GatewayIndex
-from octavo.worker.transport import socket
+from octavo.worker.transport import link as link_module
 from octavo.worker.transport.link import REGISTER_INTERVAL_S, WorkerLink
 from tests.support.gateway.workers import FILES, finished, register, step_output
 
@@ -245,7 +245,7 @@ def test_garbage_is_counted_and_dropped(joined: Bench) -> None:
 
 
 def test_a_gateway_that_takes_nothing_any_more_is_given_up(joined: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "MAX_BACKLOG_MESSAGES", 100)
+    monkeypatch.setattr(link_module, "MAX_BACKLOG_MESSAGES", 100)
     (gateway,) = joined.gateways
     large = AdminReply(epoch=EPOCH, query_id=1, violations=("x" * 10_000,))
     num_sent = 0
