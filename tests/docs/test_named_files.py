@@ -50,3 +50,10 @@ def test_each_recipe_names_the_files_to_change(heading: str, repository: Path) -
 def test_the_workflow_calls_what_anybody_can_call(repository: Path) -> None:
     assert "- run: .ci/run\n" in (repository / ".github/workflows/ci.yml").read_text()
     assert (repository / ".ci/run").stat().st_mode & 0o111
+
+
+def test_every_folder_within_a_folder_has_its_job_told(repository: Path) -> None:
+    page = (repository / "docs/architecture.md").read_text()
+    roots = [repository / name for name in ("worker", "gateway", "model", "cli")]
+    folders = [each for root in roots for each in root.iterdir() if list(each.glob("*.py"))]
+    assert [each for each in folders if f"| `{each.relative_to(repository)}/` |" not in page] == []
