@@ -48,9 +48,13 @@ class InvariantMlp(torch.nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See Mlp.forward."""
+        return self.down_proj(self.activate(x_TD))
+
+    def activate(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """See Mlp.activate."""
         gate_up_TE = self.gate_up_proj(x_TD)
         multiply = invariant.silu_mul if gate_up_TE.dtype == torch.float32 else silu_mul
-        return self.down_proj(multiply(gate_up_TE))
+        return multiply(gate_up_TE)
 
 
 class TabulatedRope(Rope):

@@ -10,9 +10,9 @@ import torch
 
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.autotune import Narrow, Paths, Split, Wide
-from octavo.model.gpu.layers import Attend, LayerBuffers, run_layers
+from octavo.model.gpu.layers import Attend, LayerBuffers, Layers, PlainFinish, finish_of, run_layers
 from octavo.model.gpu.small_batch_layers import NarrowLayers
-from octavo.model.gpu.split_k_layers import SplitLayers
+from octavo.model.gpu.split_k_layers import SplitFinish, split_room
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention, partial_buffers
@@ -57,7 +57,7 @@ class DecodeStep:
         self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device, limits)
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
         self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
-        self._split = SplitLayers(weights, self.buffers)
+        self._finish, self._room = finish_of(weights, self.buffers), split_room(config, device)
         self.paths = Paths.wide_only() if weights.is_quantized else Paths.find(config, weights.embed_VD)
         self._parts = SampleParts(max_batch, vocab_size, device)
 
@@ -69,15 +69,17 @@ class DecodeStep:
         match self.paths.path(batch_size):
             case Narrow(cuts=cuts):
                 logits_BV = self.logits_BV[:batch_size]
-                self._narrow.run(x_BD, rows_B, cuts)
+                run_layers(self.weights, self._narrow.ops(rows_B, cuts), x_BD)
                 self._narrow.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
             case Split(cuts=cuts):
-                self._split.run(batch_size, self._attend_planned(rows_B), cuts)
-                self.compute_logits(x_BD, self._index_B[:batch_size])
+                self._run_planned(SplitFinish(self.weights, self.buffers, self._room, cuts), rows_B, x_BD)
             case Wide():
-                run_layers(self.weights, self.buffers, batch_size, self._attend_planned(rows_B))
-                self.compute_logits(x_BD, self._index_B[:batch_size])
+                self._run_planned(self._finish, rows_B, x_BD)
         self._choose_tokens(rows_B)
+
+    def _run_planned(self, finish: PlainFinish, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
+        run_layers(self.weights, Layers(finish, self._attend_planned(rows_B)), x_BD)
+        self.compute_logits(x_BD, self._index_B[: len(rows_B)])
 
     def _attend_planned(self, rows_B: torch.Tensor) -> Attend:
         args = self.plan(rows_B)

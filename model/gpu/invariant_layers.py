@@ -7,12 +7,14 @@ model/gpu/layers.py.
 Legend: T tokens, decodes first · B decodes · S sampled tokens · N query heads · H head dim · D model dim · W tiles.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.layers import LayerBuffers
+from octavo.model.gpu.layers import LayerBuffers, run_layers
 from octavo.model.gpu.state import RowState
-from octavo.model.gpu.weights import GpuWeights, LayerWeights
+from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
 from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
 from octavo.model.kernels.attention.prefill import QUERY_TILE
@@ -41,9 +43,9 @@ class InvariantLayers:
         parts: AttentionParts | None = None,
     ) -> None:
         config, device = weights.config, weights.embed_VD.device
-        self._weights, self._state, self._kv, self._buffers = weights, state, kv, buffers
+        self.weights, self.state, self.kv, self.buffers = weights, state, kv, buffers
         heads = config.num_attention_heads
-        self._q_TNH = torch.empty(max_tokens, heads, config.head_dim, dtype=weights.dtype, device=device)
+        self.q_TNH = torch.empty(max_tokens, heads, config.head_dim, dtype=weights.dtype, device=device)
         self._position_T = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         matrices = [config.vocab_size, config.hidden_size]
         for layer in weights.layers[:1]:
@@ -51,17 +53,15 @@ class InvariantLayers:
                 (len(each), each.shape[1]) for each in (layer.qkv_CD, layer.o_DA, layer.gate_up_ED, layer.down_DI)
             ]
         room = max(part_elements(max(max_tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
-        self._part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
-        self._work = InvariantWork.allocate(
+        self.part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
+        self.work = InvariantWork.allocate(
             max_decodes=max_decodes,
             max_tiles=max_tokens // QUERY_TILE + max_chunks if max_chunks else 0,
             max_context=state.table_RM.shape[1] * kv.block_size,
             tile_tokens=tile_tokens(heads, config.num_key_value_heads),
             device=device,
         )
-        self.parts = parts or AttentionParts.allocate(
-            max_decodes, self._work.max_chunks, heads, config.head_dim, device
-        )
+        self.parts = parts or AttentionParts.allocate(max_decodes, self.work.max_chunks, heads, config.head_dim, device)
 
     def run(
         self,
@@ -76,53 +76,68 @@ class InvariantLayers:
         All int32. position_T: of all tokens, read behind the decodes (they stand where the state says). tiles_W4: of
         the chunks (model/kernels/attention/prefill.py).
         """
-        B, T, state = num_decodes, len(x_TD), self._state
+        B, T, state = num_decodes, len(x_TD), self.state
         places_T = self._position_T[:T]
         if B:
             torch.index_select(state.position_R, 0, row_T[:B], out=places_T[:B])
         if B < T:
             places_T[B:].copy_(position_T[B:T])
-        plan_invariant_work(row_T[:B], state.position_R, tiles_W4, self._work)
-        for index, layer in enumerate(self._weights.layers):
-            self._attend(index, layer, x_TD, row_T, places_T, B)
-            self._mlp(layer, x_TD)
+        plan_invariant_work(row_T[:B], state.position_R, tiles_W4, self.work)
+        run_layers(self.weights, _InvariantOps(self, row_T, places_T, B), x_TD)
 
     def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
         """Final norm and head of x_TD[index_S] (int32)."""
-        weights = self._weights
+        weights = self.weights
         rms_norm(x_TD, index_S, weights.norm_D, hidden_SD, weights.config.rms_norm_eps)
         self.project(hidden_SD, logits_SV)
 
     def project(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
         """The head alone, of any number of rows."""
-        invariant_product(hidden_SD, self._weights.head_VD, logits_SV, self._part)
+        invariant_product(hidden_SD, self.weights.head_VD, logits_SV, self.part)
 
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x_TD: torch.Tensor,
-        row_T: torch.Tensor,
-        place_T: torch.Tensor,
-        num_decodes: int,
-    ) -> None:
-        T, weights, state = len(x_TD), self._weights, self._state
-        qkv_TC, q_TNH, out_TNH = self._buffers.qkv_TC[:T], self._q_TNH[:T], self._buffers.out_TNH[:T]
-        k_pool, v_pool = self._kv.k_pools[index], self._kv.v_pools[index]
-        invariant_product(x_TD, layer.qkv_CD, qkv_TC, self._part)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InvariantOps:
+    """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
+    place."""
+
+    layers: InvariantLayers
+    row_T: torch.Tensor
+    place_T: torch.Tensor
+    num_decodes: int
+
+    def attend(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        own, T, matrices = self.layers, len(x_TD), self.layers.weights.layers[layer]
+        weights, state = own.weights, own.state
+        qkv_TC, q_TNH, out_TNH = own.buffers.qkv_TC[:T], own.q_TNH[:T], own.buffers.out_TNH[:T]
+        k_pool, v_pool = own.kv.k_pools[layer], own.kv.v_pools[layer]
+        invariant_product(x_TD, matrices.qkv_CD, qkv_TC, own.part)
         rope_write(
-            qkv_TC, x_TD, layer.qkv_bias_C, q_TNH, k_pool, v_pool, row_T, place_T, state.table_RM,
-            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps, layer.qk_norm_2H,
+            qkv_TC, x_TD, matrices.qkv_bias_C, q_TNH, k_pool, v_pool, self.row_T, self.place_T, state.table_RM,
+            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps, matrices.qk_norm_2H,
         )  # fmt: skip
         invariant_attention(
-            q_TNH, k_pool, v_pool, out_TNH, state.table_RM, self._work, self.parts, weights.config.scale,
-            num_decodes=num_decodes,
+            q_TNH, k_pool, v_pool, out_TNH, state.table_RM, own.work, own.parts, weights.config.scale,
+            num_decodes=self.num_decodes,
         )  # fmt: skip
-        invariant_add_product(out_TNH.flatten(1), layer.o_DA, x_TD, self._part)
+        return out_TNH
 
-    def _mlp(self, layer: LayerWeights, x_TD: torch.Tensor) -> None:
-        T, buffers = len(x_TD), self._buffers
-        gate_up_T2I, act_TI = buffers.gate_up_T2I[:T], buffers.act_TI[:T]
-        invariant_product(x_TD, layer.gate_up_ED, gate_up_T2I, self._part)
-        invariant_silu_mul(gate_up_T2I, x_TD, act_TI, self._weights.config.rms_norm_eps)
-        invariant_add_product(act_TI, layer.down_DI, x_TD, self._part)
+    def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        matrix = self.layers.weights.layers[layer].o_DA
+        invariant_add_product(attended_TNH.flatten(1), matrix, x_TD, self.layers.part)
+        return x_TD
+
+    def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        own, T = self.layers, len(x_TD)
+        gate_up_T2I, act_TI = own.buffers.gate_up_T2I[:T], own.buffers.act_TI[:T]
+        invariant_product(x_TD, own.weights.layers[layer].gate_up_ED, gate_up_T2I, own.part)
+        invariant_silu_mul(gate_up_T2I, x_TD, act_TI, own.weights.config.rms_norm_eps)
+        return act_TI
+
+    def add_down(self, layer: int, x_TD: torch.Tensor, act_TI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        invariant_add_product(act_TI, self.layers.weights.layers[layer].down_DI, x_TD, self.layers.part)
+        return x_TD

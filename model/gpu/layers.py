@@ -1,6 +1,6 @@
-"""The decoder layers of a step, with attention left to the caller: products by cuBLAS (of fewer bits:
-model/gpu/quant_products.py), the rest by our kernels, with gate and up of many tokens, which never stand in memory
-then.
+"""The decoder layers of a step by the family's program, and its operations with attention left to the caller: products
+by cuBLAS (of fewer bits: model/gpu/quant_products.py), the rest by our kernels, with gate and up of many tokens, which
+never stand in memory then.
 
 The residual stream x is never normalised in memory: weights have the norms folded in (model/gpu/weights.py), and the
 kernels behind a product scale by 1 / rms(x).
@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.model.families.interface import LayerOps
 from octavo.model.gpu.quant_products import QuantProducts, matrices_of
-from octavo.model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
+from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
 from octavo.model.kernels.rows import rms_scale
@@ -41,64 +42,104 @@ class LayerBuffers:
         self.scale_T = torch.empty(max_tokens, dtype=torch.float32, device=device)
 
 
-def run_layers(weights: GpuWeights, buffers: LayerBuffers, num_tokens: int, attend: Attend) -> torch.Tensor:
-    """Take buffers.x_TD[:num_tokens] through every layer, in place; returns it."""
-    x_TD = attend_layers(weights, buffers, num_tokens, attend)
-    add_rest(weights, len(weights.layers) - 1, buffers, x_TD, buffers.out_TNH[:num_tokens])
-    return x_TD
+class PlainFinish:
+    """What follows attention, for any rows (`FinishOps`; a layer is its index), with weights in the model's dtype. x is
+    changed in place."""
 
+    def __init__(self, weights: GpuWeights, buffers: LayerBuffers) -> None:
+        self.weights, self.buffers = weights, buffers
 
-def attend_layers(weights: GpuWeights, buffers: LayerBuffers, num_tokens: int, attend: Attend) -> torch.Tensor:
-    """`run_layers` up to the last layer's attention, which is left in buffers.out_TNH for `add_rest`."""
-    x_TD, qkv_TC, out_TNH = buffers.x_TD[:num_tokens], buffers.qkv_TC[:num_tokens], buffers.out_TNH[:num_tokens]
-    for index, layer in enumerate(weights.layers):
-        if index:
-            add_rest(weights, index - 1, buffers, x_TD, out_TNH)
-        if weights.products is None:
-            torch.mm(x_TD, layer.qkv_CD.T, out=qkv_TC)
+    def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return x_SD.addmm_(attended_SNH.flatten(1), self.weights.layers[layer].o_DA.T)
+
+    def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps; the activation in the product's epilogue where that is faster, else by way of memory."""
+        num_rows, eps, gate_up_ED = len(x_SD), self.weights.config.rms_norm_eps, self.weights.layers[layer].gate_up_ED
+        act_SI = self.buffers.act_TI[:num_rows]
+        if is_faster(num_rows, gate_up_ED):
+            scale_S = self.buffers.scale_T[:num_rows]
+            rms_scale(x_SD, scale_S, eps)
+            gate_up_product(x_SD, gate_up_ED, scale_S, act_SI)
         else:
-            weights.products.multiply(x_TD, matrices_of(layer).qkv, qkv_TC)
-        attend(index, layer, qkv_TC, x_TD, out_TNH)
-    return x_TD
+            gate_up_S2I = self.buffers.gate_up_T2I[:num_rows]
+            torch.mm(x_SD, gate_up_ED.T, out=gate_up_S2I)
+            silu_mul(gate_up_S2I, x_SD, act_SI, eps)
+        return act_SI
+
+    def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return x_SD.addmm_(act_SI, self.weights.layers[layer].down_DI.T)
+
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
+        """The raw product that attention starts from."""
+        torch.mm(x_TD, self.weights.layers[layer].qkv_CD.T, out=qkv_TC)
 
 
-def add_rest(weights: GpuWeights, index: int, buffers: LayerBuffers, x_SD: torch.Tensor, out_SNH: torch.Tensor) -> None:
-    """What follows attention in a layer, for any rows: x_SD, in place, gets o(out), then down(silu(gate) * up)."""
-    layer, eps, num_rows = weights.layers[index], weights.config.rms_norm_eps, len(x_SD)
-    if weights.products is not None:
-        _add_quantized_rest(weights.products, matrices_of(layer), buffers, x_SD, out_SNH, eps)
-        return
-    x_SD.addmm_(out_SNH.flatten(1), layer.o_DA.T)
-    activate = _activate_in_one if is_faster(num_rows, layer.gate_up_ED) else _activate
-    activate(layer, buffers, x_SD, eps)
-    x_SD.addmm_(buffers.act_TI[:num_rows], layer.down_DI.T)
+class QuantizedFinish(PlainFinish):
+    """`PlainFinish` of matrices that have fewer bits."""
+
+    def __init__(self, weights: GpuWeights, buffers: LayerBuffers, products: QuantProducts) -> None:
+        super().__init__(weights, buffers)
+        self._products = products
+
+    def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        self._products.add_product(attended_SNH.flatten(1), matrices_of(self.weights.layers[layer]).output, x_SD)
+        return x_SD
+
+    def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        gate_up_S2I, act_SI = self.buffers.gate_up_T2I[: len(x_SD)], self.buffers.act_TI[: len(x_SD)]
+        self._products.multiply(x_SD, matrices_of(self.weights.layers[layer]).gate_up, gate_up_S2I)
+        silu_mul(gate_up_S2I, x_SD, act_SI, self.weights.config.rms_norm_eps)
+        return act_SI
+
+    def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        self._products.add_product(act_SI, matrices_of(self.weights.layers[layer]).down, x_SD)
+        return x_SD
+
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
+        """See PlainFinish.multiply_qkv."""
+        self._products.multiply(x_TD, matrices_of(self.weights.layers[layer]).qkv, qkv_TC)
 
 
-def _add_quantized_rest(
-    products: QuantProducts,
-    matrices: QuantMatrices,
-    buffers: LayerBuffers,
-    x_SD: torch.Tensor,
-    out_SNH: torch.Tensor,
-    eps: float,
-) -> None:
-    """`add_rest` of matrices that have fewer bits."""
-    gate_up_S2I, act_SI = buffers.gate_up_T2I[: len(x_SD)], buffers.act_TI[: len(x_SD)]
-    products.add_product(out_SNH.flatten(1), matrices.output, x_SD)
-    products.multiply(x_SD, matrices.gate_up, gate_up_S2I)
-    silu_mul(gate_up_S2I, x_SD, act_SI, eps)
-    products.add_product(act_SI, matrices.down, x_SD)
+class Layers:
+    """All operations of a layer (`LayerOps`) over products of `finish`, with attention left to the caller."""
+
+    def __init__(self, finish: PlainFinish, attend: Attend) -> None:
+        self._finish, self._attend = finish, attend
+        self.add_output, self.activate, self.add_down = finish.add_output, finish.activate, finish.add_down
+
+    def attend(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: out_TNH of the buffers."""
+        buffers, T = self._finish.buffers, len(x_TD)
+        qkv_TC, out_TNH = buffers.qkv_TC[:T], buffers.out_TNH[:T]
+        self._finish.multiply_qkv(layer, x_TD, qkv_TC)
+        self._attend(layer, self._finish.weights.layers[layer], qkv_TC, x_TD, out_TNH)
+        return out_TNH
 
 
-def _activate(layer: LayerWeights, buffers: LayerBuffers, x_SD: torch.Tensor, eps: float) -> None:
-    """buffers.act_TI from x_SD by way of memory."""
-    gate_up_S2I = buffers.gate_up_T2I[: len(x_SD)]
-    torch.mm(x_SD, layer.gate_up_ED.T, out=gate_up_S2I)
-    silu_mul(gate_up_S2I, x_SD, buffers.act_TI[: len(x_SD)], eps)
+def finish_of(weights: GpuWeights, buffers: LayerBuffers) -> PlainFinish:
+    """The products that these weights need."""
+    if weights.products is None:
+        return PlainFinish(weights, buffers)
+    return QuantizedFinish(weights, buffers, weights.products)
 
 
-def _activate_in_one(layer: LayerWeights, buffers: LayerBuffers, x_SD: torch.Tensor, eps: float) -> None:
-    """As `_activate`, the activation in the product's epilogue."""
-    scale_S = buffers.scale_T[: len(x_SD)]
-    rms_scale(x_SD, scale_S, eps)
-    gate_up_product(x_SD, layer.gate_up_ED, scale_S, buffers.act_TI[: len(x_SD)])
+def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor) -> torch.Tensor:
+    """Take x_TD through every layer, by the family's program, in place; returns it."""
+    attended = attend_layers(weights, ops, x_TD)
+    finished: torch.Tensor = weights.config.family.finish(ops, len(weights.layers) - 1, x_TD, attended)
+    return finished
+
+
+def attend_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor) -> torch.Tensor:
+    """`run_layers` up to the last layer's attention, whose heads it returns."""
+    attended = ops.attend(0, x_TD)
+    for index in range(1, len(weights.layers)):
+        x_TD = weights.config.family.finish(ops, index - 1, x_TD, attended)
+        attended = ops.attend(index, x_TD)
+    heads_TNH: torch.Tensor = attended
+    return heads_TNH

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.gpu.decode_step import DecodeStep
-from octavo.model.gpu.layers import LayerBuffers, add_rest, attend_layers
+from octavo.model.gpu.layers import LayerBuffers, Layers, attend_layers, finish_of
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.prefill import prefill_attention
 from octavo.model.kernels.attention.rope_write import rope_write
@@ -48,6 +48,7 @@ class MixedStep:
         config, weights = decode.weights.config, decode.weights
         self._decode = decode
         self._buffers = LayerBuffers(weights, max_tokens)
+        self._finish = finish_of(weights, self._buffers)
         shape = (max_tokens, config.num_attention_heads, config.head_dim)
         self._q_TNH = torch.empty(shape, dtype=weights.dtype, device=weights.embed_VD.device)
 
@@ -77,8 +78,10 @@ class MixedStep:
         a prompt's other tokens there, so what follows the last attention is computed for these alone."""
         x_SD = self._buffers.x_TD.index_select(0, index_S)
         out_SNH = self._buffers.out_TNH.index_select(0, index_S)
-        add_rest(self.weights, len(self.weights.layers) - 1, self._buffers, x_SD, out_SNH)
-        return x_SD
+        finished: torch.Tensor = self.weights.config.family.finish(
+            self._finish, len(self.weights.layers) - 1, x_SD, out_SNH
+        )
+        return finished
 
     def end_chunks(self, inputs: MixedInputs) -> None:
         """Rows whose prompt is complete stand at its last token."""
@@ -98,7 +101,7 @@ class MixedStep:
             if B < T:
                 self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs)
 
-        attend_layers(self.weights, self._buffers, T, attend)
+        attend_layers(self.weights, Layers(self._finish, attend), self._buffers.x_TD[:T])
 
     def _attend_chunks(
         self,

@@ -14,7 +14,7 @@ import torch
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.config import ModelConfig
 from octavo.model.gpu.state import RowState
-from octavo.model.gpu.weights import GpuWeights, LayerWeights
+from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.checks import next_power_of_2
 from octavo.model.kernels.small_batch.attention import combine, narrow_attention, split_buffers
 from octavo.model.kernels.small_batch.launch import Cut, Overlap
@@ -63,54 +63,75 @@ def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> NarrowCuts:
 
 
 class NarrowLayers:
-    """Buffers and launches for up to MAX_NARROW_BATCH rows."""
+    """Buffers for up to MAX_NARROW_BATCH rows, and the head."""
 
     def __init__(self, weights: GpuWeights, state: RowState, kv: KvPool, *, max_batch: int) -> None:
         config, device = weights.config, weights.embed_VD.device
         rows = min(max_batch, MAX_NARROW_BATCH)
-        self._weights, self._state, self._kv = weights, state, kv
-        self._overlap = Overlap.on(weights.embed_VD)
+        self.weights, self.state, self.kv = weights, state, kv
+        self.overlap = Overlap.on(weights.embed_VD)
         shape = (rows, config.num_attention_heads, config.head_dim)
-        self._q_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
-        self._out_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
-        self._act_BI = torch.empty(rows, config.intermediate_size, dtype=weights.dtype, device=device)
-        self._part_BWNH, self._log_BWN = split_buffers(rows, config.num_attention_heads, config.head_dim, device)
+        self.q_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
+        self.out_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
+        self.act_BI = torch.empty(rows, config.intermediate_size, dtype=weights.dtype, device=device)
+        self.part_BWNH, self.log_BWN = split_buffers(rows, config.num_attention_heads, config.head_dim, device)
 
-    def run(self, x_BD: torch.Tensor, rows_B: torch.Tensor, cuts: NarrowCuts) -> None:
-        """Take x_BD through every layer, in place, writing the caches of rows_B (int32)."""
-        for index, layer in enumerate(self._weights.layers):
-            self._attend(index, layer, x_BD, rows_B, cuts)
-            self._mlp(layer, x_BD, cuts)
+    def ops(self, rows_B: torch.Tensor, cuts: NarrowCuts) -> "NarrowOps":
+        """The operations of a step that writes the caches of rows_B (int32)."""
+        return NarrowOps(self, rows_B, cuts)
 
     def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, logits_BV: torch.Tensor, cuts: NarrowCuts) -> None:
         """Final norm and head of x_BD[index_B]."""
-        weights = self._weights
+        weights = self.weights
         narrow_head(
             x_BD, index_B, weights.norm_D, weights.head_VD, logits_BV, weights.config.rms_norm_eps,
-            cut=cuts.head, overlap=self._overlap,
+            cut=cuts.head, overlap=self.overlap,
         )  # fmt: skip
 
-    def _attend(
-        self, index: int, layer: LayerWeights, x_BD: torch.Tensor, rows_B: torch.Tensor, cuts: NarrowCuts
-    ) -> None:
-        weights, state, overlap, B = self._weights, self._state, self._overlap, len(rows_B)
-        assert layer.qkv_bias_C is not None  # fits_family
-        pools, q_BNH = (self._kv.k_pools[index], self._kv.v_pools[index]), self._q_BNH[:B]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowOps:
+    """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
+    place."""
+
+    layers: NarrowLayers
+    rows_B: torch.Tensor
+    cuts: NarrowCuts
+
+    def attend(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        own, cuts, rows_B, B = self.layers, self.cuts, self.rows_B, len(self.rows_B)
+        weights, state, overlap, matrices = own.weights, own.state, own.overlap, own.weights.layers[layer]
+        assert matrices.qkv_bias_C is not None  # fits_family
+        pools, q_BNH = (own.kv.k_pools[layer], own.kv.v_pools[layer]), own.q_BNH[:B]
         narrow_qkv(
-            x_BD, layer.qkv_CD, layer.qkv_bias_C, q_BNH, *pools, rows_B, state.position_R, state.table_RM,
+            x_BD, matrices.qkv_CD, matrices.qkv_bias_C, q_BNH, *pools, rows_B, state.position_R, state.table_RM,
             weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps, cut=cuts.qkv, overlap=overlap,
         )  # fmt: skip
-        parts = (self._part_BWNH, self._log_BWN)
+        parts = (own.part_BWNH, own.log_BWN)
         narrow_attention(
             q_BNH, *pools, *parts, rows_B, state.position_R, state.table_RM, weights.config.scale,
             warps=cuts.attention_warps, overlap=overlap,
         )  # fmt: skip
-        out_BNH = self._out_BNH[:B]
+        out_BNH = own.out_BNH[:B]
         combine(*parts, out_BNH, rows_B, state.position_R, overlap=overlap)
-        narrow_add_product(x_BD, out_BNH.flatten(1), layer.o_DA, cut=cuts.output, overlap=overlap)
+        return out_BNH
 
-    def _mlp(self, layer: LayerWeights, x_BD: torch.Tensor, cuts: NarrowCuts) -> None:
-        act_BI = self._act_BI[: len(x_BD)]
-        eps = self._weights.config.rms_norm_eps
-        narrow_gate_up(x_BD, layer.gate_up_ED, act_BI, eps, cut=cuts.gate_up, overlap=self._overlap)
-        narrow_add_product(x_BD, act_BI, layer.down_DI, cut=cuts.down, overlap=self._overlap)
+    def add_output(self, layer: int, x_BD: torch.Tensor, attended_BNH: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        matrix, overlap = self.layers.weights.layers[layer].o_DA, self.layers.overlap
+        narrow_add_product(x_BD, attended_BNH.flatten(1), matrix, cut=self.cuts.output, overlap=overlap)
+        return x_BD
+
+    def activate(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        own, act_BI = self.layers, self.layers.act_BI[: len(x_BD)]
+        matrix, eps = own.weights.layers[layer].gate_up_ED, own.weights.config.rms_norm_eps
+        narrow_gate_up(x_BD, matrix, act_BI, eps, cut=self.cuts.gate_up, overlap=own.overlap)
+        return act_BI
+
+    def add_down(self, layer: int, x_BD: torch.Tensor, act_BI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        matrix, overlap = self.layers.weights.layers[layer].down_DI, self.layers.overlap
+        narrow_add_product(x_BD, act_BI, matrix, cut=self.cuts.down, overlap=overlap)
+        return x_BD

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.config import ModelConfig
-from octavo.model.gpu.layers import Attend, LayerBuffers
+from octavo.model.gpu.layers import LayerBuffers, PlainFinish
 from octavo.model.gpu.weights import GpuWeights
-from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.split_k import SplitCut, SplitRoom, dot_gate_up, split_add_product, split_product
 
 
@@ -60,43 +59,39 @@ def split_room(config: ModelConfig, device: torch.device | str) -> SplitRoom:
     return SplitRoom.allocate(num_elements=num_elements, num_tiles=num_tiles, device=device)
 
 
-class SplitLayers:
-    """Launches, and room for the parts of sums."""
+class SplitFinish(PlainFinish):
+    """`PlainFinish` with products cut this way; room for the parts of sums."""
 
-    def __init__(self, weights: GpuWeights, buffers: LayerBuffers, room: SplitRoom | None = None) -> None:
-        self._weights, self._buffers = weights, buffers
-        self._room = room or split_room(weights.config, weights.embed_VD.device)
+    def __init__(self, weights: GpuWeights, buffers: LayerBuffers, room: SplitRoom, cuts: SplitCuts) -> None:
+        super().__init__(weights, buffers)
+        self._room, self._cuts = room, cuts
 
-    def run(self, num_tokens: int, attend: Attend, cuts: SplitCuts) -> torch.Tensor:
-        """Take the first tokens of buffers.x_TD through every layer, in place; returns them."""
-        buffers, weights = self._buffers, self._weights
-        x_TD, out_TNH = buffers.x_TD[:num_tokens], buffers.out_TNH[:num_tokens]
-        qkv_TC, act_TI = buffers.qkv_TC[:num_tokens], buffers.act_TI[:num_tokens]
-        for index, layer in enumerate(weights.layers):
-            self._multiply(x_TD, layer.qkv_CD, qkv_TC, cuts.qkv)
-            attend(index, layer, qkv_TC, x_TD, out_TNH)
-            self._add(x_TD, out_TNH.flatten(1), layer.o_DA, cuts.output)
-            self._gate_up(x_TD, layer.gate_up_ED, act_TI, cuts.gate_up)
-            self._add(x_TD, act_TI, layer.down_DI, cuts.down)
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
+        """See PlainFinish.multiply_qkv."""
+        if self._cuts.qkv is None:
+            super().multiply_qkv(layer, x_TD, qkv_TC)
+        else:
+            split_product(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, self._room, self._cuts.qkv)
+
+    def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        if self._cuts.output is None:
+            return super().add_output(layer, x_TD, attended_TNH)
+        weight = self.weights.layers[layer].o_DA
+        split_add_product(x_TD, attended_TNH.flatten(1), weight, self._room, self._cuts.output)
         return x_TD
 
-    def _multiply(self, x_TD: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, cut: SplitCut | None) -> None:
-        if cut is None:
-            torch.mm(x_TD, weight.T, out=out)
-        else:
-            split_product(x_TD, weight, out, self._room, cut)
+    def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        if self._cuts.gate_up is None:
+            return super().activate(layer, x_TD)
+        act_TI, weight = self.buffers.act_TI[: len(x_TD)], self.weights.layers[layer].gate_up_ED
+        dot_gate_up(x_TD, weight, act_TI, self.weights.config.rms_norm_eps, self._cuts.gate_up)
+        return act_TI
 
-    def _add(self, x_TD: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, cut: SplitCut | None) -> None:
-        if cut is None:
-            x_TD.addmm_(y, weight.T)
-        else:
-            split_add_product(x_TD, y, weight, self._room, cut)
-
-    def _gate_up(self, x_TD: torch.Tensor, weight: torch.Tensor, act_TI: torch.Tensor, cut: SplitCut | None) -> None:
-        eps = self._weights.config.rms_norm_eps
-        if cut is None:
-            gate_up_T2I = self._buffers.gate_up_T2I[: len(x_TD)]
-            torch.mm(x_TD, weight.T, out=gate_up_T2I)
-            silu_mul(gate_up_T2I, x_TD, act_TI, eps)
-        else:
-            dot_gate_up(x_TD, weight, act_TI, eps, cut)
+    def add_down(self, layer: int, x_TD: torch.Tensor, act_TI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        if self._cuts.down is None:
+            return super().add_down(layer, x_TD, act_TI)
+        split_add_product(x_TD, act_TI, self.weights.layers[layer].down_DI, self._room, self._cuts.down)
+        return x_TD

@@ -132,11 +132,15 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] in and out."""
+        return self.down_proj(self.activate(x_TD))
+
+    def activate(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """silu(gate(x)) * up(x)."""
         gate_up_TE = self.gate_up_proj(x_TD)
         if gate_up_TE.dim() == 2 and takes(gate_up_TE, width=gate_up_TE.shape[1] // 2):
-            return self.down_proj(silu_mul(gate_up_TE))
+            return silu_mul(gate_up_TE)
         gate_TI, up_TI = gate_up_TE.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate_TI) * up_TI)
+        return F.silu(gate_TI) * up_TI
 
 
 class DecoderLayer(nn.Module):
@@ -144,6 +148,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, make: MakeTensor) -> None:
         super().__init__()
+        self._finish = config.family.finish
         self.input_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
         self.self_attn = Attention(config, make)
         self.post_attention_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
@@ -176,5 +181,21 @@ class DecoderLayer(nn.Module):
                 return hidden_TD
         if self.rest is not None:
             return self.rest.run(attended_TC, hidden_TD)
-        hidden_TD = hidden_TD + self.self_attn.o_proj(attended_TC)
-        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+        finished: torch.Tensor = self._finish(TorchFinish(), self, hidden_TD, attended_TC)
+        return finished
+
+
+class TorchFinish:
+    """What follows attention (`FinishOps`; a layer is a DecoderLayer), a module for each operation."""
+
+    def add_output(self, layer: DecoderLayer, x_SD: torch.Tensor, attended_SC: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return x_SD + layer.self_attn.o_proj(attended_SC)
+
+    def activate(self, layer: DecoderLayer, x_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return layer.mlp.activate(layer.post_attention_layernorm(x_SD))
+
+    def add_down(self, layer: DecoderLayer, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return x_SD + layer.mlp.down_proj(act_SI)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu import layers
-from octavo.model.gpu.layers import LayerBuffers, run_layers
+from octavo.model.gpu.layers import LayerBuffers, Layers, finish_of, run_layers
 from octavo.model.gpu.weights import GpuWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +35,8 @@ def test_both_ways_through_the_layers_give_the_same_stream(num_tokens: int) -> N
             buffer.fill_(float("nan"))
         buffers.x_TD[:num_tokens] = x_TD
         with mock.patch.object(layers, "is_faster", return_value=is_faster):
-            out_TD = run_layers(weights, buffers, num_tokens, lambda *args: args[-1].copy_(attended_TNH))
+            ops = Layers(finish_of(weights, buffers), lambda *args: args[-1].copy_(attended_TNH))
+            out_TD = run_layers(weights, ops, buffers.x_TD[:num_tokens])
         assert out_TD.data_ptr() == buffers.x_TD.data_ptr()
         assert bool(buffers.gate_up_T2I.isnan().all()) is is_faster
         streams.append(out_TD.float())
