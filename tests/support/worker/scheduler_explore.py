@@ -236,7 +236,12 @@ def _blocks_state(manager: BlockManager) -> State:
     )
     entries = {int(index.entry_P[block]): block for block in index.block_of.values()} | {0: -1}
     links = tuple(
-        (names[block], index.content(block), names.get(entries.get(int(index.parent_entry_P[block]), -2), -1))
+        (
+            names[block],
+            index._salt_of[block],
+            index._tokens_PB[block].tobytes(),
+            names.get(entries.get(int(index.parent_entry_P[block]), -2), -1),
+        )
         for block in sorted(index.block_of.values(), key=lambda block: names.get(block, 99))
         if block in names
     )
