@@ -1,8 +1,8 @@
 """docker-compose.yml and the Dockerfiles: valid, hardened, and about files and settings that exist."""
 
+import ast
 import json
 import re
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,15 @@ def test_an_image_copies_what_is_there_and_runs_as_nobody(repository: Path, role
 
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_gets_every_folder_that_is_packaged(repository: Path, role: str) -> None:
-    pyproject = tomllib.loads((repository / "pyproject.toml").read_text())
-    packaged = {name.rstrip("*") for name in pyproject["tool"]["setuptools"]["packages"]["find"]["include"]}
+    tree = ast.parse((repository / "setup.py").read_text())
+    (folders,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
+    )
+    packaged = set(ast.literal_eval(folders))
     lines = (repository / f"deploy/{role}.Dockerfile").read_text().splitlines()
-    copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
-    assert packaged - {"octavo"} | {"proto"} <= copied
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert packaged
+    assert packaged | {"proto", "setup.py"} <= copied
 
 
 def test_the_gateway_of_others_is_the_one_that_is_tested(compose: dict[str, Any], repository: Path) -> None:
