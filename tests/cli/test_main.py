@@ -241,6 +241,6 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--text"}  # python -m bench.cpu.quant_error
     of_others |= {"--wait", "--upgrade", "--generate-hashes"}  # docker compose, uv
     of_others |= {"--require-hashes", "--no-deps", "--only-binary", "--no-build-isolation", "--index-url"}  # pip
-    of_others |= {"--total-queued-requests-metric"}  # pickers of Kubernetes inference gateways
+    of_others |= {"--go", "--go-grpc"}  # protoc's plugins for Go, as in --go_out
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
     assert shown - known <= of_others | {"--flag"}
