@@ -34,13 +34,13 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_says_what_one_answer_says(client: openai.OpenAI) -> None:
-    whole = ask(client)
-    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    whole = ask(client, max_tokens=200)
+    chunks = list(ask(client, max_tokens=200, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     (choice,) = whole.choices
     assert choice.message.role == "assistant"
     assert "".join(texts) == choice.message.content != ""
-    assert sum(bool(text) for text in texts) > 3  # it did stream
+    assert sum(bool(text) for text in texts) > 1  # it did stream; how finely depends on what else the machine does
     ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     assert ends == [choice.finish_reason]
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
