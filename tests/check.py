@@ -63,8 +63,8 @@ def test_files() -> list[str]:
 
 
 def together() -> list[str]:
-    """Those that may run beside others."""
-    return [file for file in test_files() if not any(Path(file).is_relative_to(each) for each in ALONE)]
+    """Those that may run beside others, without the clients and gateways of others (`make test-interop`)."""
+    return [file for file in test_files() if not any(Path(file).is_relative_to(each) for each in (*ALONE, "interop"))]
 
 
 def read_seconds() -> dict[str, float]:

@@ -103,12 +103,14 @@ def test_further_outputs(client: Any) -> None:
 
 
 def test_a_stream_gives_the_same_text_in_pieces(client: Any) -> None:
-    heard = streamed(client, [inputs(stream=True)])
+    long = GREEDY | {"max_tokens": 200}
+    heard = streamed(client, [inputs(sampling=long, stream=True)])
     assert [error for _, error in heard if error] == []
     results = [result for result, _ in heard]
-    assert "".join(map(first, results)) == first(client.infer(MODEL, inputs(exclude_input_in_output=True)))
+    whole = client.infer(MODEL, inputs(sampling=long, exclude_input_in_output=True))
+    assert "".join(map(first, results)) == first(whole)
     assert [is_final(result) for result in results] == [False] * (len(results) - 1) + [True]
-    assert len(results) > 3
+    assert len(results) > 1  # how finely depends on what else the machine does
 
 
 def test_many_requests_on_one_stream(client: Any) -> None:
