@@ -40,7 +40,7 @@ def test_a_stream_says_what_one_answer_says(client: openai.OpenAI) -> None:
     (choice,) = whole.choices
     assert choice.message.role == "assistant"
     assert "".join(texts) == choice.message.content != ""
-    assert sum(bool(text) for text in texts) > 1  # it did stream; how finely depends on what else the machine does
+    assert sum(bool(text) for text in texts) > 3  # it did stream
     ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     assert ends == [choice.finish_reason]
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0

@@ -110,7 +110,7 @@ def test_a_stream_gives_the_same_text_in_pieces(client: Any) -> None:
     whole = client.infer(MODEL, inputs(sampling=long, exclude_input_in_output=True))
     assert "".join(map(first, results)) == first(whole)
     assert [is_final(result) for result in results] == [False] * (len(results) - 1) + [True]
-    assert len(results) > 1  # how finely depends on what else the machine does
+    assert len(results) > 3
 
 
 def test_many_requests_on_one_stream(client: Any) -> None:
