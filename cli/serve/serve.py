@@ -50,10 +50,11 @@ def serve(settings: ServeSettings) -> int:
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
-        ports = _pick_ports(settings)
-        require_free(settings.host, settings.port, "port")
-        port = stack.enter_context(held_port(settings.host, settings.port)) if settings.gateways > 1 else settings.port
-        port = port or free_port(settings.host, set(ports))
+        ports = choose_ports(settings)
+        others = {*ports, settings.admin_port, *(of_model for _, of_model in model_ports(settings))}
+        port = settings.port or free_port(settings.host, others)
+        if settings.gateways > 1:
+            stack.enter_context(held_port(settings.host, port))
         plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports)
         return asyncio.run(_serve(settings, plans, run_dir, port))
 
@@ -137,27 +138,26 @@ def show_summary(summary: ServiceSummary) -> None:
         print(plain(summary), flush=True)  # noqa: T201
 
 
-def _pick_ports(settings: ServeSettings) -> list[int]:
-    """A metrics port for each process; raises CliError naming the flag of one that is busy."""
-    taken = {settings.port}
-    ports = []
-    for name, port in metrics_ports(settings):
-        if port:
-            require_free(settings.metrics_host, port, name)
-        ports.append(port or free_port(settings.metrics_host, taken))
-    if settings.admin_port:
-        require_free(settings.host, settings.admin_port, "admin_port")
-    of_models = [port for _, port in model_ports(settings)]
-    for port in of_models:
-        require_free(settings.host, port, "model_port")
-    numbers = [*ports, *of_models, *(each for each in (settings.port, settings.admin_port) if each)]
+def choose_ports(settings: ServeSettings) -> list[int]:
+    """A metrics port for each process; raises CliError naming the flag of one that is busy.
+
+    The ports that were asked for come first: one that the system chooses is none of them.
+    """
+    chosen = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
+    chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings)]
+    chosen += [(settings.metrics_host, port, name) for name, port in metrics_ports(settings)]
+    numbers = [port for _, port, _ in chosen if port]
     if len(set(numbers)) != len(numbers):
         raise CliError(
             "two listeners want one port",
             f"ports are {sorted(numbers)}",
-            "change --port, --model-port, --metrics-port or --worker-metrics-port",
+            "change --port, --admin-port, --model-port, --metrics-port or --worker-metrics-port",
         )
-    return ports
+    for host, port, name in chosen:
+        if port:
+            require_free(host, port, name)
+    taken = set(numbers)
+    return [port or free_port(settings.metrics_host, taken) for _, port in metrics_ports(settings)]
 
 
 def _on_signal(service: Service, notice: Notice) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from octavo.cli.errors import CliError, did_you_mean, nearest
 from octavo.cli.explain import explain
+from octavo.cli.serve import serve
 from octavo.cli.serve.launch import READY_FILE, run_folder
 from octavo.cli.serve.ports import busy_port, free_port, held_port, require_free
 from octavo.cli.settings.groups import ServeSettings
@@ -92,6 +93,26 @@ def test_an_address_of_another_host_is_told_as_such() -> None:
 def test_free_ports_are_never_the_same() -> None:
     taken: set[int] = set()
     assert len({free_port("127.0.0.1", taken) for _ in range(20)}) == 20 == len(taken)
+
+
+def test_a_port_that_the_system_chooses_is_none_of_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    admin, of_model, *others = (free_port("127.0.0.1", set()) for _ in range(5))
+
+    def offer(host: str, taken: set[int]) -> int:
+        """A system that offers the ports asked for first, as it may."""
+        port = next(each for each in (admin, of_model, *others) if each not in taken)
+        taken.add(port)
+        return port
+
+    monkeypatch.setattr(serve, "free_port", offer)
+    settings = ServeSettings(
+        admin_port=admin,
+        model=["one=x", "two=y"],
+        model_port=[f"two={of_model}"],
+        metrics_port=0,
+        worker_metrics_port=0,
+    )
+    assert serve.choose_ports(settings) == others
 
 
 def test_a_held_port_can_be_shared_and_not_taken() -> None:

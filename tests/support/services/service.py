@@ -1,5 +1,7 @@
 """The whole service as a user starts it: `octavo serve` in a process of its own, with its gateways and workers."""
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -24,12 +26,22 @@ STOP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0  # a busy machine is no fault
 IDLE_TIMEOUT_S = 30.0
 
+_FIRST_PORT, _LAST_PORT = 12000, 32000
+"""Test processes run side by side: each begins elsewhere in the range."""
+_PORTS = itertools.islice(itertools.cycle(range(_FIRST_PORT, _LAST_PORT)), os.getpid() * 37 % 20000, None)
+
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that is free now and was not given before.
+
+    Below the range from which systems choose ports for connections (RFC 6335: 49152; Linux: 32768), so that neither a
+    connection nor a service that asks for port 0 takes it before it is used.
+    """
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
