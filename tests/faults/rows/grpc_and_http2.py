@@ -73,7 +73,7 @@ ROWS: dict[int, Row] = {
         "tests/gateway/rpc/test_interceptor.py::test_streams_end_with_the_tables_status_after_what_they_sent",
         "tests/gateway/rpc/test_interceptor.py::test_defects_of_generators_are_internal_after_what_they_sent",
         "tests/gateway/rpc/test_interceptor.py::test_a_generator_whose_caller_leaves_is_closed_and_counted",
-        "tests/gateway/test_generate_ends.py::test_a_defect_of_ours_is_internal_and_never_unknown",
+        "tests/gateway/requests/test_generate_ends.py::test_a_defect_of_ours_is_internal_and_never_unknown",
         "tests/gateway/rpc/test_interceptor.py::test_a_second_abort_changes_nothing",
         "tests/gateway/rpc/test_interceptor.py::test_a_stream_without_messages_ends_well",
     ),
@@ -92,7 +92,7 @@ ROWS: dict[int, Row] = {
         "tests/gateway/validation/test_fields.py::test_any_bytes_that_parse_are_good_or_refused_and_never_crash",
         "tests/gateway/validation/test_fields.py::"
         "test_every_field_of_generate_is_in_the_tables_above_or_refers_to_the_model",
-        "tests/gateway/test_generate_refusals.py::test_a_duplicate_id_is_refused_and_the_first_request_is_not_disturbed",
+        "tests/gateway/requests/test_generate_refusals.py::test_a_duplicate_id_is_refused_and_the_first_request_is_not_disturbed",
     ),
     43: row(
         "callers without rights",

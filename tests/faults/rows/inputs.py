@@ -6,8 +6,8 @@ ROWS: dict[int, Row] = {
     44: row(
         "texts that are slow to tokenize",
         "tests/gateway/test_responsiveness.py::test_the_loop_goes_on_turning",
-        "tests/gateway/test_generate_refusals.py::test_a_text_above_the_limit_is_refused_before_it_is_tokenized",
-        "tests/gateway/test_real_tokenizer.py::test_row_44_time_grows_with_the_text_and_the_loop_goes_on",
+        "tests/gateway/requests/test_generate_refusals.py::test_a_text_above_the_limit_is_refused_before_it_is_tokenized",
+        "tests/gateway/text/test_real_tokenizer.py::test_row_44_time_grows_with_the_text_and_the_loop_goes_on",
         figures=("44 a", "44 ^", "44 spaces", "44 CJK", "44 marks"),
     ),
     45: row(
@@ -26,7 +26,7 @@ ROWS: dict[int, Row] = {
         "control tokens in texts",
         "tests/gateway/text/test_model_text.py::test_no_message_can_write_a_control_token",
         "tests/gateway/text/test_model_text.py::test_a_template_cannot_reach_out_of_its_sandbox",
-        "tests/gateway/test_generate_refusals.py::test_ids_that_the_model_does_not_have_are_named_by_their_place",
+        "tests/gateway/requests/test_generate_refusals.py::test_ids_that_the_model_does_not_have_are_named_by_their_place",
     ),
     48: row(
         "hostile schemas and expressions",
@@ -38,7 +38,7 @@ ROWS: dict[int, Row] = {
     ),
     49: row(
         "the same request in any company",
-        "tests/worker/test_deterministic.py::test_on_a_cpu_an_answer_does_not_depend_on_the_batch",
+        "tests/worker/runners/test_deterministic.py::test_on_a_cpu_an_answer_does_not_depend_on_the_batch",
         "tests/worker/runners/test_torch_runner.py::test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption",
     ),
     50: row(

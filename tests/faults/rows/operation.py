@@ -7,18 +7,18 @@ HOST = "tests/faults/test_rows_host.py::test_row_"
 ROWS: dict[int, Row] = {
     57: row(
         "bad checkpoints",
-        "tests/model/test_safetensors_file.py::test_a_file_truncated_anywhere_is_refused_by_name",
-        "tests/model/test_safetensors_file.py::"
+        "tests/model/checkpoint/test_safetensors_file.py::test_a_file_truncated_anywhere_is_refused_by_name",
+        "tests/model/checkpoint/test_safetensors_file.py::"
         "test_any_changed_byte_of_the_header_is_refused_or_read_as_safetensors_reads_it",
-        "tests/model/test_loading.py::"
+        "tests/model/checkpoint/test_loading.py::"
         "test_missing_unexpected_misshapen_and_wrongly_typed_tensors_are_named_in_one_error",
-        "tests/model/test_loading.py::test_weights_that_are_not_finite_are_found_where_asked_for",
+        "tests/model/checkpoint/test_loading.py::test_weights_that_are_not_finite_are_found_where_asked_for",
     ),
     58: row(
         "paths that lead elsewhere",
-        "tests/model/test_loading.py::test_an_index_that_leads_out_of_the_folder_is_refused",
-        "tests/model/test_loading.py::test_pickled_weights_and_remote_code_are_never_touched",
-        "tests/model/test_checkpoint.py::test_what_is_no_hub_id_never_reaches_the_hub",
+        "tests/model/checkpoint/test_loading.py::test_an_index_that_leads_out_of_the_folder_is_refused",
+        "tests/model/checkpoint/test_loading.py::test_pickled_weights_and_remote_code_are_never_touched",
+        "tests/model/checkpoint/test_checkpoint.py::test_what_is_no_hub_id_never_reaches_the_hub",
         HOST + "58_names_that_lead_elsewhere_open_nothing",
         HOST + "58_callers_learn_nothing_from_names_of_models",
         figures=("58 names", "58 callers"),

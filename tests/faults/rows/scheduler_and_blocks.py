@@ -11,7 +11,7 @@ ROWS: dict[int, Row] = {
     16: row(
         "a cancel at each point of a life",
         "tests/worker/scheduler/test_scheduler_ends.py::test_a_cancel_at_any_moment_frees_everything_and_disturbs_nobody",
-        "tests/gateway/test_generate_ends.py::test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind",
+        "tests/gateway/requests/test_generate_ends.py::test_a_cancel_while_the_prompt_is_tokenized_leaves_nothing_behind",
         "tests/gateway/workers/test_migration.py::test_a_cancel_ends_it_wherever_it_is",
     ),
     17: row(
@@ -30,7 +30,7 @@ ROWS: dict[int, Row] = {
         "a request that can never fit",
         "tests/worker/scheduler/test_scheduler_refusals.py::"
         "test_a_request_too_long_for_the_pool_is_refused_at_once_and_nobody_waits_behind_it",
-        "tests/gateway/test_generate_refusals.py::test_what_can_never_fit_is_refused_at_once",
+        "tests/gateway/requests/test_generate_refusals.py::test_what_can_never_fit_is_refused_at_once",
     ),
     20: row(
         "an output grows to the ceiling of the pool",
@@ -80,7 +80,7 @@ ROWS: dict[int, Row] = {
         "a caller does not read",
         CALLERS + "28_a_caller_that_does_not_read_is_ended_costs_little_and_disturbs_nobody",
         CALLERS + "28_a_caller_that_stops_reading_and_reads_on_gets_every_token_and_holds_nobody_up",
-        "tests/gateway/test_operation.py::test_too_many_unread_tokens_end_the_stream",
+        "tests/gateway/peers/test_operation.py::test_too_many_unread_tokens_end_the_stream",
         figures=("28", "28 reads on"),
     ),
     29: row(

@@ -38,9 +38,9 @@ ROWS: dict[int, Row] = {
     5: row(
         "a request kills every worker that has it, or two workers are killed at a time",
         KILLED + "5_a_request_that_kills_workers_costs_two_and_bystanders_nothing",
-        "tests/gateway/test_quarantine.py::test_one_poison_kills_two_workers_or_three_and_everybody_else_comes_through",
+        "tests/gateway/workers/test_quarantine.py::test_one_poison_kills_two_workers_or_three_and_everybody_else_comes_through",
         KILLED + "5_two_workers_that_are_killed_together_condemn_nobody",
-        "tests/gateway/test_quarantine.py::test_two_workers_that_are_killed_from_outside_condemn_nobody_for_good",
+        "tests/gateway/workers/test_quarantine.py::test_two_workers_that_are_killed_from_outside_condemn_nobody_for_good",
         figures=("5", "5 together 0 s apart", "5 together 0.05 s apart"),
     ),
     6: row(
