@@ -51,7 +51,7 @@ def serve(settings: ServeSettings) -> int:
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
         ports = choose_ports(settings)
-        others = {*ports, settings.admin_port, *(of_model for _, of_model in model_ports(settings))}
+        others = {*ports, settings.admin_port or 0, *(of_model for _, of_model in model_ports(settings))}
         port = settings.port or free_port(settings.host, others)
         if settings.gateways > 1:
             stack.enter_context(held_port(settings.host, port))
