@@ -1,4 +1,4 @@
-"""Shows a start: reads the processes' log lines and draws a bar per process on a terminal, plain lines elsewhere.
+"""Shows a start: reads the processes' log lines and draws a row for each process on a terminal, plain lines elsewhere.
 
 Fed with the lines that the processes write; must not know how they are started.
 """
@@ -12,9 +12,9 @@ from enum import Enum
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from octavo.cli.progress import Bars, PlainSteps, Step
 from octavo.cli.serve.launch import ProcessPlan
 
 SUPERVISOR = "supervisor"
@@ -74,8 +74,9 @@ class LineStyle(Enum):
 class StartupView:
     """Shows where each process stands until the service is ready; after that its lines as they come.
 
-    Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. raw_lines (log format
-    json, or no terminal): lines pass through unchanged. loaded: what each worker said of its model, by worker.
+    Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. For programs (log
+    format json, or no terminal) lines pass through unchanged; for people without a terminal what is counted is told in
+    plain lines, one every two seconds. loaded: what each worker said of its model, by worker.
     """
 
     def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, level: str, style: LineStyle) -> None:
@@ -83,21 +84,24 @@ class StartupView:
         self._console = console
         self._level = level
         self._style = style
-        self._bars = _progress(console) if console.is_terminal and style is LineStyle.PEOPLE else None
-        self._tasks: dict[str, TaskID] = {}
-        if self._bars is not None:
-            self._tasks = {each.name: self._bars.add_task(each.label, total=None, stage="starting") for each in plans}
-            self._bars.start()
+        self._steps = PlainSteps()
+        is_watched = console.is_terminal and style is LineStyle.PEOPLE
+        self._bars = Bars(console, {each.name: each.label for each in plans}) if is_watched else None
 
     def on_line(self, name: str, raw: str) -> None:
         """A process wrote a line."""
         line = parse_line(raw)
         if line.event == "loaded":
             self.loaded[name] = line.fields
-        if self._bars is not None:
-            self._advance(name, line)
+        step = _step(line)
+        if self._bars is not None and step is not None:
+            with contextlib.suppress(OSError):  # as below
+                self._bars.show(name, step)
         if line.is_at_least("warning" if self._bars is not None else self._level):
-            self._show(name, raw, line)
+            if step is not None and step.done is not None and self._style is LineStyle.PEOPLE:
+                self._show_step(name, step, line)
+            else:
+                self._show(name, raw, line)
 
     def notice(self, text: str) -> None:
         """A line of the supervisor itself."""
@@ -113,6 +117,11 @@ class StartupView:
             else:
                 self._console.print(render_line(name, line), soft_wrap=True)
 
+    def _show_step(self, name: str, step: Step, line: LogLine) -> None:
+        text = self._steps.line(name, step)
+        if text is not None:
+            self._show(name, "", LogLine(event=text, level=line.level, time=line.time))
+
     def on_ready(self) -> None:
         """The service answers: no more bars."""
         self.close()
@@ -120,28 +129,18 @@ class StartupView:
     def close(self) -> None:
         """Take the bars away. Idempotent."""
         if self._bars is not None:
-            self._bars.stop()
+            self._bars.close()
             self._bars = None
 
-    def _advance(self, name: str, line: LogLine) -> None:
-        if self._bars is None or not line.level or name not in self._tasks:
-            return
-        done, total = line.fields.get("done"), line.fields.get("total")
-        self._bars.update(
-            self._tasks[name],
-            stage=line.event.replace("_", " "),
-            completed=done if isinstance(done, int | float) else None,
-            total=total if isinstance(total, int | float) else None,
-        )
 
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=28),
-        TextColumn("{task.fields[stage]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
+def _step(line: LogLine) -> Step | None:
+    """Where a process stands by this line; None for what tells nothing of that, as a warning."""
+    if line.level not in ("info", "debug"):
+        return None
+    done, total = (line.fields.get(name) for name in ("done", "total"))
+    return Step(
+        stage=line.event,
+        done=done if isinstance(done, int | float) else None,
+        total=total if isinstance(total, int | float) else None,
+        unit=str(line.fields.get("unit", "")),
     )

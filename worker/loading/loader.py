@@ -26,7 +26,7 @@ from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
-from octavo.model.cpu.native import why_missing
+from octavo.model.cpu.native import native_library, why_missing
 from octavo.model.dtypes import parse_dtype
 from octavo.model.errors import ConfigError
 from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
@@ -221,6 +221,9 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -
     device, is_deterministic = torch.device(config.device), config.deterministic is Deterministic.ON
     check_format(wanted, device, is_packed=is_packed, has_cuda_runner=has_cuda_runner)
     check_cache_dtype(config.kv_cache_dtype, device, is_deterministic=is_deterministic)
+    if device.type == "cpu":
+        on_progress("compiling_kernels", None, None)
+        native_library()
     model = load_model(
         folder,
         dtype=dtype,

@@ -11,10 +11,12 @@ OnProgress = Callable[[str, int | None, int | None], None]
 """Called with (stage, done, total); None where there is nothing to count."""
 
 MIN_INTERVAL_S = 0.2
+IN_BYTES = frozenset({"downloading", "loading_weights"})
+"""The stages that count bytes; others count kernels or steps."""
 
 
 class LoggedProgress:
-    """Writes progress as log lines (event: the stage; done, total), at most a few a second of one stage."""
+    """Writes progress as log lines (event: the stage; done, total, unit), at most a few a second of one stage."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,7 +29,8 @@ class LoggedProgress:
         if stage == self._stage and not is_end and now_s - self._last_s < MIN_INTERVAL_S:
             return
         self._stage, self._last_s = stage, now_s
+        unit = {"unit": "bytes"} if stage in IN_BYTES else {}
         if done is None:
             log.info(stage)
         else:
-            log.info(stage, done=done, total=total)
+            log.info(stage, done=done, total=total, **unit)

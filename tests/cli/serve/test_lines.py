@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.spinner import SPINNERS
 
 from octavo.cli.serve.launch import ProcessPlan, Role
 from octavo.cli.serve.startup import LineStyle, LogLine, StartupView, parse_line, render_line
@@ -56,13 +57,85 @@ def test_a_terminal_gets_bars_that_follow_the_lines_and_then_the_lines_themselve
         view.on_line("worker-0", '{"event": "careful", "level": "warning"}')
         view.on_line("gateway-9", RAW)
         assert view._bars is not None
-        task = view._bars.tasks[0]
-        assert (task.completed, task.total, task.fields["stage"]) == (1, 4, "careful")
+        task = view._bars.progress.tasks[0]
+        assert (task.completed, task.total, task.fields["stage"]) == (1, 4, "loading weights")
         view.on_ready()
         view.on_line("worker-0", RAW)
     shown = console.export_text()
     assert "careful" in shown
     assert shown.count("loaded") == 1
+
+
+def row_of(view: StartupView, *, width: int = 120) -> str:
+    """The worker's row as it stands now."""
+    assert view._bars is not None
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as captured:
+        console.print(view._bars.progress.get_renderable())
+    return captured.get().splitlines()[0]
+
+
+def told(stage: str, **fields: object) -> str:
+    return json.dumps({"event": stage, "level": "info", **fields})
+
+
+STAGES = [
+    *(("downloading", {"done": done, "total": 8_000_000_000, "unit": "bytes"}) for done in (0, 4e9, 8e9)),
+    *(("loading_weights", {"done": done, "total": 8_000_000_000, "unit": "bytes"}) for done in (0, 8e9)),
+    ("packing_weights", {}),
+    *(("warming_up", {"done": done, "total": 3}) for done in (0, 3)),
+    *(("recording_steps", {"done": done, "total": 3}) for done in (0, 1, 3)),
+    ("listening", {}),
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_stage_has_a_spinner_that_turns_and_a_bar_of_its_own(width: int) -> None:
+    """Also one that follows a stage that was full, whether it counts as far, otherwise, or not at all."""
+    spinner = set(SPINNERS["dots"]["frames"])
+    with open("/dev/null", "w") as nowhere:
+        console = Console(file=nowhere, force_terminal=True, width=width)
+        view = StartupView(PLANS, console=console, level="info", style=LineStyle.PEOPLE)
+        for stage, fields in STAGES:
+            view.on_line("worker-0", told(stage, **fields))
+            row, task = row_of(view, width=width), view._bars.progress.tasks[0]  # type: ignore[union-attr]
+            assert row[0] in spinner, (stage, fields, row)
+            assert stage.replace("_", " ") in row
+            assert (task.total, task.completed) == (fields.get("total"), fields.get("done", 0))
+            assert task.finished == ("done" in fields and fields["done"] == fields["total"])
+        view.close()
+
+
+def test_what_counts_bytes_shows_amount_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/null", "w") as nowhere:
+        console = Console(file=nowhere, force_terminal=True, width=120)
+        view = StartupView(PLANS, console=console, level="info", style=LineStyle.PEOPLE)
+        assert view._bars is not None
+        for second, done in enumerate((0, 1e9, 2e9, 3e9)):
+            view._bars.progress.get_time = lambda now_s=second: 100.0 + now_s  # type: ignore[method-assign, misc]
+            view.on_line("worker-0", told("loading_weights", done=done, total=8e9, unit="bytes"))
+        assert "3.0 GB of 8.0 GB · 1.0 GB/s · 0:00:05 left" in row_of(view)
+        view.close()
+
+
+def test_people_without_a_terminal_get_plain_lines_and_not_one_for_each_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = io.StringIO()
+    view = StartupView(PLANS, console=Console(file=out, width=200), level="info", style=LineStyle.PEOPLE)
+    now_s = 0.0
+    view._steps.clock = lambda: now_s
+    for now_s in range(8):
+        view.on_line("worker-0", told("loading_weights", done=now_s * 1_000_000, total=7_000_000, unit="bytes"))
+    view.on_line("worker-0", told("packing_weights"))
+    assert [line.split("info")[1].strip() for line in out.getvalue().splitlines()] == [
+        "loading weights 0 B of 7.0 MB",
+        "loading weights 2.0 MB of 7.0 MB · 1.0 MB/s · 0:00:05 left",
+        "loading weights 4.0 MB of 7.0 MB · 1.0 MB/s · 0:00:03 left",
+        "loading weights 6.0 MB of 7.0 MB · 1.0 MB/s · 0:00:01 left",
+        "loading weights 7.0 MB of 7.0 MB · 1.0 MB/s",
+        "packing_weights",
+    ]
 
 
 class FullDisk(io.StringIO):
