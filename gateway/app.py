@@ -12,8 +12,7 @@ import grpc
 import structlog
 from grpc_reflection.v1alpha import reflection
 
-from octavo.gateway.auth.authenticator import Authenticator
-from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.auth.authenticator import Authenticator, PrefixSalt
 from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig
 from octavo.gateway.dialects import kserve, vllm
@@ -30,10 +29,9 @@ from octavo.gateway.requests.submit import Submitter
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
 from octavo.gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit
-from octavo.gateway.rpc.interceptor import StatusInterceptor
+from octavo.gateway.rpc.interceptor import StatusInterceptor, UnreadEndings
 from octavo.gateway.rpc.readiness import Readiness
 from octavo.gateway.rpc.server import bind, new_server
-from octavo.gateway.rpc.unread import UnreadEndings
 from octavo.gateway.servicers.admin import AdminServicer
 from octavo.gateway.servicers.inference import InferenceServicer
 from octavo.gateway.servicers.model import ModelServicer

@@ -93,10 +93,10 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who may call. Without a file of keys and without client certificates: everybody who reaches a listener.
+    """Who may call. Without a file of keys and without client certificates: every caller that reaches a listener.
 
-    public_scopes: names of gateway.auth.scopes.Scope that need no key. prefix_salt_secret: the same on every gateway
-    of a service, so that their callers share cached prefixes; empty: drawn at the start.
+    public_scopes: names of gateway.auth.authenticator.Scope that need no key. prefix_salt_secret: the same on every
+    gateway of a service, so that their callers share cached prefixes; empty: drawn at the start.
     """
 
     tls: TlsConfig | None = None

@@ -100,7 +100,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who has a key, with limits per gateway as `gateway.auth.caller.TenantLimits` has them."""
+    """Who has a key, with limits per gateway as `gateway.auth.authenticator.TenantLimits` has them."""
 
     name: str
     weight: int = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.auth.authenticator import Scope
 
 FLOORS = {
     "grpcio": (1, 83, 1),  # GHSA-hf3w-6hpw-qp67; CVE-2023-33953, CVE-2023-44487, CVE-2024-7246 before it

@@ -24,9 +24,7 @@ from typing import Any
 import grpc
 import structlog
 
-from octavo.gateway.auth.caller import Caller
-from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of, new_key
-from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.auth.authenticator import Caller, KeyEntry, KeyRing, Scope, digest_of, new_key
 from octavo.v1 import model_pb2, model_pb2_grpc
 
 Samples = dict[str, list[int]]

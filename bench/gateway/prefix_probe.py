@@ -17,7 +17,7 @@ from pathlib import Path
 from octavo import Client
 from octavo.cli.serve.launch import command_line, environment, write_settings
 from octavo.cli.serve.ports import free_port
-from octavo.gateway.auth.keys import digest_of, new_key
+from octavo.gateway.auth.authenticator import digest_of, new_key
 
 PROMPT_TOKENS = 640
 VOCABULARY = 4000  # ids of the embedded model that are ordinary text

@@ -9,8 +9,8 @@ from octavo.cli.errors import usage
 from octavo.cli.settings.access import AccessSettings
 from octavo.cli.settings.groups import GatewaySettings
 from octavo.cli.settings.model_names import model_ports, name_of_model
+from octavo.gateway.auth.authenticator import Scope
 from octavo.gateway.auth.reloader import AccessReloader
-from octavo.gateway.auth.scopes import Scope
 from octavo.gateway.config import (
     AccessConfig,
     ConnectionConfig,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.cli.errors import CliError, usage
+from octavo.gateway.auth.authenticator import digest_of, new_key
 from octavo.gateway.auth.key_file import load_access_list, parse_access_list
-from octavo.gateway.auth.keys import digest_of, new_key
 
 HEADER = "# Octavo API keys. For the gateway only (0600); docs/security.md says what may stand here.\n"
 

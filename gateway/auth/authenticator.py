@@ -1,21 +1,189 @@
-"""Lets a call in, or says why not: before its message is parsed, long before anything is tokenized.
+"""Who calls, and what they may do: a call is let in, or refused with the reason, before its message is parsed.
 
-Decides by the call's own metadata and its connection's certificate; what other headers say of a tenant is nothing.
+Decides by the call's own metadata (an API key) and its connection's certificate; no other header tells the tenant.
+Of keys only digests are kept: a key has 256 random bits, so a plain SHA-256 of it cannot be searched through.
+`gateway.auth.key_file` reads the file that names callers, `gateway.auth.reloader` reads it again when it changes.
 """
 
+import hashlib
+import hmac
+import secrets
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
 from typing import Any, Protocol
 
-from octavo.gateway.auth.caller import ANYBODY, PUBLIC, Caller
-from octavo.gateway.auth.key_file import AccessList
-from octavo.gateway.auth.keys import MAX_KEY_LEN
-from octavo.gateway.auth.scopes import NOT_ADMIN, SCOPE_OF, Scope
 from octavo.gateway.errors import PermissionDenied, Unauthenticated
 
+MAX_WEIGHT = 1000
+KEY_PREFIX = "octavo-"  # so that scanners of repositories and logs can find one that leaked
+MIN_KEY_LEN = 24
+MAX_KEY_LEN = 512
 _BEARER = "bearer "
+_SALT_DOMAIN = b"octavo prefix salt 1"
+_LABEL_DOMAIN = b"octavo tenant label 1"
+
+# ---------------------------------------------------------------- methods
+
+
+class Scope(StrEnum):
+    """What a caller may do."""
+
+    GENERATE = "generate"  # generate, tokenize, end one's own requests
+    MODELS = "models"  # what is served, its limits, its tokenizer
+    HEALTH = "health"
+    REFLECTION = "reflection"
+    ADMIN = "admin"  # what touches all callers: abort, audit, flush, drain, events of the prefix cache
+
+
+# A method that is in no row is refused to every caller once there are keys.
+_SERVICES: dict[str, dict[str, Scope]] = {
+    "octavo.v1.InferenceService": {
+        "Generate": Scope.GENERATE,
+        "Complete": Scope.GENERATE,
+        "Embed": Scope.GENERATE,
+        "Tokenize": Scope.GENERATE,
+        "Detokenize": Scope.GENERATE,
+        "Cancel": Scope.GENERATE,  # of one's own tenant only: the key of a request has the tenant in it
+    },
+    "octavo.v1.ModelService": {"ListModels": Scope.MODELS, "GetModel": Scope.MODELS},
+    "octavo.v1.AdminService": {
+        "Abort": Scope.ADMIN,
+        "GetLoad": Scope.ADMIN,
+        "AuditBlocks": Scope.ADMIN,
+        "FlushPrefixCache": Scope.ADMIN,
+        "Drain": Scope.ADMIN,
+    },
+    "grpc.health.v1.Health": {"Check": Scope.HEALTH, "List": Scope.HEALTH, "Watch": Scope.HEALTH},
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": Scope.REFLECTION},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Scope.REFLECTION},
+    "vllm.grpc.engine.VllmEngine": {
+        "Generate": Scope.GENERATE,
+        "Embed": Scope.GENERATE,
+        "Abort": Scope.GENERATE,  # likewise
+        "HealthCheck": Scope.HEALTH,
+        "GetModelInfo": Scope.MODELS,
+        "GetServerInfo": Scope.MODELS,
+        "GetLoads": Scope.MODELS,
+        "GetTokenizer": Scope.MODELS,
+        "FlushCache": Scope.ADMIN,
+        "SubscribeKvEvents": Scope.ADMIN,  # tells the tokens of every tenant's prompts
+        "StartProfile": Scope.ADMIN,
+        "StopProfile": Scope.ADMIN,
+    },
+    "inference.GRPCInferenceService": {
+        "ServerLive": Scope.HEALTH,
+        "ServerReady": Scope.HEALTH,
+        "ModelReady": Scope.HEALTH,
+        "ServerMetadata": Scope.MODELS,
+        "ModelMetadata": Scope.MODELS,
+        "ModelConfig": Scope.MODELS,
+        "ModelInfer": Scope.GENERATE,
+        "ModelStreamInfer": Scope.GENERATE,
+    },
+}
+
+SCOPE_OF: dict[str, Scope] = {
+    f"/{service}/{method}": scope for service, methods in _SERVICES.items() for method, scope in methods.items()
+}
+"""By the full name of the method, as it stands in the path of the call."""
+
+NOT_ADMIN = frozenset(Scope) - {Scope.ADMIN}
+
+
+# ---------------------------------------------------------------- callers and their keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may ask of one gateway process; None: no limit of its own.
+
+    max_requests: outputs in flight. max_queued: of these, not begun by a worker yet. tokens_per_minute: prompt and
+    `max_tokens` of requests, refunded where fewer were used. burst_tokens: that much at once; None: a minute's worth.
+    """
+
+    max_requests: int | None = None
+    max_queued: int | None = None
+    tokens_per_minute: int | None = None
+    burst_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """tenant None: callers are not identified here. sharing_group: tenants of one group share cached prefixes.
+    weight: of the tenant's share where tenants wait for one another, 1 to MAX_WEIGHT."""
+
+    name: str
+    tenant: str | None
+    scopes: frozenset[Scope]
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    sharing_group: str | None = None
+    weight: int = 1
+
+    def key_of(self, request_id: str) -> str:
+        """A request id that no other tenant's can equal: ids have no line feed."""
+        return request_id if self.tenant is None else f"{self.tenant}\n{request_id}"
+
+
+def id_in(key: str) -> str:
+    """The request id in what `key_of` made."""
+    return key.rpartition("\n")[2]
+
+
+ANYBODY = Caller(name="", tenant=None, scopes=frozenset(Scope))
+"""Where neither keys nor client certificates are asked for."""
+
+PUBLIC = Caller(name="public", tenant="", scopes=frozenset())
+"""A caller without a key, at methods that need none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyEntry:
+    """digest: SHA-256 of the key, 32 bytes. expires_s: Unix time, None for never."""
+
+    digest: bytes
+    caller: Caller
+    expires_s: float | None = None
+
+
+def new_key() -> str:
+    """A new random key."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> bytes:
+    """32 bytes."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class KeyRing:
+    """Keys that are known. `find` costs the same whether, where and how early a key matches: the digest is compared
+    with every entry's, each time whole (CVE-2025-59425 was a comparison that stopped early)."""
+
+    def __init__(self, entries: Iterable[KeyEntry]) -> None:
+        self._entries = tuple(entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: str) -> KeyEntry | None:
+        """The entry of this key, expired ones included."""
+        digest, compare, found = digest_of(key), hmac.compare_digest, 0
+        for number, entry in enumerate(self._entries, start=1):
+            found += number * compare(digest, entry.digest)  # no branch; digests differ, so at most one counts
+        return self._entries[found - 1] if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessList:
+    """What the file of keys says. certificates: callers by the subjects of their certificates."""
+
+    ring: KeyRing = field(default_factory=lambda: KeyRing(()))
+    certificates: Mapping[str, Caller] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- calls
 
 
 class Credentials(Protocol):
@@ -34,7 +202,7 @@ class ClientCertificates(Enum):
 
 @dataclass(slots=True, eq=False)
 class Authenticator:
-    """access None: there is no file of keys. Without keys and without certificates everybody may do everything.
+    """access None: there is no file of keys. Without keys and without certificates every caller may do everything.
 
     public: scopes that need no key. now_s: Unix time, for keys that expire.
     """
@@ -46,7 +214,7 @@ class Authenticator:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody is asked who they are."""
+        """Whether callers are not identified."""
         return self.access is None and self.certificates is ClientCertificates.NONE
 
     def authenticate(self, method: str, call: Credentials) -> Caller:
@@ -106,3 +274,39 @@ def presented_key(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     if not 0 < len(found[0]) <= MAX_KEY_LEN:
         raise Unauthenticated("the API key is not valid here")
     return found[0]
+
+
+# ---------------------------------------------------------------- salts
+
+
+class PrefixSalt:
+    """The salt of a caller's cached prefixes: tenants never share any, unless they are of one group.
+
+    HMAC-SHA-256 under a secret of the service, over length-prefixed fields with a domain in front: no tenant can choose
+    a salt that equals another's, nor can a group's name equal a tenant's. Source: CVE-2025-46570 (timing of shared
+    prefixes). secret: the same on every gateway of a service, else their callers share no prefixes; empty: drawn.
+    """
+
+    def __init__(self, secret: str = "") -> None:
+        self._secret = secret.encode() or secrets.token_bytes(32)
+
+    def of(self, caller: Caller, salt: str) -> str:
+        """What goes to the worker. salt: the caller's own cache_salt, returned unchanged where callers are not
+        identified."""
+        if caller.tenant is None:
+            return salt
+        kind, owner = ("tenant", caller.tenant) if caller.sharing_group is None else ("group", caller.sharing_group)
+        message = _SALT_DOMAIN + b"".join(_field(text) for text in (kind, owner, salt))
+        return hmac.digest(self._secret, message, hashlib.sha256).hex()
+
+    def label_of(self, caller: Caller) -> str:
+        """What workers know the caller's tenant by, where tenants wait for one another: opaque, the same from every
+        gateway of the service, and no salt. Empty where callers are not identified."""
+        if caller.tenant is None:
+            return ""
+        return hmac.digest(self._secret, _LABEL_DOMAIN + _field(caller.tenant), hashlib.sha256).hex()[:16]
+
+
+def _field(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(4, "big") + data

@@ -28,14 +28,23 @@ import os
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from octavo.gateway.auth.caller import MAX_WEIGHT, Caller, TenantLimits
-from octavo.gateway.auth.keys import MAX_KEY_LEN, MIN_KEY_LEN, KeyEntry, KeyRing, digest_of
-from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.auth.authenticator import (
+    MAX_KEY_LEN,
+    MAX_WEIGHT,
+    MIN_KEY_LEN,
+    AccessList,
+    Caller,
+    KeyEntry,
+    KeyRing,
+    Scope,
+    TenantLimits,
+    digest_of,
+)
 
 SETTING = "--api-keys-file"
 DEFAULT_SCOPES = (Scope.GENERATE, Scope.MODELS)
@@ -45,11 +54,11 @@ _TABLES = ("defaults", "keys", "certificates", "tenants")
 _IDENTITY = ("tenant", "scopes")
 
 
-# An access file that cannot be used, told in three parts. Knows no file format.
-
-
 class AccessFileError(Exception):
-    """what: which file. numbers: what is wrong with it. change: what to do."""
+    """A file of keys or certificates that cannot be used.
+
+    what: which file. numbers: what is wrong with it. change: what to do.
+    """
 
     def __init__(self, what: str, numbers: str, change: str) -> None:
         super().__init__(f"{what}: {numbers}; {change}")
@@ -77,14 +86,6 @@ def unreadable(path: Path, setting: str, error: OSError) -> AccessFileError:
     return AccessFileError(
         f"{setting} cannot be read", f"{path}: {error.strerror or error}", "give the path of a file that we may read"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessList:
-    """What the file says. certificates: by subject."""
-
-    ring: KeyRing = field(default_factory=lambda: KeyRing(()))
-    certificates: Mapping[str, Caller] = field(default_factory=dict)
 
 
 def load_access_list(path: Path) -> AccessList:

@@ -13,9 +13,8 @@ from typing import TypeVar
 
 import structlog
 
-from octavo.gateway.auth.authenticator import Authenticator, ClientCertificates
-from octavo.gateway.auth.key_file import AccessFileError, AccessList, load_access_list
-from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.auth.authenticator import AccessList, Authenticator, ClientCertificates, Scope
+from octavo.gateway.auth.key_file import AccessFileError, load_access_list
 from octavo.gateway.auth.tls import TlsListener, TlsMaterial, load_tls
 from octavo.gateway.config import AccessConfig
 

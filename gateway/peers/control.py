@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.gateway.auth.caller import Caller
+from octavo.gateway.auth.authenticator import Caller
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
 from octavo.gateway.observability.meters import GatewayMeters

@@ -8,7 +8,7 @@ its prompt is known, and leaves exactly once however it ends.
 from collections import Counter
 from dataclasses import dataclass
 
-from octavo.gateway.auth.caller import Caller, TenantLimits, id_in
+from octavo.gateway.auth.authenticator import Caller, TenantLimits, id_in
 from octavo.gateway.errors import DuplicateRequest, ExceedsCapacity, QueueFull, TenantLimit
 
 # What each tenant holds of this gateway, and what it may.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
 from octavo.gateway.models import ServedModels

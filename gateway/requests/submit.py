@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from octavo.gateway.auth.caller import id_in
+from octavo.gateway.auth.authenticator import id_in
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowConsumer, TenantLimit
 from octavo.gateway.observability.meters import GatewayMeters

@@ -1,12 +1,20 @@
-"""The outermost layer of every RPC: whatever a handler raises, the caller gets exactly one status, never UNKNOWN.
+"""What stands around every RPC, handlers of libraries (health, reflection) included: two interceptors.
 
-An interceptor, so that handlers of libraries (health, reflection) are inside too. Also the one place where an RPC's end
-is counted and logged.
+`StatusInterceptor`: the caller is identified, the message is read, and whatever the handler raises becomes exactly one
+status, never UNKNOWN. It is the one place where an RPC's end is counted and logged.
+
+`UnreadEndings`: calls that have their status and are not over, because their callers do not read what was sent before
+it. HTTP/2 sends a status behind the messages of its stream, and these wait for the caller's window. Until then the
+library keeps the call, and its place among those that the server lets in at once; it has no way to end one call from
+here, and pings do not help, because the caller's library answers them. When there are too many such calls, the
+connections with the most of them are closed: their sockets are shut down, as if their callers had gone. A connection on
+a unix socket has no name by which it could be told from others, and is left alone.
 """
 
 import asyncio
 import inspect
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -23,15 +31,19 @@ from octavo.gateway.errors import (
     Violation,
 )
 from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.rpc.connections import Address, address_of, hang_up
 from octavo.gateway.rpc.scope import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
 
 log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-# Calls whose request is not here yet; when there are more, the oldest has waited long enough. Below what the server
-# lets in besides requests in flight: so callers that only begin calls keep nobody out.
+# Calls whose request has not come, and calls whose end is not read. Both are below what the server lets in besides
+# requests in flight, so that callers that only begin calls, or never read, keep no others out.
 MAX_WAITS = 512
+MAX_UNREAD = 512
+PATIENCE_S = 2.0  # how long a status may be on its way before it counts as unread
+INTERVAL_S = 0.5
 MODEL_HEADER = "x-model"  # of calls whose contract has no field for it; read where a request names none
 _MAX_MODEL = 256  # characters
 _EXPIRED, _LEFT = ("DEADLINE_EXCEEDED", "DEADLINE"), ("CANCELLED", "CLIENT")
@@ -45,7 +57,7 @@ Take = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iter
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """One per gateway and authenticator: who is not let in gets no further than this."""
+    """One per gateway and authenticator: a caller that is refused gets no further than this."""
 
     def __init__(
         self,
@@ -175,11 +187,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
-        """Answer an exception. Raises AbortError where a status was sent, CancelledError where nobody waits for one."""
+        """Answer an exception. Raises AbortError where a status was sent, CancelledError where the call is over."""
         if isinstance(error, grpc.aio.AbortError):
             self._record(scope, "ABORTED_BY_LIBRARY", "")
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
-            # Nearly always the caller went away. Where somebody else cancelled the task, the RPC is alive, and without
+            # Nearly always the caller went away. Where the task was cancelled otherwise, the RPC is alive, and without
             # a status its caller would wait for ever (grpc#29248): an attempt to answer tells the two apart.
             if await _is_gone(context):
                 self._record(scope, *_how_it_went(scope, context))
@@ -272,3 +284,92 @@ def _parser(deserializer: Callable[[bytes], Any] | None) -> Parse:
             raise MalformedMessage("the request is no valid message of its type") from None
 
     return parse
+
+
+# ---------------------------------------------------------------- ends that callers do not read
+
+
+class UnreadEndings(grpc.aio.ServerInterceptor):
+    """One per gateway, on all servers of callers, outside of all other interceptors. Times are monotonic seconds."""
+
+    def __init__(self, *, max_unread: int = MAX_UNREAD, patience_s: float = PATIENCE_S) -> None:
+        self.num_hung_up = 0  # connections
+        self._max_unread = max_unread
+        self._patience_s = patience_s
+        self._open: dict[Context, None] = {}
+        self._unread_since_s: dict[Context, float] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Follow the call from its handler's beginning until nothing of it is left to send."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming is False:
+            return handler  # StatusInterceptor makes all of them streams of requests
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._followed(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            self._followed(handler.stream_unary), handler.request_deserializer, handler.response_serializer
+        )
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Hang up where too many calls wait for their callers."""
+        worst = self.choose(time.monotonic())
+        if not worst:
+            return
+        num_hung_up = await asyncio.to_thread(hang_up, worst)
+        self.num_hung_up += num_hung_up
+        structlog.get_logger(__name__).warning(
+            "unread_endings", unread=len(self._unread_since_s), connections=num_hung_up
+        )
+
+    def choose(self, now_s: float) -> set[Address]:
+        """Connections to hang up: those with the most calls that waited too long, until few enough are left."""
+        for context in self._open:
+            if context.done():  # its status was handed to the library
+                self._unread_since_s.setdefault(context, now_s)
+        late = [context for context, since_s in self._unread_since_s.items() if now_s - since_s >= self._patience_s]
+        num_left, worst = len(late), set[Address]()
+        if num_left <= self._max_unread:
+            return worst
+        counts = Counter(address for context in late if (address := address_of(context.peer())) is not None)
+        for address, count in counts.most_common():
+            if num_left <= self._max_unread:
+                break
+            worst.add(address)
+            num_left -= count
+        return worst
+
+    def _followed(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        if asyncio.iscoroutinefunction(behaviour):
+
+            async def answer(request: Any, context: Context) -> Any:
+                self._follow(context)
+                return await behaviour(request, context)
+
+            return answer
+
+        async def stream(request: Any, context: Context) -> Any:
+            self._follow(context)
+            async for response in behaviour(request, context):
+                yield response
+
+        return stream
+
+    def _follow(self, context: Context) -> None:
+        self._open[context] = None
+        context.add_done_callback(self._forget)  # type: ignore[arg-type]
+
+    def _forget(self, context: Any) -> None:
+        self._open.pop(context, None)
+        self._unread_since_s.pop(context, None)

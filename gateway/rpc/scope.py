@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 
-from octavo.gateway.auth.caller import ANYBODY, Caller
+from octavo.gateway.auth.authenticator import ANYBODY, Caller
 from octavo.gateway.errors import DeadlinePassed
 from octavo.gateway.validation.fields import REQUEST_ID
 

@@ -7,10 +7,7 @@ What a tenant holds is counted again from the tracker's own requests, and its to
 from fractions import Fraction
 from typing import Any
 
-from octavo.gateway.auth.caller import Caller, TenantLimits
-from octavo.gateway.auth.key_file import AccessList
-from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of
-from octavo.gateway.auth.scopes import Scope
+from octavo.gateway.auth.authenticator import AccessList, Caller, KeyEntry, KeyRing, Scope, TenantLimits, digest_of
 from octavo.gateway.errors import ExceedsCapacity, TenantLimit
 from octavo.gateway.requests.admission import TenantQuotas
 from octavo.gateway.requests.tracker import RequestTracker

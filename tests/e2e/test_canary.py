@@ -14,7 +14,7 @@ import psutil
 import zmq
 
 from octavo import Client
-from octavo.gateway.auth.scopes import SCOPE_OF
+from octavo.gateway.auth.authenticator import SCOPE_OF
 from tests.support.services.service import Service, serve
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo import AsyncClient
-from octavo.gateway.auth.keys import digest_of
+from octavo.gateway.auth.authenticator import digest_of
 from octavo.worker.runners.oracle.model import OracleModel
 from tests.support.faults.bench import NO_RETRIES
 from tests.support.faults.callers import Call, calls, golden, run_all

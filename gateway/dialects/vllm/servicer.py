@@ -15,7 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from octavo.gateway.auth.caller import PrefixSalt
+from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.dialects.vllm import info
 from octavo.gateway.dialects.vllm.messages import (
     KvBatches,

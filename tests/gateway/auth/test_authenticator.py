@@ -5,11 +5,20 @@ from typing import Any
 
 import pytest
 
-from octavo.gateway.auth.authenticator import Authenticator, ClientCertificates
-from octavo.gateway.auth.caller import ANYBODY, PUBLIC, Caller
-from octavo.gateway.auth.key_file import AccessList
-from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of
-from octavo.gateway.auth.scopes import NOT_ADMIN, SCOPE_OF, Scope
+from octavo.gateway.auth.authenticator import (
+    ANYBODY,
+    NOT_ADMIN,
+    PUBLIC,
+    SCOPE_OF,
+    AccessList,
+    Authenticator,
+    Caller,
+    ClientCertificates,
+    KeyEntry,
+    KeyRing,
+    Scope,
+    digest_of,
+)
 from octavo.gateway.errors import PermissionDenied, Unauthenticated
 
 GENERATE = "/octavo.v1.InferenceService/Generate"

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.gateway.auth.caller import Caller, TenantLimits
+from octavo.gateway.auth.authenticator import Caller, KeyEntry, KeyRing, Scope, TenantLimits, digest_of, new_key
 from octavo.gateway.auth.key_file import AccessFileError, load_access_list, parse_access_list
-from octavo.gateway.auth.keys import KeyEntry, KeyRing, digest_of, new_key
-from octavo.gateway.auth.scopes import Scope
 
 KEY = "octavo-0123456789abcdef0123456789"
 SHA = hashlib.sha256(KEY.encode()).hexdigest()

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.gateway.auth.caller import ANYBODY, PUBLIC, Caller, PrefixSalt
+from octavo.gateway.auth.authenticator import ANYBODY, PUBLIC, Caller, PrefixSalt
 
 NAMES = st.text("ab\n", max_size=3) | st.text(max_size=6)  # few letters, so that parts often join to the same
 

@@ -12,8 +12,7 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from octavo.gateway.auth.keys import digest_of
-from octavo.gateway.auth.scopes import SCOPE_OF, Scope
+from octavo.gateway.auth.authenticator import SCOPE_OF, Scope, digest_of
 from octavo.gateway.config import AccessConfig
 from octavo.v1 import admin_pb2, model_pb2, model_pb2_grpc
 from octavo.v1 import inference_pb2 as pb

@@ -11,7 +11,7 @@ import pytest
 import structlog
 import zmq
 
-from octavo.gateway.auth.keys import digest_of
+from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig
 from octavo.gateway.peers import control
 from octavo.gateway.peers.peers import Peers, name_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.auth.caller import ANYBODY, Caller, TenantLimits
+from octavo.gateway.auth.authenticator import ANYBODY, Caller, TenantLimits
 from octavo.gateway.errors import ExceedsCapacity, TenantLimit
 from octavo.gateway.requests.admission import NotEnough, TenantCounts, TenantQuotas, TokenBucket
 

@@ -8,9 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from octavo.gateway.auth.authenticator import Authenticator
-from octavo.gateway.auth.key_file import AccessList
-from octavo.gateway.auth.keys import KeyRing
+from octavo.gateway.auth.authenticator import AccessList, Authenticator, KeyRing
 from octavo.gateway.config import Dialects
 from octavo.gateway.errors import QueueFull
 from octavo.gateway.observability.meters import GatewayMeters

@@ -11,8 +11,7 @@ import pytest
 
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.rpc.connections import Address, address_of
-from octavo.gateway.rpc.interceptor import StatusInterceptor
-from octavo.gateway.rpc.unread import UnreadEndings
+from octavo.gateway.rpc.interceptor import StatusInterceptor, UnreadEndings
 from tests.support.http2.unread_caller import GENERATE, UnreadingCaller
 
 PLACES = 8
