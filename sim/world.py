@@ -5,11 +5,11 @@ import gc
 from typing import Any
 
 from octavo.gateway.text.model_text import ModelText
-from octavo.wire import fault_points
 from octavo.worker.runners.oracle.tokenizer import oracle_tokenizer_files
 from sim.callers.blame import Blame
 from sim.callers.caller import Caller
 from sim.callers.expectation import Expectation
+from sim.edges import fault_points
 from sim.edges.loop import START_S, LogLine, NothingHappens, SimLoop, TimeStandsStill, isolated
 from sim.edges.network import Hub
 from sim.faults.chaos import Chaos

@@ -17,7 +17,6 @@ from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.workers.views import WorkerView
-from octavo.wire.fault_points import fault_point
 from octavo.wire.messages import ModelCard, Sampling
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -161,7 +160,6 @@ async def stream_response(tracked: TrackedRequest, context: Context, to_message:
         stream.write_since_s = now_s = time.monotonic()
         await context.write(to_message(piece))
         stream.write_since_s = 0.0
-        fault_point("delivery.written")
         scope.tokens_delivered += piece.num_tokens
         tracked.count_piece(piece, now_s)
 
@@ -182,6 +180,5 @@ async def stream_responses(
             continue
         now_s = time.monotonic()
         await tracked.write(context, to_message(index, piece))
-        fault_point("delivery.written")
         tracked.scope.tokens_delivered += piece.num_tokens
         tracked.count_piece(piece, now_s)

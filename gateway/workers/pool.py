@@ -26,7 +26,6 @@ from octavo.gateway.workers.router import Candidate, Prefixes, choose
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, OutputSink, WorkerState, WorkerView
 from octavo.gateway.workers.watch import ProcessWatch
-from octavo.wire.fault_points import fault_point
 from octavo.wire.messages import AdminReply, Drain, ModelCard, Pause, Resume, Run
 from octavo.wire.run_dir import RunDirError
 
@@ -161,7 +160,6 @@ class WorkerPool:
     def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
         """Send a request with the handles that were drawn for it, one for each sink. Raises WorkerBusy, WorkerGone
         (nothing was sent, the sinks are not used), and wire.codec.MessageTooLarge."""
-        fault_point("pool.opening")
         record = self._present(worker)
         if record.in_flight + len(sinks) > record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")

@@ -13,6 +13,8 @@ from typing import Any
 
 import grpc
 
+from octavo.v1 import inference_pb2 as pb
+from sim.edges.fault_points import fault_point
 from sim.edges.loop import SimLoop
 from sim.journal import Journal
 
@@ -134,6 +136,8 @@ class SimCall:
         self._unread_bytes += len(data)
         self._news.set()
         await asyncio.sleep(0)
+        if isinstance(message, pb.GenerateResponse) and message.HasField("delta"):
+            fault_point("delivery.written")
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         """Always raises."""

@@ -5,7 +5,7 @@ watch over processes. Everything between is the product's.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,9 +20,11 @@ from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import OnFrame, PeerFull, PeerGone
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.stats import PoolStats
+from octavo.gateway.workers.views import OutputSink, WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.codec import encode
-from octavo.wire.messages import Message
+from octavo.wire.messages import Message, Run
+from sim.edges.fault_points import fault_point
 from sim.edges.loop import SimLoop
 from sim.edges.network import Hub, Listener
 from sim.edges.rpc import SimCall
@@ -126,6 +128,14 @@ class SimWatch:
         self._processes.watchers.pop(self, None)
 
 
+class SimPool(WorkerPool):
+    """The real pool, with a place for a defect of ours."""
+
+    def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
+        fault_point("pool.opening")
+        super().submit(worker, run, sinks)
+
+
 class SimExecutor:
     """In place of the text threads."""
 
@@ -195,7 +205,7 @@ class SimGateway(Gateway):
             ),
         )
         self.watch = GatewayWatch(self, loop, journal)
-        pool = WorkerPool(
+        pool = SimPool(
             gateway_config.workers,
             on_model=lambda card, files: self.models.on_model(card, files),
             make_link=lambda _, on_frame, stats: SimRouterLink(hub, config.high_water, on_frame, stats, self.watch),  # type: ignore[arg-type,return-value]

@@ -12,6 +12,7 @@ from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.oracle.runner import OracleRunner
 from octavo.worker.scheduler.plan import NewRequest, StepPlan, StepResult
+from sim.edges.fault_points import fault_point
 from sim.journal import Journal
 from sim.scenario import SimConfig
 
@@ -71,6 +72,7 @@ class SimRunner(OracleRunner):
         self._look_at(plan)
         self.on_plan(plan)
         super().launch(plan)
+        fault_point("engine.launched")
         if self.next_error is not None:
             self._errors[plan.step], self.next_error = self.next_error, None
         self._durations.append(self._duration_s(plan))

@@ -16,15 +16,16 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.bundle import bundle_digest
 from octavo.wire.codec import encode
-from octavo.wire.messages import Capacity, Leaving, ModelCard, Register
+from octavo.wire.messages import Capacity, Leaving, ModelCard, Register, Run
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.engine.interfaces import EngineStats
-from octavo.worker.scheduler.plan import GatewayIndex
+from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.heartbeat import heartbeat_of
 from octavo.worker.transport.link import LinkState, LinkStats, Received, WorkerLink, _Gateway
 from octavo.worker.transport.watchdog import Watchdog
+from sim.edges.fault_points import fault_point
 from sim.edges.loop import SimLoop
 from sim.edges.network import Hub
 from sim.journal import Journal
@@ -66,6 +67,23 @@ class SimLink(WorkerLink):
             return 0.0
         is_busy = any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways)
         return 0.05 if is_busy else IDLE_WAIT_S
+
+
+class SimScheduler(Scheduler):
+    """The real scheduler, with places where the process may die."""
+
+    def add(self, gateway: GatewayIndex, run: Run, *, now_s: float) -> None:
+        super().add(gateway, run, now_s=now_s)
+        fault_point("engine.added")
+
+    def pause(self, key: RequestKey, *, now_s: float) -> None:
+        super().pause(key, now_s=now_s)
+        fault_point("engine.paused")
+
+    def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
+        outputs = super().apply(result, now_s=now_s)
+        fault_point("engine.applied")
+        return outputs
 
 
 def scheduler_config(scenario: Scenario) -> SchedulerConfig:
@@ -125,7 +143,7 @@ class Life:
                 secret=b"sim",
             )
         )
-        self.scheduler = Scheduler(scheduler_config(scenario), self.blocks)
+        self.scheduler = SimScheduler(scheduler_config(scenario), self.blocks)
         self.watch = WorkerWatch(self.scheduler, journal, self.name)
         self.link.on_drained = self.watch.heard
         self.runner = SimRunner(config, scenario.rng(f"steps of {register.epoch}"), self.clock, journal)

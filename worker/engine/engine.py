@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import structlog
 
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.fault_points import fault_point
 from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
 from octavo.worker.engine.codec import KvEventPublisher, step_output
 from octavo.worker.engine.interfaces import (
@@ -85,7 +84,6 @@ class StepPipeline:
             except RunnerError as error:
                 self._fail_launch(error)
                 return
-            fault_point("engine.launched")
             self._awaits_masks = self._grammars is not None and self._scheduler.constraints.any_in_newest
             self._constrain()
 
@@ -102,7 +100,6 @@ class StepPipeline:
         step.ended_s = self._clock()
         outputs = self._scheduler.apply(result, now_s=step.ended_s)
         self._constrain()
-        fault_point("engine.applied")
         self._on_end(step)
         return outputs
 
@@ -250,7 +247,6 @@ class Engine:
             case Pause():
                 for handle in message.handles:
                     self._scheduler.pause(RequestKey(gateway, handle), now_s=now_s)
-                fault_point("engine.paused")
             case Resume():
                 for handle in message.handles:
                     self._scheduler.resume(RequestKey(gateway, handle), now_s=now_s)
@@ -274,7 +270,6 @@ class Engine:
                 constraints.failed(gateway, run, ending, now_s=now_s)
             else:
                 self._grammars.submit(gateway, run, now_s)
-        fault_point("engine.added")
 
     def _answer(self, query: AdminQuery) -> AdminReply:
         num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0

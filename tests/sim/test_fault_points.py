@@ -1,12 +1,12 @@
-"""Named places for faults: nothing in service, whatever is armed in a simulation."""
+"""Named places for faults: nothing until they are armed."""
 
 import timeit
 from collections.abc import Iterator
 
 import pytest
 
-from octavo.wire import fault_points
-from octavo.wire.fault_points import fault_point
+from sim.edges import fault_points
+from sim.edges.fault_points import fault_point
 
 
 @pytest.fixture(autouse=True)
