@@ -15,6 +15,10 @@ _KNOWN = {
         "the checkpoint cannot be fetched",
         "look at the network (HF_ENDPOINT names another hub), or give a folder with --model",
     ),
+    "NoRoom": (
+        "the disk has no room for the checkpoint",
+        "free some space there, or set HF_HOME to a folder on a larger disk",
+    ),
     "ConfigError": (
         "the checkpoint is not supported",
         "Qwen2.5 and Qwen3 dense checkpoints are; see docs/architecture.md",

@@ -25,6 +25,10 @@ class HubUnreachable(CheckpointError):
     """The checkpoint is not on this machine, and the hub could not be asked for it."""
 
 
+class NoRoom(CheckpointError):
+    """The hub has the checkpoint, and the disk of the hub's cache has no room for it."""
+
+
 class ConfigError(CheckpointError):
     """A field of config.json is absent, of the wrong type, out of range, or asks for what is not supported."""
 

@@ -1,4 +1,4 @@
-"""The commands around a service: tour, verify, doctor, config, keys."""
+"""The commands around a service: pull, tour, verify, doctor, config, keys."""
 
 import sys
 from pathlib import Path
@@ -21,6 +21,7 @@ AS_SERVED = "As served"
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("tour", cls=PlainCommand, rich_help_panel=TOUR_PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
+    app.command("pull", cls=PlainCommand, rich_help_panel=PANEL)(pull)
     app.command("verify", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
     app.command("doctor", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
     config = typer.Typer(cls=PlainGroup, help="What the settings are, and where they came from.", no_args_is_help=True)
@@ -39,6 +40,19 @@ def tour(resolved: Resolved[ServeSettings]) -> int:
     from octavo.cli.tools.tour import tour as run
 
     return run(resolved.settings)
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="Hugging Face id, checkpoint folder, or folio-chat.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None,
+) -> int:
+    """Download a checkpoint, or what is missing of it, to where serve looks for it; prints the folder.
+
+    HF_HOME is where it goes, HF_ENDPOINT names another hub, HF_TOKEN opens gated models.
+    """
+    from octavo.cli.tools.pull import pull as run
+
+    return run(model, revision=revision)
 
 
 def verify(

@@ -5,13 +5,16 @@ Must not know: what is in the files.
 """
 
 import difflib
+import fnmatch
 import re
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.model.errors import CheckpointError, HubUnreachable
+from octavo.model.errors import CheckpointError, HubUnreachable, NoRoom
 from octavo.wire.checkpoint_files import FileRefused, check_files, find_file
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -99,18 +102,47 @@ def look_for_checkpoint(name: str, *, revision: str | None = None) -> Path | Non
 
 
 def download(name: str, *, revision: str | None, on_progress: OnDownload | None) -> Path:
-    """Fetch what is missing of a hub repository into the hub's cache. Raises CheckpointError."""
+    """Fetch what is missing of a hub repository into the hub's cache: files that are there whole are not fetched again,
+    and a connection that breaks is taken up where it was. Raises CheckpointError, NoRoom among them."""
     # Imported here: a worker with a local folder has no use for an HTTP client.
     from huggingface_hub import snapshot_download
 
     with _hub_errors(name, revision):
+        num_bytes = _plan_download(name, revision)
         folder = snapshot_download(
             name,
             revision=revision,
             allow_patterns=list(ALLOWED_FILES),
-            tqdm_class=None if on_progress is None else progress_bar(on_progress),
+            tqdm_class=None if on_progress is None else progress_bar(on_progress, least_total=num_bytes),
         )
     return checked_folder(Path(folder))
+
+
+def _plan_download(name: str, revision: str | None) -> int:
+    """Bytes that are missing here; 0 where the hub does not say, or cannot be asked, so that what is in its cache may
+    do. Raises CheckpointError for a repository that is no checkpoint, NoRoom."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)
+    except Exception:  # told, or made up for, by whoever downloads
+        return 0
+    files = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    for pattern in ("config.json", "*.safetensors") if files else ():
+        if not fnmatch.filter(files, pattern):
+            raise CheckpointError(f"{name}: the hub's repository has no {pattern}, so it is no checkpoint to serve")
+    missing = [
+        file
+        for file in files
+        if any(fnmatch.fnmatch(file, pattern) for pattern in ALLOWED_FILES)
+        and not isinstance(try_to_load_from_cache(name, file, revision=info.sha), str)
+    ]
+    num_bytes, cache = sum(files[file] for file in missing), Path(HF_HUB_CACHE)
+    free = shutil.disk_usage(next(each for each in (cache, *cache.absolute().parents) if each.exists())).free
+    if num_bytes > free:
+        raise NoRoom(f"{name}: {num_bytes:,} bytes to download, and {free:,} bytes free in {cache}")
+    return num_bytes
 
 
 @contextmanager
@@ -119,6 +151,8 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
     try:
         yield
+    except CheckpointError:
+        raise
     except GatedRepoError as error:
         raise CheckpointError(
             f"{name}: the hub gives it only to those who accepted its terms and set a token"
@@ -134,9 +168,14 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         ) from error
 
 
-def progress_bar(on_progress: OnDownload) -> type:
-    """A class that the hub takes for a bar and that shows nothing: it hands the bytes of all files on."""
+def progress_bar(on_progress: OnDownload, *, least_total: int = 0) -> type:
+    """A class that the hub takes for a bar and that shows nothing: it hands the bytes of all files on.
+
+    least_total: what is known to come; the hub itself learns of each file when it begins with it.
+    """
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    lock = threading.Lock()
 
     class Forwarding(tqdm):  # type: ignore[misc]
         """Of the bars that the hub makes, only the one for written bytes is handed on."""
@@ -147,9 +186,10 @@ def progress_bar(on_progress: OnDownload) -> type:
             self.total = kwargs.get("total")
 
         def update(self, n: float | None = 1) -> None:
-            """Called from the download threads."""
-            self.n += n or 0
-            if self._is_bytes:
-                on_progress(int(self.n), int(self.total) if self.total else None)
+            """Called from the download threads. What the listener raises ends the download."""
+            with lock:
+                self.n += n or 0
+                if self._is_bytes:
+                    on_progress(int(self.n), max(int(self.total or 0), least_total) or None)
 
     return Forwarding

@@ -1,13 +1,8 @@
 """What a user types becomes a folder: folders, embedded models, and downloads from a hub that runs on the loopback."""
 
-import hashlib
-import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,8 +10,7 @@ import pytest
 from octavo.model import CheckpointError, load_model, resolve_checkpoint
 from octavo.model.checkpoint import source as checkpoint_module
 from octavo.model.checkpoint.source import progress_bar
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests.support.model.hub import Hub, hub_environment, running_hub
 
 
 def test_a_folder_is_itself(checkpoint: Path) -> None:
@@ -58,69 +52,10 @@ def test_what_is_no_hub_id_never_reaches_the_hub(name: str, monkeypatch: pytest.
         resolve_checkpoint(name)
 
 
-class Hub(ThreadingHTTPServer):
-    """As much of the hub's HTTP interface as a download uses. asked: the files that were fetched."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files = files
-        self.asked: set[str] = set()
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/org/tiny/revision/"):
-            self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
-        elif path.startswith("/api/models/org/tiny/tree/"):
-            rows = [{"type": "file", "path": p, "size": len(c), "oid": etag(c)} for p, c in self.server.files.items()]
-            self.answer(json.dumps(rows).encode())
-        elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
-            name = path.rsplit("/", 1)[-1]
-            self.server.asked.add(name)
-            self.answer(
-                self.server.files[name], {"ETag": f'"{etag(self.server.files[name])}"', "X-Repo-Commit": COMMIT}
-            )
-        else:
-            self.answer(b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, status=404)
-
-    def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
-def etag(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
-
-
 @pytest.fixture
 def hub(checkpoint: Path) -> Iterator[Hub]:
-    files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    extra = {
-        "pytorch_model.bin": b"pickle",
-        "modeling_evil.py": b"evil",
-        "vocab.txt": b"v",
-        "chat_template.jinja": b"t",
-    }
-    with Hub(files | extra) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with running_hub(checkpoint) as server:
         yield server
-        server.shutdown()
-        thread.join(timeout=10)
 
 
 def ask(hub: Hub, name: str, home: Path) -> subprocess.CompletedProcess[str]:
@@ -130,16 +65,13 @@ def ask(hub: Hub, name: str, home: Path) -> subprocess.CompletedProcess[str]:
         "folder = resolve_checkpoint(sys.argv[1], on_progress=lambda *step: seen.append(step))\n"
         "print(folder); print(seen[-1] if seen else None)"
     )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
     return subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code, name],
+        env=hub_environment(hub, home),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
@@ -149,7 +81,7 @@ def test_a_hub_id_is_downloaded_without_pickle_and_code(hub: Hub, tmp_path: Path
     folder, progress = done.stdout.splitlines()
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     wanted |= {"vocab.txt", "chat_template.jinja"}
-    assert hub.asked == {path.name for path in Path(folder).iterdir()} == wanted
+    assert set(hub.fetched) == {path.name for path in Path(folder).iterdir()} == wanted
     total = sum(len(hub.files[name]) for name in wanted)
     assert progress == f"({total}, {total})"
     load_model(Path(folder))
