@@ -58,10 +58,22 @@ def load_keys(path: Path) -> KeyPair:
     """The pair of a ``.key`` file. Raises KeyFileError, also where others may read the file."""
     fields = _read(path)
     keys = KeyPair(public=_key(fields, "public", path), secret=_key(fields, "secret", path))
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
+    info = path.stat()
+    if is_open_to_others(info):
+        mode = stat.S_IMODE(info.st_mode)
         raise KeyFileError(f"{path} has mode {mode:04o}: others may read it; chmod 600 {path}")
     return keys
+
+
+def is_open_to_others(info: os.stat_result, *, closed_to: int = 0o077) -> bool:
+    """Whether a file with a secret may be used by more than its user. closed_to: mode bits that must be 0.
+
+    A file that root gave to our group may be read by that group: orchestrators mount secrets so (PostgreSQL's rule for
+    its server key).
+    """
+    if info.st_uid == 0 != os.geteuid():
+        closed_to &= ~stat.S_IRGRP
+    return bool(stat.S_IMODE(info.st_mode) & closed_to)
 
 
 def load_public_key(path: Path) -> bytes:

@@ -45,6 +45,7 @@ from octavo.gateway.auth.authenticator import (
     TenantLimits,
     digest_of,
 )
+from octavo.wire.keys import is_open_to_others
 
 SETTING = "--api-keys-file"
 DEFAULT_SCOPES = (Scope.GENERATE, Scope.MODELS)
@@ -67,15 +68,17 @@ class AccessFileError(Exception):
         self.change = change
 
 
-def read_private(path: Path, setting: str, *, closed_to: int) -> bytes:
-    """The bytes of a file that others must not read. closed_to: mode bits that must be 0. Raises AccessFileError."""
+def read_private(path: Path, setting: str, *, closed_to: int = 0o077) -> bytes:
+    """The bytes of a file that others must not read. closed_to: mode bits that must be 0, but for what root gave to
+    our group. Raises AccessFileError."""
     try:
         with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            info = os.fstat(file.fileno())
             data = file.read()
     except OSError as error:
         raise unreadable(path, setting, error) from None
-    if mode & closed_to:
+    if is_open_to_others(info, closed_to=closed_to):
+        mode = stat.S_IMODE(info.st_mode)
         numbers = f"{path} has mode {mode:04o}: others may read it"
         raise AccessFileError(f"{setting} is open to others", numbers, f"chmod 600 {path}")
     return data
@@ -90,7 +93,7 @@ def unreadable(path: Path, setting: str, error: OSError) -> AccessFileError:
 
 def load_access_list(path: Path) -> AccessList:
     """Raises AccessFileError, also where others may read the file."""
-    data = read_private(path, SETTING, closed_to=0o077)
+    data = read_private(path, SETTING)
     try:
         return parse_access_list(tomllib.loads(data.decode()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,10 +1,19 @@
 """Key files: made closed, refused open, never printed."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from octavo.wire.keys import KeyFileError, KeyPair, generate_keys, load_keys, load_public_key, save_keys
+from octavo.wire.keys import (
+    KeyFileError,
+    KeyPair,
+    generate_keys,
+    is_open_to_others,
+    load_keys,
+    load_public_key,
+    save_keys,
+)
 
 
 def test_keys_come_back_from_their_files(tmp_path: Path) -> None:
@@ -56,3 +65,25 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_secret_is_not_in_its_repr() -> None:
     assert "s3cret" not in repr(KeyPair(public=b"p", secret=b"s3cret"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_open"),
+    [
+        (10001, 0o600, False),
+        (10001, 0o640, True),
+        (0, 0o440, False),  # as Kubernetes mounts a Secret for a pod with an fsGroup
+        (0, 0o460, True),
+        (0, 0o444, True),
+    ],
+)
+def test_our_group_may_read_what_root_gave_to_it(
+    owner: int, mode: int, is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    assert is_open_to_others(os.stat_result((0o100000 | mode, 0, 0, 1, owner, 10001, 0, 0, 0, 0))) is is_open
+
+
+def test_root_itself_keeps_its_secrets_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert is_open_to_others(os.stat_result((0o100440, 0, 0, 1, 0, 0, 0, 0, 0, 0)))

@@ -1,0 +1,267 @@
+"""deploy/kubernetes: valid, hardened, about settings, files and metrics that exist; and what it starts serves."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import kubernetes_validate  # type: ignore[import-untyped]
+import promql_parser
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo import Client
+from octavo.cli.settings.groups import COMMANDS, HealthSettings
+from octavo.wire.keys import generate_keys, save_keys
+from tests.support.services.service import REPOSITORY, environment, free_port, stop_by_force
+
+FOLDER = REPOSITORY / "deploy/kubernetes"
+VERSIONS = ("1.30", "1.37")  # the oldest that has preStop's sleep, and the newest that the validator knows
+OVERLAYS = ("cpu", "gpu")
+COMPONENTS = ("access", "autoscaling", "monitoring")
+OPERATORS = {"PodMonitor", "PrometheusRule"}  # of Prometheus's operator: no schema comes with Kubernetes
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlays; none here")
+
+
+def manifests(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Every resource as it stands in the files."""
+    found = []
+    for file in sorted(folder.rglob("*.yaml")):
+        if file.name not in ("kustomization.yaml", "adapter-values.yaml"):
+            found += list(yaml.safe_load_all(file.read_text()))
+    return found
+
+
+def render(overlay: str, *components: str, folder: Path) -> list[dict[str, Any]]:
+    """What `kubectl apply -k` would send, with components added as a user adds them."""
+    lines = [f"resources: [{os.path.relpath(FOLDER / 'overlays' / overlay, folder)}]"]
+    lines += [
+        f"components: [{', '.join(os.path.relpath(FOLDER / 'components' / each, folder) for each in components)}]"
+    ]
+    (folder / "kustomization.yaml").write_text("namespace: octavo\n" + "\n".join(lines))
+    command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(resources: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [each for each in resources if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod_of(resources: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    return of_kind(resources, "StatefulSet", f"octavo-{role}")["spec"]["template"]["spec"]
+
+
+def shared_values() -> dict[str, str]:
+    """What the generated ConfigMap holds."""
+    (generator,) = yaml.safe_load((FOLDER / "base/kustomization.yaml").read_text())["configMapGenerator"]
+    return dict(literal.split("=", 1) for literal in generator["literals"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_resource_is_valid_under_the_schemas_of_kubernetes(version: str) -> None:
+    resources = [each for each in manifests() if each["kind"] not in OPERATORS]
+    assert len(resources) >= 12
+    for resource in resources:
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_the_schemas_would_refuse_a_mistyped_key() -> None:
+    resource = of_kind(manifests(), "StatefulSet", "octavo-worker")
+    resource["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(resource, VERSIONS[0], strict=True)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize(
+    "components", [each for size in range(4) for each in itertools.combinations(COMPONENTS, size)], ids="+".join
+)
+def test_every_overlay_renders_with_any_components(overlay: str, components: tuple[str, ...], tmp_path: Path) -> None:
+    resources = render(overlay, *components, folder=tmp_path)
+    for resource in resources:
+        assert resource["kind"] == "Namespace" or resource["metadata"]["namespace"] == "octavo"
+        if resource["kind"] not in OPERATORS:
+            kubernetes_validate.validate(resource, VERSIONS[0], strict=True)
+    kinds = [each["kind"] for each in resources]
+    assert ("HorizontalPodAutoscaler" in kinds) == ("autoscaling" in components)
+    assert ("PodMonitor" in kinds) == ("monitoring" in components)
+    replicas = of_kind(resources, "StatefulSet", "octavo-worker")["spec"].get("replicas")
+    assert (replicas is None) == ("autoscaling" in components)  # else each apply would undo what the autoscaler did
+    for role in ("gateway", "worker"):
+        check_pod(pod_of(resources, role), role)
+
+
+def check_pod(pod: Mapping[str, Any], role: str) -> None:
+    """Hardened, and with settings that its command has."""
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False  # a Service named octavo would set OCTAVO_PORT
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["args"] == [role]
+    settings = set(COMMANDS[role].model_fields) | set(HealthSettings.model_fields)
+    names = {each["name"].removeprefix("OCTAVO_").lower() for each in container["env"]}
+    assert names <= settings
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    claims = {"cache", "models"} if role == "worker" else set()
+    assert mounted == {each["name"] for each in pod["volumes"]} | claims
+    assert len([each["name"] for each in container["env"]]) == len(names)
+    grace_s = int(shared_values()["OCTAVO_DRAIN_GRACE_S"])
+    delay_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    assert pod["terminationGracePeriodSeconds"] >= grace_s + delay_s + 10
+    if role == "gateway" and "OCTAVO_TLS_CERT_FILE" in {each["name"] for each in container["env"]}:
+        assert "grpc" not in container["readinessProbe"]  # the kubelet's speaks no TLS
+        assert "grpc" not in container["livenessProbe"]
+
+
+def test_shared_values_are_settings_and_name_every_gateway() -> None:
+    values = shared_values()
+    known = set(COMMANDS["gateway"].model_fields) | set(COMMANDS["worker"].model_fields)
+    assert {name.removeprefix("OCTAVO_").lower() for name in values} <= known
+    gateway = of_kind(manifests(), "StatefulSet", "octavo-gateway")["spec"]
+    names = [f"octavo-gateway-{n}.{gateway['serviceName']}" for n in range(gateway["replicas"])]
+    for name, port in (("OCTAVO_GATEWAY_ENDPOINT", 5555), ("OCTAVO_PEER_ENDPOINT", 5556)):
+        assert values[name].split(",") == [f"tcp://{each}:{port}" for each in names]
+
+
+def test_names_of_gateways_resolve_before_they_are_ready() -> None:
+    """A gateway becomes ready by its workers, which look it up by this Service."""
+    spec = of_kind(manifests(), "Service", "octavo-gateways")["spec"]
+    assert spec["publishNotReadyAddresses"] is True
+    assert spec["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in of_kind(manifests(), "Service", "octavo")["spec"]
+
+
+def test_every_port_that_is_named_is_one_of_the_container_and_open_to_those_who_need_it() -> None:
+    resources = manifests()
+    for role in ("gateway", "worker"):
+        (container,) = pod_of(resources, role)["containers"]
+        ports = {each["name"] for each in container["ports"]}
+        policy = of_kind(resources, "NetworkPolicy", f"octavo-{role}")["spec"]
+        assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == ports
+        services = [each for each in resources if each["kind"] == "Service"]
+        chosen = [each for each in services if each["spec"]["selector"] == {"app.kubernetes.io/name": f"octavo-{role}"}]
+        assert chosen
+        assert {port["targetPort"] for each in chosen for port in each["spec"]["ports"]} <= ports
+        monitor = of_kind(resources, "PodMonitor", f"octavo-{role}")["spec"]
+        assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports
+        assert monitor["jobLabel"] == "app.kubernetes.io/name"  # alerts know the jobs octavo-gateway, octavo-worker
+
+
+def test_secrets_are_mounted_for_their_group_and_only_what_a_role_needs() -> None:
+    for role, expected in (("gateway", {"gateway.key", "worker.pub"}), ("worker", {"worker.key", "gateway.pub"})):
+        pod = pod_of(manifests(), role)
+        (keys,) = [each["secret"] for each in pod["volumes"] if "secret" in each]
+        assert {each["key"] for each in keys["items"]} == expected
+        assert keys["defaultMode"] == 0o440  # as root's file that the pod's group reads: octavo.wire.keys admits it
+        assert pod["securityContext"]["fsGroup"] == 10001
+
+
+def test_the_rules_are_those_of_prometheus_alone() -> None:
+    files = sorted((REPOSITORY / "deploy/prometheus/rules").glob("*.yml"))
+    groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    assert of_kind(manifests(), "PrometheusRule", "octavo")["spec"]["groups"] == groups
+
+
+def test_the_autoscaler_asks_for_a_metric_that_workers_have() -> None:
+    (rule,) = yaml.safe_load((FOLDER / "components/autoscaling/adapter-values.yaml").read_text())["rules"]["custom"]
+    (metric,) = of_kind(manifests(), "HorizontalPodAutoscaler", "octavo-worker")["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'pod="a"')
+    promql_parser.parse(query)
+    source = (REPOSITORY / "worker/metrics.py").read_text()
+    assert '"octavo_request_queue_time_seconds"' in source
+    assert query.count("octavo_request_queue_time_seconds_") == 2
+
+
+@contextmanager
+def process(role: str, variables: Mapping[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    folder.mkdir()
+    with (folder / "log").open("wb") as output:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "octavo.cli.main", role],
+            cwd=folder,
+            env=environment() | dict(variables),
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield started
+    finally:
+        stop_by_force(started)
+
+
+def variables_of(role: str, places: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a pod of the CPU overlay. places: what stands on one host for what the cluster has."""
+    (container,) = pod_of(manifests(FOLDER / "base"), role)["containers"]
+    (patch,) = yaml.safe_load((FOLDER / "overlays/cpu/kustomization.yaml").read_text())["patches"]
+    more = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"][0]["env"]
+    listed = container["env"] + (more if role == "worker" else [])
+    values = shared_values() | {each["name"]: each["value"] for each in listed if "value" in each}
+    for known, here in places.items():
+        values = {name: value.replace(known, here) for name, value in values.items()}
+    return values
+
+
+def is_serving(port: int, service: str) -> bool:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=10
+            )
+        except grpc.RpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.slow
+def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    for name in ("gateway", "worker"):
+        save_keys(generate_keys(), keys, name)
+    places = {"/etc/octavo/keys": str(keys), "0.0.0.0": "127.0.0.1"}
+    listening = [{5555: free_port(), 5556: free_port()} for _ in range(2)]
+    for n, ports in enumerate(listening):
+        for port, here in ports.items():
+            places[f"octavo-gateway-{n}.octavo-gateways:{port}"] = f"127.0.0.1:{here}"
+    calls = [free_port(), free_port()]
+    with ExitStack() as stack:
+        for n, ports in enumerate(listening):
+            values = variables_of("gateway", places)
+            for port, here in ports.items():
+                values = {
+                    name: value.replace(f"127.0.0.1:{port}", f"127.0.0.1:{here}") for name, value in values.items()
+                }
+            values |= {"OCTAVO_PORT": str(calls[n]), "OCTAVO_METRICS_PORT": "0"}
+            values["OCTAVO_RUN_DIR"] = str(tmp_path / f"run-{n}")
+            stack.enter_context(process("gateway", values, tmp_path / f"gateway-{n}"))
+        values = variables_of("worker", places) | {"OCTAVO_WORKER_METRICS_PORT": "0", "OCTAVO_NUM_BLOCKS": "128"}
+        values |= {"OCTAVO_RUN_DIR": str(tmp_path / "run-worker"), "OCTAVO_NUM_THREADS": "1"}
+        stack.enter_context(process("worker", values, tmp_path / "worker"))
+        (container,) = pod_of(manifests(), "gateway")["containers"]
+        ready = container["readinessProbe"]["grpc"]["service"]
+        deadline_s = time.monotonic() + 120
+        while not all(is_serving(port, ready) for port in calls):
+            logs = [(tmp_path / each / "log").read_text()[-2000:] for each in ("gateway-0", "gateway-1", "worker")]
+            assert time.monotonic() < deadline_s, "\n".join(logs)
+            time.sleep(0.1)
+        for port in calls:
+            with Client(f"127.0.0.1:{port}") as client:
+                assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
