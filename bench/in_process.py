@@ -15,7 +15,7 @@ import numpy as np
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Cancel, Finished, Run, Sampling, StepOutput, TokenLogprobs
+from octavo.wire.messages import Cancel, Finished, Run, SamplingParams, StepOutput, TokenLogprobs
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.engine.interfaces import InboxMessage, OutboxMessage
@@ -123,7 +123,7 @@ def run_of(handle: int, prompt_ids_T: np.ndarray, **sampling: Any) -> Run:
         handle=handle,
         request_id=f"bench-{handle}",
         prompt_ids=prompt_ids_T.astype(np.int32).tobytes(),
-        sampling=Sampling(**sampling),
+        sampling=SamplingParams(**sampling),
     )
 
 

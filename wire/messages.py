@@ -64,9 +64,14 @@ class Pooling(IntEnum):
     MEAN = 2
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one output's tokens are chosen and when it stops by token; checked by the gateway, complete (no defaults
-    of the model left to fill in)."""
+    of the model left to fill in). Numbers that the sampler reads: `model.sampling.params.COLUMNS`.
+
+    seed: one gives the same tokens whatever else is in the batch. repetition_penalty: over prompt and output; presence
+    and frequency over the output only. min_tokens: while fewer are out, no end token and none of stop_token_ids is
+    sampled.
+    """
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
@@ -270,7 +275,7 @@ class Run(Message, frozen=True, kw_only=True):
     handle: int
     request_id: str
     prompt_ids: bytes  # int32
-    sampling: Sampling
+    sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # remaining at the time of sending

@@ -28,7 +28,8 @@ from octavo.model.gpu.sampling_columns import Stage, plan_row
 from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, SamplingState
 from octavo.model.kernels.sampling.mask import num_words
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
-from octavo.model.sampling.params import Feature, SamplingParams
+from octavo.model.sampling.params import Feature, features_of
+from octavo.wire.messages import SamplingParams
 
 WIDTH, VOCAB = PUBLISHED["0.5B"].vocab_size, NUM_IDS
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": 0.2}
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen's own": ("peaked", QWENS_SAMPLING),
     "logprobs 5, greedy": ("peaked", {"temperature": 0.0, "num_logprobs": 5}),
     "logprobs 20, greedy": ("peaked", {"temperature": 0.0, "num_logprobs": 20}),
-    "min_tokens, greedy": ("peaked", {"temperature": 0.0, "min_tokens": 1 << 30, "stop_ids": (151643, 151645)}),
+    "min_tokens, greedy": ("peaked", {"temperature": 0.0, "min_tokens": 1 << 30, "stop_token_ids": (151643, 151645)}),
     "allowed ids, greedy": ("peaked", {"temperature": 0.0, "allowed_token_ids": tuple(range(0, VOCAB, 3))}),
     "grammar, greedy": ("peaked", {"temperature": 0.0}),
     "grammar, temperature": ("peaked", {"temperature": 0.7}),
@@ -96,7 +97,7 @@ def prepare(state: SamplingState, logits_BV: torch.Tensor, fields: dict[str, Any
     """Every row has the fields of SamplingParams, a prompt of 500 tokens and an output of 40."""
     B, rng = len(logits_BV), np.random.default_rng(0)
     params = SamplingParams(**fields)
-    plan = plan_row(params, params.features | features, vocab_size=VOCAB)
+    plan = plan_row(params, features_of(params) | features, vocab_size=VOCAB)
     assert plan is not None
     for name, value in plan.columns.items():
         state.state.sampling_columns[name][:B] = value

@@ -20,7 +20,7 @@ import numpy as np
 from bench.figures import write_json
 from bench.in_process import GATEWAY, Mailbox, assemble
 from octavo.blockmgr.ids import PrefixCache
-from octavo.wire.messages import Run, Sampling, StepOutput
+from octavo.wire.messages import Run, SamplingParams, StepOutput
 from octavo.worker.engine.engine import Engine
 from octavo.worker.engine.interfaces import InboxMessage
 from octavo.worker.runners.interface import StepMasks
@@ -125,7 +125,7 @@ def _run(
         handle=handle,
         request_id=f"bench-{handle}",
         prompt_ids=rng.integers(10, VOCAB_SIZE, prompt, np.int32).tobytes(),
-        sampling=Sampling(max_tokens=output, stop_token_ids=(4, 5), seed=handle),
+        sampling=SamplingParams(max_tokens=output, stop_token_ids=(4, 5), seed=handle),
         tenant=str(handle % num_tenants),
     )
     return GATEWAY, run

@@ -32,7 +32,7 @@ from octavo.wire.messages import (
     ModelCard,
     Register,
     Run,
-    Sampling,
+    SamplingParams,
     StepOutput,
     TokenLogprobs,
     WireFinishReason,
@@ -250,7 +250,7 @@ async def one_round(pool: WorkerPool, rows: int, steps: int) -> tuple[float, flo
     worker = pool.choose(MODEL, prompt, "")
     for number, sink in enumerate(sinks):
         (handle,) = pool.draw_handles(1)
-        sampling = Sampling(max_tokens=steps)
+        sampling = SamplingParams(max_tokens=steps)
         run = Run(handle=handle, request_id=str(number), prompt_ids=prompt.tobytes(), sampling=sampling)
         pool.submit(worker, run, [sink])
     started_s, started_cpu_s = time.perf_counter(), time.process_time()

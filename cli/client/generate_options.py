@@ -13,7 +13,7 @@ from octavo.cli.errors import usage
 from octavo.cli.settings.groups import ClientSettings
 from octavo.client.requests import GenerateFields
 
-_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+_NAMES = [name for name in ClientSettings.model_fields if name in GenerateFields.__annotations__ and name != "stop"]
 
 
 def request_fields(settings: ClientSettings) -> GenerateFields:

@@ -28,10 +28,10 @@ from octavo.gateway.workers.errors import WorkerBusy, WorkerGone
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.router import MAX_CHOICES
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Finished, ModelCard, Pooling, Run, Sampling, TokenLogprobs
+from octavo.wire.messages import Finished, ModelCard, Pooling, Run, SamplingParams, TokenLogprobs
 
 WINDOW = 64  # inputs of one call that workers have at a time
-_NO_SAMPLING = Sampling(temperature=0.0, ignore_eos=True)
+_NO_SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 _POOLINGS = {
     pb.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
     pb.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,

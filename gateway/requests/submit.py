@@ -28,9 +28,9 @@ from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.router import MAX_CHOICES
 from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Grammar, ModelCard, Run, Sampling
+from octavo.wire.messages import Grammar, ModelCard, Run, SamplingParams
 
-# What an unset field means where generation_config.json says nothing.
+# What generation_config.json may set, and what an unset field means where it says nothing.
 _NEUTRAL: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, float] = {
 }
 
 
-def default_sampling(card: ModelCard) -> dict[str, float]:
+def default_sampling(card: ModelCard) -> dict[str, Any]:
     """What unset fields become for this model."""
     known = {name: value for name, value in card.default_sampling.items() if name in _NEUTRAL}
     return _NEUTRAL | known
@@ -55,31 +55,32 @@ def complete_sampling(
     num_prompt_tokens: int,
     grammar: Grammar | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
-) -> Sampling:
+) -> SamplingParams:
     """A validated request's parameters. max_tokens is cut at the end of the context. grammar: its constraint.
     bad_words: as tokens."""
-    params, stop, output = request.sampling, request.stop, request.output
-    values: dict[str, Any] = {
-        name: getattr(params, name) if params.HasField(name) else default  # type: ignore[arg-type]
-        for name, default in default_sampling(card).items()
-    }
-    values["top_k"] = int(values["top_k"])
+    stop, output = request.stop, request.output
+    values = default_sampling(card) | _given(request.sampling)
+    values |= {"top_k": int(values["top_k"]), "bad_words": bad_words}
+    values.setdefault("seed", secrets.randbits(64))
     room = card.max_model_len - num_prompt_tokens
-    return Sampling(
+    return SamplingParams(
         **values,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
         max_tokens=min(stop.max_tokens, room) if stop.HasField("max_tokens") else room,
         min_tokens=stop.min_tokens,
         stop_token_ids=tuple(stop.token_ids),
         ignore_eos=stop.ignore_eos,
         num_logprobs=output.logprobs if output.HasField("logprobs") else None,
         num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        typical_p=params.typical_p if params.HasField("typical_p") else 1.0,
-        logit_bias=dict(params.logit_bias),
-        allowed_token_ids=tuple(params.allowed_token_ids),
-        bad_words=bad_words,
         grammar=grammar,
     )
+
+
+def _given(params: pb.SamplingParams) -> dict[str, Any]:
+    """What is set, by name: the contract and the workers call sampling parameters alike."""
+    values: dict[str, Any] = {}
+    for field, value in params.ListFields():
+        values[field.name] = value if not field.is_repeated else dict(value) if field.message_type else tuple(value)
+    return values
 
 
 class Submitter:

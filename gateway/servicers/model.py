@@ -99,4 +99,4 @@ def _serves(worker: WorkerView, card: ModelCard) -> bool:
 
 def _defaults(card: ModelCard) -> pb.SamplingParams:
     values = default_sampling(card)
-    return pb.SamplingParams(**values | {"top_k": int(values["top_k"])})  # type: ignore[arg-type]
+    return pb.SamplingParams(**values | {"top_k": int(values["top_k"])})

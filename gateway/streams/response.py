@@ -17,7 +17,7 @@ from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.workers.views import WorkerView
-from octavo.wire.messages import ModelCard, Sampling
+from octavo.wire.messages import ModelCard, SamplingParams
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -34,7 +34,7 @@ class TrackedRequest:
     scope: RpcScope
     worker: WorkerView
     outputs: tuple[tuple[int, OutputStream], ...]
-    sampling: Sampling
+    sampling: SamplingParams
     num_prompt_tokens: int
     sent_s: float
     task: "asyncio.Task[object]"

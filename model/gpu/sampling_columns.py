@@ -5,7 +5,7 @@ Must not know: tensors, the device.
 Legend: V vocabulary · T tokens of a request.
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -16,11 +16,12 @@ from octavo.model.kernels.sampling.columns import MAX_BIASES
 from octavo.model.kernels.sampling.filter import FILTERS, KEEP, RACE
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.kernels.sampling.mask import ALWAYS, WHILE_SHORT
-from octavo.model.sampling.params import MASKS, Feature, SamplingParams
+from octavo.model.sampling.params import COLUMNS, MASKS, OF_RANDOM, Feature, SamplingParams, column_values
 
 LEAST_TEMPERATURE = 1e-4
 """Below it, a logit divided by the temperature leaves what float32 can hold beside others; a logit less the largest one
 does not."""
+_FILTERS = [name for name, column in COLUMNS.items() if column.feature & OF_RANDOM]
 
 
 class Stage(IntFlag):
@@ -63,34 +64,20 @@ def plan_row(params: SamplingParams, features: Feature, *, vocab_size: int) -> R
     mask = ALWAYS if params.allowed_token_ids or forbidden else 0
     if Feature.MIN_TOKENS in features:
         mask |= WHILE_SHORT
-    method = _method(params, features, vocab_size=vocab_size)
-    columns = _columns(params, vocab_size=vocab_size) | {
-        "method": method, "num_biases": len(biases), "mask": mask, "num_words": len(words)
+    columns = column_values(params, vocab_size=vocab_size)
+    columns |= {
+        "method": _method(features, columns), "num_biases": len(biases), "mask": mask, "num_words": len(words),
+        "logprobs": 0 if params.num_logprobs is None else min(params.num_logprobs, vocab_size) + 1,
     }  # fmt: skip
     stages = _stages(features, columns)
     return RowPlan(stages=stages, columns=columns, biases=biases, forbidden=forbidden, words=words)
 
 
-def _method(params: SamplingParams, features: Feature, *, vocab_size: int) -> int:
-    is_filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
-    if params.temperature > 0 and (is_filtered or params.temperature < LEAST_TEMPERATURE):
+def _method(features: Feature, columns: Mapping[str, float]) -> int:
+    is_filtered = any(columns[name] != COLUMNS[name].off for name in _FILTERS)
+    if columns["temperature"] > 0 and (is_filtered or columns["temperature"] < LEAST_TEMPERATURE):
         return FILTERS
     return RACE if features & (Feature.PENALTY | Feature.BIAS | MASKS) else KEEP
-
-
-def _columns(params: SamplingParams, *, vocab_size: int) -> dict[str, float]:
-    return {
-        "top_k": params.top_k if 0 < params.top_k < vocab_size else 0,
-        "top_p": params.top_p,
-        "sampling_temperature": params.temperature,
-        "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
-        "typical_p": params.typical_p,
-        "repetition": params.repetition_penalty,
-        "presence": params.presence_penalty,
-        "frequency": params.frequency_penalty,
-        "min_tokens": params.min_tokens,
-        "logprobs": 0 if params.num_logprobs is None else min(params.num_logprobs, vocab_size) + 1,
-    }
 
 
 def _stages(features: Feature, columns: dict[str, float]) -> Stage:
@@ -117,5 +104,5 @@ def allowed_always(params: SamplingParams, forbidden: tuple[int, ...], *, vocab_
 def allowed_while_short(params: SamplingParams, *, vocab_size: int) -> np.ndarray:
     """bool [V]: everything but the stop ids."""
     is_allowed_V = np.ones(vocab_size, np.bool_)
-    is_allowed_V[[token for token in params.stop_ids if 0 <= token < vocab_size]] = False
+    is_allowed_V[[token for token in params.stop_token_ids if 0 <= token < vocab_size]] = False
     return is_allowed_V

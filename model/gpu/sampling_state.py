@@ -14,7 +14,7 @@ Legend: B sequences · R rows · V vocabulary · T tokens of a request · W word
 tokens of a bad word's beginning · H ring of newest tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from octavo.model.kernels.sampling.columns import IN_PROMPT, MAX_BIASES, MAX_COU
 from octavo.model.kernels.sampling.filter import FilterParts, SamplingColumns, filter_and_choose
 from octavo.model.kernels.sampling.logprobs import LogprobParts, find_largest, take_chosen
 from octavo.model.kernels.sampling.mask import ALWAYS, WHILE_SHORT, forbid, forbid_step, num_words, packed_mask
-from octavo.model.sampling.params import Feature, SamplingParams
+from octavo.model.sampling.params import Feature, SamplingParams, features_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,29 +73,19 @@ class SamplingState:
         self.last_RN, self.length_RN = table(MAX_WORDS), table(MAX_WORDS)
         self.begin_RLN = table(MAX_LENGTH, MAX_WORDS)
         columns = self.state.sampling_columns
-        names = (
-            "method",
-            "top_k",
-            "top_p",
-            "log_min_p",
-            "typical_p",
-            "repetition",
-            "presence",
-            "frequency",
-            "num_biases",
-        )
+        names = (field.name.removesuffix("_R") for field in fields(SamplingColumns))
         self.sampling = SamplingColumns(
             bias_id_RA=table(MAX_BIASES),
             count_RV=table(vocab_size, dtype=torch.int16),
             said_RH=table(RING),
-            **{f"{name}_R": columns[name] for name in names},
+            **{f"{name}_R": columns[name] for name in names if name in columns},
         )
 
     # ------------------------------------------------------------ rows
 
     def put(self, row: int, params: SamplingParams, token_ids_T: np.ndarray, num_prompt_tokens: int) -> None:
         """Set everything of a row, value by value. Raises ValueError where the row has no room for its parameters."""
-        plan = plan_row(params, params.features, vocab_size=self.vocab_size)
+        plan = plan_row(params, features_of(params), vocab_size=self.vocab_size)
         if plan is None:
             raise ValueError("the sampling parameters need more room than a row has")
         for name, value in plan.columns.items():
@@ -107,7 +97,7 @@ class SamplingState:
     ) -> None:
         """What is too large for a column, where the plan needs it. token_ids_T: int32, prompt and output so far."""
         V = self.vocab_size
-        if Feature.PENALTY in params.features:
+        if Feature.PENALTY in features_of(params):
             self._put_counts(row, token_ids_T, num_prompt_tokens)
         if int(plan.columns["mask"]) & ALWAYS:
             self._send(packed_mask(allowed_always(params, plan.forbidden, vocab_size=V)), self.always_RW[row])
@@ -174,7 +164,7 @@ class SamplingState:
         """Give the rows that have a method of their own their tokens, behind the step's own sampler."""
         state = self.state
         filter_and_choose(
-            batch.logits_BV, batch.rows_B, state.sampling_columns["sampling_temperature"], state.seed_R,
+            batch.logits_BV, batch.rows_B, state.sampling_columns["temperature"], state.seed_R,
             state.position_R, state.num_prompt_R, state.last_token_R, batch.token_B, batch.is_finite_B, self.sampling,
             self.parts,
         )  # fmt: skip

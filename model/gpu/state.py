@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.model.sampling.params import COLUMNS
+
 _ALIGNMENT_WORDS = 32
 SAMPLING_COLUMNS = {
-    "method": "int32", "top_k": "int32", "top_p": "float32", "log_min_p": "float32", "typical_p": "float32",
-    "repetition": "float32", "presence": "float32", "frequency": "float32", "num_biases": "int32", "mask": "int32",
-    "min_tokens": "int32", "num_words": "int32", "logprobs": "int32", "sampling_temperature": "float32",
-}  # fmt: skip
+    **{name: "int32" if column.dtype == "int64" else "float32" for name, column in COLUMNS.items()},
+    **dict.fromkeys(("method", "num_biases", "mask", "num_words", "logprobs"), "int32"),
+}
 """Names and dtypes of the columns for sampling beyond a temperature. A row that has a method of its own is greedy
-for the step's own sampler (`temperature`), whose token it does not keep; its temperature is `sampling_temperature`."""
+for the step's own sampler (`RowState.temperature_R`), whose token it does not keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,14 @@ class RowLayout:
         """The columns one after the other, each on a boundary of 128 bytes."""
         words = {
             "seed": 2 * num_rows, "last_token": num_rows, "position": num_rows, "num_prompt": num_rows,
-            "temperature": num_rows, **dict.fromkeys(SAMPLING_COLUMNS, num_rows), "batch": max_batch,
-            "table": num_rows * table_width,
+            "temperature": num_rows, **{f"sampling {name}": num_rows for name in SAMPLING_COLUMNS},
+            "batch": max_batch, "table": num_rows * table_width,
         }  # fmt: skip
         starts, end = {}, 0
         for name, count in words.items():
             starts[name] = end
             end += -(-count // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS
-        sampling = {name: starts.pop(name) for name in SAMPLING_COLUMNS}
+        sampling = {name: starts.pop(f"sampling {name}") for name in SAMPLING_COLUMNS}
         sizes = {"num_rows": num_rows, "table_width": table_width, "max_batch": max_batch, "num_words": end}
         return cls(sampling=sampling, **sizes, **starts)
 

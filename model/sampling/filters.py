@@ -10,6 +10,7 @@ arXiv:2407.01082). Every operation works on one row alone, in an order that does
 Legend: S rows · V vocabulary · K candidates, the K largest of a row in falling order · G groups of the vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,26 +46,36 @@ def keep_typical(x_NV: torch.Tensor, typical_p_N: torch.Tensor) -> torch.Tensor:
 class Filters:
     """What the rows ask for, on the device of the logits.
 
-    top_k_S: int64, TOP_K_OFF where off. top_p_S: float64, 1 where off. log_min_p_S: float32, -inf where off.
-    typical_p_S: float64, 1 where off.
+    top_k_S: int64, TOP_K_OFF where off. top_p_S: float64, 1 where off. floor_S: float32, the least logit that min-p
+    leaves, -inf where off. typical_p_S: float64, 1 where off.
     """
 
     top_k_S: torch.Tensor
     top_p_S: torch.Tensor
-    log_min_p_S: torch.Tensor
+    floor_S: torch.Tensor
     typical_p_S: torch.Tensor
+
+    @classmethod
+    def of(cls, x_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> "Filters":
+        """Of rows whose largest logit is 0. columns: by name of `model.sampling.params.COLUMNS`, [S] each."""
+        return cls(
+            top_k_S=columns["top_k"].masked_fill(columns["top_k"] == 0, TOP_K_OFF),
+            top_p_S=columns["top_p"],
+            floor_S=columns["log_min_p"],
+            typical_p_S=columns["typical_p"],
+        )
 
     @property
     def has_top_p_only_S(self) -> torch.Tensor:
         """bool: top-p sees the whole distribution."""
-        return (self.top_k_S == TOP_K_OFF) & (self.log_min_p_S == -torch.inf)
+        return (self.top_k_S == TOP_K_OFF) & (self.floor_S == -torch.inf)
 
     def rows(self, index: torch.Tensor) -> "Filters":
         """The same for some of the rows."""
         return Filters(
             top_k_S=self.top_k_S[index],
             top_p_S=self.top_p_S[index],
-            log_min_p_S=self.log_min_p_S[index],
+            floor_S=self.floor_S[index],
             typical_p_S=self.typical_p_S[index],
         )
 
@@ -113,7 +124,7 @@ def thresholds(
     """
     width = sorted_SK.shape[1]
     last_S1 = (filters.top_k_S.clamp(max=width) - 1).unsqueeze(1)
-    least_S1 = torch.maximum(sorted_SK.gather(1, last_S1), filters.log_min_p_S.unsqueeze(1))
+    least_S1 = torch.maximum(sorted_SK.gather(1, last_S1), filters.floor_S.unsqueeze(1))
     is_kept_SK = sorted_SK >= least_S1
     mass_SK = torch.where(is_kept_SK, sorted_SK.exp(), 0.0).cumsum(dim=-1, dtype=torch.float64)
     is_free_S1 = filters.has_top_p_only_S.unsqueeze(1)

@@ -112,10 +112,10 @@ class Penalties:
         places_S = torch.from_numpy(self._places.of(rows_S)).to(self._device)
         count_SL = self._counts_NV[places_S.unsqueeze(1), ids_SL].to(torch.float32)
         score_SL = logits_SV[index_S1, ids_SL]
-        factor_S1 = self._column(self._rows.repetition_R, rows_S)
+        factor_S1 = self._column(self._rows.columns["repetition"], rows_S)
         score_SL = torch.where(score_SL < 0, score_SL * factor_S1, score_SL / factor_S1)
-        score_SL -= self._column(self._rows.frequency_R, rows_S) * count_SL
-        score_SL -= self._column(self._rows.presence_R, rows_S) * (count_SL > 0)
+        score_SL -= self._column(self._rows.columns["frequency"], rows_S) * count_SL
+        score_SL -= self._column(self._rows.columns["presence"], rows_S) * (count_SL > 0)
         logits_SV.index_put_((index_S1, ids_SL), score_SL)
 
     def _seen(self, rows_S: np.ndarray, lengths_S: np.ndarray) -> torch.Tensor:

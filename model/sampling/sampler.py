@@ -19,7 +19,7 @@ from octavo.model.sampling.filters import TOP_K_OFF, Filters, keep_typical, larg
 from octavo.model.sampling.logprobs import Logprobs, RawLogprobs
 from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.noise import log_exponential, row_keys
-from octavo.model.sampling.params import MASKS, Feature, SamplingParams, SamplingRows
+from octavo.model.sampling.params import MASKS, Feature, SamplingParams, SamplingRows, features_of
 from octavo.model.sampling.penalties import Penalties, TokenHistory
 from octavo.model.sampling.token_rules import AllowedIds, BadWords, LogitBias
 
@@ -59,7 +59,7 @@ class Sampler:
     def join(self, row: int, params: SamplingParams, output_ids_T: np.ndarray) -> None:
         """A row gets new parameters. output_ids_T: tokens that its output already has (after a preemption)."""
         self._rows.put(row, params)
-        if Feature.PENALTY in params.features:
+        if Feature.PENALTY in features_of(params):
             self._penalties.put(row, output_ids_T)
         else:
             self._penalties.drop(row)
@@ -132,7 +132,7 @@ class Sampler:
         """-inf for what must not be sampled; the rows where nothing is left, whose logits become 0."""
         if not len(_with(features_S, MASKS)) and masks is None:
             return None
-        is_short_S = self._output_lens(rows_S, lengths_S) < self._rows.min_tokens_R[rows_S]
+        is_short_S = self._output_lens(rows_S, lengths_S) < self._rows.columns["min_tokens"][rows_S]
         short = np.flatnonzero((features_S & Feature.MIN_TOKENS > 0) & is_short_S)
         allowed, banned = _with(features_S, Feature.ALLOWED), _with(features_S, Feature.BAD_WORDS)
         of_grammar = masks.index_N if masks is not None else short[:0]
@@ -188,12 +188,14 @@ class Sampler:
             rows_N = rows_S[index_N]
             index_t = torch.from_numpy(index_N).to(self._device)
             keys_N2 = self._to_device(row_keys(self._rows.seed_R[rows_N], output_lens_S[index_N]))
-            x_NV = scaled(logits_SV[index_t], self._to_device(self._rows.temperature_R[rows_N]))
-            tokens_S[index_t] = draw(x_NV, keys_N2, self._filters(rows_N))
+            columns = {name: self._to_device(column_R[rows_N]) for name, column_R in self._rows.columns.items()}
+            x_NV = scaled(logits_SV[index_t], columns["temperature"])
+            tokens_S[index_t] = draw(x_NV, keys_N2, Filters.of(x_NV, columns))
 
     def _draw_open(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """Rows without top-k and top-p: the whole vocabulary races, less what min-p cuts."""
-        return self._race_above(x_NV, keys_N2, filters.log_min_p_S)
+        """Rows without top-k and top-p: the whole vocabulary races, less what lies below the
+        floor."""
+        return self._race_above(x_NV, keys_N2, filters.floor_S)
 
     def _draw_filtered(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
         """Rows with top-k or top-p: only the candidates race; rows whose cut lies past them race over all."""
@@ -218,21 +220,11 @@ class Sampler:
         sorted_NV = x_NV.sort(dim=-1, descending=True).values
         least_N, _ = thresholds(sorted_NV, masses(x_NV, filters), filters, vocab_size=self.vocab_size)
         x_NV = keep_typical(x_NV.masked_fill(x_NV < least_N.unsqueeze(1), -torch.inf), filters.typical_p_S)
-        return self._race_above(x_NV, keys_N2, filters.log_min_p_S)
+        return self._race_above(x_NV, keys_N2, filters.floor_S)
 
     def _race_above(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, least_N: torch.Tensor) -> torch.Tensor:
         score_NV = x_NV - log_exponential(keys_N2, self._all_ids_V)
         return score_NV.masked_fill_(x_NV < least_N.unsqueeze(1), -torch.inf).argmax(dim=-1)
-
-    def _filters(self, rows_N: np.ndarray) -> Filters:
-        with np.errstate(divide="ignore"):
-            log_min_p_N = np.log(self._rows.min_p_R[rows_N]).astype(np.float32)
-        return Filters(
-            top_k_S=self._to_device(self._rows.top_k_R[rows_N]),
-            top_p_S=self._to_device(self._rows.top_p_R[rows_N]),
-            log_min_p_S=self._to_device(log_min_p_N),
-            typical_p_S=self._to_device(self._rows.typical_p_R[rows_N]),
-        )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

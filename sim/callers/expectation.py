@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import oracle_tokens
 from sim.processes.runner import NAN_OUTPUT_INDEX, NAN_TOKEN, POISON_TOKEN, oracle_model
 from sim.scenario import RequestSpec, SimConfig
@@ -47,7 +47,7 @@ class Expectation:
         return known
 
     def _computed_tokens(self, spec: RequestSpec) -> list[int]:
-        sampling = Sampling(
+        sampling = SamplingParams(
             seed=spec.seed,
             max_tokens=min(spec.max_tokens, self._max_model_len - len(spec.prompt)),
             min_tokens=spec.min_tokens,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from octavo import AsyncClient, OctavoError
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.services.service import serve
 
@@ -49,7 +49,7 @@ async def test_a_thousand_cancels_leak_nothing_and_disturb_nobody(tmp_path: Path
             await asyncio.gather(*[cancel_somewhere(client, generator, gate) for _ in range(NUM_CANCELS)])
             answer = await bystander
             (served,) = await client.models()
-        sampling = Sampling(seed=3, max_tokens=BYSTANDER_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(seed=3, max_tokens=BYSTANDER_TOKENS, ignore_eos=True)
         model = OracleModel(vocab_size=served.vocab_size, eos_token_ids=tuple(served.eos_token_ids))
         assert list(answer.token_ids) == oracle_tokens([7, 8, 9], sampling, model=model, max_total_tokens=2048)
         service.wait_until_idle()

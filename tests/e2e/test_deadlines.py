@@ -11,7 +11,7 @@ import pytest
 from octavo import AsyncClient, DeadlineExceeded
 from octavo.client.requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.services.service import REPOSITORY, Service, serve
 
@@ -116,7 +116,7 @@ async def test_a_higher_priority_preempts_and_the_lower_one_goes_on_unharmed(ser
         assert receipts[1].computed_tokens > 3
         (served,) = await client.models()
         model = OracleModel(vocab_size=served.vocab_size, eos_token_ids=tuple(served.eos_token_ids))
-        sampling = Sampling(seed=1, max_tokens=400, ignore_eos=True)
+        sampling = SamplingParams(seed=1, max_tokens=400, ignore_eos=True)
         assert low.token_ids == oracle_tokens([1, 2, 3], sampling, model=model, max_total_tokens=2048)
         assert receipts[1].inter_token_p99_s >= receipts[1].inter_token_p50_s > 0
         assert receipts[1].block_seconds > 0

@@ -11,7 +11,7 @@ pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.gateway.rpc_errors import refused
 from tests.support.services.service import Service, serve
@@ -29,7 +29,7 @@ def request(index: int, num_tokens: int, *, stream: bool = True) -> vllm.Generat
 def expected(sent: vllm.GenerateRequest, model: OracleModel, index: int = 0) -> list[int]:
     """What the oracle's slow twin says. index: of the output."""
     params = sent.sampling_params
-    sampling = Sampling(seed=params.seed + index, max_tokens=params.max_tokens, ignore_eos=True)
+    sampling = SamplingParams(seed=params.seed + index, max_tokens=params.max_tokens, ignore_eos=True)
     return oracle_tokens(list(sent.tokenized.input_ids), sampling, model=model, max_total_tokens=2048)
 
 

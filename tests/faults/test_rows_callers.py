@@ -15,7 +15,7 @@ import psutil
 from octavo import AsyncClient
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import oracle_tokens
 from tests.support.faults.bench import NO_RETRIES, FaultBench
 from tests.support.faults.callers import Call, calls, golden, request, run
@@ -53,7 +53,7 @@ async def test_row_20_alone_at_the_ceiling_of_the_pool_an_output_ends_by_length(
     async with bench(ONE, "--num-blocks=12") as faults:
         async with AsyncClient(faults.service.target) as client:
             answer = await client.complete(request(Call(prompt=[5, 6, 7], max_tokens=4000)))
-        sampling = Sampling(seed=0, max_tokens=4000, ignore_eos=True)
+        sampling = SamplingParams(seed=0, max_tokens=4000, ignore_eos=True)
         expected = oracle_tokens([5, 6, 7], sampling, model=faults.model, max_total_tokens=12 * 16 + 1)
         assert list(answer.token_ids) == expected
         assert answer.finished.receipt.preemptions == 0

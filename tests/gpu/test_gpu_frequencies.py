@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model.gpu.sampling_columns import plan_row
 from octavo.model.gpu.sampling_state import SampledBatch, SamplingState
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
-from octavo.model.sampling.params import SamplingParams
+from octavo.model.sampling.params import features_of
+from octavo.wire.messages import SamplingParams
 from tests.support.model.frequencies import LOGITS_V, MANY_SAMPLINGS, assert_follows, exact_distribution
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -21,7 +22,7 @@ def draw(params: SamplingParams, logits_V: torch.Tensor) -> np.ndarray:
     """Tokens of 256 rows over 240 positions of one seed. logits_V: on the device."""
     vocab = len(logits_V)
     state = SamplingState(num_rows=BATCH + 1, max_batch=BATCH, vocab_size=vocab, device="cuda")
-    plan = plan_row(params, params.features, vocab_size=vocab)
+    plan = plan_row(params, features_of(params), vocab_size=vocab)
     assert plan is not None
     for row in range(BATCH):
         state.put(row, params, np.zeros(1, np.int32), 1)

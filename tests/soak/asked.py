@@ -10,7 +10,7 @@ from typing import Any
 from octavo import AsyncClient, OctavoError
 from octavo.client.requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.faults.callers import Ending, without_call
 
@@ -110,7 +110,7 @@ async def _stream(client: AsyncClient, asked: Asked) -> None:
 def golden(asked: Asked, model: OracleModel, output: int) -> list[int]:
     """Every token of the fault-free run. Output n draws with seed + n."""
     seed, stop = asked.request.sampling.seed + output, asked.request.stop
-    sampling = Sampling(temperature=0.0, seed=seed, max_tokens=stop.max_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=stop.max_tokens, ignore_eos=True)
     return oracle_tokens(asked.request.token_ids.ids, sampling, model=model, max_total_tokens=MODEL_LEN)
 
 

@@ -28,7 +28,7 @@ from octavo.wire.messages import (
     KvEvents,
     PeerReply,
     Run,
-    Sampling,
+    SamplingParams,
     StepOutput,
     ToGateway,
     TokenizerBundle,
@@ -162,7 +162,7 @@ def test_deep_nesting_where_elements_are_skipped_does_not_overflow_the_stack() -
         (StepOutput(epoch="e", seq=1, step=1, handles=bytes(7), tokens=bytes(4)), decode_to_gateway),
         (StepOutput(epoch="e", seq=1, step=1, handles=bytes(16), tokens=bytes(4)), decode_to_gateway),
         (StepOutput(epoch="e", seq=1, step=1, handles=bytes(8), tokens=bytes(8)), decode_to_gateway),
-        (Run(handle=1, request_id="r", prompt_ids=bytes(5), sampling=Sampling()), decode_to_worker),
+        (Run(handle=1, request_id="r", prompt_ids=bytes(5), sampling=SamplingParams()), decode_to_worker),
         (KvEvents(epoch="e", events=(KvEvent(kind=KvEventKind.STORED, token_ids=bytes(3)),)), decode_to_gateway),
     ],
 )
@@ -191,7 +191,9 @@ def test_a_message_beyond_the_limit_is_not_sent() -> None:
 
 
 def test_a_worker_takes_smaller_frames_than_a_gateway() -> None:
-    frame = encode(Run(handle=1, request_id="r", prompt_ids=bytes(codec.MAX_TO_WORKER_BYTES), sampling=Sampling()))
+    frame = encode(
+        Run(handle=1, request_id="r", prompt_ids=bytes(codec.MAX_TO_WORKER_BYTES), sampling=SamplingParams())
+    )
     assert outcome(decode_to_worker, frame) == "refused"
 
 
@@ -203,7 +205,7 @@ def test_a_frame_is_the_version_then_msgpack_with_a_tag() -> None:
 
 def test_not_a_number_travels_as_it_is() -> None:
     back = decode_to_worker(
-        encode(Run(handle=1, request_id="r", prompt_ids=b"", sampling=Sampling(top_p=float("nan"))))
+        encode(Run(handle=1, request_id="r", prompt_ids=b"", sampling=SamplingParams(top_p=float("nan"))))
     )
     assert isinstance(back, Run)
     assert struct.pack("<d", back.sampling.top_p) == struct.pack("<d", float("nan"))

@@ -14,7 +14,7 @@ import pytest
 
 from octavo.gateway.workers import WorkerPool
 from octavo.wire.keys import generate_keys, save_keys
-from octavo.wire.messages import Run, Sampling, WireFinishReason
+from octavo.wire.messages import Run, SamplingParams, WireFinishReason
 from octavo.worker.main import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.gateway.workers import RecordingSink, pool_config, submit, until
@@ -69,14 +69,14 @@ def prompt_of(seed: int) -> np.ndarray:
 
 def open_one(pool: WorkerPool, seed: int = 0, max_tokens: int = 40) -> tuple[int, RecordingSink]:
     sink = RecordingSink()
-    sampling = Sampling(temperature=0.0, seed=seed, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=max_tokens)
     prompt_T = prompt_of(seed)
     asked = Run(handle=0, request_id=f"r{seed}", prompt_ids=prompt_T.tobytes(), sampling=sampling)
     return submit(pool, pool.choose("oracle", prompt_T, ""), asked, sink), sink
 
 
 def expected(seed: int, max_tokens: int = 40) -> list[int]:
-    sampling = Sampling(temperature=0.0, seed=seed, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=max_tokens)
     return oracle_tokens(prompt_of(seed).tolist(), sampling, model=OracleModel(), max_total_tokens=32_768)
 
 

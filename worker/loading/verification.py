@@ -17,7 +17,7 @@ from itertools import cycle
 import numpy as np
 
 from octavo.model.verify.served import ServedSequence, TokenScore
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.loading.warmup import WarmRunner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, SlotLogprobs, StepPlan, StepResult
 
@@ -231,7 +231,7 @@ class _Feeder:
         return [slot for slot in slots if rows[slot].served.num_sampled < num_new]
 
     def _join(self, slot: int, ids: Sequence[int], *, prompt_scores: bool) -> NewRequest:
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=0.0,
             ignore_eos=True,
             num_logprobs=NUM_TOP,

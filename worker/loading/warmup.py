@@ -9,15 +9,15 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.interface import Runner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 OnProgress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
 
-_GREEDY = Sampling(temperature=0.0)
-_RANDOM = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, seed=1)
+_GREEDY = SamplingParams(temperature=0.0)
+_RANDOM = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, seed=1)
 
 
 class WarmConfig(Protocol):

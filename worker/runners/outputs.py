@@ -9,12 +9,12 @@ Legend: T tokens in this step · N of them at once · D model dim · V vocabular
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
 from octavo.model.sampling.logprobs import Logprobs, RawLogprobs
-from octavo.model.sampling.params import SamplingParams
-from octavo.wire.messages import Pooling, Sampling
+from octavo.wire.messages import Pooling, SamplingParams
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan, StepResult
 
@@ -28,25 +28,14 @@ _POSITIONS_AT_ONCE = 32
 _ALLOCATION_FAILURES = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The sampler's view of a request's parameters: end tokens are stop ids like others, unless ignored."""
+def sampler_params(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+    """A request's parameters as the sampler has them: end tokens are stop ids like others, unless ignored, and where
+    there is a grammar its masks see to min_tokens."""
     ends = () if sampling.ignore_eos else eos_token_ids
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        min_tokens=0 if sampling.grammar is not None else sampling.min_tokens,  # its masks see to it
-        stop_ids=(*sampling.stop_token_ids, *ends),
-        num_logprobs=sampling.num_logprobs,
-        typical_p=sampling.typical_p,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=sampling.bad_words,
+    return msgspec.structs.replace(
+        sampling,
+        stop_token_ids=(*sampling.stop_token_ids, *ends),
+        min_tokens=0 if sampling.grammar is not None else sampling.min_tokens,
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, NewType
 
 import numpy as np
 
-from octavo.wire.messages import Finished, Pooling, Sampling, TokenLogprobs
+from octavo.wire.messages import Finished, Pooling, SamplingParams, TokenLogprobs
 
 Slot = NewType("Slot", int)
 GatewayIndex = NewType("GatewayIndex", int)
@@ -46,7 +46,7 @@ class NewRequest:
     request_id: str
     token_ids_T: np.ndarray
     num_prompt_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     pooling: Pooling | None = None
 
 

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from octavo.wire.codec import TOKEN_BYTES
-from octavo.wire.messages import Finished, Pooling, Run, Sampling, WireFinishReason
+from octavo.wire.messages import Finished, Pooling, Run, SamplingParams, WireFinishReason
 from octavo.worker.scheduler.plan import RequestKey, Slot
 
 # When the tokens of an output came, and what a request's blocks cost: kept as it goes for next to nothing, added up at
@@ -129,11 +129,11 @@ def token_ids_of(run: Run) -> np.ndarray:
     return np.frombuffer(run.prompt_ids, np.dtype("<i4"))
 
 
-def sampling_of(run: Run, index: int) -> Sampling:
+def sampling_of(run: Run, index: int) -> SamplingParams:
     """Of one of its outputs: each draws with a seed of its own, and output 0 alone tells the prompt's
     log-probabilities. A prompt that is pooled samples one token, which is sent to nobody."""
     if run.pooling is not None:
-        return Sampling(temperature=0.0, ignore_eos=True, max_tokens=1)
+        return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     if not index:
         return run.sampling
     seed = (run.sampling.seed + index) % (1 << 64)
@@ -162,7 +162,7 @@ class Request:
 
     run: Run
     key: RequestKey
-    sampling: Sampling
+    sampling: SamplingParams
     order: int
     arrival_s: float
     deadline_s: float | None

@@ -14,7 +14,7 @@ import numpy as np
 
 from octavo.blockmgr.ids import PrefixLookup
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, Sampling, WireFinishReason
+from octavo.wire.messages import Finished, SamplingParams, WireFinishReason
 from octavo.worker.scheduler.plan import GatewayIndex, OutputBuffer, RequestKey, Slot
 from octavo.worker.scheduler.request import Ending, Phase, Request, block_seconds, finished_message
 from octavo.worker.scheduler.request_queue import RequestQueue
@@ -33,7 +33,7 @@ class TokenVerdict(Enum):
     FILLS = 2  # the last one that fits
 
 
-def stop_ids(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that end an output of this sampling, sorted."""
     return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
 
@@ -47,7 +47,7 @@ def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tu
 
 
 def judge(
-    sampling: Sampling, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
+    sampling: SamplingParams, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
 ) -> TokenVerdict:
     """The twin: what the last token of ``output`` does. limit: tokens of prompt and output."""
     is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)

@@ -196,10 +196,10 @@ def _object(value: Any) -> dict[str, Any]:
 
 _SETTERS: dict[str, Setter] = {
     **{
-        name: _in_sampling(name, _number)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        field.name: _in_sampling(field.name, _number)
+        for field in pb.SamplingParams.DESCRIPTOR.fields
+        if field.type == field.TYPE_FLOAT
     },
-    "typical_p": _in_sampling("typical_p", _number),
     "top_k": _top_k,
     "seed": _seed,
     "logit_bias": _logit_bias,

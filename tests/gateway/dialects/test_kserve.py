@@ -11,7 +11,7 @@ import pytest
 
 from octavo.gateway.text.model_text import ModelText
 from octavo.kserve import inference_pb2 as oip
-from octavo.wire.messages import Sampling, WireFinishReason
+from octavo.wire.messages import SamplingParams, WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun
 from tests.support.gateway.kserve_calls import request, speaking, stream, stub_of, values
 from tests.support.gateway.rpc_errors import refused
@@ -38,7 +38,7 @@ async def test_unset_parameters_are_neutral_and_sixteen_tokens(serve: Any, ids: 
     async with serve(speaking(*ids("x"))) as served:
         await stub_of(served).ModelInfer(request(parameters={"seed": 7, "temperature": None}))
         (run,) = served.pool.runs
-    assert run.request.sampling == Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=7, max_tokens=16)
+    assert run.request.sampling == SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7, max_tokens=16)
 
 
 async def test_every_served_parameter_reaches_the_worker(serve: Any, ids: Any) -> None:
@@ -50,7 +50,7 @@ async def test_every_served_parameter_reaches_the_worker(serve: Any, ids: Any) -
     async with serve(speaking(*ids("x"))) as served:
         await stub_of(served).ModelInfer(request(parameters=parameters))
         (run,) = served.pool.runs
-    assert run.request.sampling == Sampling(
+    assert run.request.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, min_p=0.125, seed=2**64 - 5, repetition_penalty=1.5, presence_penalty=0.5,
         frequency_penalty=-0.5, max_tokens=9, min_tokens=2, stop_token_ids=(44,), ignore_eos=True, num_logprobs=2,
     )  # fmt: skip

@@ -11,7 +11,7 @@ pytest.importorskip("smg_grpc_proto")
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from octavo.gateway.text.model_text import ModelText
-from octavo.wire.messages import Grammar, GrammarKind, Sampling, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs, WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
 from tests.support.gateway.vllm_calls import Stub, request, speaking
 
@@ -48,8 +48,8 @@ async def test_zero_means_neutral_and_never_a_default_of_the_model(serve: Any, v
         async for _ in vllm_stub(served.channel).Generate(request(seed=-5, temperature=0, max_tokens=9, top_k=4)):
             pass
     unset, some = (run.request.sampling for run in served.pool.runs)
-    assert unset == Sampling(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=7, max_tokens=253)
-    assert some == Sampling(temperature=0.0, top_k=4, seed=2**64 - 5, max_tokens=9)
+    assert unset == SamplingParams(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=7, max_tokens=253)
+    assert some == SamplingParams(temperature=0.0, top_k=4, seed=2**64 - 5, max_tokens=9)
 
 
 async def test_everything_that_is_served_reaches_the_worker(serve: Any, vllm_stub: Stub) -> None:
@@ -75,7 +75,7 @@ async def test_everything_that_is_served_reaches_the_worker(serve: Any, vllm_stu
     fields: dict[str, Any] = {name: value for name, value in params.items() if name != "logprobs"} | {
         "stop_token_ids": (9, 8)
     }
-    assert run.sampling == Sampling(**fields, num_logprobs=2)
+    assert run.sampling == SamplingParams(**fields, num_logprobs=2)
     assert np.frombuffer(run.prompt_ids, "<i4").tolist() == [1, 2]
 
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Sampling, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import SamplingParams, TokenLogprobs, WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun
 from tests.support.gateway.generating import REQUEST, ids_of, speaking, text_of
 
@@ -57,7 +57,7 @@ async def test_a_stream_is_started_then_deltas_then_finished_once(serve: Any, ti
     run = pool.runs[0]
     assert run.prompt_ids.dtype == np.int32
     assert run.prompt_ids.tolist() == prompt
-    assert run.request.sampling == Sampling(
+    assert run.request.sampling == SamplingParams(
         temperature=0.5, top_k=20, top_p=0.75, repetition_penalty=1.125, seed=7, max_tokens=256 - len(prompt)
     )
     assert (run.request.priority, run.request.cache_salt, run.request.timeout_s) == (0, "", None)
@@ -106,7 +106,7 @@ async def test_every_sampling_and_stop_field_reaches_the_worker(serve: Any) -> N
     async with serve(speaking([5])) as served:
         await text_of(served.inference.Generate(request, timeout=300))
         run = served.pool.runs[0].request
-    assert run.sampling == Sampling(
+    assert run.sampling == SamplingParams(
         temperature=0.0, top_p=0.5, top_k=0, min_p=0.25, seed=2**64 - 1, repetition_penalty=2.0, presence_penalty=-1.5,
         frequency_penalty=0.5, max_tokens=9, min_tokens=2, stop_token_ids=(8, 9), ignore_eos=True, num_logprobs=3,
     )  # fmt: skip

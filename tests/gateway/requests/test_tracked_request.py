@@ -10,7 +10,7 @@ from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor
 from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, StreamState
-from octavo.wire.messages import Finished, Sampling, WireFinishReason
+from octavo.wire.messages import Finished, SamplingParams, WireFinishReason
 from tests.support.gateway.fake_pool import worker_view
 
 
@@ -29,7 +29,7 @@ async def request_in_a_write() -> TrackedRequest:
         scope=RpcScope(method="m", started_s=1.0, request_id="r"),
         worker=worker_view(),
         outputs=((1, stream),),
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         num_prompt_tokens=1,
         sent_s=1.0,
         task=asyncio.create_task(write()),

@@ -21,7 +21,7 @@ from octavo.wire.messages import (
     ModelCard,
     NeedTokenizer,
     Run,
-    Sampling,
+    SamplingParams,
     TokenizerBundle,
     Welcome,
     WireFinishReason,
@@ -78,7 +78,7 @@ async def test_a_request_goes_out_and_its_tokens_come_back(pool: WorkerPool, dia
         handle=handle,
         request_id="r1",
         prompt_ids=np.array([7, 8, 9], "<i4").tobytes(),
-        sampling=Sampling(temperature=0.0, max_tokens=2, seed=5),
+        sampling=SamplingParams(temperature=0.0, max_tokens=2, seed=5),
     )
     assert [view.in_flight for view in pool.workers()] == [1]
     await worker.step([(handle, 41)], started=(handle,))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from octavo.model.gpu.sampling_columns import Stage, plan_row
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.model.sampling.masks import TokenMasks
-from octavo.model.sampling.params import Feature, SamplingParams
+from octavo.model.sampling.params import Feature, features_of
+from octavo.wire.messages import SamplingParams
 from tests.support.model.sampling_references import Outcome, SamplingTwins
 
 V = 300
@@ -30,8 +31,8 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.0, "allowed_token_ids": (1, 2, 3, 250, 5000), "num_logprobs": 2},
     {"temperature": 0.0, "allowed_token_ids": (4, 8), "logit_bias": {8: 50.0, 9: 50.0}},
     {"temperature": 2.0, "bad_words": ((5,), (6,), (900,)), "top_p": 0.9},
-    {"temperature": 1.0, "min_tokens": 40, "stop_ids": tuple(range(0, 300, 2)), "num_logprobs": 4},
-    {"temperature": 1.0, "min_tokens": 2, "stop_ids": tuple(range(0, 300, 2))},
+    {"temperature": 1.0, "min_tokens": 40, "stop_token_ids": tuple(range(0, 300, 2)), "num_logprobs": 4},
+    {"temperature": 1.0, "min_tokens": 2, "stop_token_ids": tuple(range(0, 300, 2))},
     {"temperature": 3.0, "typical_p": 0.4, "logit_bias": {1: 3.0}, "bad_words": ((2,),)},
 ]
 
@@ -73,7 +74,7 @@ def test_masks_of_a_step_are_for_their_rows_alone() -> None:
     sampling = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 9, "logit_bias": {11: 60.0}}]
     twins = SamplingTwins(sampling, seed=2, vocab=V)
     for row, params in enumerate(twins.params):  # as a runner has it where the request has a grammar
-        plan = plan_row(params, params.features | Feature.GRAMMAR, vocab_size=V)
+        plan = plan_row(params, features_of(params) | Feature.GRAMMAR, vocab_size=V)
         assert plan is not None
         assert Stage.GRAMMAR | Stage.CHOICE in plan.stages
         twins.state.state.sampling_columns["method"][row] = int(plan.columns["method"])
@@ -123,7 +124,7 @@ def test_rows_that_their_masks_leave_nothing_are_told() -> None:
 def test_what_a_row_has_no_room_for_is_left_to_the_whole_sampler() -> None:
     def plan(**sampling: Any) -> object:
         params = SamplingParams(**sampling)
-        return plan_row(params, params.features, vocab_size=5000)
+        return plan_row(params, features_of(params), vocab_size=5000)
 
     assert plan(logit_bias=dict.fromkeys(range(1024), 1.0)) is not None
     assert plan(logit_bias=dict.fromkeys(range(1025), 1.0)) is None
@@ -137,7 +138,7 @@ def test_what_a_row_has_no_room_for_is_left_to_the_whole_sampler() -> None:
 
 def test_a_row_with_a_temperature_alone_needs_no_kernel() -> None:
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3)):
-        plan = plan_row(params, params.features, vocab_size=V)
+        plan = plan_row(params, features_of(params), vocab_size=V)
         assert plan is not None
         assert (plan.stages, plan.columns["method"]) == (Stage.NONE, 0)
 
@@ -161,7 +162,7 @@ def test_a_row_with_a_temperature_alone_needs_no_kernel() -> None:
                     tuple
                 ),
                 "min_tokens": st.integers(0, 30),
-                "stop_ids": st.lists(st.integers(0, V - 1), max_size=40).map(tuple),
+                "stop_token_ids": st.lists(st.integers(0, V - 1), max_size=40).map(tuple),
             },
         ),
         min_size=1,

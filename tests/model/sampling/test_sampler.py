@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
+from octavo.wire.messages import SamplingParams
 from tests.support.model import slow_sampler
 
 V = 300
@@ -63,7 +63,7 @@ sampling_strategy = st.builds(
     presence_penalty=st.sampled_from([-1.0, 0.0, 0.7]),
     frequency_penalty=st.sampled_from([-0.5, 0.0, 1.5]),
     min_tokens=st.integers(0, 12),
-    stop_ids=st.lists(st.integers(0, V - 1), max_size=9).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, V - 1), max_size=9).map(tuple),
     typical_p=st.sampled_from([0.2, 0.9, 1.0, 1.0]),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100.0, -1.5, 3.0]), max_size=5),
     allowed_token_ids=st.one_of(st.just(()), st.lists(st.integers(0, V - 1), min_size=30, max_size=60).map(tuple)),
@@ -156,7 +156,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_hurts_nobody(poison: float) -> 
         SamplingParams(temperature=0),
         SamplingParams(temperature=1.0, seed=1, num_logprobs=2),
         SamplingParams(temperature=0.7, seed=2, top_k=20, top_p=0.8, repetition_penalty=1.2),
-        SamplingParams(temperature=0.7, seed=3, min_p=0.1, min_tokens=99, stop_ids=(1, 2)),
+        SamplingParams(temperature=0.7, seed=3, min_p=0.1, min_tokens=99, stop_token_ids=(1, 2)),
     ]
     logits_SV = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
     good = Rows(sampling).sample(logits_SV)
@@ -190,7 +190,7 @@ def test_a_greedy_batch_does_nothing_but_find_the_largest(monkeypatch: pytest.Mo
 
 
 def test_min_tokens_masks_stop_ids_until_enough_are_out() -> None:
-    rows = Rows([SamplingParams(temperature=0, min_tokens=2, stop_ids=(7, 8, 9, 10, 11, 400))])
+    rows = Rows([SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(7, 8, 9, 10, 11, 400))])
     rows.outputs[0] = []
     rows.join(0)
     logits_SV = torch.zeros(1, V)
@@ -219,7 +219,7 @@ def test_a_row_whose_masks_leave_nothing_is_exhausted_and_harms_no_other() -> No
     sampling = [
         SamplingParams(temperature=0.7, seed=3, allowed_token_ids=(4, 5), bad_words=((4,), (5,))),
         SamplingParams(temperature=0.7, seed=3, allowed_token_ids=(4, 5), bad_words=((4,),)),
-        SamplingParams(temperature=0, allowed_token_ids=(7,), min_tokens=60, stop_ids=(7,)),
+        SamplingParams(temperature=0, allowed_token_ids=(7,), min_tokens=60, stop_token_ids=(7,)),
         SamplingParams(temperature=0),
     ]
     rows = Rows(sampling)

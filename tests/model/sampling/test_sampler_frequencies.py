@@ -1,15 +1,14 @@
 """Sampled frequencies against the exact distribution: chi-squared tests with fixed seeds."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from octavo.model.sampling.noise import hash_bits, log_exponential, row_keys
-from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
+from octavo.wire.messages import SamplingParams
 from tests.support.model import slow_sampler
 from tests.support.model.frequencies import LOGITS_V, MANY_SAMPLINGS, V, assert_follows, exact_distribution
 

@@ -19,10 +19,11 @@ from transformers.generation.logits_process import (
 )
 
 from octavo.model.sampling.filters import TOP_K_OFF, Filters, keep_typical, largest, masses, thresholds
-from octavo.model.sampling.params import SamplingParams, SamplingRows
+from octavo.model.sampling.params import SamplingRows
 from octavo.model.sampling.penalties import Penalties, TokenHistory
 from octavo.model.sampling.sampler import scaled
 from octavo.model.sampling.token_rules import AllowedIds, BadWords, LogitBias
+from octavo.wire.messages import SamplingParams
 
 V = 300
 S = 16
@@ -32,7 +33,7 @@ def filters_of(*, top_k: int = TOP_K_OFF, top_p: float = 1.0, min_p: float = 0.0
     return Filters(
         top_k_S=torch.full((S,), top_k),
         top_p_S=torch.full((S,), top_p, dtype=torch.float64),
-        log_min_p_S=torch.full((S,), math.log(min_p) if min_p else -math.inf),
+        floor_S=torch.full((S,), math.log(min_p) if min_p else -math.inf),
         typical_p_S=torch.ones(S, dtype=torch.float64),
     )
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from octavo import AsyncClient, OctavoError
 from octavo.client.requests import generate_request
 from octavo.v1 import inference_pb2 as pb
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 
 MODEL_LEN = 4096
@@ -57,7 +57,7 @@ class Call(Ending):
 
 def golden(call: Call, model: OracleModel) -> list[int]:
     """Every token of the fault-free run."""
-    sampling = Sampling(temperature=0.0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, seed=call.seed, max_tokens=call.max_tokens, ignore_eos=True)
     return oracle_tokens(call.prompt, sampling, model=model, max_total_tokens=MODEL_LEN)
 
 

@@ -23,7 +23,7 @@ from octavo.wire.messages import (
     NeedTokenizer,
     Register,
     Run,
-    Sampling,
+    SamplingParams,
     StepOutput,
     TokenizerBundle,
     TokenLogprobs,
@@ -69,7 +69,7 @@ def register(worker_id: str = "w0", epoch: str = "e" * 32, **changes: object) ->
 
 def request(request_id: str = "r", *, prompt: tuple[int, ...] = (1, 2, 3), **sampling: object) -> Run:
     """A small greedy request of sixteen tokens."""
-    chosen = msgspec.structs.replace(Sampling(temperature=0.0, max_tokens=16), **sampling)
+    chosen = msgspec.structs.replace(SamplingParams(temperature=0.0, max_tokens=16), **sampling)
     return Run(handle=0, request_id=request_id, prompt_ids=np.array(prompt, "<i4").tobytes(), sampling=chosen)
 
 

@@ -13,7 +13,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.grammar.errors import Refusal
 from octavo.grammar.limits import GrammarLimits
-from octavo.wire.messages import Cancel, Finished, Grammar, GrammarKind, Pause, Resume, Run, Sampling, StepOutput
+from octavo.wire.messages import Cancel, Finished, Grammar, GrammarKind, Pause, Resume, Run, SamplingParams, StepOutput
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.engine.interfaces import InboxMessage, OutboxMessage
@@ -94,7 +94,7 @@ class GrammarRig:
         """One request; fields of the Run's own go there."""
         of_run = ("fork_handles", "num_resumed_tokens", "timeout_s")
         run = {name: sampling.pop(name) for name in of_run if name in sampling}
-        params = msgspec.structs.replace(Sampling(max_tokens=256, grammar=grammar), **sampling)
+        params = msgspec.structs.replace(SamplingParams(max_tokens=256, grammar=grammar), **sampling)
         prompt_ids = np.array(list(prompt), "<i4").tobytes()
         for each in (handle, *run.get("fork_handles", ())):
             self.outputs[each] = Output()

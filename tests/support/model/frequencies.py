@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from octavo.model.sampling.params import SamplingParams
+from octavo.wire.messages import SamplingParams
 from tests.support.model import slow_sampler
 
 V = 12

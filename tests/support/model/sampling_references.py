@@ -12,9 +12,9 @@ from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 from octavo.model.sampling.masks import TokenMasks
-from octavo.model.sampling.params import SamplingParams
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampled, Sampler
+from octavo.wire.messages import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

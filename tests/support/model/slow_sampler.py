@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from octavo.model.sampling.params import SamplingParams
+from octavo.wire.messages import SamplingParams
 
 _WORD = 0xFFFF_FFFF
 _LONG = 0xFFFF_FFFF_FFFF_FFFF
@@ -48,7 +48,7 @@ def penalised(logits_V: np.ndarray, prompt: list[int], output: list[int], params
     for token, count in Counter(output).items():
         out[token] -= params.frequency_penalty * count + params.presence_penalty
     if len(output) < params.min_tokens:
-        out[list(params.stop_ids)] = -np.inf
+        out[list(params.stop_token_ids)] = -np.inf
     for token in range(len(out)):
         if params.allowed_token_ids and token not in params.allowed_token_ids:
             out[token] = -np.inf

@@ -11,7 +11,7 @@ import torch
 
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.gpu.weights import GpuWeights
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
@@ -145,7 +145,7 @@ class Hand:
 
     def join(self, slot: int, tokens: list[int], **sampling: object) -> None:
         self.tables[slot] = []
-        params = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         ids_T = np.asarray(tokens, np.int32)
         join = NewRequest(
             slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=len(tokens), sampling=params

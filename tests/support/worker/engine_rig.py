@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, Run, Sampling, StepOutput
+from octavo.wire.messages import Finished, Run, SamplingParams, StepOutput
 from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.engine.interfaces import InboxMessage, OutboxMessage, StepReport
 from octavo.worker.scheduler.plan import GatewayIndex
@@ -108,5 +108,5 @@ def run_message(handle: int, prompt: list[int], **sampling: int) -> Run:
         handle=handle,
         request_id=f"r{handle}",
         prompt_ids=np.asarray(prompt, "<i4").tobytes(),
-        sampling=Sampling(**{"seed": handle, "max_tokens": 4, **sampling}),  # type: ignore[arg-type]
+        sampling=SamplingParams(**{"seed": handle, "max_tokens": 4, **sampling}),  # type: ignore[arg-type]
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.wire.messages import Run, Sampling
+from octavo.wire.messages import Run, SamplingParams
 from octavo.worker.scheduler.plan import Slot
 from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
@@ -53,7 +53,7 @@ class Twins:
     def add(self, tenant: str, weight: int, priority: int, num_tokens: int) -> Request:
         run = Run(
             handle=self.num_added, request_id="r", prompt_ids=np.full(num_tokens, 3, "<i4").tobytes(),
-            sampling=Sampling(), priority=priority, tenant=tenant, weight=weight,
+            sampling=SamplingParams(), priority=priority, tenant=tenant, weight=weight,
         )  # fmt: skip
         request = Request(run=run, key=key(run.handle), sampling=run.sampling, order=self.num_added,
                           arrival_s=self.now_s, deadline_s=None, max_total_tokens=400,

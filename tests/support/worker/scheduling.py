@@ -9,7 +9,7 @@ import numpy as np
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, Pooling, Run, Sampling, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import Finished, Pooling, Run, SamplingParams, TokenLogprobs, WireFinishReason
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.oracle.faults import OracleFaults
@@ -100,7 +100,7 @@ class Asked(NamedTuple):
     """What one output of a Run was to be."""
 
     prompt_ids_T: np.ndarray
-    sampling: Sampling
+    sampling: SamplingParams
     pooling: Pooling | None
 
 
@@ -140,7 +140,9 @@ class World:
             handle=handle,
             request_id=f"r{gateway}-{handle}",
             prompt_ids=np.asarray(prompt, "<i4").tobytes(),
-            sampling=Sampling(**{"temperature": 0.0, "seed": handle, "max_tokens": 1 if pooling else 4, **sampling}),  # type: ignore[arg-type]
+            sampling=SamplingParams(
+                **{"temperature": 0.0, "seed": handle, "max_tokens": 1 if pooling else 4, **sampling}
+            ),  # type: ignore[arg-type]
             priority=priority,
             cache_salt=salt,
             timeout_s=timeout_s,

@@ -16,7 +16,7 @@ def arrays(width: int, max_len: int = 8) -> st.SearchStrategy[bytes]:
 
 
 samplings = st.builds(
-    m.Sampling,
+    m.SamplingParams,
     temperature=finite,
     top_k=int32s,
     seed=st.integers(0, 2**64 - 1),

@@ -14,7 +14,7 @@ from octavo.wire.messages import (
     Pause,
     Resume,
     Run,
-    Sampling,
+    SamplingParams,
     WireFinishReason,
 )
 from octavo.worker.engine import codec as kv_events
@@ -30,7 +30,7 @@ MODEL = OracleModel(vocab_size=50, eos_token_ids=(2,))
 
 
 def expected(prompt: list[int], handle: int, max_tokens: int = 4) -> list[int]:
-    sampling = Sampling(seed=handle, max_tokens=max_tokens)
+    sampling = SamplingParams(seed=handle, max_tokens=max_tokens)
     return oracle_tokens(prompt, sampling, model=MODEL, max_total_tokens=33)
 
 
@@ -75,7 +75,7 @@ def test_watchers_see_that_there_is_work_before_the_first_step_can_hang() -> Non
 
 def test_a_prompt_that_is_no_int32_is_refused() -> None:
     rig = Rig(WorldConfig(model=MODEL))
-    rig.inbox.put(Run(handle=3, request_id="r", prompt_ids=b"\x01\x02\x03", sampling=Sampling()))
+    rig.inbox.put(Run(handle=3, request_id="r", prompt_ids=b"\x01\x02\x03", sampling=SamplingParams()))
     rig.engine.step()
     assert rig.outbox.finished()[3].error == "INVALID_FIELD"
 

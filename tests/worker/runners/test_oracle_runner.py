@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel, choose_token, mix_token, oracle_tokens
@@ -11,7 +11,7 @@ from octavo.worker.runners.oracle.runner import OracleRunner, OracleViolation, m
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
 MODEL = OracleModel(vocab_size=100_000, eos_token_ids=(2,))
-SAMPLING = Sampling(seed=5, max_tokens=8)
+SAMPLING = SamplingParams(seed=5, max_tokens=8)
 PROMPT = [11, 12, 13, 14, 15]
 
 
@@ -182,16 +182,16 @@ def test_whoever_reads_what_a_nan_row_wrote_is_nan_too() -> None:
 
 
 def test_the_twin_ends_at_stop_tokens_from_min_tokens_on_and_at_the_limit() -> None:
-    endless = oracle_tokens([1], Sampling(max_tokens=20), model=MODEL, max_total_tokens=100)
+    endless = oracle_tokens([1], SamplingParams(max_tokens=20), model=MODEL, max_total_tokens=100)
     assert len(endless) == 20
-    assert oracle_tokens([1], Sampling(max_tokens=20), model=MODEL, max_total_tokens=9) == endless[:8]
-    stop = Sampling(max_tokens=20, stop_token_ids=(endless[4],))
+    assert oracle_tokens([1], SamplingParams(max_tokens=20), model=MODEL, max_total_tokens=9) == endless[:8]
+    stop = SamplingParams(max_tokens=20, stop_token_ids=(endless[4],))
     assert oracle_tokens([1], stop, model=MODEL, max_total_tokens=100) == endless[: endless.index(endless[4]) + 1]
 
 
 def test_end_tokens_come_about_as_often_as_asked_and_never_before_min_tokens() -> None:
     model = OracleModel(vocab_size=100, eos_token_ids=(2, 9), eos_every=10)
-    tokens = [choose_token(model, state, Sampling(min_tokens=3), 3) for state in range(2000)]
+    tokens = [choose_token(model, state, SamplingParams(min_tokens=3), 3) for state in range(2000)]
     assert 120 < sum(token in (2, 9) for token in tokens) < 280
-    early = [choose_token(model, state, Sampling(min_tokens=3, stop_token_ids=(4,)), 2) for state in range(2000)]
+    early = [choose_token(model, state, SamplingParams(min_tokens=3, stop_token_ids=(4,)), 2) for state in range(2000)]
     assert not {2, 9, 4} & set(early)

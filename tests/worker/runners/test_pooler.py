@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.wire.messages import Pooling, Sampling
+from octavo.wire.messages import Pooling, SamplingParams
 from octavo.worker.runners.outputs import Pooler
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
@@ -14,7 +14,12 @@ HIDDEN_TD = torch.arange(60, dtype=torch.float32).reshape(20, 3)
 def join(slot: int, pooling: Pooling | None) -> NewRequest:
     ids_T = np.zeros(5, np.int32)
     return NewRequest(
-        slot=Slot(slot), request_id="r", token_ids_T=ids_T, num_prompt_tokens=5, sampling=Sampling(), pooling=pooling
+        slot=Slot(slot),
+        request_id="r",
+        token_ids_T=ids_T,
+        num_prompt_tokens=5,
+        sampling=SamplingParams(),
+        pooling=pooling,
     )
 
 

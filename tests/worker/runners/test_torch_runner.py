@@ -8,8 +8,7 @@ import torch
 
 from octavo.model import CausalLM, ModelConfig, dense_logits, generate
 from octavo.model.numerics import NumericFault, NumericFinding
-from octavo.model.sampling.params import SamplingParams
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
@@ -32,7 +31,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,9 @@ class Hand:
         self.new_requests: list[NewRequest] = []
         self.num_steps = 0
 
-    def join(self, slot: int, tokens: list[int], *, num_prompt: int | None = None, sampling: Sampling = GREEDY) -> None:
+    def join(
+        self, slot: int, tokens: list[int], *, num_prompt: int | None = None, sampling: SamplingParams = GREEDY
+    ) -> None:
         self.free += self.tables.pop(slot, [])
         self.tables[slot] = []
         ids_T = np.asarray(tokens, np.int32)
@@ -112,7 +113,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def oracle(model: CausalLM, ids: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+def oracle(model: CausalLM, ids: list[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
     """The output by recomputing everything for every token, and the slow sampler."""
     params = SamplingParams(
         temperature=sampling.temperature,
@@ -194,7 +195,7 @@ def test_a_copied_block_is_written_without_changing_its_source(model: CausalLM) 
 
 def test_a_new_request_in_a_slot_sees_nothing_of_the_last_one(model: CausalLM) -> None:
     hand = Hand(model)
-    hand.join(0, prompt(4, 20), sampling=Sampling(temperature=0, frequency_penalty=5.0))
+    hand.join(0, prompt(4, 20), sampling=SamplingParams(temperature=0, frequency_penalty=5.0))
     hand.step(prefill=[chunk(0, 0, 20)])
     hand.step(decode={0: 20})
     ids = prompt(5, 3)
@@ -202,14 +203,14 @@ def test_a_new_request_in_a_slot_sees_nothing_of_the_last_one(model: CausalLM) -
     assert hand.step(prefill=[chunk(0, 0, 3)]) == oracle(model, ids, 1)
 
 
-RANDOM = Sampling(temperature=1.5, top_p=0.97, seed=77, frequency_penalty=0.4)
+RANDOM = SamplingParams(temperature=1.5, top_p=0.97, seed=77, frequency_penalty=0.4)
 
 
 def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption(model: CausalLM) -> None:
     ids, expected = prompt(6, 8), oracle(model, prompt(6, 8), 6, RANDOM)
     hand = Hand(model)
     hand.join(4, ids, sampling=RANDOM)
-    hand.join(0, prompt(7, 3), sampling=Sampling(temperature=0.8, seed=1, top_k=4))
+    hand.join(0, prompt(7, 3), sampling=SamplingParams(temperature=0.8, seed=1, top_k=4))
     tokens = hand.step(prefill=[chunk(0, 0, 3), chunk(4, 0, 8)])[1:]
     for step in range(2):
         tokens += hand.step(decode={0: 3 + step, 4: 8 + step})[1:]
@@ -224,7 +225,7 @@ def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_a_preemption(mod
 def test_ids_past_the_tokenizer_are_never_sampled(model: CausalLM) -> None:
     assert int(dense_logits(model, torch.tensor(prompt(0, 9)))[-1].argmax()) >= VOCAB
     hand = Hand(model)
-    for slot, sampling in enumerate([GREEDY, Sampling(temperature=1.0, seed=3), RANDOM]):
+    for slot, sampling in enumerate([GREEDY, SamplingParams(temperature=1.0, seed=3), RANDOM]):
         hand.join(slot, prompt(0, 9), sampling=sampling)
     assert max(hand.step(prefill=[chunk(slot, 0, 9) for slot in range(3)])) < VOCAB
 
@@ -233,9 +234,9 @@ def test_end_and_stop_tokens_are_masked_until_min_tokens_unless_ends_are_ignored
     ids = prompt(8, 5)
     likely = int(dense_logits(model, torch.tensor(ids))[-1, :VOCAB].argmax())
     for sampling, is_masked in [
-        (Sampling(temperature=0.0, min_tokens=1, stop_token_ids=(likely,)), True),
-        (Sampling(temperature=0.0, min_tokens=0, stop_token_ids=(likely,)), False),
-        (Sampling(temperature=0.0, min_tokens=1), False),
+        (SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=(likely,)), True),
+        (SamplingParams(temperature=0.0, min_tokens=0, stop_token_ids=(likely,)), False),
+        (SamplingParams(temperature=0.0, min_tokens=1), False),
     ]:
         hand = Hand(model)
         hand.join(0, ids, sampling=sampling)
@@ -257,7 +258,7 @@ def test_a_row_with_nan_in_its_cache_is_flagged_and_its_neighbour_is_not(model: 
 def test_logprobs_come_for_the_rows_that_asked(model: CausalLM) -> None:
     hand, ids = Hand(model), prompt(10, 7)
     hand.join(0, ids)
-    hand.join(1, ids, sampling=Sampling(temperature=0.0, num_logprobs=3))
+    hand.join(1, ids, sampling=SamplingParams(temperature=0.0, num_logprobs=3))
     hand.runner.launch(hand.plan(prefill=[chunk(0, 0, 7), chunk(1, 0, 7)]))
     result = hand.runner.collect()
     expected_V = dense_logits(model, torch.tensor(ids))[-1, :VOCAB].log_softmax(-1)

@@ -10,8 +10,7 @@ import torch
 from octavo.model import CausalLM, ModelConfig, dense_logits
 from octavo.model.attention.interface import AttentionInputs, get_backend
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.sampling.params import SamplingParams
-from octavo.wire.messages import Pooling
+from octavo.wire.messages import Pooling, SamplingParams
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.model import slow_sampler

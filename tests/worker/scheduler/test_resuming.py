@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.wire.messages import Finished, Run, Sampling, WireFinishReason
+from octavo.wire.messages import Finished, Run, SamplingParams, WireFinishReason
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from octavo.worker.scheduler.plan import RequestKey
 from tests.support.worker.scheduling import GATEWAY, Stream, World, WorldConfig, key
@@ -33,7 +33,7 @@ def refusal_of(run: Run) -> str:
     return finished.detail
 
 
-def run_of(handle: int, prompt: list[int], given_before: list[int], sampling: Sampling) -> Run:
+def run_of(handle: int, prompt: list[int], given_before: list[int], sampling: SamplingParams) -> Run:
     ids = np.asarray(prompt + given_before, "<i4").tobytes()
     return Run(
         handle=handle, request_id=f"r{handle}", prompt_ids=ids, sampling=sampling, num_resumed_tokens=len(given_before)
@@ -53,7 +53,7 @@ def run_of(handle: int, prompt: list[int], given_before: list[int], sampling: Sa
 def test_the_rest_is_what_a_single_worker_would_have_said(
     prompt: list[int], max_tokens: int, min_tokens: int, seed: int, share: float, max_in_flight: int, chunk: int | None
 ) -> None:
-    sampling = Sampling(temperature=0.0, seed=seed, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+    sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
     whole = oracle_tokens(prompt, sampling, model=MODEL, max_total_tokens=33)
     cut = int(share * (len(whole) - 1))
     world = World(WorldConfig(model=MODEL, max_in_flight=max_in_flight, max_chunk_tokens=chunk))
@@ -69,7 +69,7 @@ def test_the_rest_is_what_a_single_worker_would_have_said(
 
 def test_a_resumed_output_survives_preemption_too() -> None:
     world = World(WorldConfig(num_blocks=8, model=OracleModel(vocab_size=50)))
-    sampling = Sampling(temperature=0.0, seed=5, max_tokens=8)
+    sampling = SamplingParams(temperature=0.0, seed=5, max_tokens=8)
     expected = {}
     for handle in (1, 2, 3):
         prompt = [10 + handle, 20, 30]
@@ -82,7 +82,7 @@ def test_a_resumed_output_survives_preemption_too() -> None:
 
 def test_tokens_that_the_cache_has_of_the_output_are_not_told_as_cached_ones_of_the_prompt() -> None:
     world = World(WorldConfig(block_size=2, model=OracleModel(vocab_size=50)))
-    sampling = Sampling(temperature=0.0, seed=5, max_tokens=8)
+    sampling = SamplingParams(temperature=0.0, seed=5, max_tokens=8)
     prompt = [11, 20, 30]
     resume(world, run_of(1, prompt, [], sampling))
     world.run()
@@ -101,7 +101,7 @@ def test_a_run_that_resumes_what_it_does_not_carry_is_refused(num_resumed: int) 
         handle=1,
         request_id="r1",
         prompt_ids=np.asarray([5, 6, 7], "<i4").tobytes(),
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         num_resumed_tokens=num_resumed,
     )
     assert refusal_of(run) == f"num_resumed_tokens: {num_resumed} of 3 tokens"
@@ -109,7 +109,9 @@ def test_a_run_that_resumes_what_it_does_not_carry_is_refused(num_resumed: int) 
 
 @pytest.mark.parametrize("weight", [-1, 0, 1001])
 def test_a_weight_that_no_tenant_can_have_is_refused(weight: int) -> None:
-    run = Run(handle=1, request_id="r", prompt_ids=np.asarray([5], "<i4").tobytes(), sampling=Sampling(), weight=weight)
+    run = Run(
+        handle=1, request_id="r", prompt_ids=np.asarray([5], "<i4").tobytes(), sampling=SamplingParams(), weight=weight
+    )
     assert refusal_of(run) == f"weight: {weight} is not in [1, 1000]"
 
 
@@ -118,7 +120,7 @@ def test_nothing_is_resumed_without_a_prompt_or_beyond_its_end(
     prompt: list[int], given_before: list[int], says: str
 ) -> None:
     world = World(WorldConfig())
-    name = resume(world, run_of(1, prompt, given_before, Sampling(max_tokens=2)))
+    name = resume(world, run_of(1, prompt, given_before, SamplingParams(max_tokens=2)))
     world.run()
     finished = world.streams[name].finished
     assert finished is not None
@@ -128,7 +130,7 @@ def test_nothing_is_resumed_without_a_prompt_or_beyond_its_end(
 
 def test_a_plain_request_resumes_nothing() -> None:
     world = World(WorldConfig())
-    world.scheduler.add(GATEWAY, run_of(1, [4, 5], [], Sampling(max_tokens=2)), now_s=0.0)
+    world.scheduler.add(GATEWAY, run_of(1, [4, 5], [], SamplingParams(max_tokens=2)), now_s=0.0)
     request = world.scheduler.requests.find(key(1))
     assert request is not None
     assert (request.num_prompt_tokens, request.num_given_tokens) == (2, 2)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.wire.messages import Finished, Run, Sampling, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import Finished, Run, SamplingParams, TokenLogprobs, WireFinishReason
 from octavo.worker.scheduler.plan import GatewayIndex, GatewayOutput, OutputBuffer, Slot
 from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
@@ -22,7 +22,7 @@ def make_request(order: int, prompt: list[int], *, priority: int = 0, limit: int
         handle=order,
         request_id=str(order),
         prompt_ids=np.asarray(prompt, "<i4").tobytes(),
-        sampling=Sampling(**sampling),  # type: ignore[arg-type]
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         priority=priority,
     )
     return Request(

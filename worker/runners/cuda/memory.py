@@ -12,15 +12,15 @@ import torch
 
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, EagerRecorder, GraphRecorder, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.cuda.staging import MixedLayout
-from octavo.worker.runners.outputs import sampling_params
+from octavo.worker.runners.outputs import sampler_params
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 
-_SAMPLING = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0, seed=1)
+_SAMPLING = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0, seed=1)
 
 
 def cuda_memory_needs(
@@ -104,7 +104,7 @@ def _run_largest_prefill(runner: CudaRunner) -> None:
 
 def _sample_special(runner: CudaRunner) -> None:
     slots_N, one_T = np.arange(runner.config.max_slots, dtype=np.int32), np.ones(1, np.int32)
-    params = sampling_params(_SAMPLING, ())
+    params = sampler_params(_SAMPLING, ())
     for slot in slots_N.tolist():
         join = NewRequest(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
         runner.special.join(join, params)

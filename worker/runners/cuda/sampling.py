@@ -20,15 +20,16 @@ from octavo.model.gpu.sampling_columns import Stage, plan_row
 from octavo.model.gpu.sampling_state import SamplingState
 from octavo.model.gpu.state import SAMPLING_COLUMNS
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
-from octavo.model.sampling.params import Feature, SamplingParams
+from octavo.model.sampling.params import Feature, features_of
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampled, Sampler
+from octavo.wire.messages import SamplingParams
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner
 from octavo.worker.runners.cuda.staging import MaskBuffer, StagedRows
 from octavo.worker.runners.interface import StepMasks
-from octavo.worker.runners.outputs import sampling_params, slot_logprobs
+from octavo.worker.runners.outputs import sampler_params, slot_logprobs
 from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan
 
 _NO_SAMPLING: Mapping[str, float] = dict.fromkeys(SAMPLING_COLUMNS, 0)
@@ -46,7 +47,7 @@ class RowSampling:
         """The row's columns of the state; what is larger is on its way. None where only the whole sampler can do it:
         `leave` then."""
         grammar = Feature.NONE if join.sampling.grammar is None else Feature.GRAMMAR
-        plan = plan_row(params, params.features | grammar, vocab_size=self._state.vocab_size)
+        plan = plan_row(params, features_of(params) | grammar, vocab_size=self._state.vocab_size)
         if plan is None:
             return None
         self._stage_R[join.slot] = plan.stages
@@ -167,7 +168,7 @@ class StepSampler:
 
     def join(self, join: NewRequest, changes: StagedRows) -> None:
         """A request enters a slot."""
-        params = sampling_params(join.sampling, self._config.eos_token_ids)
+        params = sampler_params(join.sampling, self._config.eos_token_ids)
         columns = self._rows.join(join, params)
         if columns is None:
             columns = self._rows.leave(join)

@@ -8,7 +8,7 @@ blocks and no numpy: Python integers only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.wire.messages import Pooling, Sampling
+from octavo.wire.messages import Pooling, SamplingParams
 
 EMBEDDING_WIDTH = 8
 MASK_64 = (1 << 64) - 1
@@ -42,7 +42,7 @@ def mix_token(token: int, position: int) -> int:
 
 
 def choose_token(
-    model: OracleModel, state: int, sampling: Sampling, output_index: int, output: Sequence[int] = ()
+    model: OracleModel, state: int, sampling: SamplingParams, output_index: int, output: Sequence[int] = ()
 ) -> int | None:
     """The token that follows a context of this state; None where the sampling forbids all. Not before ``min_tokens``
     one that would end the output. output: what is out, where bad words ask for it. A bias of 100 is a must, one of
@@ -67,7 +67,7 @@ def choose_token(
     return choices[noise % len(choices)] if choices else None
 
 
-def _choose_from_all(model: OracleModel, noise: int, sampling: Sampling, may_end: bool) -> int | None:
+def _choose_from_all(model: OracleModel, noise: int, sampling: SamplingParams, may_end: bool) -> int | None:
     """`choose_token` where nothing is wanted and nothing forbidden: simulations spend their time here."""
     enders = model.eos_token_ids
     if model.eos_every and enders and may_end and (noise >> 32) % model.eos_every == 0:
@@ -81,7 +81,7 @@ def _choose_from_all(model: OracleModel, noise: int, sampling: Sampling, may_end
 def choose_allowed(
     model: OracleModel,
     state: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     output_index: int,
     allowed: Sequence[int],
     output: Sequence[int] = (),
@@ -101,7 +101,7 @@ def choose_allowed(
     return others[noise % len(others)] if others else None
 
 
-def _banned(sampling: Sampling, output: Sequence[int]) -> set[int]:
+def _banned(sampling: SamplingParams, output: Sequence[int]) -> set[int]:
     banned = {token for token, bias in sampling.logit_bias.items() if bias <= -100.0}
     for word in sampling.bad_words:
         begin = list(word[:-1])
@@ -134,7 +134,7 @@ def state_vector(state: int) -> list[float]:
 
 
 def oracle_tokens(
-    prompt_ids: Sequence[int], sampling: Sampling, *, model: OracleModel, max_total_tokens: int
+    prompt_ids: Sequence[int], sampling: SamplingParams, *, model: OracleModel, max_total_tokens: int
 ) -> list[int]:
     """The whole expected output, the token that stops it included.
 

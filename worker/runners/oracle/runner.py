@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from octavo.wire.messages import Pooling, Sampling
+from octavo.wire.messages import Pooling, SamplingParams
 from octavo.worker.runners.interface import MaskedSlots, StepMasks
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import (
@@ -124,7 +124,7 @@ class OracleRow:
 
     token_ids: list[int]
     num_prompt_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     has_nan_token: bool
     pooling: Pooling | None = None
     pooled_D: np.ndarray = field(default_factory=lambda: np.zeros(EMBEDDING_WIDTH))

@@ -31,7 +31,7 @@ from octavo.worker.runners.outputs import (
     PromptScorer,
     as_runner_error,
     empty_result,
-    sampling_params,
+    sampler_params,
     slot_logprobs,
 )
 from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
@@ -79,7 +79,7 @@ class RunnerRows:
     def _join(self, join: NewRequest) -> None:
         self.table_RM[join.slot] = -1
         self.history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
-        params = sampling_params(join.sampling, self._eos_token_ids)
+        params = sampler_params(join.sampling, self._eos_token_ids)
         self.sampler.join(join.slot, params, join.token_ids_T[join.num_prompt_tokens :])
 
 

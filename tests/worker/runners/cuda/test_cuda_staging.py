@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.model.gpu.state import SAMPLING_COLUMNS, RowLayout, RowState
 from octavo.model.kernels.row_changes import HEADER_WORDS, apply_changes_reference
-from octavo.wire.messages import Sampling
+from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.cuda.staging import StagedRows, StagingBuffer
 from octavo.worker.scheduler.plan import NewRequest, Slot
 
@@ -37,7 +37,7 @@ def join(slot: int, tokens: list[int], *, num_prompt: int, **sampling: object) -
         request_id="r",
         token_ids_T=np.asarray(tokens, np.int32),
         num_prompt_tokens=num_prompt,
-        sampling=Sampling(**sampling),  # type: ignore[arg-type]
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
     )
 
 
@@ -57,10 +57,10 @@ def test_a_join_sets_its_row_and_no_other() -> None:
 
 def test_a_row_with_a_method_of_its_own_is_greedy_for_the_steps_sampler() -> None:
     side = Side()
-    sampling = dict.fromkeys(SAMPLING_COLUMNS, 0) | {"method": 1, "sampling_temperature": 0.5}
+    sampling = dict.fromkeys(SAMPLING_COLUMNS, 0) | {"method": 1, "temperature": 0.5}
     side.changes.join(join(3, [8, 9], num_prompt=2, temperature=0.5), sampling)
     side.send()
-    assert (side.state.temperature_R[3], side.state.sampling_columns["sampling_temperature"][3]) == (0.0, 0.5)
+    assert (side.state.temperature_R[3], side.state.sampling_columns["temperature"][3]) == (0.0, 0.5)
 
 
 def test_the_last_of_two_blocks_for_a_place_is_the_one() -> None:
