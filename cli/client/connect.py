@@ -5,13 +5,13 @@ import grpc
 from octavo import Client
 from octavo.cli.errors import usage
 from octavo.cli.settings.gateway_config import join_address
-from octavo.cli.settings.groups import ClientSettings
+from octavo.cli.settings.groups import CallSettings
 from octavo.client.options import call_metadata, tls_credentials
 
 Metadata = tuple[tuple[str, str], ...] | None
 
 
-def connect(settings: ClientSettings) -> Client:
+def connect(settings: CallSettings) -> Client:
     """The client; calls nothing yet. Raises CliError for files that cannot be read."""
     metadata_of(settings)
     return Client(
@@ -22,7 +22,7 @@ def connect(settings: ClientSettings) -> Client:
     )
 
 
-def credentials_of(settings: ClientSettings) -> grpc.ChannelCredentials | None:
+def credentials_of(settings: CallSettings) -> grpc.ChannelCredentials | None:
     """None for plain text. Raises CliError."""
     files = (settings.tls_ca_file, settings.client_cert_file, settings.client_key_file)
     if settings.tls == "off" or (settings.tls == "auto" and not any(files)):
@@ -37,7 +37,7 @@ def credentials_of(settings: ClientSettings) -> grpc.ChannelCredentials | None:
         raise usage("half a certificate", str(error), "give --client-cert-file and --client-key-file") from None
 
 
-def metadata_of(settings: ClientSettings) -> Metadata:
+def metadata_of(settings: CallSettings) -> Metadata:
     """What every call carries. Raises CliError."""
     try:
         return call_metadata(settings.api_key)
@@ -45,6 +45,6 @@ def metadata_of(settings: ClientSettings) -> Metadata:
         raise usage("bad value for --api-key", str(error), "copy it whole, without blanks around it") from None
 
 
-def channel_options_of(settings: ClientSettings) -> list[tuple[str, str | int]]:
+def channel_options_of(settings: CallSettings) -> list[tuple[str, str | int]]:
     """Beside the client's own."""
     return [("grpc.ssl_target_name_override", settings.tls_server_name)] if settings.tls_server_name else []

@@ -75,9 +75,14 @@ class ProcessPlan:
     status_socket: Path | None = None
 
     @property
+    def model(self) -> str:
+        """Of a worker, as it was asked for; else empty."""
+        return str(self.settings["model"][0]) if self.role is Role.WORKER else ""
+
+    @property
     def label(self) -> str:
         """For people: the name, and the model of a worker."""
-        return f"{self.name} ({self.settings['model'][0]})" if self.role is Role.WORKER else self.name
+        return f"{self.name} ({self.model})" if self.model else self.name
 
 
 def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:

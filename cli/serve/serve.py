@@ -27,6 +27,7 @@ from octavo.cli.serve.launch import (
 from octavo.cli.serve.ports import free_port, held_port, require_free
 from octavo.cli.serve.preflight import check_workers, warn_of_variables
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
+from octavo.cli.serve.record import record_of, recorded
 from octavo.cli.serve.service import Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
 from octavo.cli.serve.summary import ServiceSummary, boxed, plain
@@ -56,6 +57,8 @@ def serve(settings: ServeSettings) -> int:
         if settings.gateways > 1:
             stack.enter_context(held_port(settings.host, port))
         plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports)
+        address = join_address(reachable(settings.host), port)
+        stack.enter_context(recorded(record_of(address, run_dir, plans, metrics_host=settings.metrics_host)))
         return asyncio.run(_serve(settings, plans, run_dir, port))
 
 

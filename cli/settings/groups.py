@@ -133,7 +133,11 @@ class ServeSettings(
     startup_timeout_s: float = setting(600.0, "Seconds until the service must be ready", panel="Service", gt=0)
 
 
-class ClientSettings(CredentialSettings, AddressSettings):
+class CallSettings(CredentialSettings, AddressSettings):
+    """Where a service is, and how a client shows who it is."""
+
+
+class ClientSettings(CallSettings):
     """The commands that call a service."""
 
     model_name: str = setting("", "Name of the served model; unset: the only one", panel="Request")

@@ -1,4 +1,4 @@
-"""The commands around a service: pull, tour, verify, doctor, config, keys."""
+"""The commands around a service: ps, pull, tour, verify, doctor, config, keys."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,12 @@ import typer
 from octavo.cli.help import PlainCommand, PlainGroup
 from octavo.cli.settings.access import CredentialSettings
 from octavo.cli.settings.gateway_config import split_address
-from octavo.cli.settings.groups import ALL_KEYS, AllSettings, ClientSettings, ServeSettings
+from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ServeSettings
 from octavo.cli.settings.options import with_settings
-from octavo.cli.settings.resolve import Resolved
+from octavo.cli.settings.resolve import Resolved, Source
 
 PANEL = "Tools"
+WATCH_PANEL = "Watch a service"
 TOUR_PANEL = "Call a service"  # where people look for it
 AS_SERVED = "As served"
 
@@ -21,6 +22,7 @@ AS_SERVED = "As served"
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("tour", cls=PlainCommand, rich_help_panel=TOUR_PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
+    app.command("ps", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(CallSettings, ALL_KEYS)(ps))
     app.command("pull", cls=PlainCommand, rich_help_panel=PANEL)(pull)
     app.command("verify", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
     app.command("doctor", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
@@ -40,6 +42,20 @@ def tour(resolved: Resolved[ServeSettings]) -> int:
     from octavo.cli.tools.tour import tour as run
 
     return run(resolved.settings)
+
+
+def ps(
+    resolved: Resolved[CallSettings],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each service, a line each.")] = False,
+) -> int:
+    """List what serves on this machine: processes, models, state, requests now; with --host or --port, what is there.
+
+    Of this user's services: `octavo serve` tells of itself in the run directory of its user.
+    """
+    from octavo.cli.tools.ps import show_local, show_remote
+
+    is_asked = any(resolved.origins[name].source is not Source.DEFAULT for name in ("host", "port"))
+    return show_remote(resolved.settings, as_json=json) if is_asked else show_local(as_json=json)
 
 
 def pull(

@@ -1,0 +1,201 @@
+"""`octavo ps`: what serves on this machine, or at one address."""
+
+import contextlib
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli.client.connect import connect
+from octavo.cli.serve.launch import Role
+from octavo.cli.serve.readiness import Samples, read_metrics
+from octavo.cli.serve.record import ProcessRecord, ServiceRecord, running_services
+from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.groups import CallSettings
+
+TIMEOUT_S = 2.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+HEADS = ("service", "address", "process", "pid", "model", "state", "requests", "kv", "uptime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """One process of a service; None where there is no such figure.
+
+    state: ready, loading (it answers nobody yet), waiting (for a gateway to take it), draining, down (not running now).
+    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1.
+    """
+
+    name: str
+    role: str
+    state: str
+    model: str = ""
+    pid: int | None = None
+    uptime_s: float | None = None
+    requests: int | None = None
+    kv_usage: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceState:
+    """One service: its supervisor's pid and uptime where it is on this machine."""
+
+    address: str
+    state: str
+    requests: int | None = None
+    pid: int | None = None
+    uptime_s: float | None = None
+    run_dir: str | None = None
+    processes: tuple[ProcessState, ...] = field(default=())
+
+
+def show_local(*, as_json: bool) -> int:
+    """Every service of this user on this machine. Raises RunDirError."""
+    records = running_services()
+    with ThreadPoolExecutor(max_workers=16) as asking:
+        services = [_look(record, asking) for record in records]
+    if not services and not as_json:
+        print("nothing of this user serves here; `octavo serve` starts a service", file=sys.stderr)  # noqa: T201
+    else:
+        _show(services, as_json=as_json)
+    return 0
+
+
+def show_remote(settings: CallSettings, *, as_json: bool) -> int:
+    """The service at one address. Raises OctavoError where none answers."""
+    with connect(settings) as client:
+        models = client.models(timeout_s=TIMEOUT_S)
+    processes = tuple(
+        ProcessState(name=f"{model.num_workers} workers", role=Role.WORKER.value, state="ready", model=model.name)
+        for model in models
+    )
+    state = "ready" if models else "loading"
+    address = join_address(settings.host, settings.port)
+    _show([ServiceState(address=address, state=state, processes=processes)], as_json=as_json)
+    return 0
+
+
+def _look(record: ServiceRecord, asking: ThreadPoolExecutor) -> ServiceState:
+    pids = record.child_pids()
+    processes = tuple(asking.map(lambda each: _look_at(each, pids.get(each.name)), record.processes))
+    gateways = [each for each in processes if each.role == Role.GATEWAY.value]
+    in_flight = [each.requests for each in gateways if each.requests is not None]
+    return ServiceState(
+        address=record.address,
+        state=_overall(processes),
+        requests=sum(in_flight) if in_flight else None,
+        pid=record.pid,
+        uptime_s=max(0.0, time.time() - record.started_s),
+        run_dir=record.run_dir,
+        processes=processes,
+    )
+
+
+def _overall(processes: Sequence[ProcessState]) -> str:
+    """ready where all are; else the state of the first that is not."""
+    return next((each.state for each in processes if each.state != "ready"), "ready")
+
+
+def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
+    """Asks its /metrics, and a worker's /ready."""
+    samples = read_metrics(f"http://{process.metrics}/metrics") if pid is not None else {}
+    is_worker = process.role == Role.WORKER.value
+    counted = ("octavo_num_requests_running", "octavo_num_requests_waiting", "octavo_num_requests_paused")
+    return ProcessState(
+        name=process.name,
+        role=process.role,
+        state=_state(process, pid, samples),
+        model=process.model,
+        pid=pid,
+        uptime_s=None if pid is None else _uptime_s(pid),
+        requests=_count(samples, *(counted if is_worker else ("octavo_gateway_requests",))),
+        kv_usage=_total(samples, "octavo_kv_cache_usage_ratio") if is_worker else None,
+    )
+
+
+def _uptime_s(pid: int) -> float | None:
+    with contextlib.suppress(psutil.Error):
+        return max(0.0, time.time() - psutil.Process(pid).create_time())
+    return None
+
+
+def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
+    if pid is None:
+        return "down"
+    if not samples:
+        return "loading"
+    if process.role != Role.WORKER.value:
+        return "draining" if _total(samples, "octavo_gateway_draining") else "ready"
+    try:
+        with _OPENER.open(f"http://{process.metrics}/ready", timeout=TIMEOUT_S):
+            return "ready"
+    except urllib.error.HTTPError as error:
+        return "draining" if b"drain" in error.read() else "waiting"
+    except OSError:
+        return "loading"
+
+
+def _total(samples: Samples, name: str) -> float | None:
+    return sum(value for _, value in samples[name]) if name in samples else None
+
+
+def _count(samples: Samples, *names: str) -> int | None:
+    found = [_total(samples, name) for name in names if name in samples]
+    return int(sum(value or 0 for value in found)) if found else None
+
+
+def _show(services: Sequence[ServiceState], *, as_json: bool) -> None:
+    if as_json:
+        for service in services:
+            print(json.dumps(asdict(service)))  # noqa: T201
+        return
+    rows = [row for service in services for row in rows_of(service)]
+    if not sys.stdout.isatty():
+        print(_aligned([tuple(map(str.upper, HEADS)), *rows]))  # noqa: T201
+        return
+    table = Table(*HEADS, header_style="dim", box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
+    """The service, then its processes: one row each, with a cell for each of HEADS."""
+    pid, uptime = _shown(service.pid), shown_duration(service.uptime_s)
+    rows: list[tuple[str, ...]] = [
+        (pid, service.address, "-", pid, "-", service.state, _shown(service.requests), "-", uptime)
+    ]
+    for each in service.processes:
+        usage = "-" if each.kv_usage is None else f"{each.kv_usage:.0%}"
+        what = (each.name, _shown(each.pid), each.model or "-", each.state, _shown(each.requests), usage)
+        rows.append((pid, service.address, *what, shown_duration(each.uptime_s)))
+    return rows
+
+
+def shown_duration(seconds: float | None) -> str:
+    """As 3 d 04:05:06; - for None."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    days, clock = whole // 86400, f"{whole // 3600 % 24:02}:{whole // 60 % 60:02}:{whole % 60:02}"
+    return f"{days} d {clock}" if days else clock
+
+
+def _shown(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns with blanks between, whole lines: for pipes."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

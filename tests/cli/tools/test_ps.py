@@ -1,0 +1,165 @@
+"""`octavo ps` beside real services on the oracle."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo import Client
+from octavo.cli.tools.ps import HEADS, shown_duration
+from octavo.client.errors import OctavoError
+from tests.support.services.service import Service, environment, launch
+
+ORACLE = ("--runner=oracle", "--num-blocks=64", "--workers=2", "--oracle-step-delay-s=0.02")
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run directory of this module: other services of this user are none of its business."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("runtime")
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def service(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with launch(tmp_path_factory.mktemp("service"), *ORACLE, "--oracle-eos-every=1000000") as running:
+        running.wait_until_supervised()
+        yield running
+
+
+def ps(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "octavo.cli.main", "ps", *words]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def listed(*words: str) -> list[dict[str, Any]]:
+    done = ps("--json", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_where_nothing_serves_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    done = ps()
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "nothing of this user serves here; `octavo serve` starts a service\n"
+    assert listed() == []
+
+
+def test_a_pipe_gets_a_row_for_the_service_and_each_process(service: Service) -> None:
+    done = ps()
+    head, own, *processes = [line.split() for line in done.stdout.splitlines()]
+    pid = str(service.process.pid)
+    assert head == [name.upper() for name in HEADS]
+    assert own[:8] == [pid, service.target, "-", pid, "-", "ready", "0", "-"]
+    assert [(row[0], row[1], row[2], *row[4:8]) for row in processes] == [
+        (pid, service.target, "gateway-0", "-", "ready", "0", "-"),
+        (pid, service.target, "worker-0", "folio-chat", "ready", "0", "0%"),
+        (pid, service.target, "worker-1", "folio-chat", "ready", "0", "0%"),
+    ]
+    workers = {str(each.pid) for each in service.children("worker")}
+    assert {row[3] for row in processes[1:]} == workers
+    assert "\x1b" not in done.stdout
+
+
+def test_requests_are_those_of_now(service: Service) -> None:
+    with Client(service.target) as client:
+        stream = client.stream(text="once upon", max_tokens=900)
+
+        def read() -> None:
+            with contextlib.suppress(OctavoError):  # cancelled below
+                for _ in stream.deltas():
+                    pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_for(lambda: listed()[0]["requests"] == 1)
+        (found,) = listed()
+        workers = [each for each in found["processes"] if each["role"] == "worker"]
+        assert sum(each["requests"] for each in workers) == 1
+        assert sum(each["kv_usage"] for each in workers) > 0
+        stream.cancel()
+        reader.join(60)
+    wait_for(lambda: listed()[0]["requests"] == 0)
+
+
+def test_a_worker_that_died_is_down_until_another_is_there(service: Service) -> None:
+    service.wait_until_supervised()
+    victim = service.children("worker")[0]
+    victim.kill()
+    seen = set()
+    while True:
+        (found,) = listed()
+        seen.add(found["state"])
+        pids = {each["pid"] for each in found["processes"]}
+        if found["state"] == "ready" and victim.pid not in pids and None not in pids:
+            break
+    assert seen <= {"ready", "down", "loading", "waiting"}
+
+
+def test_the_service_at_an_address_is_asked_itself(service: Service, tmp_path: Path) -> None:
+    (found,) = listed(f"--port={service.port}")
+    assert (found["address"], found["state"], found["pid"]) == (service.target, "ready", None)
+    assert [each["model"] for each in found["processes"]] == ["folio-chat"]
+    done = ps("--port=1")
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[0]) == (1, "", "error: no service answers")
+
+
+def test_what_loads_is_listed_and_what_was_killed_is_not(runtime: Path, tmp_path: Path, service: Service) -> None:
+    with launch(tmp_path, *ORACLE) as second:
+        file = runtime / "octavo" / "services" / f"{second.process.pid}.json"
+        wait_for(file.exists)
+        other = next(each for each in listed() if each["pid"] == second.process.pid)
+        assert other["state"] in ("down", "loading", "waiting", "ready")  # as far as it is
+        second.wait_until_supervised()
+        assert [each["pid"] for each in listed()] == [service.process.pid, second.process.pid]
+        second.process.kill()
+        second.process.wait(60)
+        assert file.exists()
+        assert [each["pid"] for each in listed()] == [service.process.pid]
+        assert not file.exists()
+
+
+def test_another_process_with_the_same_id_is_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "octavo" / "services"
+    folder.mkdir(parents=True)
+    for each in (folder.parent, folder):
+        each.chmod(0o700)
+    fields = {"pid": os.getpid(), "address": "x:1", "run_dir": "/", "processes": []}
+    begun_s = psutil.Process().create_time()
+    (folder / "1.json").write_text(json.dumps(fields | {"started_s": begun_s - 60}))
+    (folder / "2.json").write_text("{")
+    assert listed() == []
+    (folder / "3.json").write_text(json.dumps(fields | {"started_s": begun_s}))
+    assert [each["address"] for each in listed()] == ["x:1"]
+    folder.chmod(0o755)
+    done = ps()
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the run directory cannot be used")
+
+
+def test_durations_are_read_at_a_glance() -> None:
+    assert [shown_duration(each) for each in (None, 0.4, 3723.0, 266706.0)] == [
+        "-",
+        "00:00:00",
+        "01:02:03",
+        "3 d 02:05:06",
+    ]
