@@ -34,7 +34,7 @@ REQUEST: dict[str, Any] = {
 }
 
 
-NUM_TRACED = 3
+NUM_TRACED = 4
 
 
 class Calls:
@@ -42,17 +42,17 @@ class Calls:
 
     def __init__(self) -> None:
         self._found: list[dict[tuple[str, str, str], None]] = []
-        self._num_until_delta: int | None = None
+        self._num_until_delta: list[int | None] = []
 
     def begin(self) -> None:
         """From now on calls belong to a new request."""
-        self._num_until_delta = None
+        self._num_until_delta.append(None)
         self._found.append({})
 
     def mark_delta(self) -> None:
         """The caller has a delta; the first one counts."""
-        if self._found and self._num_until_delta is None:
-            self._num_until_delta = len(self._found[-1])
+        if self._found and self._num_until_delta[-1] is None:
+            self._num_until_delta[-1] = len(self._found[-1])
 
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
         """For sys.setprofile."""
@@ -62,11 +62,12 @@ class Calls:
             self._found[-1].setdefault((os.path.relpath(code.co_filename, ROOT), code.co_qualname, role))
 
     def as_json(self) -> str:
-        """Of the last request, what the others called too."""
-        common = set(self._found[0]).intersection(*self._found[1:])
-        calls = [(number, call) for number, call in enumerate(self._found[-1]) if call in common]
-        num_until_delta = sum(number < (self._num_until_delta or 0) for number, _ in calls)
-        return json.dumps({"calls": [call for _, call in calls], "num_until_delta": num_until_delta})
+        """What all requests called, in the order of the last one: first what each of them called before its delta."""
+        early = [list(found)[:number] for found, number in zip(self._found, self._num_until_delta, strict=True)]
+        common, until_delta = set(self._found[0]).intersection(*self._found), set(early[0]).intersection(*early)
+        calls = [call for call in self._found[-1] if call in common]
+        calls.sort(key=lambda call: call not in until_delta)
+        return json.dumps({"calls": calls, "num_until_delta": len(until_delta)})
 
 
 async def serve_and_ask(socket: str, calls: Calls) -> None:
