@@ -25,7 +25,7 @@ from octavo.gateway.peers.control import Control
 from octavo.gateway.peers.peers import name_of
 from octavo.gateway.requests.embedding import Embedder
 from octavo.gateway.requests.input_processor import InputProcessor
-from octavo.gateway.requests.submit import Submitter
+from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
 from octavo.gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit
@@ -68,27 +68,18 @@ class Gateway:
         )
         self.renderer: Renderer = renderer or RenderPool(config.limits.render)
         self.tracker = RequestTracker(pool=self.pool, limits=config.limits, meters=self.meters)
-        self.input_processor = InputProcessor(self.models, self.text, self.renderer, config.limits)
-        self._prefix_salt = PrefixSalt(config.access.prefix_salt_secret)
-        self.submitter = Submitter(
+        self._collaborators = Collaborators(
             tracker=self.tracker,
             pool=self.pool,
             models=self.models,
-            input_processor=self.input_processor,
-            prefix_salt=self._prefix_salt,
-            limits=config.limits,
-            meters=self.meters,
-            receipt_timeout_s=config.stop_receipt_timeout_s,
-        )
-        self.embedder = Embedder(
-            tracker=self.tracker,
-            pool=self.pool,
-            models=self.models,
-            input_processor=self.input_processor,
-            prefix_salt=self._prefix_salt,
+            text=self.text,
+            input_processor=InputProcessor(self.models, self.text, self.renderer, config.limits),
+            prefix_salt=PrefixSalt(config.access.prefix_salt_secret),
             limits=config.limits,
             meters=self.meters,
         )
+        self.submitter = Submitter(self._collaborators, receipt_timeout_s=config.stop_receipt_timeout_s)
+        self.embedder = Embedder(self._collaborators)
         self.reloader = AccessReloader(config.access)
         self._limiter = ConnectionLimiter(connection_limits(config.connection, descriptor_limit()), self.tracker.peers)
         self.collector = GatewayCollector(
@@ -98,17 +89,13 @@ class Gateway:
             connections=self._limiter,
         )
         self.control = Control(
-            self.tracker, self.meters, config.peers, name=_name_of(config), begin_drain=self._drain_for_operator
+            self.tracker,
+            config.peers,
+            name=_name_of(config),
+            num_generated=self.meters.num_generated,
+            begin_drain=self._drain_for_operator,
         )
-        self.ticker = Ticker(
-            tracker=self.tracker,
-            pool=self.pool,
-            models=self.models,
-            text=self.text,
-            meters=self.meters,
-            coalescer=self.submitter.coalescer,
-            collector=self.collector,
-        )
+        self.ticker = Ticker(self._collaborators, coalescer=self.submitter.coalescer, collector=self.collector)
         self.readiness = Readiness(self.is_ready, self._ready_models)
         self.listen_address = ""
         self.model_addresses: dict[str, str] = {}
@@ -209,30 +196,14 @@ class Gateway:
 
     def _inference_servicer(self) -> InferenceServicer:
         return InferenceServicer(
-            tracker=self.tracker,
-            submitter=self.submitter,
-            embedder=self.embedder,
-            input_processor=self.input_processor,
-            text=self.text,
-            models=self.models,
-            pool=self.pool,
-            control=self.control,
-            max_prompt_bytes=self.config.limits.max_prompt_bytes,
+            self._collaborators, submitter=self.submitter, embedder=self.embedder, control=self.control
         )
 
     def _model_servicer(self) -> ModelServicer:
         return ModelServicer(self.models, self.pool, max_message_bytes=self.config.limits.max_message_bytes)
 
     def _kserve_servicer(self) -> KserveServicer:
-        return KserveServicer(
-            tracker=self.tracker,
-            submitter=self.submitter,
-            text=self.text,
-            models=self.models,
-            pool=self.pool,
-            meters=self.meters,
-            is_ready=self.is_ready,
-        )
+        return KserveServicer(self._collaborators, submitter=self.submitter, is_ready=self.is_ready)
 
     def _attach_vllm(self, server: grpc.aio.Server) -> None:
         """Raises ImportError without the dialect's stubs."""
@@ -241,13 +212,9 @@ class Gateway:
         from octavo.gateway.dialects.vllm.servicer import VllmServicer
 
         servicer = VllmServicer(
-            tracker=self.tracker,
+            self._collaborators,
             submitter=self.submitter,
             embedder=self.embedder,
-            text=self.text,
-            models=self.models,
-            pool=self.pool,
-            prefix_salt=self._prefix_salt,
             control=self.control,
             is_ready=self.is_ready,
         )

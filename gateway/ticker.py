@@ -11,13 +11,10 @@ from pathlib import Path
 
 import structlog
 
-from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
-from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.requests.submit import Collaborators
 from octavo.gateway.streams.stream import Coalescer
-from octavo.gateway.text.service import TextService
-from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView
 
 log = structlog.get_logger(__name__)
@@ -105,20 +102,13 @@ class Ticker:
 
     def __init__(
         self,
+        collaborators: Collaborators,
         *,
-        tracker: RequestTracker,
-        pool: WorkerPool,
-        models: ServedModels,
-        text: TextService,
-        meters: GatewayMeters,
         coalescer: Coalescer,
         collector: GatewayCollector,
     ) -> None:
-        self._tracker = tracker
-        self._pool = pool
-        self._models = models
-        self._text = text
-        self._meters = meters
+        self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
+        self._text, self._meters = collaborators.text, collaborators.meters
         self._coalescer = coalescer
         self._collector = collector
 
@@ -153,7 +143,7 @@ class Ticker:
             await asyncio.sleep(REPORT_INTERVAL_S)
             now_s = time.monotonic()
             prompt = sum(meters.prompt_tokens for meters in self._meters.models.values())
-            generation = sum(meters.generation_tokens for meters in self._meters.models.values())
+            generation = self._meters.num_generated()
             if prompt != last_prompt or generation != last_generation or len(self._tracker):
                 num_running = self._tracker.num_scheduled()
                 log.info(

@@ -89,6 +89,10 @@ class GatewayMeters:
     is_draining: bool = False
     tenant_refusals: int = 0  # a tenant had reached its own limit
 
+    def num_generated(self) -> int:
+        """Tokens that were sent to callers, of all models."""
+        return sum(meters.generation_tokens for meters in self.models.values())
+
     def of_model(self, name: str) -> ModelMeters:
         """name: of a model that a worker serves, never a caller's words."""
         meters = self.models.get(name)

@@ -13,7 +13,6 @@ import msgspec
 from octavo.gateway.auth.authenticator import Caller
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
-from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.peers.peers import Asked, Peers
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.wire.messages import PeerAbort, PeerAskLoad, PeerCancel, PeerDrain, PeerReply, ToPeer
@@ -48,21 +47,22 @@ class Outcome:
 
 
 class Control:
-    """One per gateway; every method on its event loop. name: this gateway's, for people. begin_drain(grace_s or None):
-    start the shutdown of this gateway alone, return at once. peers: a simulation brings its own."""
+    """One per gateway; every method on its event loop. name: this gateway's, for people. num_generated: tokens
+    that it has sent so far. begin_drain(grace_s or None): start the shutdown of this gateway alone, return at once.
+    peers: a simulation brings its own."""
 
     def __init__(
         self,
         tracker: RequestTracker,
-        meters: GatewayMeters,
         config: PeerConfig,
         *,
         name: str,
+        num_generated: Callable[[], int],
         begin_drain: Callable[[float | None], None],
     ) -> None:
         self.peers = Peers(config, self.answer)
         self._tracker = tracker
-        self._meters = meters
+        self._num_generated = num_generated
         self._name = name
         self._begin_drain = begin_drain
         self._throughput = Throughput(now_s=time.monotonic())
@@ -116,13 +116,12 @@ class Control:
 
     def _load(self) -> PeerReply:
         num_in_flight = self._tracker.admission.counts().num_entered
-        num_tokens = sum(meters.generation_tokens for meters in self._meters.models.values())
         return PeerReply(
             call_id=_NO_ID,
             gateway_id="",
             num_in_flight=num_in_flight,
             num_preparing=num_in_flight - len(self._tracker),
-            tokens_per_s=self._throughput.read(num_tokens, now_s=time.monotonic()),
+            tokens_per_s=self._throughput.read(self._num_generated(), now_s=time.monotonic()),
             is_draining=self._tracker.is_draining,
         )
 

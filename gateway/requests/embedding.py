@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.gateway.auth.authenticator import PrefixSalt
-from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
-from octavo.gateway.models import ServedModels
-from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.requests.input_processor import InputProcessor, share_of
-from octavo.gateway.requests.tracker import Place, RequestTracker
+from octavo.gateway.requests.input_processor import share_of
+from octavo.gateway.requests.submit import Collaborators
+from octavo.gateway.requests.tracker import Place
 from octavo.gateway.rpc.scope import BACKSTOP_S, RpcScope, until
 from octavo.gateway.streams.stream import error_of
 from octavo.gateway.text.errors import TooManyTokens
@@ -25,7 +22,6 @@ from octavo.gateway.text.model_text import Bounds
 from octavo.gateway.text.service import Share
 from octavo.gateway.validation.generate import check_capacity, check_context, check_ids
 from octavo.gateway.workers.errors import WorkerBusy, WorkerGone
-from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.router import MAX_CHOICES
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import Finished, ModelCard, Pooling, Run, SamplingParams, TokenLogprobs
@@ -123,24 +119,12 @@ class SentInput:
 class Embedder:
     """One per gateway; every method on its event loop."""
 
-    def __init__(
-        self,
-        *,
-        tracker: RequestTracker,
-        pool: WorkerPool,
-        models: ServedModels,
-        input_processor: InputProcessor,
-        prefix_salt: PrefixSalt,
-        limits: RequestLimits,
-        meters: GatewayMeters,
-    ) -> None:
-        self._tracker = tracker
-        self._pool = pool
-        self._models = models
-        self._input_processor = input_processor
-        self._prefix_salt = prefix_salt
-        self._limits = limits
-        self._meters = meters
+    def __init__(self, collaborators: Collaborators) -> None:
+        self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
+        self._input_processor = collaborators.input_processor
+        self._prefix_salt = collaborators.prefix_salt
+        self._limits = collaborators.limits
+        self._meters = collaborators.meters
 
     async def embed(
         self, request: pb.EmbedRequest, scope: RpcScope, *, timeout_s: float | None
@@ -252,6 +236,12 @@ class Embedder:
         meters.started += 1
         meters.prompt_tokens += num_tokens
         return SentInput(handle=run.handle, sent_s=time.monotonic(), num_prompt_tokens=num_tokens, sink=sink)
+
+
+def normalized(vector_D: np.ndarray) -> np.ndarray:
+    """float32, of length 1; a vector of zeros stays what it is."""
+    length = float(np.linalg.norm(vector_D.astype(np.float64)))
+    return vector_D if length == 0.0 else (vector_D / length).astype(np.float32)
 
 
 def _end_s(request: pb.EmbedRequest, scope: RpcScope, wire_timeout_s: float | None) -> float | None:

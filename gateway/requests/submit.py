@@ -8,6 +8,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from octavo.gateway.config import RequestLimits
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.requests.input_processor import InputProcessor, Prepared, share_of
-from octavo.gateway.requests.tracker import RequestTracker, current_task
+from octavo.gateway.requests.tracker import RequestTracker, TrackedRequest, current_task
 from octavo.gateway.rpc.scope import BACKSTOP_S, AtDeadline, Deadline, RpcScope, deadline_of, unsent, until
 from octavo.gateway.streams.output_processor import OutputProcessor
-from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import Coalescer, Notifier, OutputStream
+from octavo.gateway.text.service import TextService
 from octavo.gateway.validation.generate import check_capacity, check_outputs
 from octavo.gateway.workers.errors import WorkerGone
 from octavo.gateway.workers.pool import WorkerPool
@@ -83,30 +84,31 @@ def _given(params: pb.SamplingParams) -> dict[str, Any]:
     return values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collaborators:
+    """What every request of a gateway passes on its way to a worker, whatever its RPC and dialect: one of each."""
+
+    tracker: RequestTracker
+    pool: WorkerPool
+    models: ServedModels
+    text: TextService
+    input_processor: InputProcessor
+    prefix_salt: PrefixSalt
+    limits: RequestLimits
+    meters: GatewayMeters
+
+
 class Submitter:
     """One per gateway; every method on its event loop. coalescer: of all streams, so that they share its rounds."""
 
-    def __init__(
-        self,
-        *,
-        tracker: RequestTracker,
-        pool: WorkerPool,
-        models: ServedModels,
-        input_processor: InputProcessor,
-        prefix_salt: PrefixSalt,
-        limits: RequestLimits,
-        meters: GatewayMeters,
-        receipt_timeout_s: float,
-    ) -> None:
+    def __init__(self, collaborators: Collaborators, *, receipt_timeout_s: float) -> None:
         """receipt_timeout_s: how long the worker's figures are waited for after a stop string."""
         self.coalescer = Coalescer()
-        self._tracker = tracker
-        self._pool = pool
-        self._models = models
-        self._input_processor = input_processor
-        self._prefix_salt = prefix_salt
-        self._limits = limits
-        self._meters = meters
+        self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
+        self._input_processor = collaborators.input_processor
+        self._prefix_salt = collaborators.prefix_salt
+        self._limits = collaborators.limits
+        self._meters = collaborators.meters
         self._receipt_timeout_s = receipt_timeout_s
 
     async def submit(

@@ -115,7 +115,7 @@ class WatchedQuotas(TenantQuotas):
         """Outputs of a tenant in flight, and of these not begun, as its requests say."""
         held = queued = 0
         for tracked in self._tracker:
-            if tracked.key.startswith(f"{tenant}\n"):
+            if tracked.scope.key.startswith(f"{tenant}\n"):
                 held += len(tracked.streams)
                 queued += sum(not stream.scheduled_s for stream in tracked.streams)
         for key in self._tracker._preparing:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr.manager import BlockManager
+from octavo.gateway.requests.tracker import stream_response as real_stream_response
 from octavo.gateway.rpc.interceptor import StatusInterceptor
-from octavo.gateway.streams.response import stream_response as real_stream_response
 from octavo.gateway.streams.stream import OutputStream
 from octavo.wire.messages import StepOutput
 from sim.processes.dealer import LyingOutbox

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.gateway.requests.tracker import RequestTracker
-from octavo.gateway.streams.response import TrackedRequest
+from octavo.gateway.requests.tracker import RequestTracker, TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.link import Outbox
 from octavo.gateway.workers.migration import Migration

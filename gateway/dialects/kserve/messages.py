@@ -8,8 +8,8 @@ from typing import Any
 from octavo.gateway.dialects.kserve.model import MODEL_VERSION, TEXT_OUTPUT
 from octavo.gateway.dialects.kserve.request import Asked
 from octavo.gateway.dialects.kserve.tensors import Tensor, add_outputs
+from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream
 from octavo.kserve import inference_pb2 as oip
 from octavo.wire.messages import TokenLogprobs, WireFinishReason

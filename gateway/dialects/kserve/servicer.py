@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -14,18 +15,13 @@ from octavo.gateway.dialects.kserve.messages import News, Responses, empty_respo
 from octavo.gateway.dialects.kserve.request import Asked, check_version, in_callers_names, translate
 from octavo.gateway.dialects.kserve.tensors import violation
 from octavo.gateway.errors import InvalidRequest
-from octavo.gateway.models import ServedModels
-from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.requests.input_processor import share_of
-from octavo.gateway.requests.submit import Submitter
-from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.requests.submit import Collaborators, Submitter
+from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.rpc.scope import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, OutputStreams, StreamState
-from octavo.gateway.text.service import TextService
-from octavo.gateway.workers.pool import WorkerPool
 from octavo.kserve import inference_pb2 as oip
 from octavo.kserve import inference_pb2_grpc
 from octavo.wire.messages import ModelCard
@@ -64,9 +60,10 @@ class StreamOfRequests:
     """One ModelStreamInfer: many requests on one RPC, side by side, each with a scope and an end of its own. Owns the
     tasks of its requests; they end with it."""
 
-    def __init__(self, scope: RpcScope, context: Context, meters: GatewayMeters) -> None:
+    def __init__(self, scope: RpcScope, context: Context, rpcs: Counter[tuple[str, str, str]]) -> None:
+        """rpcs: their ends are counted there, by method, code and reason."""
         self._scope = scope
-        self._meters = meters
+        self._rpcs = rpcs
         self._writer = StreamWriter(context)
         self._wants_status = _STATUS_HEADER in tuple(context.invocation_metadata() or ())
 
@@ -99,7 +96,7 @@ class StreamOfRequests:
         status = status_of(error, scope, pushback_ms=0)
         if not is_expected(error):
             log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
-        self._meters.rpcs[(scope.method, status.code.name, status.reason)] += 1
+        self._rpcs[(scope.method, status.code.name, status.reason)] += 1
         log.info("request_failed", request_id=scope.request_id, code=status.code.name, reason=status.reason)
         await self._writer.write(failed(request, f"[{status.code.name}] {status.reason}: {status.message}"))
 
@@ -107,24 +104,11 @@ class StreamOfRequests:
 class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     """One per gateway. Methods raise what went wrong; the guard makes the status."""
 
-    def __init__(
-        self,
-        *,
-        tracker: RequestTracker,
-        submitter: Submitter,
-        text: TextService,
-        models: ServedModels,
-        pool: WorkerPool,
-        meters: GatewayMeters,
-        is_ready: Callable[[], bool],
-    ) -> None:
+    def __init__(self, collaborators: Collaborators, *, submitter: Submitter, is_ready: Callable[[], bool]) -> None:
         """is_ready: whether a request could be answered now."""
-        self._tracker = tracker
+        self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
+        self._text, self._rpcs = collaborators.text, collaborators.meters.rpcs
         self._submitter = submitter
-        self._text = text
-        self._models = models
-        self._pool = pool
-        self._meters = meters
         self._is_ready = is_ready
 
     # ------------------------------------------------------------ requests
@@ -141,7 +125,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
         """Requests as they come, answered side by side; what goes wrong with one ends that one only."""
-        stream = StreamOfRequests(current_rpc.get(), context, self._meters)
+        stream = StreamOfRequests(current_rpc.get(), context, self._rpcs)
         await context.send_initial_metadata(())  # so that a status can follow an answer that nobody takes
         await stream.answer(request_iterator, self._answer)
 

@@ -7,8 +7,8 @@ import numpy as np
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 
+from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import TrackedRequest
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
 from octavo.wire.messages import TokenLogprobs, WireFinishReason

@@ -15,7 +15,6 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.dialects.vllm import info
 from octavo.gateway.dialects.vllm.messages import (
     KvBatches,
@@ -27,20 +26,15 @@ from octavo.gateway.dialects.vllm.messages import (
 )
 from octavo.gateway.dialects.vllm.translate import check_abort, in_callers_names, translate, translate_embed
 from octavo.gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
-from octavo.gateway.models import ServedModels
 from octavo.gateway.peers.control import Control
-from octavo.gateway.requests.embedding import Embedder
+from octavo.gateway.requests.embedding import Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
-from octavo.gateway.requests.submit import Submitter
-from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.requests.submit import Collaborators, Submitter
+from octavo.gateway.requests.tracker import TrackedRequest, stream_response, stream_responses
 from octavo.gateway.rpc.interceptor import MODEL_HEADER
 from octavo.gateway.rpc.scope import RpcScope, current_rpc
-from octavo.gateway.servicers.messages import normalized
 from octavo.gateway.streams.output_processor import Piece
-from octavo.gateway.streams.response import TrackedRequest, stream_response, stream_responses
 from octavo.gateway.streams.stream import OutputStreams
-from octavo.gateway.text.service import TextService
-from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import ModelCard
@@ -85,25 +79,18 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     def __init__(
         self,
+        collaborators: Collaborators,
         *,
-        tracker: RequestTracker,
         submitter: Submitter,
         embedder: Embedder,
-        text: TextService,
-        models: ServedModels,
-        pool: WorkerPool,
-        prefix_salt: PrefixSalt,
         control: Control,
         is_ready: Callable[[], bool],
     ) -> None:
         """is_ready: whether a request could be answered now."""
-        self._tracker = tracker
+        self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
+        self._text, self._prefix_salt = collaborators.text, collaborators.prefix_salt
         self._submitter = submitter
         self._embedder = embedder
-        self._text = text
-        self._models = models
-        self._pool = pool
-        self._prefix_salt = prefix_salt
         self._control = control
         self._is_ready = is_ready
         self._started_s = time.monotonic()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.gateway.requests import embedding
-from octavo.gateway.servicers.messages import normalized
+from octavo.gateway.requests.embedding import normalized
 from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import admin_pb2, common_pb2
 from octavo.v1 import inference_pb2 as pb
