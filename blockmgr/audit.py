@@ -1,6 +1,7 @@
 """Recount everything from scratch and name what does not agree.
 
-It must not repair anything, and uses no counter that it checks. Legend: S slots · M table width · P blocks.
+It must not repair anything, and uses no counter that it checks. Legend: S slots · M table width · P blocks (ids below
+the pool's own too).
 """
 
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import Chain
 from octavo.blockmgr.tables import UNSET, CopyQueue, SlotTables
@@ -17,9 +19,10 @@ _MAX_NAMED = 8  # blocks or slots listed in one violation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAudit:
-    """Counts as found, and what is wrong: empty where all is well.
+    """Counts as found, and what is wrong: empty where all is well. Of the device's blocks where a name does not say
+    otherwise.
 
-    num_leaked: blocks that are in no place at all, or referenced more often than anybody holds them.
+    num_leaked: blocks of either tier that are in no place at all, or referenced more often than anybody holds them.
     """
 
     num_blocks: int
@@ -29,20 +32,19 @@ class BlockAudit:
     num_deferred: int
     num_leaked: int
     violations: tuple[str, ...]
+    num_host_free: int = 0
+    num_host_cached: int = 0
 
 
-def audit_blocks(pool: BlockPool, tables: SlotTables, copies: CopyQueue, chains: dict[int, Chain]) -> BlockAudit:
+def audit_blocks(
+    pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue, chains: dict[int, Chain]
+) -> BlockAudit:
     """Look at everything; O(blocks + table), no Python per block while all is well."""
-    refs_P = _count_references(pool, tables, copies)
-    places_P = _count_places(pool, refs_P)
-    violations = [
-        *_check_rows(pool, tables),
-        *_check_references(pool, refs_P),
-        *_check_places(pool, places_P, refs_P),
-        *_check_index(pool),
-        *_check_copies(pool, copies),
-        *_check_slots(tables, chains),
-    ]
+    refs_P, host_refs_P = _count_references(pool, tables, copies), _count_host_references(host)
+    violations = [*_check_rows(pool, tables), *_check_copies(pool, copies), *_check_moves(pool, host)]
+    for each, found_P in ((pool, refs_P), (host.pool, host_refs_P)):
+        violations += [*_check_references(each, found_P), *_check_places(each, found_P), *_check_cached(each)]
+    violations += [*_check_index(pool), *_check_slots(tables, chains, host)]
     blank, cached, held = pool.blank_blocks(), pool.lru.to_array(), pool.fence.to_array()
     return BlockAudit(
         num_blocks=pool.num_blocks,
@@ -50,18 +52,22 @@ def audit_blocks(pool: BlockPool, tables: SlotTables, copies: CopyQueue, chains:
         num_cached=len(cached),
         num_active=int(np.count_nonzero(refs_P)) + len(held),
         num_deferred=len(held),
-        num_leaked=_num_leaked(pool, refs_P),
+        num_leaked=_num_leaked(pool, refs_P) + _num_leaked(host.pool, host_refs_P),
         violations=tuple(violations),
+        num_host_free=len(host.pool.blank_blocks()),
+        num_host_cached=len(host.pool.lru.to_array()),
     )
 
 
-def count_leaked(pool: BlockPool, tables: SlotTables, copies: CopyQueue) -> int:
+def count_leaked(pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue) -> int:
     """`BlockAudit.num_leaked` alone: O(blocks + rows in use), tens of microseconds."""
-    return _num_leaked(pool, _count_references(pool, tables, copies))
+    refs_P, host_refs_P = _count_references(pool, tables, copies), _count_host_references(host)
+    return _num_leaked(pool, refs_P) + _num_leaked(host.pool, host_refs_P)
 
 
 def _num_leaked(pool: BlockPool, refs_P: np.ndarray) -> int:
-    return int(np.count_nonzero((_count_places(pool, refs_P) == 0) | (pool.ref_P > refs_P)))
+    is_lost_P = (_count_places(pool, refs_P) == 0) | (pool.ref_P > refs_P)
+    return int(np.count_nonzero(is_lost_P[pool.first :]))
 
 
 def _named(ids: np.ndarray) -> str:
@@ -70,20 +76,32 @@ def _named(ids: np.ndarray) -> str:
 
 
 def _in_pool(pool: BlockPool, blocks: np.ndarray) -> np.ndarray:
-    return blocks[(blocks >= 0) & (blocks < pool.num_blocks)]
+    return blocks[(blocks >= pool.first) & (blocks < pool.first + pool.num_blocks)]
+
+
+def _count(pool: BlockPool, blocks: np.ndarray) -> np.ndarray:
+    return np.bincount(_in_pool(pool, blocks), minlength=len(pool.ref_P))
 
 
 def _count_references(pool: BlockPool, tables: SlotTables, copies: CopyQueue) -> np.ndarray:
     width = int(tables.num_blocks_S.max(initial=0))  # what is set beyond a row's length is a violation of its own
     rows_SM = tables.table_SM[tables.is_live_S, :width]
-    holders = np.concatenate([rows_SM.ravel(), np.array(copies.sources, np.int32)])
-    return np.bincount(_in_pool(pool, holders), minlength=pool.num_blocks)
+    return _count(pool, np.concatenate([rows_SM.ravel(), np.array(copies.sources, np.int32)]))
+
+
+def _count_host_references(host: HostTier) -> np.ndarray:
+    held = [parcel.blocks for parcel in host.parcels.values()]
+    return _count(host.pool, np.concatenate([*held, np.array(host.ins.sources, np.int32)]))
 
 
 def _count_places(pool: BlockPool, refs_P: np.ndarray) -> np.ndarray:
     """In how many of blank, cached, deferred, referenced each block is."""
     places = [pool.blank_blocks(), pool.lru.to_array(), pool.fence.to_array(), np.flatnonzero(refs_P)]
-    return np.bincount(_in_pool(pool, np.concatenate(places)), minlength=pool.num_blocks)
+    return _count(pool, np.concatenate(places))
+
+
+def _tier(pool: BlockPool) -> str:
+    return "host " if pool.first else ""
 
 
 def _check_rows(pool: BlockPool, tables: SlotTables) -> Iterator[str]:
@@ -104,30 +122,35 @@ def _check_rows(pool: BlockPool, tables: SlotTables) -> Iterator[str]:
 def _check_references(pool: BlockPool, refs_P: np.ndarray) -> Iterator[str]:
     wrong = np.flatnonzero(pool.ref_P != refs_P)
     for block in wrong[:_MAX_NAMED].tolist():
-        yield f"block {block} has {pool.ref_P[block]} references, {refs_P[block]} were found"
+        yield f"{_tier(pool)}block {block} has {pool.ref_P[block]} references, {refs_P[block]} were found"
 
 
-def _check_places(pool: BlockPool, places_P: np.ndarray, refs_P: np.ndarray) -> Iterator[str]:
-    lost, many = np.flatnonzero(places_P == 0), np.flatnonzero(places_P > 1)
+def _check_places(pool: BlockPool, refs_P: np.ndarray) -> Iterator[str]:
+    places_P = _count_places(pool, refs_P)
+    lost = np.flatnonzero(places_P[pool.first :] == 0) + pool.first
+    many = np.flatnonzero(places_P > 1)
     if len(lost):
-        yield f"blocks {_named(lost)} are leaked: neither free, cached, deferred nor referenced"
+        yield f"{_tier(pool)}blocks {_named(lost)} are leaked: neither free, cached, deferred nor referenced"
     if len(many):
-        yield f"blocks {_named(many)} are in more than one place, or twice in one"
+        yield f"{_tier(pool)}blocks {_named(many)} are in more than one place, or twice in one"
     if pool.num_available != len(pool.blank_blocks()) + len(pool.lru.to_array()):
-        yield f"{pool.num_available} blocks are said to be available"
+        yield f"{pool.num_available} {_tier(pool)}blocks are said to be available"
     if len(pool.fence) != len(pool.fence.to_array()):
-        yield f"{len(pool.fence)} blocks are said to be deferred, {len(pool.fence.to_array())} were found"
+        yield f"{len(pool.fence)} {_tier(pool)}blocks are said to be deferred, {len(pool.fence.to_array())} were found"
     if not pool.fence.is_open and len(pool.fence):
-        yield "blocks are deferred with no step in flight"
+        yield f"{_tier(pool)}blocks are deferred with no step in flight"
+
+
+def _check_cached(pool: BlockPool) -> Iterator[str]:
+    index, cached, blank = pool.index, pool.lru.to_array(), pool.blank_blocks()
+    if not index.holds(cached).all():
+        yield f"cached {_tier(pool)}blocks {_named(cached[~index.holds(cached)])} are not in the index"
+    if index.holds(blank).any():
+        yield f"blank {_tier(pool)}blocks {_named(blank[index.holds(blank)])} are in the index"
 
 
 def _check_index(pool: BlockPool) -> Iterator[str]:
     index = pool.index
-    cached, blank = pool.lru.to_array(), pool.blank_blocks()
-    if not index.holds(cached).all():
-        yield f"cached blocks {_named(cached[~index.holds(cached)])} are not in the index"
-    if index.holds(blank).any():
-        yield f"blank blocks {_named(blank[index.holds(blank)])} are in the index"
     indexed = np.flatnonzero(index.entry_P >= 0)
     if (index.is_barred_P[indexed]).any():
         yield f"tainted blocks {_named(indexed[index.is_barred_P[indexed]])} are in the index"
@@ -151,7 +174,25 @@ def _check_copies(pool: BlockPool, copies: CopyQueue) -> Iterator[str]:
         yield "a queued copy reads what another one writes"
 
 
-def _check_slots(tables: SlotTables, chains: dict[int, Chain]) -> Iterator[str]:
+def _check_moves(pool: BlockPool, host: HostTier) -> Iterator[str]:
+    """Copies between the tiers."""
+    pairs, index = host.ins.pending, pool.index
+    sources = np.array([source for source, _ in pairs], np.int32)
+    targets = np.array(sorted(target for _, target in pairs), np.int32)
+    if np.flatnonzero(host.is_awaited_P).tolist() != targets.tolist():
+        yield f"{np.count_nonzero(host.is_awaited_P)} blocks are awaited, copies in are queued for {len(targets)}"
+    if len(_in_pool(host.pool, sources)) < len(sources) or len(_in_pool(pool, targets)) < len(targets):
+        yield "a copy in is queued from no host block, or into no device block"
+    elif (pool.ref_P[targets] < 1).any():
+        yield "a copy in is queued into a block that nobody holds"
+    elif index.holds(sources).any():
+        yield f"blocks {_named(sources[index.holds(sources)])} are on their way to the device and in the index"
+    outs = np.array([*host.outs.items()], np.int32).reshape(-1, 2)
+    if len(_in_pool(host.pool, outs[:, 0])) + len(_in_pool(pool, outs[:, 1])) < outs.size:
+        yield "a copy out is queued from no device block, or into no host block"
+
+
+def _check_slots(tables: SlotTables, chains: dict[int, Chain], host: HostTier) -> Iterator[str]:
     live = np.flatnonzero(tables.is_live_S).tolist()
     owners = tables.owners
     if sorted(owners) != live or sorted(chains) != live or tables.num_free != tables.max_slots - len(live):
@@ -161,3 +202,5 @@ def _check_slots(tables: SlotTables, chains: dict[int, Chain]) -> Iterator[str]:
     for slot in live:
         if slot in chains and len(chains[slot]) > tables.num_blocks_S[slot]:
             yield f"slot {slot} has committed more blocks than it holds"
+    if set(owners.values()) & set(host.parcels):
+        yield "a request holds a slot and is swapped out"

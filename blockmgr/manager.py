@@ -13,6 +13,7 @@ plan fails, the scheduler taints its slots, which takes their blocks out of the 
 with it. A scheduler that commits after the result has none of those. Commit nothing that no plan will carry out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,136 +21,28 @@ import numpy as np
 from octavo.blockmgr.audit import BlockAudit, audit_blocks, count_leaked
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
+from octavo.blockmgr.growth import Growth
+from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import BlockEvent, Chain, HashBlock, IndexWalk, PrefixIndex, RootHasher, hash_block
-from octavo.blockmgr.tables import CopyQueue, SlotTables
+from octavo.blockmgr.tables import SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)
-_NO_SLOTS = np.empty(0, np.int32)
 
 
-class Growth:
-    """Gives a slot room to write: new blocks at its end, and copies of blocks that it shares.
-
-    It must not know hashes of tokens; of steps only that the copy queue waits for them.
-    """
-
-    def __init__(self, block_size: int, tables: SlotTables, pool: BlockPool, chains: dict[int, Chain]) -> None:
-        self.copies = CopyQueue()
-        self._block_size = block_size
-        self._tables = tables
-        self._pool = pool
-        self._chains = chains
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens. ValueError where no row is so wide."""
-        num_blocks = -(-num_tokens // self._block_size)
-        if num_tokens < 0 or num_blocks > self._tables.width:
-            raise ValueError(f"{num_tokens} tokens do not fit a row of {self._tables.width} blocks")
-        return num_blocks
-
-    def missing(self, slot: int, num_tokens: int) -> int:
-        """Blocks that a slot lacks to hold so many tokens."""
-        self._tables.check_live(slot)
-        return max(0, self.blocks_for(num_tokens) - int(self._tables.num_blocks_S[slot]))
-
-    def grow(self, slot: int, num_tokens: int) -> None:
-        """Capacity for ``num_tokens``, all or nothing."""
-        count = self.missing(slot, num_tokens)
-        if count:
-            self._tables.append_to(slot, self._pool.allocate(count))
-
-    def grow_many(self, slots_S: np.ndarray, num_tokens_S: np.ndarray) -> np.ndarray:
-        """`grow` for each slot in turn; those that it refused. Only rows that cross a border are looked at."""
-        slots_S = np.asarray(slots_S)
-        if not self._tables.is_live_S[slots_S].all():
-            raise ValueError(f"nobody holds slots {slots_S[~self._tables.is_live_S[slots_S]].tolist()}")
-        counts_S = (np.asarray(num_tokens_S) + (self._block_size - 1)) // self._block_size
-        counts_S -= self._tables.num_blocks_S[slots_S]
-        rows = np.flatnonzero(counts_S > 0)
-        return self._grow_rows(slots_S[rows], counts_S[rows]) if len(rows) else _NO_SLOTS
-
-    def prepare_write(self, slot: int, position: int) -> None:
-        """The block of a position belongs to this slot alone afterwards, and is not in the prefix index."""
-        column = self._column(slot, position)
-        block = int(self._tables.table_SM[slot, column])
-        if self._num_owners(block) > 1:
-            self._copy_on_write(slot, column, block)
-        elif self._pool.index.digest_of[block] is not None:
-            self._pool.forget(np.array([block], np.int32))
-        self._chains[slot].truncate(column)
-
-    def prepare_write_many(self, slots_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
-        """`prepare_write` for each in turn; the slots that found no block for their copy."""
-        blocks_S = self._tables.table_SM[slots_S, np.asarray(positions_S) // self._block_size]
-        is_shared = (self._pool.ref_P[blocks_S] != 1) | self._pool.index.holds(blocks_S) | (blocks_S < 0)
-        refused = []
-        for i in np.flatnonzero(is_shared).tolist():
-            try:
-                self.prepare_write(int(slots_S[i]), int(positions_S[i]))
-            except OutOfBlocks:
-                refused.append(slots_S[i])
-        return np.array(refused, np.int32)
-
-    def drop_sources(self, sources: list[int]) -> None:
-        """Give back references that the copy queue owned."""
-        for source in sources:
-            self._pool.drop(np.array([source], np.int32))
-
-    def _grow_rows(self, slots_R: np.ndarray, counts_R: np.ndarray) -> np.ndarray:
-        if len(np.unique(slots_R)) < len(slots_R):
-            raise ValueError("a slot was given twice")
-        if (self._tables.num_blocks_S[slots_R] + counts_R > self._tables.width).any():
-            raise ValueError(f"a slot does not fit a row of {self._tables.width} blocks")
-        refused_R = self._refuse(counts_R)
-        granted_R = ~refused_R
-        if granted_R.any():
-            blocks = self._pool.allocate(int(counts_R[granted_R].sum()))
-            self._tables.append(slots_R[granted_R], counts_R[granted_R], blocks)
-        return slots_R[refused_R].astype(np.int32)
-
-    def _refuse(self, counts_R: np.ndarray) -> np.ndarray:
-        """bool per row: which of them `grow`, called one after the other, would refuse."""
-        free = self._pool.num_available
-        if counts_R.sum() <= free:
-            return np.zeros(len(counts_R), np.bool_)
-        refused = []
-        for count in counts_R.tolist():
-            refused.append(count > free)
-            free -= 0 if refused[-1] else count
-        return np.array(refused)
-
-    def _column(self, slot: int, position: int) -> int:
-        self._tables.check_live(slot)
-        column = position // self._block_size
-        if not 0 <= column < self._tables.num_blocks_S[slot]:
-            raise ValueError(
-                f"position {position} is outside the {self._tables.num_blocks_S[slot]} blocks of slot {slot}"
-            )
-        return column
-
-    def _num_owners(self, block: int) -> int:
-        """Rows that hold a block: a queued copy out of it happens before any write, so it does not count."""
-        return int(self._pool.ref_P[block]) - self.copies.num_from(block)
-
-    def _copy_on_write(self, slot: int, column: int, block: int) -> None:
-        copy = self._pool.allocate(1)
-        origin = self.copies.origin(block)
-        self._pool.share(np.array([origin], np.int32))
-        self.copies.append(source=origin, destination=int(copy[0]))
-        if self._pool.index.is_barred_P[block]:
-            self._pool.index.bar(copy)
-        self._pool.drop(np.array([block], np.int32))
-        self._tables.replace(slot, column, int(copy[0]))
+NumToUse = Callable[[np.ndarray], int]
+"""Of cached blocks in order, bool, whether each is on the host: how many to use, the others are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request has a slot; its first ``num_cached_tokens`` tokens need not be computed."""
+    """A request has a slot; its first ``num_cached_tokens`` tokens need not be computed. Where blocks of it come back
+    from the host first (``num_awaited_blocks``), no plan may have the slot while `BlockManager.is_awaited`."""
 
     slot: SlotId
     num_cached_tokens: int
+    num_awaited_blocks: int = 0
 
 
 class BlockManager:
@@ -164,8 +57,19 @@ class BlockManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         roots = RootHasher(fingerprint=config.fingerprint, secret=config.secret)
-        self._index = PrefixIndex(config.num_blocks, config.block_size, roots, config.max_events, hash_block)
+        self._index = PrefixIndex(
+            config.num_blocks + config.num_host_blocks,
+            config.block_size,
+            roots,
+            config.max_events,
+            hash_block,
+            first_host_block=config.num_blocks,
+        )
         self._pool = BlockPool(config.num_blocks, self._index)
+        host_pool = BlockPool(config.num_host_blocks, self._index, first=config.num_blocks)
+        self._host = HostTier(self._pool, host_pool, self._index, max_copies_in=config.max_copies_in)
+        if config.num_host_blocks:
+            self._pool.keep = self._host.keep
         self._tables = SlotTables(config.max_slots, config.max_blocks_per_slot)
         self._chains: dict[int, Chain] = {}
         self._growth = Growth(config.block_size, self._tables, self._pool, self._chains)
@@ -194,16 +98,29 @@ class BlockManager:
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Cached blocks given up so far to make room."""
+        """Cached blocks given up so far to make room, those that went to the host too."""
         return self._pool.num_evicted_blocks
+
+    @property
+    def host(self) -> HostTier:
+        """The second tier, to be looked at."""
+        return self._host
 
     def capacity(self, slot: int) -> int:
         """Tokens that a slot's blocks can hold."""
         return int(self._tables.num_blocks_S[slot]) * self.config.block_size
 
     def match(self, token_ids_T: np.ndarray, *, salt: str = "") -> int:
-        """Tokens of a prompt that `admit` would find cached: whole blocks, never the last token. Changes nothing."""
+        """Tokens of a prompt that `admit` would find cached on either tier: whole blocks, never the last token. Changes
+        nothing."""
         return len(self._find(token_ids_T, salt)[0]) * self.config.block_size
+
+    def num_resident(self, request_id: str, token_ids_T: np.ndarray, *, salt: str = "") -> int:
+        """Blocks on the device that `admit` could share. Changes nothing."""
+        parcel = self._host.parcels.get(request_id)
+        if parcel is not None:
+            return sum(self._index.device_block(parcel.chain, i) is not None for i in range(len(parcel.blocks)))
+        return int(np.count_nonzero(self._find(token_ids_T, salt)[0] < self.config.num_blocks))
 
     def admit(
         self,
@@ -213,26 +130,85 @@ class BlockManager:
         salt: str = "",
         reserve_tokens: int | None = None,
         lookup: PrefixLookup = PrefixLookup.LONGEST,
+        num_to_use: NumToUse = len,
     ) -> Admission:
-        """Take a slot, reference the cached prefix, and grow to ``reserve_tokens``; all or nothing.
+        """Take a slot, reference the cached prefix, and grow to ``reserve_tokens``; all or nothing. What is cached on
+        the host is queued to be copied in; what was swapped out for this request comes back whole.
 
-        token_ids_T: int32, at least one. OutOfSlots; OutOfBlocks; ValueError for an id that holds a slot, an empty
-        prompt, or one that fits no row.
+        token_ids_T: int32, at least one. num_to_use: told where the blocks of a hit are. OutOfSlots; OutOfBlocks;
+        ValueError for an id that holds a slot, an empty prompt, or one that fits no row.
         """
         self._tables.check_new(request_id)
         if not self._growth.blocks_for(len(token_ids_T)):
             raise ValueError("no tokens")
+        if request_id in self._host.parcels:
+            return self._admit_swapped(request_id, reserve_tokens or 0)
         hits, chain = self._find(token_ids_T if lookup is PrefixLookup.LONGEST else token_ids_T[:1], salt)
-        wanted = max(0, self._growth.blocks_for(reserve_tokens or 0) - len(hits))
-        free = self._pool.num_available - self._pool.num_taken_by_sharing(hits)
+        is_on_host = hits >= self.config.num_blocks
+        if is_on_host.any() and (num_used := num_to_use(is_on_host)) < len(hits):
+            hits, is_on_host = hits[:num_used], is_on_host[:num_used]
+            chain = chain.fork(num_used)
+        self._check_room(hits[~is_on_host], len(hits), reserve_tokens or 0)
+        self._pool.share(hits[~is_on_host])
+        self._host.hold(hits[is_on_host])
+        admission = self._place(request_id, chain, hits, len(hits) * self.config.block_size, reserve_tokens or 0)
+        self.num_queried_tokens += len(token_ids_T)
+        self.num_hit_tokens += admission.num_cached_tokens
+        return admission
+
+    def _admit_swapped(self, request_id: str, reserve_tokens: int) -> Admission:
+        """What others hold on the device meanwhile is shared again."""
+        parcel = self._host.parcels[request_id]
+        blocks = parcel.blocks.copy()
+        for i in range(len(blocks)):
+            resident = self._index.device_block(parcel.chain, i)
+            blocks[i] = blocks[i] if resident is None else resident
+        resident_blocks = blocks[blocks < self.config.num_blocks]
+        self._check_room(resident_blocks, len(blocks), reserve_tokens)
+        self._host.unpack(request_id)
+        self._pool.share(resident_blocks)
+        self._host.drop_each(parcel.blocks[blocks < self.config.num_blocks])
+        return self._place(request_id, parcel.chain, blocks, parcel.num_tokens, reserve_tokens)
+
+    def _check_room(self, shared: np.ndarray, num_blocks: int, reserve_tokens: int) -> None:
+        """OutOfBlocks where a row of num_blocks, grown as reserved, does not fit beside what it shares."""
+        wanted = max(num_blocks, self._growth.blocks_for(reserve_tokens)) - len(shared)
+        free = self._pool.num_available - self._pool.num_taken_by_sharing(shared)
         if wanted > free:
             raise OutOfBlocks(wanted=wanted, free=free)
-        self._pool.share(hits)
-        slot = self._open(request_id, chain, np.concatenate([hits, self._pool.allocate(wanted)]))
-        num_cached_tokens = len(hits) * self.config.block_size
-        self.num_queried_tokens += len(token_ids_T)
-        self.num_hit_tokens += num_cached_tokens
-        return Admission(slot=slot, num_cached_tokens=num_cached_tokens)
+
+    def _place(
+        self, request_id: str, chain: Chain, blocks: np.ndarray, num_tokens: int, reserve_tokens: int
+    ) -> Admission:
+        """A slot for blocks of either tier to which the caller has taken references; there is room."""
+        is_on_host = blocks >= self.config.num_blocks
+        num_more = max(0, self._growth.blocks_for(reserve_tokens) - len(blocks))
+        new = self._pool.allocate(int(is_on_host.sum()) + num_more)
+        row = np.concatenate([blocks, new[len(new) - num_more :]])
+        row[: len(blocks)][is_on_host] = new[: len(new) - num_more]
+        slot = self._open(request_id, chain, row)
+        self._host.bring(blocks[is_on_host], row[: len(blocks)][is_on_host])
+        return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=int(is_on_host.sum()))
+
+    def is_awaited(self, slot: int) -> bool:
+        """Whether blocks of this slot are not back from the host: no step may have it."""
+        return bool(self._host.is_awaited_P[self._tables.row(slot)].any())
+
+    def swap_out(self, slot: int, request_id: str, num_tokens: int) -> None:
+        """`release`, but what holds the first ``num_tokens`` tokens goes to the host, for `admit` to bring back.
+        OutOfBlocks; ValueError where a step is in flight: its blocks do not move."""
+        self._tables.check_live(slot)
+        if self._pool.fence.is_open or self._tables.owner_of(slot) != request_id:
+            raise ValueError(f"slot {slot} cannot be swapped out for {request_id!r} now")
+        row = self._tables.row(slot)[: self._growth.blocks_for(num_tokens)].copy()
+        origins = [self._growth.copies.origin(block) for block in row.tolist()]
+        chain = self._chains[slot]
+        self._host.pack(request_id, row, origins, chain.fork(min(len(chain), len(row))), num_tokens)
+        self.release(slot, request_id)
+
+    def throw_away(self, request_id: str) -> None:
+        """What was swapped out for a request is not wanted any more. Idempotent."""
+        self._host.throw_away(request_id)
 
     def fork(self, parent_slot: int, request_id: str, *, num_tokens: int) -> SlotId:
         """A slot for a child that shares the parent's first ``num_tokens`` tokens and every block that holds them.
@@ -253,6 +229,7 @@ class BlockManager:
             return
         blocks = self._tables.give_back(slot)
         del self._chains[slot]
+        self._host.abandon(blocks[self._pool.ref_P[blocks] == 1])
         self._pool.drop(blocks[::-1])
         unowned = blocks[self._pool.ref_P[blocks] == 0]
         self._growth.drop_sources(self._growth.copies.cancel(unowned))
@@ -285,7 +262,9 @@ class BlockManager:
         if self.config.prefix_cache is PrefixCache.OFF or chain.is_tainted or num_full <= len(chain):
             return
         tokens = np.ascontiguousarray(token_ids_T[: num_full * self.config.block_size], np.int32)
-        self._pool.blank_out(self._index.extend(chain, self._tables.row(slot)[:num_full], tokens))
+        replaced = self._index.extend(chain, self._tables.row(slot)[:num_full], tokens)
+        self._pool.blank_out(replaced)
+        self._host.pool.blank_out(replaced)
 
     def taint(self, slot: int) -> None:
         """What this slot computed may be wrong (NaN, a failed step): none of its blocks is in the index or enters it.
@@ -300,29 +279,52 @@ class BlockManager:
         self._pool.forget(blocks)
 
     def flush_prefix_cache(self) -> int:
-        """Forget every unused cached block; how many."""
-        held = self._pool.fence.to_array()
-        blocks = np.concatenate([self._pool.lru.to_array(), held[self._index.holds(held)]])
+        """Forget every unused cached block on both tiers; how many."""
+        pools = (self._pool, self._host.pool)
+        blocks = np.concatenate([array for pool in pools for array in (pool.lru.to_array(), pool.fence.to_array())])
+        blocks = blocks[self._index.holds(blocks)]
         if len(blocks) and len(blocks) == len(self._index):
             self._index.clear()
-        self._pool.forget(blocks)
+        for pool in pools:
+            pool.forget(blocks)
         return len(blocks)
 
     def begin_step(self, step: int) -> None:
         """A plan is launched. What is released from now on waits for it. ValueError where steps do not rise."""
         self._pool.fence.begin(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
+        self._host.begin_step(step)
 
     def end_step(self, step: int) -> None:
         """The oldest plan in flight has run. ValueError for any other."""
         self._pool.end_step(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
+        self._host.end_step(step)
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 [U, 3] (slot, column, block) written to the table since the last call, in order; and int32 [C, 2]
         (source, destination) block copies to do before any write. Both go into the plan that is begun next."""
         self._growth.drop_sources(self._growth.copies.pop_taken())
         return self._tables.updates.take(), self._growth.copies.take()
+
+    def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [C, 2] twice, copies between the tiers for the plan that is begun next: (device, host block) before
+        everything else of it, and (host, device block) before anything of the plan after it. Host blocks count from
+        0."""
+        return self._host.take()
+
+    def distrust(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
+        """A plan with these copies failed: nothing that they were to fill is found or comes back any more. The slots
+        that hold such blocks on the device."""
+        targets = copies_in_C2[:, 1]
+        if len(copies_out_C2):
+            self._host.distrust(copies_out_C2[:, 1])
+        if not len(targets):
+            return []
+        self._index.bar(targets)
+        self._pool.forget(targets)
+        live = np.flatnonzero(self._tables.is_live_S)
+        return live[np.isin(self._tables.table_SM[live], targets).any(axis=1)].tolist()
 
     def take_events(self) -> list[BlockEvent]:
         """Changes of the prefix index since the last call."""
@@ -336,11 +338,11 @@ class BlockManager:
     def count_leaked(self) -> int:
         """Active blocks that no slot, queued copy or step in flight accounts for, counted from the table: 0, or a
         defect. The cheap part of `audit`."""
-        return count_leaked(self._pool, self._tables, self._growth.copies)
+        return count_leaked(self._pool, self._host, self._tables, self._growth.copies)
 
     def audit(self) -> BlockAudit:
         """Recount everything from scratch."""
-        return audit_blocks(self._pool, self._tables, self._growth.copies, self._chains)
+        return audit_blocks(self._pool, self._host, self._tables, self._growth.copies, self._chains)
 
     def _find(self, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
         if self.config.prefix_cache is PrefixCache.OFF:

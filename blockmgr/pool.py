@@ -6,11 +6,12 @@
       └──── evict ───────────────────────┘ └────────────────────────► blank ◄──────────┘
 
 A block is in exactly one of these places; `ref_P` counts live table entries and queued copies. Blocks are deferred by
-the fence and cached in a queue, least recently released first. It must not know who the owners are, nor what a table
-row looks like.
+the fence and cached in a queue, least recently released first. There is one pool for each tier. It must not know who
+the owners are, what a table row looks like, nor that there is another tier.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -167,20 +168,26 @@ class LruQueue:
 
 
 class BlockPool:
-    """The blocks of one device.
+    """The blocks of one tier: ids first to first + num_blocks - 1. Arrays have rows for all ids below them too.
 
     Order in which free blocks are handed out: blank ones first, last released first (at the start: rising ids); then
     cached ones, least recently released first, within one release the tail of the row before its head.
+
+    keep: told of cached blocks, still in the index, before they leave it to be handed out; it may carry their
+    entries elsewhere.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex, *, first: int = 0) -> None:
+        self.first = first
         self.num_blocks = num_blocks
         self.index = index
-        self.ref_P = np.zeros(num_blocks, np.int32)
-        self.lru = LruQueue(num_blocks)
-        self.fence = StepFence(num_blocks)
+        self.keep: Callable[[np.ndarray], None] | None = None
+        self.ref_P = np.zeros(first + num_blocks, np.int32)
+        self.lru = LruQueue(first + num_blocks)
+        self.fence = StepFence(first + num_blocks)
         self.num_evicted_blocks = 0
-        self._blank = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # a stack; its top is at the end
+        rising = np.arange(first, first + num_blocks, dtype=np.int32)
+        self._blank = rising[::-1].copy()  # a stack; its top is at the end
         self._num_blank = num_blocks
 
     @property
@@ -250,7 +257,8 @@ class BlockPool:
         self.blank_out(blocks)
 
     def blank_out(self, blocks: np.ndarray) -> None:
-        """These blocks have left the prefix index: those that were cached are blank now."""
+        """These blocks have left the prefix index: those of this tier that were cached are blank now."""
+        blocks = blocks[(blocks >= self.first) & (blocks < self.first + self.num_blocks)]
         if not len(blocks):
             return
         was_cached = blocks[self.lru.contains(blocks)]
@@ -264,6 +272,8 @@ class BlockPool:
 
     def _evict(self, num: int) -> np.ndarray:
         victims = self.lru.pop(num)
+        if self.keep is not None:
+            self.keep(victims)
         self.index.remove(victims)
         self.num_evicted_blocks += num
         return victims

@@ -19,6 +19,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+from octavo.blockmgr.ids import Tier
+
 HashBlock = Callable[[bytes, bytes], bytes]
 """(parent digest, token bytes of one block) -> digest."""
 
@@ -40,10 +42,10 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
-    """One change of the prefix index.
+    """One change of the prefix index. STORED for a block that is known already tells that it is on another tier now.
 
     parent_hash: empty for the first block of a chain, so that the secret root stays secret.
-    token_ids: int32, little-endian, block_size of them; STORED only, as are parent_hash and salt.
+    token_ids: int32, little-endian, block_size of them; STORED only, as are parent_hash, salt and tier.
     """
 
     kind: EventKind
@@ -51,6 +53,7 @@ class BlockEvent:
     parent_hash: bytes = b""
     token_ids: bytes = b""
     salt: str = ""
+    tier: Tier = Tier.DEVICE
 
 
 class EventLog:
@@ -175,11 +178,22 @@ class Chain:
 class PrefixIndex:
     """Digest to block, with what proves a hit. One block per digest: of two blocks with equal content the first stays
     and the second is never indexed; of two contents with an equal digest (or where the first lost its parent, so that
-    no prompt can reach it) the second replaces the first."""
+    no prompt can reach it) the second replaces the first.
+
+    num_blocks: of both tiers. first_host_block: blocks from this id on are the host's; None: all are the device's.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, roots: RootHasher, max_events: int, hash_block: HashBlock = hash_block
+        self,
+        num_blocks: int,
+        block_size: int,
+        roots: RootHasher,
+        max_events: int,
+        hash_block: HashBlock = hash_block,
+        *,
+        first_host_block: int | None = None,
     ) -> None:
+        self.first_host_block = num_blocks if first_host_block is None else first_host_block
         self.events = EventLog(max_events, lambda: IndexWalk(self).take(num_blocks))
         self.roots = roots
         self.hash_block = hash_block
@@ -236,7 +250,8 @@ class PrefixIndex:
         """Enter full blocks, int32, head first, of which the chain knows the first ones already.
 
         token_ids_T: int32, len(blocks) * block_size of them. Stops at a barred block: what follows could never be hit.
-        Returns blocks of other contents that had to leave the index, int32, for the pool to look after.
+        A block whose content the host has takes the entry over. Returns other blocks that had to leave the index,
+        int32, for their pools to look after.
         """
         self._forget_unreachable(chain)
         data, width = token_ids_T[len(chain) * self._block_size :].tobytes(), 4 * self._block_size
@@ -251,8 +266,33 @@ class PrefixIndex:
                 replaced += self._make_way(digest, block)
                 self._insert(block, digest, chain, token_bytes)
                 known = block
+            elif known >= self.first_host_block and self.digest_of[block] is None:
+                self.move(known, block)
+                replaced.append(known)
+                known = block
             chain.append(digest, int(self.entry_P[known]))
         return np.array(replaced, np.int32) if replaced else _NO_BLOCKS
+
+    def move(self, source: int, target: int) -> None:
+        """Another block, in no index, has the content of an indexed one from now on, or will have: it takes the entry
+        over with its number, so that what follows it stays proven."""
+        digest = self.digest_of[source]
+        if digest is None or self.digest_of[target] is not None:
+            raise ValueError(f"block {source} cannot hand its entry to block {target}")
+        self.entry_P[target], self.parent_entry_P[target] = self.entry_P[source], self.parent_entry_P[source]
+        self._tokens_PB[target] = self._tokens_PB[source]
+        self._parent_of[target], self._salt_of[target] = self._parent_of[source], self._salt_of[source]
+        self.block_of[digest], self.digest_of[target], self.digest_of[source] = target, digest, None
+        self.entry_P[source] = _NO_ENTRY
+        if (source < self.first_host_block) != (target < self.first_host_block):
+            self.events.stored(self.stored_event(target))
+
+    def device_block(self, chain: Chain, i: int) -> int | None:
+        """The device's block with the chain's i-th content; None where it is not in the index, or on the host."""
+        if i >= len(chain) or not self._is_alive(chain, i):
+            return None
+        block = self.block_of[chain.digests[i]]
+        return block if block < self.first_host_block else None
 
     def remove(self, blocks: np.ndarray) -> None:
         """Take blocks out of the index; those that are not in it are left alone."""
@@ -280,6 +320,7 @@ class PrefixIndex:
             parent_hash=self._parent_of[block],
             token_ids=self._tokens_PB[block].tobytes(),
             salt=self._salt_of[block],
+            tier=Tier.HOST if block >= self.first_host_block else Tier.DEVICE,
         )
 
     def _proven(self, blocks: np.ndarray, token_ids_T: np.ndarray, salt: str) -> np.ndarray:

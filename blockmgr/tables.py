@@ -46,12 +46,16 @@ class CopyQueue:
         doomed = [block for block in destinations.tolist() if block in self._source_of]
         return [self._source_of.pop(block) for block in doomed]
 
-    def take(self) -> np.ndarray:
-        """int32 [C, 2], (source, destination): the copies since the last call."""
-        pairs = self.pending
-        self._taken_sources += self._source_of.values()
-        self._source_of.clear()
+    def take(self, limit: int | None = None) -> np.ndarray:
+        """int32 [C, 2], (source, destination): the copies since the last call, the oldest ``limit`` of them."""
+        pairs = self.pending[:limit]
+        self._taken_sources += [source for source, _ in pairs]
+        for _, destination in pairs:
+            del self._source_of[destination]
         return np.array(pairs, np.int32).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self._source_of)
 
     def pop_taken(self) -> list[int]:
         """Sources of copies that were taken: their references are to be dropped."""

@@ -16,7 +16,7 @@ from tests.support.blockmgr.walk import check
 MAX_LIVE, MAX_TOKENS = 2, 4
 ALL_ACTIONS = frozenset({"admit", "fork", "plan", "end_step", "release", "crash"})
 _DEEP = ("hash", "manager", "shadow", "requests", "steps")
-_SHALLOW = ("mirror_SM", "joined", "router")
+_SHALLOW = ("mirror_SM", "joined", "router", "swapped", "to_spoil")
 _PLAIN = ("num_admitted", "num_steps", "has_toggled", "has_twins")
 
 

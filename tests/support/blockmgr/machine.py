@@ -28,8 +28,18 @@ class KvMachine(KvTwin):
         max_slots=st.integers(3, 6),
         cache=st.sampled_from([PrefixCache.ON, PrefixCache.ON, PrefixCache.ON, PrefixCache.OFF]),
         max_events=st.sampled_from([3, 1000]),
+        num_host_blocks=st.sampled_from([0, 1, 3, 6, 20]),
+        max_copies_in=st.sampled_from([1, 2, 100]),
     )
-    def start(self, num_blocks: int, max_slots: int, cache: PrefixCache, max_events: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        max_slots: int,
+        cache: PrefixCache,
+        max_events: int,
+        num_host_blocks: int = 0,
+        max_copies_in: int = 100,
+    ) -> None:
         """A new manager, model and shadow store."""
         self.hash = ToggledHash()
         config = BlockManagerConfig(
@@ -41,10 +51,12 @@ class KvMachine(KvTwin):
             prefix_cache=cache,
             secret=b"secret",
             max_events=max_events,
+            num_host_blocks=num_host_blocks,
+            max_copies_in=max_copies_in,
         )
         self.manager = BlockManager(config, hash_block=self.hash)
-        self.shadow = KvShadow(num_blocks, BLOCK_SIZE)
-        self.requests = {}
+        self.shadow = KvShadow(num_blocks + num_host_blocks, BLOCK_SIZE)
+        self.requests, self.swapped, self.to_spoil = {}, {}, set()
         self.steps = []
         self.mirror_SM = np.full((max_slots, WIDTH), -1, np.int32)
         self.joined = set()
@@ -55,26 +67,103 @@ class KvMachine(KvTwin):
     # ------------------------------------------------------------ rules
 
     @precondition(lambda self: len(self.requests) < MAX_REQUESTS)
-    @rule(tokens=TOKENS, salt=st.sampled_from(["", "", "A"]), reserve=st.sampled_from([None, None, 1, 4, 7, 12]))
-    def admit(self, tokens: list[int], salt: str, reserve: int | None) -> None:
+    @rule(
+        tokens=TOKENS,
+        salt=st.sampled_from(["", "", "A"]),
+        reserve=st.sampled_from([None, None, 1, 4, 7, 12]),
+        use=st.sampled_from([9, 9, 9, 1, 0]),
+    )
+    def admit(self, tokens: list[int], salt: str, reserve: int | None, use: int = 9) -> None:
         """A request comes; what it hits must be true, and as much as there is."""
         name = f"r{self.num_admitted}"
         ids = np.array(tokens, np.int32)
         hit = self.manager.match(ids, salt=salt)
-        admission = self._attempt(lambda: self.manager.admit(name, ids, salt=salt, reserve_tokens=reserve))
+        asked: list[bool] = []
+
+        def num_to_use(is_on_host: np.ndarray) -> int:
+            asked[:] = is_on_host.tolist()
+            return min(use, len(is_on_host))
+
+        admission = self._attempt(
+            lambda: self.manager.admit(name, ids, salt=salt, reserve_tokens=reserve, num_to_use=num_to_use)
+        )
         if admission is None:
             return
         self.num_admitted += 1
         cached = admission.num_cached_tokens
-        assert cached == hit
+        assert cached == (min(hit, use * BLOCK_SIZE) if asked else hit)
         assert cached in range(0, len(tokens), BLOCK_SIZE), "I9"
-        self._check_hit_is_longest(salt, tokens, cached)
+        self._check_hit_is_longest(salt, tokens, hit)
+        assert (admission.num_awaited_blocks > 0) == any(asked[:use])
         num_blocks = max(cached // BLOCK_SIZE, -(-(reserve or 0) // BLOCK_SIZE))
         self.requests[name] = Request(int(admission.slot), salt, tokens, cached, num_blocks)
         self.joined.add(int(admission.slot))
         row = self._row(self.requests[name])
-        assert self.shadow.read(row, cached) == expected(salt, tokens, cached), "a hit is not what it says"
+        assert self._read(row, cached) == expected(salt, tokens, cached), "a hit is not what it says"
         self._hand_out(row[cached // BLOCK_SIZE :])
+        self._spoil([block for block in row if self.manager.host.is_awaited_P[block]])
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=PICK)
+    def swap_out(self, pick: int) -> None:
+        """A request's blocks go to the host; refused where a step is in flight, or there is no room."""
+        name = sorted(self.requests)[pick % len(self.requests)]
+        request = self.requests[name]
+        if request.is_tainted or not request.num_computed:
+            return
+        if self.steps:
+            before = full_state(self.manager)
+            try:
+                self.manager.swap_out(request.slot, name, request.num_computed)
+                raise AssertionError("a block of a step in flight moved")
+            except ValueError:
+                assert full_state(self.manager) == before
+                return
+        row = self._row(request)
+        num_new = sum(not self.manager.host.is_awaited_P[b] for b in row[: -(-request.num_computed // BLOCK_SIZE)])
+        has_room = num_new <= self.manager.host.pool.num_available
+        done = self._attempt(lambda: self.manager.swap_out(request.slot, name, request.num_computed))
+        assert (done is not None) == has_room
+        if has_room:
+            self.swapped[name] = self.requests.pop(name)
+            self.joined.discard(request.slot)
+            held = self.manager.host.parcels[name]
+            assert self._read(held.blocks.tolist(), request.num_computed) == expected(
+                request.salt, request.tokens, request.num_computed
+            ), "what was swapped out is not what was there"
+
+    @precondition(lambda self: self.swapped)
+    @rule(pick=PICK)
+    def swap_in(self, pick: int) -> None:
+        """It comes back whole, or there is no room."""
+        name = sorted(self.swapped)[pick % len(self.swapped)]
+        request = self.swapped[name]
+        ids = np.array(request.tokens, np.int32)
+        admission = self._attempt(lambda: self.manager.admit(name, ids, salt=request.salt, reserve_tokens=len(ids)))
+        if admission is None:
+            return
+        self.requests[name] = self.swapped.pop(name)
+        request.slot = int(admission.slot)
+        self.joined.add(request.slot)
+        assert admission.num_cached_tokens == request.num_computed
+        row = self._row(request)
+        request.num_blocks = len(row)
+        assert self._read(row, request.num_computed) == expected(request.salt, request.tokens, request.num_computed)
+        num_filled = -(-request.num_computed // BLOCK_SIZE)
+        self._hand_out(row[num_filled:])
+        self._spoil([block for block in row if self.manager.host.is_awaited_P[block]])
+
+    @precondition(lambda self: self.swapped)
+    @rule(pick=PICK, how=st.sampled_from(["once", "twice"]))
+    def throw_away(self, pick: int, how: str) -> None:
+        """Cancelled while it is on the host."""
+        name = sorted(self.swapped)[pick % len(self.swapped)]
+        del self.swapped[name]
+        self.manager.throw_away(name)
+        if how == "twice":
+            before = full_state(self.manager)
+            self.manager.throw_away(name)
+            assert full_state(self.manager) == before
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, num_tokens=st.integers(0, WIDTH * BLOCK_SIZE))
@@ -124,10 +213,12 @@ class KvMachine(KvTwin):
                     chunks[request.slot] = (request, *chunk)
         self.num_steps += 1
         step = Step(self.num_steps)
-        self._take_updates()
+        ins_C2 = self._take_updates()
         self.manager.begin_step(step.number)
         for request, start, stop in chunks.values():
             self._execute(step, request, start, stop, commit_at)
+        step.blocks |= set(ins_C2.ravel().tolist())
+        self.shadow.copy(ins_C2)
         self.steps.append(step)
 
     @precondition(lambda self: self.steps)
@@ -230,14 +321,14 @@ class KvMachine(KvTwin):
         for block in index.block_of.values():
             stored = index.stored_event(block)
             salt, tokens = stored.salt, np.frombuffer(stored.token_ids, np.int32).tolist()
-            held_salt, held = self.shadow.blocks[block][-1]
+            held_salt, held = self.content(block)[-1]
             assert (held_salt, list(held[-BLOCK_SIZE:])) == (salt, tokens), "I6"
-            assert self.shadow.blocks[block][0] == (salt, held[:-1]), "I6"
+            assert self.content(block)[0] == (salt, held[:-1]), "I6"
             parent = int(index.parent_entry_P[block])
             if parent == 0:
                 assert len(held) == BLOCK_SIZE
             elif parent in block_of_entry:
-                assert self.shadow.blocks[block_of_entry[parent]][-1] == (salt, held[:-BLOCK_SIZE]), "I6"
+                assert self.content(block_of_entry[parent])[-1] == (salt, held[:-BLOCK_SIZE]), "I6"
 
     @invariant()
     def tails_are_given_up_before_heads(self) -> None:
@@ -255,7 +346,8 @@ class KvMachine(KvTwin):
         if hasattr(self, "manager"):
             self._listen()
             stored = {
-                e.block_hash: (e.parent_hash, e.token_ids, e.salt) for e in self.manager.walk_events().take(10**6)
+                e.block_hash: (e.parent_hash, e.token_ids, e.salt, e.tier)
+                for e in self.manager.walk_events().take(10**6)
             }
             assert self.router == stored
 
@@ -267,7 +359,12 @@ class KvMachine(KvTwin):
             self.end_step()
         for name in list(self.requests):
             self.manager.release(self.requests.pop(name).slot, name)
+        for name in list(self.swapped):
+            del self.swapped[name]
+            self.manager.throw_away(name)
         self.manager.take_updates()
         self.manager.take_updates()
         self.audit_is_clean_and_counts_agree()
         assert self.manager.num_active == 0
+        assert self.manager.host.pool.num_available == self.manager.config.num_host_blocks
+        assert len(self.manager.host.ins) == 0

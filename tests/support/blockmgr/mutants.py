@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from octavo.blockmgr.errors import OutOfBlocks
+from octavo.blockmgr.host_tier import HostTier, Parcel
 from octavo.blockmgr.manager import BlockManager, Growth
 from octavo.blockmgr.pool import BlockPool, StepFence
 from octavo.blockmgr.prefix_index import Chain, PrefixIndex
@@ -14,6 +15,7 @@ Patch = tuple[type, str, Any]
 
 _settle, _allocate, _drop = BlockPool._settle, BlockPool.allocate, BlockPool.drop
 _find, _append_to = PrefixIndex.find, SlotTables.append_to
+_move, _pack, _take_moves = PrefixIndex.move, HostTier.pack, HostTier.take
 
 
 def _settle_twice(pool: BlockPool, blocks: np.ndarray) -> None:
@@ -84,6 +86,45 @@ def _append_in_silence(tables: SlotTables, slot: int, blocks: np.ndarray) -> Non
     tables.updates._count = count
 
 
+def _move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> None:
+    digest = index.digest_of[source]
+    _move(index, source, target)
+    if digest is not None:
+        index.block_of[digest] = source
+
+
+def _unpack_and_keep(host: HostTier, request_id: str) -> Parcel | None:
+    return host.parcels.get(request_id)
+
+
+def _give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:
+    awaited = blocks[host.is_awaited_P[blocks]]
+    host.is_awaited_P[awaited] = False
+    for block in awaited.tolist():
+        host.pool.drop(np.array(host.ins.cancel(np.array([block], np.int32)), np.int32))
+
+
+def _queue_out_once(host: HostTier, source: int, target: int) -> None:
+    host.outs.setdefault(target, source)
+
+
+def _pack_full_blocks(
+    host: HostTier, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int
+) -> None:
+    _pack(host, request_id, blocks[: len(chain)], origins, chain, num_tokens)
+
+
+def _take_without_end(host: HostTier) -> tuple[np.ndarray, np.ndarray]:
+    outs_C2, ins_C2 = _take_moves(host)
+    host.ins.pop_taken()
+    return outs_C2, ins_C2
+
+
+def _false(*_: object) -> bool:
+    """Never."""
+    return False
+
+
 def _nothing(*_: object) -> None:
     """Left out."""
 
@@ -111,4 +152,15 @@ MUTANTS: dict[str, list[Patch]] = {
     "a row is written and not reported": [(SlotTables, "append_to", _append_in_silence)],
     "rows of a dead request are reported": [(UpdateLog, "drop_slot", _nothing)],
     "a copy does not keep its source": [(Growth, "drop_sources", _nothing)],
+    "host: a block is read before it is back": [(BlockManager, "is_awaited", _false)],
+    "host: a block is freed twice": [(HostTier, "unpack", _unpack_and_keep)],
+    "host: an entry points to the wrong tier": [(PrefixIndex, "move", _move_and_leave_the_name)],
+    "host: a cancel leaves its copy queued": [(HostTier, "abandon", _nothing)],
+    "host: a cancel promises what never came": [(HostTier, "abandon", _give_up_the_queue_only)],
+    "host: copies out are left out": [(HostTier, "_queue_out", _nothing)],
+    "host: a block that is given up twice keeps its first copy": [(HostTier, "_queue_out", _queue_out_once)],
+    "host: half full blocks stay behind": [(HostTier, "pack", _pack_full_blocks)],
+    "host: sources of copies in are not given back": [(HostTier, "take", _take_without_end)],
+    "host: sources of copies in are anybody's": [(HostTier, "hold", _nothing)],
+    "host: nothing is kept": [(HostTier, "drop_each", _nothing)],
 }

@@ -11,8 +11,9 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 
 from octavo.blockmgr import BlockManager, EventKind, OutOfBlocks, OutOfSlots, PrefixCache
+from octavo.blockmgr.ids import Tier
 from octavo.blockmgr.prefix_index import hash_block
-from tests.support.blockmgr.shadow import KvShadow, expected
+from tests.support.blockmgr.shadow import Content, KvShadow, expected
 from tests.support.blockmgr.state import full_state
 
 BLOCK_SIZE, WIDTH = 2, 6
@@ -53,6 +54,8 @@ class KvTwin(RuleBasedStateMachine):
     """The manager, a model of its requests, and the shadow store; each step on the way checks what it can.
 
     mirror_SM: the runner's table. router: what a listener has stored. has_twins: two blocks may hold the same.
+    swapped: requests whose blocks are on the host. to_spoil: blocks that were handed out since the last plan, which may
+    have to copy their old contents out first.
     """
 
     manager: BlockManager
@@ -62,14 +65,16 @@ class KvTwin(RuleBasedStateMachine):
     steps: list[Step]
     mirror_SM: np.ndarray
     joined: set[int]
-    router: dict[bytes, tuple[bytes, bytes, str]]
+    router: dict[bytes, tuple[bytes, bytes, str, Tier]]
+    swapped: dict[str, Request]
+    to_spoil: set[int]
     has_toggled: bool
     has_twins: bool
 
     def _taint(self, request: Request) -> None:
         """What a request alone holds turns out to be NaN."""
         held_by_others = {b for r in self.requests.values() if r is not request for b in self._row(r)}
-        self.shadow.spoil([block for block in self._row(request) if block not in held_by_others])
+        self._spoil([block for block in self._row(request) if block not in held_by_others])
         request.is_tainted = True
         self.manager.taint(request.slot)
 
@@ -99,8 +104,24 @@ class KvTwin(RuleBasedStateMachine):
         """I7 and I13: what is handed out is in no index and in no plan in flight."""
         busy = set().union(*(step.blocks for step in self.steps))
         assert not busy & set(blocks), "I13"
-        assert not self.manager._index.holds(np.array(blocks, np.int64)).any(), "I7"
-        self.shadow.spoil(blocks)
+        fresh = np.array([block for block in blocks if not self.manager.host.is_awaited_P[block]], np.int64)
+        assert not self.manager._index.holds(fresh).any(), "I7"
+        self._spoil(blocks)
+
+    def _spoil(self, blocks: list[int]) -> None:
+        if self.manager.config.num_host_blocks:
+            self.to_spoil.update(blocks)
+        else:
+            self.shadow.spoil(blocks)
+
+    def content(self, block: int) -> list[Content]:
+        """What a block holds, or will hold when the copies that are queued are done."""
+        host = self.manager.host
+        block = host.ins.origin(block)
+        return self.shadow.blocks[host.outs.get(block, block)]
+
+    def _read(self, row: list[int], stop: int) -> list[Content]:
+        return [self.content(row[p // BLOCK_SIZE])[p % BLOCK_SIZE] for p in range(stop)]
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         before = self._row(request)
@@ -114,7 +135,10 @@ class KvTwin(RuleBasedStateMachine):
         return has_grown
 
     def _prepare_chunk(self, request: Request, num: int, token: int) -> tuple[int, int] | None:
-        """Room and exclusive blocks for a chunk; None where there are none."""
+        """Room and exclusive blocks for a chunk; None where there are none, or the slot's are not back from the
+        host."""
+        if self.manager.is_awaited(request.slot):
+            return None
         if request.num_computed == len(request.tokens) and len(request.tokens) < WIDTH * BLOCK_SIZE:
             request.tokens = [*request.tokens, token]
         start, stop = request.num_computed, min(request.num_computed + num, len(request.tokens))
@@ -163,8 +187,9 @@ class KvTwin(RuleBasedStateMachine):
         full = np.array(self._row(request)[: num_computed // BLOCK_SIZE], np.int64)
         self.has_twins |= not self.manager._index.holds(full).all()
 
-    def _take_updates(self) -> None:
-        """The runner applies joins, rows, copies; afterwards it knows every live row."""
+    def _take_updates(self) -> np.ndarray:
+        """The runner applies joins, rows, copies; afterwards it knows every live row. What is to be copied in once the
+        plan's tokens are done: (host, device) blocks."""
         for slot in self.joined:
             self.mirror_SM[slot] = -1
         self.joined.clear()
@@ -173,12 +198,20 @@ class KvTwin(RuleBasedStateMachine):
             self.mirror_SM[slot, column] = block
         for request in self.requests.values():
             assert self.mirror_SM[request.slot].tolist() == self.manager.table_SM[request.slot].tolist()
+        outs_C2, ins_C2 = self.manager.take_moves()
+        first = self.manager.config.num_blocks
+        busy = set().union(*(step.blocks for step in self.steps))
+        assert not busy & {first + target for target in outs_C2[:, 1].tolist()}, "I13 on the host"
+        self.shadow.copy(outs_C2 + np.array([0, first]))
+        self.shadow.spoil(sorted(self.to_spoil))
+        self.to_spoil.clear()
         self.shadow.copy(copies_C2)
+        return ins_C2 + np.array([first, 0])
 
     def _listen(self) -> None:
         for event in self.manager.take_events():
             if event.kind is EventKind.STORED:
-                self.router[event.block_hash] = (event.parent_hash, event.token_ids, event.salt)
+                self.router[event.block_hash] = (event.parent_hash, event.token_ids, event.salt, event.tier)
             elif event.kind is EventKind.REMOVED:
                 del self.router[event.block_hash]
             else:
@@ -193,7 +226,7 @@ class KvTwin(RuleBasedStateMachine):
         while longest + BLOCK_SIZE < len(tokens):
             wanted = (salt, tuple(tokens[: longest + BLOCK_SIZE]))
             children = [b for e, b in entries.items() if e and int(index.parent_entry_P[b]) == entry]
-            found = [b for b in children if self.shadow.blocks[b][-1] == wanted]
+            found = [b for b in children if self.content(b)[-1] == wanted]
             if not found:
                 break
             longest, entry = longest + BLOCK_SIZE, int(index.entry_P[found[0]])

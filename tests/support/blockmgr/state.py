@@ -28,6 +28,22 @@ def full_state(manager: BlockManager) -> tuple[Any, ...]:
         len(index.events._events),
         manager.num_queried_tokens,
         manager.num_hit_tokens,
+        *_host_state(manager),
+    )
+
+
+def _host_state(manager: BlockManager) -> tuple[Any, ...]:
+    host = manager.host
+    return (
+        host.pool.ref_P.tobytes(),
+        host.pool.blank_blocks().tolist(),
+        host.pool.lru.to_array().tolist(),
+        host.pool.fence.to_array().tolist(),
+        sorted(host.outs.items()),
+        host.ins.pending,
+        host.ins.sources,
+        host.is_awaited_P.tobytes(),
+        [(name, parcel.blocks.tolist(), parcel.num_tokens) for name, parcel in sorted(host.parcels.items())],
     )
 
 

@@ -6,7 +6,9 @@ import random
 from octavo.blockmgr import PrefixCache
 from tests.support.blockmgr.machine import MAX_REQUESTS, KvMachine
 
-_WEIGHTS = {"admit": 4, "grow": 1, "grow_many": 1, "plan": 10, "end_step": 7, "fork": 1, "release": 3, "rare": 1}
+_WEIGHTS = {
+    "admit": 4, "grow": 1, "grow_many": 1, "plan": 10, "end_step": 7, "fork": 1, "release": 3, "rare": 1, "swap": 3,
+}  # fmt: skip
 
 
 def walk(seed: int, num_rules: int = 120) -> KvMachine:
@@ -18,6 +20,8 @@ def walk(seed: int, num_rules: int = 120) -> KvMachine:
         max_slots=rng.randint(3, 6),
         cache=PrefixCache.OFF if rng.random() < 0.1 else PrefixCache.ON,
         max_events=rng.choice([3, 1000, 1000]),
+        num_host_blocks=rng.choice([0, 0, 2, 6, 20, 20]),
+        max_copies_in=rng.choice([1, 2, 100]),
     )
     rare = rng.sample(["nothing", "taint", "flush", "toggle weak hash"], 2)
     for _ in range(num_rules):
@@ -41,7 +45,9 @@ def _step(machine: KvMachine, rng: random.Random, rare: list[str]) -> None:
     pick, has_requests = rng.randrange(100), bool(machine.requests)
     has_room = len(machine.requests) < MAX_REQUESTS
     if rule == "admit" and has_room:
-        machine.admit(_tokens(rng), rng.choice(["", "", "A"]), rng.choice([None, None, 1, 4, 7, 12]))
+        machine.admit(
+            _tokens(rng), rng.choice(["", "", "A"]), rng.choice([None, None, 1, 4, 7, 12]), rng.choice([9, 9, 1])
+        )
     elif rule == "grow" and has_requests:
         machine.grow(pick, rng.randint(0, 12))
     elif rule == "grow_many" and has_requests:
@@ -55,8 +61,22 @@ def _step(machine: KvMachine, rng: random.Random, rare: list[str]) -> None:
         machine.fork(pick, rng.randint(1, 12))
     elif rule == "release" and has_requests:
         machine.release(pick, rng.choice(["once", "once", "once", "twice", "stranger"]))
+    elif rule == "swap" and machine.manager.config.num_host_blocks:
+        _swap(machine, rng, pick)
     elif rule == "rare" and rng.random() < 0.5:
         machine.disturb(pick, rng.choice(rare))
+
+
+def _swap(machine: KvMachine, rng: random.Random, pick: int) -> None:
+    what = rng.choice(["out", "out", "in", "in", "away"])
+    if what == "out" and machine.requests:
+        while machine.steps and rng.random() < 0.9:
+            machine.end_step()
+        machine.swap_out(pick)
+    elif what == "in" and machine.swapped and len(machine.requests) < MAX_REQUESTS:
+        machine.swap_in(pick)
+    elif what == "away" and machine.swapped and rng.random() < 0.5:
+        machine.throw_away(pick, rng.choice(["once", "twice"]))
 
 
 def _tokens(rng: random.Random) -> list[int]:

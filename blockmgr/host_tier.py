@@ -1,0 +1,178 @@
+"""The second tier: blocks in host memory, and the copies between them and the device's.
+
+    a plan         copies out, in order ── copy on write ── tokens ── copies in (before the next plan's tokens)
+    a device block    may be handed out by the very plan that copies it out
+    a host block      may be copied from by a plan as soon as its copy out is queued
+
+A block is *awaited* while its copy in is queued: no plan has it, so no step may read it yet. Parcels are what preempted
+requests have left here, under their names. It must not know rows, nor what a request is.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.blockmgr.errors import OutOfBlocks
+from octavo.blockmgr.pool import BlockPool
+from octavo.blockmgr.prefix_index import Chain, PrefixIndex
+from octavo.blockmgr.tables import CopyQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """All that a request had on the device. blocks: of the host, int32, head first; the parcel owns one reference to
+    each. num_tokens: how many they hold."""
+
+    blocks: np.ndarray
+    chain: Chain
+    num_tokens: int
+
+
+class HostTier:
+    """Host blocks, copies and parcels. num_copied_out, num_copied_in: blocks that plans were given so far.
+
+    outs: device block by host block that it goes to, for the next plan. ins: copies from host to device blocks; the
+    queue owns a reference to each source.
+    """
+
+    def __init__(self, device: BlockPool, pool: BlockPool, index: PrefixIndex, *, max_copies_in: int) -> None:
+        self.pool = pool
+        self.outs: dict[int, int] = {}
+        self.ins = CopyQueue()
+        self.is_awaited_P = np.zeros(device.num_blocks, np.bool_)
+        self.parcels: dict[str, Parcel] = {}
+        self.num_copied_out = self.num_copied_in = 0
+        self._device = device
+        self._index = index
+        self._max_copies_in = max_copies_in
+
+    # ------------------------------------------------------------ out
+
+    def keep(self, victims: np.ndarray) -> None:
+        """Carry cached device blocks over before they are handed out: as many as there is room for, the last ones to be
+        given up first."""
+        num = min(len(victims), self.pool.num_available)
+        if not num:
+            return
+        kept = victims[len(victims) - num :]
+        blocks = self._take(num)
+        for source, target in zip(kept.tolist(), blocks.tolist(), strict=True):
+            self._index.move(source, target)
+            self._queue_out(source, target)
+        self.pool.drop(blocks)  # least recently used first, as they were there
+
+    def pack(self, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int) -> None:
+        """A parcel of a row's device blocks, int32, which the caller releases afterwards. OutOfBlocks.
+
+        origins: where the content of each is now. The entry of a block that nobody else holds goes with it.
+        """
+        is_awaited = self.is_awaited_P[blocks]
+        sources = np.array([self.ins.origin(block) for block in blocks[is_awaited].tolist()], np.int32)
+        num_new = int(np.count_nonzero(~is_awaited))
+        if num_new > self.pool.num_available:
+            raise OutOfBlocks(wanted=num_new, free=self.pool.num_available)
+        self._share_each(sources)
+        packed = np.empty(len(blocks), np.int32)
+        packed[is_awaited], packed[~is_awaited] = sources, self._take(num_new)
+        for i in np.flatnonzero(~is_awaited).tolist():
+            block, target = int(blocks[i]), int(packed[i])
+            self._queue_out(origins[i], target)
+            if self._index.is_barred_P[block]:
+                self._index.bar(packed[i : i + 1])
+            elif self._device.ref_P[block] == 1 and self._index.digest_of[block] is not None:
+                self._index.move(block, target)
+        self.parcels[request_id] = Parcel(blocks=packed, chain=chain, num_tokens=num_tokens)
+
+    # ------------------------------------------------------------ in
+
+    def hold(self, blocks: np.ndarray) -> None:
+        """References to host blocks that are about to be copied in: nobody else may take them meanwhile."""
+        self._share_each(blocks)
+
+    def bring(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Queue copies into device blocks that the caller has just allocated. The queue takes over the caller's
+        references to the sources; entries of the index come along."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self.ins.append(source=source, destination=target)
+            if self._index.digest_of[source] is not None:
+                self._index.move(source, target)
+            if self._index.is_barred_P[source]:
+                self._index.bar(np.array([target], np.int32))
+        self.is_awaited_P[targets] = True
+
+    def abandon(self, blocks: np.ndarray) -> None:
+        """Forget the copies into those of these device blocks that are awaited: their last holder lets them go. What
+        they were to hold stays on the host."""
+        awaited = blocks[self.is_awaited_P[blocks]]
+        self.is_awaited_P[awaited] = False
+        for block in awaited.tolist():
+            (source,) = self.ins.cancel(np.array([block], np.int32))
+            if self._index.digest_of[block] is not None:
+                self._index.move(block, source)
+            self.pool.drop(np.array([source], np.int32))
+
+    def unpack(self, request_id: str) -> Parcel | None:
+        """Take a parcel out; its references are the caller's then."""
+        return self.parcels.pop(request_id, None)
+
+    def throw_away(self, request_id: str) -> None:
+        """Nobody will come for this parcel. Idempotent."""
+        parcel = self.unpack(request_id)
+        if parcel is not None:
+            self.drop_each(parcel.blocks[::-1])
+
+    def drop_each(self, blocks: np.ndarray) -> None:
+        """Give references back."""
+        self.pool.drop(blocks)
+
+    # ------------------------------------------------------------ plans
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next plan has anything to copy."""
+        return bool(self.outs) or len(self.ins) > 0
+
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [C, 2] twice, for the next plan: (device, host) to copy out, all of them; (host, device) to copy in, as
+        many as a plan may have. Host blocks count from 0 here."""
+        first = self.pool.first
+        outs_C2 = np.array([(device, host - first) for host, device in self.outs.items()], np.int32).reshape(-1, 2)
+        self.outs.clear()
+        ins_C2 = self.ins.take(self._max_copies_in)
+        self.is_awaited_P[ins_C2[:, 1]] = False
+        self.num_copied_out += len(outs_C2)
+        self.num_copied_in += len(ins_C2)
+        return outs_C2, ins_C2 - np.array([first, 0], np.int32)
+
+    def begin_step(self, step: int) -> None:
+        """A plan is launched: what was taken for it is protected by its fence."""
+        self.pool.fence.begin(step)
+        for source in self.ins.pop_taken():
+            self.pool.drop(np.array([source], np.int32))
+
+    def end_step(self, step: int) -> None:
+        """It has run."""
+        self.pool.end_step(step)
+
+    def distrust(self, host_blocks: np.ndarray) -> None:
+        """These blocks, counted from 0, do not hold what was to be copied into them: nobody finds them any more, and
+        parcels with them are thrown away."""
+        blocks = (host_blocks + self.pool.first).astype(np.int32)
+        self.pool.forget(blocks)
+        lost = [name for name, parcel in self.parcels.items() if np.isin(parcel.blocks, blocks).any()]
+        for name in lost:
+            self.throw_away(name)
+
+    # ------------------------------------------------------------ inside
+
+    def _take(self, num: int) -> np.ndarray:
+        """Neighbours where there are any: runs of them are one transfer."""
+        return np.sort(self.pool.allocate(num)) if num else np.empty(0, np.int32)
+
+    def _queue_out(self, source: int, target: int) -> None:
+        self.outs.pop(target, None)  # what it was to get before is nobody's any more
+        self.outs[target] = source
+
+    def _share_each(self, blocks: np.ndarray) -> None:
+        if len(blocks):
+            self.pool.share(blocks)
