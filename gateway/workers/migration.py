@@ -65,9 +65,10 @@ class Verdict(Enum):
 class Quarantine:
     """One per model. An output is any hashable name, a worker likewise (a new one for each life of a process)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_probation: dict[Hashable, Hashable] | None = None) -> None:
+        """on_probation: worker -> output, where several share it; None: one of its own."""
         self._waiting: deque[Hashable] = deque()
-        self._on_probation: dict[Hashable, Hashable] = {}  # worker -> output
+        self._on_probation = {} if on_probation is None else on_probation
         self._worker_of: dict[Hashable, Hashable] = {}  # output -> worker, the same turned round
         self._accused: set[Hashable] = set()  # a worker died during an earlier probation of theirs
 
@@ -141,7 +142,8 @@ class Quarantine:
 
 
 class Migration:
-    """One per pool. max_moves 0: nothing ever moves. timeout_s: how long an output waits for a worker."""
+    """One per pool. on_probation: outputs, by the incarnation of the worker that has them. accused: prompts with which
+    two workers were lost. max_moves 0: nothing ever moves. timeout_s: how long an output waits for a worker."""
 
     def __init__(
         self,
@@ -160,10 +162,11 @@ class Migration:
         self._stats = stats
         self._send = send
         self._check = check
-        self._accused: dict[bytes, None] = {}  # the latest last
+        self.on_probation: dict[Hashable, Hashable] = {}
+        self.accused: dict[bytes, None] = {}  # the latest last
         self._max_moves = max_moves
         self._timeout_s = timeout_s
-        self._quarantines: defaultdict[str, Quarantine] = defaultdict(Quarantine)  # by fingerprint
+        self._quarantines = defaultdict[str, Quarantine](lambda: Quarantine(self.on_probation))  # by fingerprint
         self._free: list[Output] = []
         self._lost: dict[Output, tuple[LostReason, str, float]] = {}  # who waits: why, and since when
         self._is_due = False
@@ -175,12 +178,7 @@ class Migration:
 
     def is_accused(self, output: Output) -> bool:
         """Whether two workers were lost with a request of this prompt."""
-        return bool(self._accused) and _content(output) in self._accused
-
-    def is_trying(self, record: WorkerRecord) -> bool:
-        """Whether the worker has an output that may kill it."""
-        quarantine = self._quarantines.get(record.card.fingerprint)
-        return quarantine is not None and quarantine.is_tried(record.incarnation)
+        return _content(output) in self.accused
 
     def close(self) -> None:
         """From now on every loss is for good."""
@@ -230,8 +228,8 @@ class Migration:
     def passed(self, output: Output) -> None:
         """A token or an end of an output on probation."""
         output.is_on_probation = False
-        if self._accused:
-            self._accused.pop(_content(output), None)
+        if self.accused:
+            self.accused.pop(_content(output), None)
         if self._quarantine(output).passed(output):
             self.soon()
 
@@ -264,10 +262,10 @@ class Migration:
 
     def _condemn(self, output: Output, verdict: Verdict, reason: LostReason, detail: str) -> None:
         content = _content(output)
-        self._accused.pop(content, None)
-        self._accused[content] = None
-        if len(self._accused) > _MAX_ACCUSED:
-            del self._accused[next(iter(self._accused))]
+        self.accused.pop(content, None)
+        self.accused[content] = None
+        if len(self.accused) > _MAX_ACCUSED:
+            del self.accused[next(iter(self.accused))]
         log.warning("output_condemned", request_id=output.request_id, verdict=verdict.value, detail=detail)
         if verdict is Verdict.GUILTY:
             self._outputs.lose(output, LostReason.POISONED, f"three workers were lost with it; the last: {detail}")

@@ -1,7 +1,6 @@
-"""All workers of one gateway: choose one, send it a request, pause, resume or cancel an output.
+"""All workers of one gateway: choose one, send it a request, pause, resume or cancel an output; take what workers send.
 
-Owns the sockets, the registry and the live outputs, and carries out what the registry decides. All on one event loop,
-no locks. Must not know gRPC or text.
+Owns the sockets, the registry and the live outputs. All on one event loop, no locks. Must not know gRPC or text.
 """
 
 import asyncio
@@ -13,10 +12,10 @@ import numpy as np
 import structlog
 
 from octavo.gateway.workers.config import WorkerPoolConfig
-from octavo.gateway.workers.decisions import Peer
+from octavo.gateway.workers.decisions import Decision, Peer
 from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from octavo.gateway.workers.events import BlockSubscription
-from octavo.gateway.workers.inbound import Executor, Inbound, OnModel
+from octavo.gateway.workers.executor import Executor, OnModel
 from octavo.gateway.workers.link import OnFrame, RouterLink
 from octavo.gateway.workers.migration import Migration
 from octavo.gateway.workers.outputs import Output, Outputs, new_output
@@ -26,7 +25,23 @@ from octavo.gateway.workers.router import Candidate, Prefixes, choose
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, OutputSink, WorkerState, WorkerView
 from octavo.gateway.workers.watch import ProcessWatch
-from octavo.wire.messages import AdminReply, Drain, ModelCard, Pause, Resume, Run
+from octavo.wire.bundle import BundleError
+from octavo.wire.codec import ProtocolError, decode_to_gateway
+from octavo.wire.messages import (
+    AdminReply,
+    Drain,
+    Heartbeat,
+    KvEvents,
+    Leaving,
+    ModelCard,
+    Pause,
+    Register,
+    Resume,
+    Run,
+    StepOutput,
+    ToGateway,
+    TokenizerBundle,
+)
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
@@ -67,7 +82,6 @@ class WorkerPool:
             timeout_s=config.migration_timeout_s,
         )
         self._outputs.on_turned_away, self._outputs.on_passed = self._migration.turned_away, self._passed
-        self._inbound = Inbound(self._registry, self._outputs, self._prefixes, self._queries, self.stats, self._check)
         self._link = make_link(config, self._take_frame, self.stats)
         self._executor = Executor(
             gateway_id=self.gateway_id,
@@ -134,7 +148,8 @@ class WorkerPool:
         ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
         if not ready:
             raise NoWorker(model)
-        ready = [record for record in ready if not self._migration.is_trying(record)] or ready
+        on_probation = self._migration.on_probation
+        ready = [record for record in ready if record.incarnation not in on_probation] or ready
         cached = self._prefixes.match(ready, prompt_ids, salt)
         candidates = [
             Candidate(
@@ -165,7 +180,7 @@ class WorkerPool:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
         now_s = time.monotonic()
         outputs = [new_output(run, index, record, sink, now_s) for index, sink in enumerate(sinks)]
-        if self._migration.is_accused(outputs[0]):
+        if self._migration.accused and self._migration.is_accused(outputs[0]):
             for output in outputs:
                 self._outputs.add(output)
                 self._migration.hold(output)
@@ -236,18 +251,91 @@ class WorkerPool:
         """Hear no more. Idempotent."""
         self._prefixes.leave(model, subscription)
 
-    # ------------------------------------------------------------ events
+    # ------------------------------------------------------------ messages from workers
 
     def _take_frame(self, peer: Peer, frame: bytes) -> None:
         """One frame from any peer; whatever it is, the gateway goes on."""
         try:
-            decisions, ended = self._inbound.take(peer, frame, time.monotonic())
+            decisions, ended = self._take(peer, frame, time.monotonic())
             for output in ended:
                 self._output_ended(output)
-            self._executor.carry_out(decisions)
+            if decisions:
+                self._executor.carry_out(decisions)
         except Exception:
             self.stats.protocol_errors["internal"] += 1
             log.exception("message_failed")
+
+    def _take(self, peer: Peer, frame: bytes, now_s: float) -> tuple[list[Decision], list[Output]]:
+        """What a frame leads to; outputs that ended with it. What a peer can get wrong is counted."""
+        try:
+            message = decode_to_gateway(frame)
+        except ProtocolError:
+            self.stats.undecodable_frames += 1
+            return [], []
+        if isinstance(message, StepOutput):
+            return self._take_step(peer, message, now_s)
+        return self._take_rare(peer, message, now_s), []
+
+    def _take_step(self, peer: Peer, message: StepOutput, now_s: float) -> tuple[list[Decision], list[Output]]:
+        record = self._registry.sender(peer, message.epoch)
+        if record is None:
+            self.stats.stale_messages += 1
+            return [], []
+        gap = self._registry.on_sequence(record, message.seq)
+        if gap:
+            self.stats.sequence_gaps += 1
+            return gap, []
+        record.take_step(now_s)
+        return [], self._outputs.take(record.incarnation, message)
+
+    def _take_rare(self, peer: Peer, message: ToGateway, now_s: float) -> list[Decision]:
+        match message:
+            case Heartbeat():
+                return self._take_heartbeat(message, now_s)
+            case Register():
+                return self._take_register(peer, message, now_s)
+            case TokenizerBundle():
+                return self._take_bundle(peer, message)
+        assert not isinstance(message, StepOutput)
+        record = self._registry.sender(peer, message.epoch)
+        if record is None:
+            self.stats.stale_messages += 1
+            return []
+        return self._take_known(record, message)
+
+    def _take_heartbeat(self, message: Heartbeat, now_s: float) -> list[Decision]:
+        if self._registry.on_heartbeat(message, now_s) is not None:
+            return []
+        self.stats.stale_messages += 1
+        return self._registry.on_stale_heartbeat(message.epoch)
+
+    def _take_known(self, record: WorkerRecord, message: KvEvents | AdminReply | Leaving) -> list[Decision]:
+        match message:
+            case KvEvents():
+                self.stats.kv_events += len(message.events)
+                self._prefixes.apply(record, message)
+            case AdminReply():
+                if not self._queries.take(record.incarnation, message):
+                    self.stats.late_outputs += 1
+            case Leaving():
+                return self._registry.on_leaving(record, message.reason)
+        return []
+
+    def _take_register(self, peer: Peer, message: Register, now_s: float) -> list[Decision]:
+        known = self._registry.find(message.worker_id)
+        if known is not None and known.epoch != message.epoch:
+            # A restarted worker may be faster than the news of its former life's end.
+            self._executor.watch.check(known.incarnation)
+        return self._registry.on_register(peer, message, now_s)
+
+    def _take_bundle(self, peer: Peer, message: TokenizerBundle) -> list[Decision]:
+        try:
+            return self._registry.on_bundle(peer, message)
+        except BundleError:
+            self.stats.protocol_errors["bundle"] += 1
+            return []
+
+    # ------------------------------------------------------------ what happens to workers and outputs
 
     def _process_ended(self, incarnation: int) -> None:
         # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away. Its

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 # What a newcomer reads to follow one request. These bounds go down, never up.
-MAX_FILES = 63
-MAX_FUNCTIONS = 512
+MAX_FILES = 61
+MAX_FUNCTIONS = 508
 
 _HOP = re.compile(r"^\| \d+ \| `(?P<file>[\w/]+\.py)` \| `(?P<function>\w+)` \|", re.MULTILINE)
 
