@@ -1,4 +1,4 @@
-# OpenAI's HTTP interface in front of a gateway (docs/interop.md): somebody else's gateway, from PyPI.
+# OpenAI's HTTP interface in front of a gateway (docs/interop.md): a gateway of others, from PyPI.
 #   docker build -f deploy/smg.Dockerfile -t octavo-smg .
 # What is installed is locked with hashes (docs/supply-chain.md).
 FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea

@@ -57,7 +57,7 @@ class RequestLimits:
     max_tokenizing_bytes: int = 64 * MIB  # … and their bytes; who has the most there is refused beyond that
     render: RenderLimits = field(default_factory=RenderLimits)  # of one chat by the checkpoint's template
     pause_pending_tokens: int = 512  # tokens that a slow reader may leave unread before its output is paused …
-    max_pending_tokens: int = 16_384  # … and before its stream ends, should the worker not heed the pause
+    max_pending_tokens: int = 16_384  # … and before its stream ends, should the worker go on in spite of the pause
     write_stall_s: float = 30.0  # how long one message may wait for the reader
     pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
     grammar: GrammarLimits = field(default_factory=GrammarLimits)  # of constraints on outputs

@@ -45,7 +45,7 @@ def _check_names(rules: dict[str, Node]) -> None:
 
 
 def _check_depth(rules: dict[str, Node]) -> None:
-    """Rules within rules, recursion apart: whoever compiles them calls itself for each."""
+    """Rules within rules, recursion apart: a compiler calls itself for each."""
     depths: dict[str, int] = {}
     for name in _regular_rules(rules):
         depths[name] = 1 + max((depths[used] for used in _references(rules[name])), default=0)

@@ -21,7 +21,7 @@ from octavo.model.layers.rope import Rope
 
 
 class LayerMatrices(Enum):
-    """Whether the layers' matrices have memory from the start, or only shapes until somebody gives them some."""
+    """Whether the layers' matrices have memory from the start, or only shapes until the loader gives them some."""
 
     ALLOCATED = "allocated"
     DEFERRED = "deferred"

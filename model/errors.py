@@ -1,4 +1,4 @@
-"""The ways in which a checkpoint can be wrong. Whoever shows them to people prints them as they are.
+"""The ways in which a checkpoint can be wrong. A command prints them as they are.
 
 Must not know: processes, requests, status codes.
 """

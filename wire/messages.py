@@ -323,7 +323,7 @@ class Drain(Message, frozen=True, kw_only=True):
 
 
 class PeerAbort(Message, frozen=True, kw_only=True):
-    """End the requests of this id, whoever's they are, as an operator does."""
+    """End the requests of this id, of any tenant, as an operator does."""
 
     call_id: int
     request_id: str

@@ -198,7 +198,7 @@ class ScrapeServer:
             return _Answer(500, b"no page; see the log\n", is_head_only=request.method == b"HEAD")
 
     async def _page(self, wish: _Wish) -> bytes:
-        """One that is not made yet; whoever asks before it is shares it."""
+        """One that is not made yet; all that ask before it is made share it."""
         page = self._pending.get(wish)
         if page is None:
             page = self._pending[wish] = self._loop.create_future()

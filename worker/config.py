@@ -55,7 +55,7 @@ class SchedulerConfig:
     vocab_size: ids are below this.
     max_in_flight: plans outstanding at once (what the runner bears).
     aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
-    preempt_every_steps: for tests: every so many steps somebody gives way without need; None: never.
+    preempt_every_steps: for tests: every so many steps a request is preempted without need; None: never.
     """
 
     max_model_len: int

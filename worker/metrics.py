@@ -1,6 +1,6 @@
 """The worker's /metrics: names and meanings as the field knows them, under ``octavo_``.
 
-Gauges and counters are read from the engine's snapshot when somebody scrapes; a step costs five histogram updates and
+Gauges and counters are read from the engine's snapshot at a scrape; a step costs five histogram updates and
 a finished request three, whatever the batch. Labels come from closed sets.
 """
 

@@ -12,8 +12,8 @@ from octavo.cli.serve.parent import EXIT_DRAINED
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """Times in seconds. A death within fast_death_s of the start counts as fast, and the wait before the next start
-    doubles with each of them in a row. What has served once is never given up: whoever can make a worker die, by a
-    request or from outside, must not be able to end the service by doing it again."""
+    doubles with each of them in a row. What has served once is never given up: a caller that can make a worker die, by
+    a request or from outside, must not be able to end the service by doing it again."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 15.0

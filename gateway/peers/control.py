@@ -68,7 +68,7 @@ class Control:
         self._throughput = Throughput(now_s=time.monotonic())
 
     async def abort(self, request_id: str) -> Outcome:
-        """End the requests of this id, whoever's they are, as an operator does."""
+        """End the requests of this id, of any tenant, as an operator does."""
         return await self._everywhere(PeerAbort(call_id=_NO_ID, request_id=request_id))
 
     async def cancel(self, request_id: str, caller: Caller) -> Outcome:

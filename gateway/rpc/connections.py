@@ -2,7 +2,7 @@
 
 A connection costs a descriptor, whatever its caller does with it. gRPC's core closes those that had no call for
 `--max-connection-idle-s`, pings or none, and accepts and closes at once what comes beyond a listener's bound
-(`grpc.max_allowed_incoming_connections`). By that bound alone whoever came first would keep all others out; so below it
+(`grpc.max_allowed_incoming_connections`). By that bound alone the first callers would keep all others out; so below it
 the connections that are worth least are hung up here, by shutting their sockets down as if their callers had gone:
 those that never had a request first, then those whose last one is longest ago, and requests in flight protect theirs.
 
@@ -262,7 +262,7 @@ class ConnectionLimiter:
         """For ever."""
         while True:
             start_s, num_closed = time.monotonic(), 0
-            with contextlib.suppress(OSError):  # somebody has taken the last descriptor
+            with contextlib.suppress(OSError):  # another caller has taken the last descriptor
                 num_closed = await self.look() if self._is_suspicious() else 0
             pause_s = PRESSED_INTERVAL_S if num_closed else INTERVAL_S
             await asyncio.sleep(max(pause_s, REST_PER_WORK * (time.monotonic() - start_s)))

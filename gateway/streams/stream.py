@@ -62,7 +62,7 @@ class Notifier:
 
     @property
     def is_awaited(self) -> bool:
-        """Somebody waits for it, or was woken and has not had its turn."""
+        """A task waits for it, or was woken and has not had its turn."""
         return self._waiter is not None
 
     def notify(self) -> None:

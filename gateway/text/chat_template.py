@@ -31,7 +31,7 @@ class ChatInput:
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name. Whoever does not know where it comes from renders it in a
+    """One template with the special tokens that it may name. A template of unknown origin is rendered in a
     process that can be killed (`gateway.text.render_pool`)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat template") -> None:

@@ -69,7 +69,7 @@ class JsonScanner:
 
     def feed(self, text: str, start: int = 0) -> int:
         """Read on; where it stopped: behind the value where that is done, else the end. Raises BadJson. The character
-        behind a number belongs to whoever comes next: only it shows that the number is done."""
+        behind a number belongs to the next state: only it shows that the number is done."""
         self.position, end = start, len(text)
         while self.position < end and not self.is_done:
             if self._at is _At.STRING and (run := _PLAIN.match(text, self.position)):

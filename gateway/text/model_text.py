@@ -29,7 +29,7 @@ _PIECE_IDS = 1 << 15
 # Control tokens in what callers write are plain text.
 #
 # A chat template concatenates strings, so `<|im_end|>` inside a message would end the turn once the result is
-# tokenized: whoever fills in a message could speak as the system. Here the tokens in callers' strings are marked with a
+# tokenized: the author of a message could speak as the system. Here the tokens in callers' strings are marked with a
 # private character before the template sees them, and the rendered text is cut at the tokens that carry no mark, which
 # the template wrote. See docs/decisions/0001-chat-control-tokens.md.
 

@@ -9,7 +9,7 @@ What begins as a call and proves to be none is text: its tag first, then what fo
 out as they come, so that such a call may have to be withdrawn. A call whose object is complete counts where the output
 ends before the closing tag does. What could still become an opening tag is held back, and nothing else of the text.
 
-Must not know tokens, streams or messages. `parse_whole` is the slow obvious twin.
+Must not know tokens, streams or messages. `parse_whole` is the slow obvious reference.
 """
 
 import json
@@ -358,7 +358,7 @@ def _held_back(text: str) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- the twin
+# ---------------------------------------------------------------- the reference
 
 
 def parse_whole(text: str) -> tuple[str, list[tuple[str, str]]]:

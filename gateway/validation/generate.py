@@ -70,7 +70,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
 
 
 def check_complete(request: pb.CompleteRequest) -> None:
-    """The same for the unary twin."""
+    """The same for the unary form."""
     across = _across_fields(request.generate, "generate.")
     raise_if_any(first_violations(chain(violations(request, ""), across)))
 

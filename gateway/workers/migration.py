@@ -44,7 +44,7 @@ Send = Callable[[WorkerRecord, Run, Output], None]
 # them at a time on any worker, until that worker has given it a token. The others, which wait or have passed, lose only
 # time. What had only been queued killed nobody and need not wait.
 #
-# A worker that dies meanwhile was killed by its suspect, or by chance: somebody may have killed both. Two deaths are
+# A worker that dies meanwhile was killed by its suspect, or by chance: an operator may have killed both. Two deaths are
 # therefore an accusation. An output that had given tokens before has a prompt that harms nobody, and gets a second
 # probation; one that never gave any ends in a way that its caller may try again, and then starts on probation. Whose
 # second probation costs a worker as well is **guilty**: three deaths, two of them with nothing else on trial, the last
@@ -58,7 +58,7 @@ class Verdict(Enum):
 
     FREE = "free"  # may go to any worker at once
     SUSPECT = "suspect"  # waits until `next_for` names it
-    ACCUSED = "accused"  # ends; whoever tries the same again has to `hold` it
+    ACCUSED = "accused"  # ends; the same request, tried again, has to be held (`hold`)
     GUILTY = "guilty"  # must not go to a worker again
 
 
@@ -126,7 +126,7 @@ class Quarantine:
         self._waiting.appendleft(output)
 
     def passed(self, output: Hashable) -> bool:
-        """A token or an end came: it is no suspect any more. Whether it was one: then somebody else may have a turn."""
+        """A token or an end came: it is no suspect any more. Whether it was one: then another may have a turn."""
         worker = self._worker_of.pop(output, None)
         if worker is None:
             return False

@@ -243,8 +243,8 @@ class WorkerPool:
         return await self._queries.ask(records, self._outbox.try_send, audit=audit, flush=flush, timeout_s=timeout_s)
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
-        """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. Whoever
-        calls this has to call `leave_blocks`."""
+        """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. The
+        caller has to call `leave_blocks` at its end."""
         return self._prefixes.follow(model, salt)
 
     def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:

@@ -1,7 +1,7 @@
 """Who the workers are: registrations, epochs, heartbeats, and when a worker is given up.
 
 Pure: events and times in, decisions out. Must not know sockets, clocks, outputs or the prefix index. An epoch that
-was given up stays given up: whoever comes back under it is told to leave, so that a worker that was frozen and
+was given up stays given up: a worker that comes back under it is told to leave, so that a worker that was frozen and
 resumed can never speak into streams that have moved on.
 """
 

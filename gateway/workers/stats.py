@@ -1,4 +1,4 @@
-"""What the pool counts. Plain integers; whoever exports metrics reads them."""
+"""What the pool counts. Plain integers; the exporter of metrics reads them."""
 
 from collections import Counter
 from dataclasses import dataclass, field

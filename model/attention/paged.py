@@ -95,7 +95,7 @@ def paged_generate(
     max_new_tokens: int,
     kv_dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """The greedy continuations of all prompts, decoded as one batch; nothing ends early. Twin of `generate`."""
+    """The greedy continuations of all prompts, decoded as one batch; nothing ends early. Reference of `generate`."""
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     sequences = PagedSequences(model, backend, num_sequences=len(prompts), max_tokens=longest, kv_dtype=kv_dtype)
     last = sequences.next_tokens(dict(enumerate(prompts)))

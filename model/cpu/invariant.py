@@ -1,8 +1,8 @@
 """Checked launchers of the kernels in `invariant.c`: products, norm, SiLU and attention in fp32.
 
-Each has a slow twin in torch: the product ``F.linear``, `rms_norm` model.layers.decoder.plain_rms_norm, `silu_mul` the
-expression in model.layers.decoder.Mlp, `attention` model.attention.reference. A row's bits depend on nothing but the
-row.
+Each has a slow reference in torch: the product ``F.linear``, `rms_norm` model.layers.decoder.plain_rms_norm,
+`silu_mul` the expression in model.layers.decoder.Mlp, `attention` model.attention.reference. A row's bits depend on
+nothing but the row.
 
 Legend: T tokens · S sequences · N outputs, or query heads · K inputs, or kv heads · H head dim · D model dim ·
 I intermediate · P blocks · B block size · M table width. Must not know: layers, requests.

@@ -1,7 +1,7 @@
 /* What a decode step does between its matrix products, on a CPU, in bf16: one pass over memory each.
  *
  * C with GCC's vector extensions: the compiler takes what the machine has. Each
- * function has a slow twin in torch (see ops.py) that it is tested against. Arguments were checked by ops.py.
+ * function has a slow reference in torch (see ops.py) that it is tested against. Arguments were checked by ops.py.
  * num_threads: how many of the team may work (ops.py says when one is better).
  *
  * Legend: T tokens · S sequences · N query heads · K kv heads · G = N / K · H head dim · D model dim · I intermediate ·

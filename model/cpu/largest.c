@@ -1,4 +1,4 @@
-/* The largest of each row of logits, and where it stands first. Its slow twin is torch's max (see largest.py).
+/* The largest of each row of logits, and where it stands first. Its slow reference is torch's max (see largest.py).
  *
  * Legend: S rows · V columns. Must not know: torch, Python, what is chosen from.
  */

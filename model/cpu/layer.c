@@ -1,7 +1,7 @@
 /* What follows attention in a decoder layer, in one call: between kernels of some ten microseconds, the way through Python
  * and back takes as long as they do.
  *
- * Each stage is the kernel that would be called alone, with as many threads, so the bits are the same (layer.py's twin
+ * Each stage is the kernel that would be called alone, with as many threads, so the bits are the same (layer.py's reference
  * is model.layers.decoder.DecoderLayer). Legend: T tokens · D model dim · I intermediate. Must not know: torch, Python.
  */
 

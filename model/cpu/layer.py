@@ -1,4 +1,4 @@
-"""What follows attention in a decoder layer, as one call of `layer.c`; its slow twin:
+"""What follows attention in a decoder layer, as one call of `layer.c`; its slow reference:
 model.layers.decoder.DecoderLayer, whose stages give the same bits one by one.
 
 Legend: T tokens in this step · D model dim · I intermediate · C columns of all query heads.

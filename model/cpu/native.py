@@ -130,12 +130,12 @@ def _compiled(compiler: str) -> Path:
             fresh = Path(scratch) / file.name
             command = [compiler, *_FLAGS, *compiler_flags(), "-o", str(fresh), *map(str, SOURCES), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-            fresh.replace(file)  # whole or not at all, whoever else compiles it now
+            fresh.replace(file)  # whole or not at all: other processes may compile it now
     return file
 
 
 def _folder() -> Path:
-    """Only we may write there: what lies in it is executed. Raises PermissionError where somebody else could."""
+    """Only we may write there: what lies in it is executed. Raises PermissionError where another user could."""
     folder = cache_folder("native")
     if folder.exists():
         status = folder.stat()

@@ -1,6 +1,6 @@
 """Checked launchers of the kernels in `kernels.c`, and when they can be used.
 
-Each has a slow twin in torch: `rms_norm` model.layers.decoder.RmsNorm, `rope_write` model.layers.rope.rotate with
+Each has a slow reference in torch: `rms_norm` model.layers.decoder.RmsNorm, `rope_write` model.layers.rope.rotate with
 KvPool's write, `silu_mul` the expression in model.layers.decoder.Mlp, `decode_attention` model.attention.reference.
 
 Legend: T tokens in this step · S sequences · N query heads · K kv heads · H head dim · D model dim · I intermediate ·
@@ -200,7 +200,7 @@ def largest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return most_S, index_S
 
 
-# Checked launcher of the kernel in `prefill.c`, attention of a chunk; its slow twin: model.attention.reference.
+# Checked launcher of the kernel in `prefill.c`, attention of a chunk; its slow reference: model.attention.reference.
 #
 # Legend: Q tokens of a chunk · N query heads · K kv heads · H head dim · P blocks · B block size · M table width.
 # Must not know: layers, requests.

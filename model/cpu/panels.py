@@ -1,7 +1,7 @@
 """Weights laid out for the products in `matmul.c`, as bf16 or as 8-bit integers with a scale per output.
 
-The slow twin of a product is ``F.linear`` with the weight that `unpacked` gives back. Every row of a product has the
-same bits whatever the other rows are.
+The slow reference of a product is ``F.linear`` with the weight that `unpacked` gives back. Every row of a product has
+the same bits whatever the other rows are.
 
 Legend: N outputs · K inputs · P panels. Must not know: what the matrices mean.
 """

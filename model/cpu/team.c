@@ -1,7 +1,7 @@
 /* The team: threads started when first wanted, which wait spinning while that pays and asleep otherwise.
  *
  * To wake a sleeping thread takes longer than most kernels of a decode step, so a member spins for a while after each
- * kernel. Beside other processes that would take the core from somebody with work, perhaps from the very thread that
+ * kernel. Beside other processes that would take the core from one with work, perhaps from the very thread that
  * the member waits for. So a member compares the time that passed while it was awake with the processor time it was
  * given, and where much is missing the whole team stops spinning: a truce, twice as long each time it comes soon after
  * the last. When waits become too long to be spun through, spins become short by themselves.
@@ -101,7 +101,7 @@ static void sleep_until_woken(bed *in) {
     pthread_mutex_unlock(&in->lock);
 }
 
-/* Where nobody sleeps it costs a load. May come late, and wake somebody for nothing. */
+/* Where no thread sleeps it costs a load. May come late, and wake one for nothing. */
 static inline void wake(bed *of) {
     if (!atomic_load(&of->is_asleep)) return;
     pthread_mutex_lock(&of->lock);

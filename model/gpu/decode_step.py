@@ -28,7 +28,7 @@ class DecodeStep:
     """Static buffers for up to max_batch rows: set `rows_B`, call `run`, read `token_B` and `is_finite_B`.
 
     vocab_size: ids from there on are never sampled. rows_B: the caller's own buffer, or one is made. result: the bytes
-    of token_B, then of is_finite_B, for whoever copies both at once. The pool's last block is scratch.
+    of token_B, then of is_finite_B, for a caller that copies both at once. The pool's last block is scratch.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The decoder layers of a step in deterministic mode: every token goes through the same kernels, which give it the same
 bits whatever else is in the batch (docs/decisions/0006-deterministic-mode.md).
 
-Decoded tokens and prompts' tokens differ in nothing but how their attention is listed. The slow twins are those of
+Decoded tokens and prompts' tokens differ in nothing but how their attention is listed. The slow references are those of
 model/gpu/layers.py.
 
 Legend: T tokens, decodes first · B decodes · S sampled tokens · N query heads · H head dim · D model dim · W tiles.

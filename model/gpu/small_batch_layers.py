@@ -1,8 +1,8 @@
 """The decoder layers of a decode step of a few rows: six kernels a layer that overlap
 (model/kernels/small_batch/launch.py).
 
-The wide twin of this path is model/gpu/layers.py with model/kernels/attention/decode.py; which of them a batch size
-takes is decided in model/gpu/autotune.py.
+The wide counterpart of this path is model/gpu/layers.py with model/kernels/attention/decode.py; which of them a batch
+size takes is decided in model/gpu/autotune.py.
 
 Legend: B sequences · D model dim · N query heads · H head dim · I intermediate dim.
 """

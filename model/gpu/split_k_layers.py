@@ -1,6 +1,6 @@
 """The decoder layers of a decode step of some dozens of rows: products by our own kernel where it is faster.
 
-The twin of model/gpu/layers.py for weights in the model's dtype; which batch sizes take it is decided in
+The counterpart of model/gpu/layers.py for weights in the model's dtype; which batch sizes take it is decided in
 model/gpu/autotune.py.
 """
 

@@ -22,7 +22,7 @@ LANES = 1024
 
 
 def apply_changes_reference(upload_U: torch.Tensor, words_W: torch.Tensor) -> None:
-    """The obvious twin."""
+    """The obvious reference."""
     count, first = upload_U[:2].tolist()
     for i in range(count):
         words_W[upload_U[first + i]] = upload_U[first + count + i]

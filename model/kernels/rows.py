@@ -40,7 +40,7 @@ def embed(
 
 
 def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """The obvious twin of `rms_norm`, float32."""
+    """The obvious reference of `rms_norm`, float32."""
     return x_TD.float() * torch.rsqrt(x_TD.float().square().mean(dim=-1, keepdim=True) + eps) * weight_D.float()
 
 
@@ -71,7 +71,7 @@ def rms_norm(
 
 
 def rms_scale_reference(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
-    """The obvious twin of `rms_scale`."""
+    """The obvious reference of `rms_scale`."""
     return torch.rsqrt(x_TD.float().square().mean(dim=-1) + eps)
 
 

@@ -110,7 +110,7 @@ class GroupedWeight:
         return weight_OI.to(self.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias, by way of the whole weight: the slow twin of the kernels."""
+        """x @ weight.T + bias, by way of the whole weight: the slow reference of the kernels."""
         return F.linear(x, self.dequantized().to(x.dtype), self.bias_O)
 
     def with_bias(self, bias_O: torch.Tensor | None) -> "GroupedWeight":

@@ -58,11 +58,11 @@ class Fp8Weight:
         return self.code_OI.float() * self.scale_O[:, None]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias with x as it is: the slow twin of the kernel for few tokens."""
+        """x @ weight.T + bias with x as it is: the slow reference of the kernel for few tokens."""
         return F.linear(x, self.dequantized().to(x.dtype), self.bias_O)
 
     def multiply_rounded(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """The same with x rounded to e4m3, a scale per token: the slow twin of the product for many tokens."""
+        """The same with x rounded to e4m3, a scale per token: the slow reference of the product for many tokens."""
         code_TI, scale_T = quantize_rows(x_TI)
         rounded_TI = code_TI.float() * scale_T[:, None]
         out_TO = rounded_TI @ self.dequantized().T

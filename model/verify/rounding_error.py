@@ -1,6 +1,6 @@
 """What rounding weights or the cache costs: a model against the same model as it was before, on the same tokens.
 
-The rounded model is the slow twin: weights are rounded as the kernels have them and multiplied as floats.
+The rounded model is the slow reference: weights are rounded as the kernels have them and multiplied as floats.
 
 Legend: T tokens of a text · V vocabulary.
 Must not know: files, how figures are printed.

@@ -1,4 +1,4 @@
-"""The vectorised paths against their slow twins: the same calls one by one."""
+"""The vectorised paths against their slow references: the same calls one by one."""
 
 from collections.abc import Callable
 

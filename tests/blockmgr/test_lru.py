@@ -25,22 +25,22 @@ OPERATIONS = st.lists(
 def test_any_operations_give_what_an_ordered_dictionary_gives(
     operations: list[tuple[str, tuple[int, ...], int]],
 ) -> None:
-    queue, twin = LruQueue(NUM_BLOCKS), OrderedDict[int, None]()
+    queue, reference = LruQueue(NUM_BLOCKS), OrderedDict[int, None]()
     for verb, order, num in operations:
         if verb == "push":
-            blocks = [block for block in order[:num] if block not in twin]
+            blocks = [block for block in order[:num] if block not in reference]
             queue.push(np.array(blocks, np.int32))
-            twin.update(dict.fromkeys(blocks))
+            reference.update(dict.fromkeys(blocks))
         elif verb == "discard":
-            blocks = [block for block in order[:num] if block in twin]
+            blocks = [block for block in order[:num] if block in reference]
             queue.discard(np.array(blocks, np.int32))
             for block in blocks:
-                del twin[block]
+                del reference[block]
         else:
-            num = min(num, len(twin))
-            assert queue.pop(num).tolist() == [twin.popitem(last=False)[0] for _ in range(num)]
-        assert (queue.to_array().tolist(), len(queue)) == (list(twin), len(twin))
-        assert queue.contains(np.arange(NUM_BLOCKS)).tolist() == [block in twin for block in range(NUM_BLOCKS)]
+            num = min(num, len(reference))
+            assert queue.pop(num).tolist() == [reference.popitem(last=False)[0] for _ in range(num)]
+        assert (queue.to_array().tolist(), len(queue)) == (list(reference), len(reference))
+        assert queue.contains(np.arange(NUM_BLOCKS)).tolist() == [block in reference for block in range(NUM_BLOCKS)]
 
 
 def test_many_dead_entries_are_skipped() -> None:

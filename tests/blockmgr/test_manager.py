@@ -212,7 +212,7 @@ def test_the_second_of_two_equal_blocks_stays_private(make_manager: MakeManager)
     assert counts(manager) == (6, 2, 0)
 
 
-def test_a_private_twin_takes_over_when_the_first_is_evicted(make_manager: MakeManager) -> None:
+def test_a_private_copy_takes_over_when_the_first_is_evicted(make_manager: MakeManager) -> None:
     manager = make_manager(num_blocks=6)
     first, second = (manager.admit(name, TEN, reserve_tokens=8).slot for name in "ab")
     manager.commit(first, TEN, 8)

@@ -1,14 +1,173 @@
 """Planted bugs are found: by walks through the state machine, or by one direct check."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from octavo.blockmgr import BlockManager
-from octavo.blockmgr.prefix_index import PrefixIndex, RootHasher
-from tests.support.blockmgr.mutants import MUTANTS
+from octavo.blockmgr.errors import OutOfBlocks
+from octavo.blockmgr.host_tier import HostTier, Parcel
+from octavo.blockmgr.manager import BlockManager, Growth
+from octavo.blockmgr.pool import BlockPool, StepFence
+from octavo.blockmgr.prefix_index import Chain, PrefixIndex, RootHasher
+from octavo.blockmgr.tables import SlotTables, UpdateLog
 from tests.support.blockmgr.walk import walk
+
+Patch = tuple[type, str, Any]
+
+_settle, _allocate, _drop = BlockPool._settle, BlockPool.allocate, BlockPool.drop
+_find, _append_to = PrefixIndex.find, SlotTables.append_to
+_move, _pack, _take_moves = PrefixIndex.move, HostTier.pack, HostTier.take
+
+
+def _settle_twice(pool: BlockPool, blocks: np.ndarray) -> None:
+    _settle(pool, blocks)
+    pool._push_blank(blocks[:1] if pool.num_blank < pool.num_blocks else blocks[:0])
+
+
+def _evict_and_leave_the_entry(pool: BlockPool, num: int) -> np.ndarray:
+    return pool.lru.pop(num)
+
+
+def _find_all(index: PrefixIndex, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
+    return _find(index, np.append(token_ids_T, np.int32(0)), salt)
+
+
+def _find_for_nobody(index: PrefixIndex, token_ids_T: np.ndarray, salt: str) -> tuple[np.ndarray, Chain]:
+    return _find(index, token_ids_T, "")
+
+
+def _proven_without_looking(index: PrefixIndex, blocks: np.ndarray, tokens_T: np.ndarray, salt: str) -> np.ndarray:
+    return blocks
+
+
+def _drop_at_once(pool: BlockPool, blocks: np.ndarray) -> None:
+    pool.ref_P[blocks] -= 1
+    pool._settle(blocks[pool.ref_P[blocks] == 0])
+
+
+def _allocate_half(pool: BlockPool, num: int) -> np.ndarray:
+    if num > pool.num_available:
+        _allocate(pool, pool.num_available)
+        raise OutOfBlocks(wanted=num, free=0)
+    return _allocate(pool, num)
+
+
+def _drop_heads_first(pool: BlockPool, blocks: np.ndarray) -> None:
+    _drop(pool, blocks[::-1])
+
+
+def _end_all(fence: StepFence, step: int) -> list[np.ndarray]:
+    fence._open.popleft()
+    passed = [blocks[fence._hold_P[blocks] == hold] for _, hold, blocks in fence._holds]
+    fence._holds.clear()
+    for blocks in passed:
+        fence.discard(blocks)
+    return passed
+
+
+def _hold_by_the_first_release(fence: StepFence, blocks: np.ndarray) -> None:
+    fence._holds.append((fence._last_begun or 0, 1, blocks))
+    fence._hold_P[blocks] = 1
+    fence._count += len(blocks)
+
+
+def _write_in_place(growth: Growth, slot: int, column: int, block: int) -> None:
+    """Forgets that others read the block."""
+
+
+def _release_whoever_asks(manager: BlockManager, slot: int, request_id: str) -> None:
+    if manager._tables.owner_of(slot) is not None:
+        manager._pool.drop(manager._tables.give_back(slot)[::-1])
+        del manager._chains[slot]
+
+
+def _append_in_silence(tables: SlotTables, slot: int, blocks: np.ndarray) -> None:
+    count = tables.updates._count
+    _append_to(tables, slot, blocks)
+    tables.updates._count = count
+
+
+def _move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> None:
+    digest = index.digest_of[source]
+    _move(index, source, target)
+    if digest is not None:
+        index.block_of[digest] = source
+
+
+def _unpack_and_keep(host: HostTier, request_id: str) -> Parcel | None:
+    return host.parcels.get(request_id)
+
+
+def _give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:
+    awaited = blocks[host.is_awaited_P[blocks]]
+    host.is_awaited_P[awaited] = False
+    for block in awaited.tolist():
+        host.pool.drop(np.array(host.ins.cancel(np.array([block], np.int32)), np.int32))
+
+
+def _queue_out_once(host: HostTier, source: int, target: int) -> None:
+    host.outs.setdefault(target, source)
+
+
+def _pack_full_blocks(
+    host: HostTier, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int
+) -> None:
+    _pack(host, request_id, blocks[: len(chain)], origins, chain, num_tokens)
+
+
+def _take_without_end(host: HostTier) -> tuple[np.ndarray, np.ndarray]:
+    outs_C2, ins_C2 = _take_moves(host)
+    host.ins.pop_taken()
+    return outs_C2, ins_C2
+
+
+def _false(*_: object) -> bool:
+    """Never."""
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """Left out."""
+
+
+def _one(*_: object) -> int:
+    """Nobody else."""
+    return 1
+
+
+MUTANTS: dict[str, list[Patch]] = {
+    "m1 free list double insert": [(BlockPool, "_settle", _settle_twice)],
+    "m4 eviction leaves the hash entry": [(BlockPool, "_evict", _evict_and_leave_the_entry)],
+    "m5 hit length is the full prompt": [(PrefixIndex, "find", _find_all)],
+    "m6 salt not in the first hash": [(PrefixIndex, "find", _find_for_nobody)],
+    "m8 abort frees blocks of a step in flight": [(BlockPool, "drop", _drop_at_once)],
+    "m8 the first acknowledgement frees all": [(StepFence, "end", _end_all)],
+    "m8 a second release does not wait anew": [(StepFence, "hold", _hold_by_the_first_release)],
+    "m22 failed allocation half applied": [(BlockPool, "allocate", _allocate_half)],
+    "m13 tainted blocks stay in the index": [(BlockManager, "taint", _nothing)],
+    "tokens are not compared on a hit": [(PrefixIndex, "_proven", _proven_without_looking)],
+    "a shared tail is written in place": [(Growth, "_copy_on_write", _write_in_place)],
+    "a sharer counts as none": [(Growth, "_num_owners", _one)],
+    "heads are given up before tails": [(BlockPool, "drop", _drop_heads_first)],
+    "a stranger can release": [(BlockManager, "release", _release_whoever_asks)],
+    "a row is written and not reported": [(SlotTables, "append_to", _append_in_silence)],
+    "rows of a dead request are reported": [(UpdateLog, "drop_slot", _nothing)],
+    "a copy does not keep its source": [(Growth, "drop_sources", _nothing)],
+    "host: a block is read before it is back": [(BlockManager, "is_awaited", _false)],
+    "host: a block is freed twice": [(HostTier, "unpack", _unpack_and_keep)],
+    "host: an entry points to the wrong tier": [(PrefixIndex, "move", _move_and_leave_the_name)],
+    "host: a cancel leaves its copy queued": [(HostTier, "abandon", _nothing)],
+    "host: a cancel promises what never came": [(HostTier, "abandon", _give_up_the_queue_only)],
+    "host: copies out are left out": [(HostTier, "_queue_out", _nothing)],
+    "host: a block that is given up twice keeps its first copy": [(HostTier, "_queue_out", _queue_out_once)],
+    "host: half full blocks stay behind": [(HostTier, "pack", _pack_full_blocks)],
+    "host: sources of copies in are not given back": [(HostTier, "take", _take_without_end)],
+    "host: sources of copies in are anybody's": [(HostTier, "hold", _nothing)],
+    "host: nothing is kept": [(HostTier, "drop_each", _nothing)],
+}
+
 
 MAX_SEEDS = 60
 

@@ -165,8 +165,8 @@ def _speed(how: str, folder: Path) -> None:
         assert any(opponent in source_of(module) for module in modules)
 
 
-@shows("every fast path equals a slow obvious twin, on CPUs with fewer instructions too")
-def _twins(how: str, folder: Path) -> None:
+@shows("every fast path equals a slow obvious reference, on CPUs with fewer instructions too")
+def _references(how: str, folder: Path) -> None:
     # Of all tests that need no GPU each is in exactly one of the two runs.
     assert re.findall(r'-m "([^"]+)"', recipe(how, "test")) == ["not gpu and not alone", "alone and not gpu"]
     hidden = recipe(how, "test-isa")
@@ -174,9 +174,9 @@ def _twins(how: str, folder: Path) -> None:
     paths = set(re.findall(r"(?<!--ignore )(tests/[\w/.]+)", hidden))
     assert "tests/model" in paths
     assert all(num_tests(path) for path in paths)
-    twins = node("test_products_of_each_class_are_those_of_the_reference", "tests/model")
+    references = node("test_products_of_each_class_are_those_of_the_reference", "tests/model")
     if machine_isa() >= Isa.AVX2:
-        run(sys.executable, "-m", "pytest", twins, OCTAVO_CPU_ISA="avx2")
+        run(sys.executable, "-m", "pytest", references, OCTAVO_CPU_ISA="avx2")
 
 
 @shows("clients and gateways of others drive it as it stands")

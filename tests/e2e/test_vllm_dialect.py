@@ -27,7 +27,7 @@ def request(index: int, num_tokens: int, *, stream: bool = True) -> vllm.Generat
 
 
 def expected(sent: vllm.GenerateRequest, model: OracleModel, index: int = 0) -> list[int]:
-    """What the oracle's slow twin says. index: of the output."""
+    """What the oracle's slow reference says. index: of the output."""
     params = sent.sampling_params
     sampling = SamplingParams(seed=params.seed + index, max_tokens=params.max_tokens, ignore_eos=True)
     return oracle_tokens(list(sent.tokenized.input_ids), sampling, model=model, max_total_tokens=2048)

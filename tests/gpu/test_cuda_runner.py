@@ -14,7 +14,7 @@ from octavo.model import ModelConfig
 from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.worker.cuda_runners import SAMPLING, Hand, chunk, prompt, twins, world
+from tests.support.worker.cuda_runners import SAMPLING, Hand, chunk, prompt, runner_pair, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,14 +33,14 @@ WIDE = ModelConfig(
 
 @pytest.mark.parametrize("num_blocks", [11, 64])
 def test_recorded_steps_serve_the_tokens_of_the_torch_runner(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = world(twins(num_blocks=num_blocks, launching=Launching.GRAPHS), monkeypatch, num_blocks=num_blocks)
+    here = world(runner_pair(num_blocks=num_blocks, launching=Launching.GRAPHS), monkeypatch, num_blocks=num_blocks)
     serve(here, count=24, longest_prompt=30, most_tokens=16)
     assert (here.scheduler.counters.num_preemptions > 0) == (num_blocks == 11)
 
 
 def test_many_rows_of_real_heads_over_a_pool_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_blocks": 300, "max_slots": 20, "max_model_len": 400, "max_batch_tokens": 96}
-    runner = twins(WIDE, launching=Launching.GRAPHS, **sizes)
+    runner = runner_pair(WIDE, launching=Launching.GRAPHS, **sizes)
     here = world(runner, monkeypatch, **sizes)
     serve(here, count=40, longest_prompt=200, most_tokens=60)
     assert here.scheduler.counters.num_preemptions > 0
@@ -62,7 +62,7 @@ def serve(here: object, *, count: int, longest_prompt: int, most_tokens: int) ->
 
 
 def test_a_step_without_memory_is_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand = Hand(twins(launching=Launching.GRAPHS))
+    hand = Hand(runner_pair(launching=Launching.GRAPHS))
     hand.join(0, prompt(0, 5))
     hand.step(prefill=(chunk(0, 0, 5),))
     fast = hand.runner.fast
@@ -82,7 +82,7 @@ def test_a_step_without_memory_is_that_step_alone(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.alone
 def test_memory_stays_where_it_was_after_many_steps() -> None:
-    hand = Hand(twins(launching=Launching.GRAPHS))
+    hand = Hand(runner_pair(launching=Launching.GRAPHS))
 
     def work(rounds: int) -> None:
         for seed in range(rounds):
@@ -101,10 +101,10 @@ def test_memory_stays_where_it_was_after_many_steps() -> None:
 
 LOST = """
 import numpy as np, torch
-from tests.support.worker.cuda_runners import Hand, chunk, prompt, twins
+from tests.support.worker.cuda_runners import Hand, chunk, prompt, runner_pair
 from octavo.worker.runners.cuda.runner import DeviceLost
 from octavo.worker.runners.cuda.graph_runner import Launching
-hand = Hand(twins(launching=Launching.GRAPHS))
+hand = Hand(runner_pair(launching=Launching.GRAPHS))
 hand.join(0, prompt(0, 5))
 hand.step(prefill=(chunk(0, 0, 5),))
 hand.runner.fast._rows.put_blocks(np.asarray([[0, 0, 2**30]], np.int32))

@@ -17,7 +17,7 @@ from tests.gpu.test_gpu_deterministic import LIMITS
 from tests.support.model.checkpoints import QWEN3
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
 from tests.support.model.qwen3 import SHAPE, write_qwen3
-from tests.support.worker.cuda_runners import cuda_runner, twins, world
+from tests.support.worker.cuda_runners import cuda_runner, runner_pair, world
 from tests.support.worker.invariance import check
 
 pytestmark = [
@@ -61,7 +61,9 @@ def test_packed_checkpoints_are_green(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_blocks", [11, 64])
 def test_recorded_steps_serve_the_tokens_of_the_torch_runner(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = world(twins(CONFIG, num_blocks=num_blocks, launching=Launching.GRAPHS), monkeypatch, num_blocks=num_blocks)
+    here = world(
+        runner_pair(CONFIG, num_blocks=num_blocks, launching=Launching.GRAPHS), monkeypatch, num_blocks=num_blocks
+    )
     serve(here, count=24, longest_prompt=30, most_tokens=16)
     assert (here.scheduler.counters.num_preemptions > 0) == (num_blocks == 11)
 

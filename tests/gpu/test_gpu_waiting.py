@@ -15,7 +15,7 @@ from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.runners.interface import StepMasks
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.worker.cuda_runners import VOCAB, Hand, chunk, prompt, twins
+from tests.support.worker.cuda_runners import VOCAB, Hand, chunk, prompt, runner_pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, source="unread here")
@@ -35,7 +35,7 @@ def waiting_forbidden() -> Iterator[None]:
 
 @pytest.mark.parametrize("has_grammar", [True, False], ids=["grammar", "recorded"])
 def test_nothing_waits_between_two_steps(has_grammar: bool) -> None:
-    hand = Hand(twins(launching=Launching.GRAPHS))
+    hand = Hand(runner_pair(launching=Launching.GRAPHS))
     filters = {"temperature": 9.0, "top_k": 70, "top_p": 0.9, "typical_p": 0.9, "num_logprobs": 5}
     masks = {"logit_bias": {3: 1.0}, "bad_words": ((1, 2), (5,)), "min_tokens": 9, "stop_token_ids": (4,)}
     hand.join(0, prompt(0, 5), **filters, **(masks if has_grammar else {}))

@@ -1,4 +1,5 @@
-"""Which texts each kind of grammar takes, with a tokenizer of single bytes; the twins are Python's re and by hand."""
+"""Which texts each kind of grammar takes, with a tokenizer of single bytes; the references are Python's re and by
+hand."""
 
 import json
 import re

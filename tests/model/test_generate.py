@@ -1,4 +1,4 @@
-"""The oracle, and the paged twin that must give the same."""
+"""The oracle, and the paged reference that must give the same."""
 
 import pytest
 import torch

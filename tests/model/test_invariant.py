@@ -91,7 +91,7 @@ def test_integers_too() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 32, 64), (7, 33, 10), (8, 70, 96), (9, 31, 5), (17, 100, 160)])
-def test_a_product_equals_its_twin_and_its_rows_are_their_own(M: int, N: int, K: int) -> None:
+def test_a_product_equals_its_reference_and_its_rows_are_their_own(M: int, N: int, K: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
     packed = invariant.InvariantWeight.pack(weight, bias)
@@ -103,7 +103,7 @@ def test_a_product_equals_its_twin_and_its_rows_are_their_own(M: int, N: int, K:
 
 
 @needs_compiler
-def test_norm_and_silu_in_fp32_equal_their_twins() -> None:
+def test_norm_and_silu_in_fp32_equal_their_references() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 96) * 3, torch.randn(96)
     torch.testing.assert_close(invariant.rms_norm(x, weight, 1e-6), plain_rms_norm(x, weight, 1e-6))

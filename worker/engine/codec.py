@@ -49,7 +49,7 @@ def _kv_event(event: BlockEvent) -> KvEvent:
 
 
 # Gateways hear what is cached here: every change at once, and those that join all the rest, a part of a bounded size a
-# step, whoever else waits.
+# step, whichever others wait.
 #
 # A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they
 # like (`blockmgr.prefix_index`). Gateways that join together take turns: a step never waits for more than one part.
@@ -70,7 +70,7 @@ class KvEventPublisher:
 
     @property
     def is_due(self) -> bool:
-        """Whether somebody has not heard everything yet."""
+        """Whether a gateway has not heard everything yet."""
         return bool(self._walks)
 
     def begin(self, gateway: GatewayIndex) -> None:
@@ -91,7 +91,7 @@ class KvEventPublisher:
             self._outbox.put_all(message)
 
     def publish_part(self) -> None:
-        """To whoever has waited longest. All changes so far must have been told."""
+        """To the gateway that has waited longest. All changes so far must have been told."""
         if not self._walks:
             return
         gateway, walk = self._walks.popitem(last=False)

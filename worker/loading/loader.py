@@ -262,7 +262,7 @@ def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> 
 
 def wants_cuda_runner(config: WorkerConfig) -> bool:
     """Whether steps run by our own kernels: on a CUDA device with triton, unless an attention backend is named or
-    activations are watched, which is the slow twin's business."""
+    activations are watched, which is the slow reference's business."""
     if torch.device(config.device).type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return config.attention_backend is None and config.check_numerics is CheckNumerics.OFF

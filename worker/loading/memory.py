@@ -226,7 +226,7 @@ def weights_bytes(model: CausalLM) -> int:
 
 def activation_bytes(config: ModelConfig, *, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
     """The most that one step holds besides weights and pool, estimated from the shapes that live at the same time:
-    the stream and its copies, QKV with its rotated twin (and one with normalised heads), gate and up with their
+    the stream and its copies, QKV with its rotated copy (and one with normalised heads), gate and up with their
     product, fp32 logits of every row with two temporaries of the sampler."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     copies = 6 if config.family.has_qk_norm else 4

@@ -159,7 +159,7 @@ StepOutputs = dict[GatewayIndex, GatewayOutput]
 
 
 class OutputBuffer:
-    """Collects news until somebody takes them."""
+    """Collects news until they are taken."""
 
     def __init__(self) -> None:
         self._tokens: dict[GatewayIndex, tuple[np.ndarray, np.ndarray]] = {}

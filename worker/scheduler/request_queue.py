@@ -28,7 +28,7 @@ from octavo.worker.scheduler.slot_state import SlotState
 _SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
 
 
-# What each tenant has been served, so that the next turn goes to whoever had least for its weight.
+# What each tenant has been served, so that the next turn goes to the tenant that had least for its weight.
 #
 # Start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens, charged as they are computed since nobody knows how
 # long an output gets (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the prompt when its
@@ -191,7 +191,7 @@ class WaitingHeap:
         return self._by_rank[0][-1] if self._by_rank else None
 
     def contends(self, priority: int, now_s: float) -> bool:
-        """Whether somebody here has this priority, or is aged; nobody has a higher one."""
+        """Whether a request here has this priority, or is aged; none has a higher one."""
         head = self.head(now_s)
         return head is not None and (head.is_aged or head.run.priority == priority)
 

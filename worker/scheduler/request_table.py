@@ -22,7 +22,7 @@ from octavo.worker.scheduler.slot_state import SlotState
 
 # Which outputs end with the token that they just got: by a stop token, or by length.
 #
-# The vectorised check and its slow obvious twin, which tests compare. Text stops are the gateway's.
+# The vectorised check and its slow obvious reference, which tests compare. Text stops are the gateway's.
 
 
 class TokenVerdict(Enum):
@@ -49,7 +49,7 @@ def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tu
 def judge(
     sampling: SamplingParams, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
 ) -> TokenVerdict:
-    """The twin: what the last token of ``output`` does. limit: tokens of prompt and output."""
+    """The reference: what the last token of ``output`` does. limit: tokens of prompt and output."""
     is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)
     if is_stop and len(output) > sampling.min_tokens:
         return TokenVerdict.STOPS

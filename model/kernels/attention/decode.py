@@ -85,7 +85,8 @@ def decode_attention_reference(
     args: DecodeArgs,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The obvious twin in float32, one sequence after the other. Writes the pools too; returns out_BNH, float32."""
+    """The obvious reference in float32, one sequence after the other. Writes the pools too; returns out_BNH,
+    float32."""
     N, K, H = args.num_heads, args.num_kv_heads, args.head_dim
     out_BNH = torch.empty(len(qkv_BC), N, H)
     for b, row in enumerate(args.rows_B.tolist()):

@@ -80,7 +80,7 @@ class DecodeWork:
 
 
 def plan_work_reference(rows_B: list[int], positions_B: list[int], limits: WorkLimits) -> list[tuple[int, ...]]:
-    """The obvious twin of `plan_work`: the items."""
+    """The obvious reference of `plan_work`: the items."""
     chunk = limits.chunk_tokens(sum(positions_B))
     whole, large_ends, small_ends, first = [], [], [], 0
     for b, (row, position) in enumerate(zip(rows_B, positions_B, strict=True)):

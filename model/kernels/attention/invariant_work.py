@@ -69,7 +69,7 @@ def items_of_tile(tile_tokens: int) -> int:
 def plan_invariant_reference(
     decodes: list[tuple[int, int]], tiles: list[tuple[int, int, int, int]], tile_tokens: int
 ) -> list[tuple[int, ...]]:
-    """The obvious twin: items without the last field, empty ones of tiles included. decodes: (row, position)."""
+    """The obvious reference: items without the last field, empty ones of tiles included. decodes: (row, position)."""
     items: list[tuple[int, ...]] = []
     for row, first, position, count in tiles:
         for done in range(0, items_of_tile(tile_tokens) * tile_tokens, tile_tokens):

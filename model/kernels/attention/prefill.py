@@ -61,7 +61,7 @@ def prefill_attention_reference(
     tiles_W4: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The obvious twin in float32, query by query; rows of q without a tile stay NaN."""
+    """The obvious reference in float32, query by query; rows of q without a tile stay NaN."""
     T, N, H = q_TNH.shape
     K, S = k_pool_PKSH.shape[1:3]
     out_TNH = torch.full((T, N, H), float("nan"))

@@ -1,8 +1,9 @@
 """Queries, keys and values of many tokens from the raw QKV product: scale, bias, norm of each query and key head, RoPE,
 and the write into the cache.
 
-The prefill twin of what decode attention does for its one token. The scale is the RMSNorm's, one per token; its weight
-is folded into the matrix. Bias and norm of heads are compiled in only for the families that have them (model/families).
+The prefill counterpart of what decode attention does for its one token. The scale is the RMSNorm's, one per token; its
+weight is folded into the matrix. Bias and norm of heads are compiled in only for the families that have them
+(model/families).
 
 Legend: T tokens · R rows of the state · M table width · N query heads · K kv heads · H head dim · C = (N + 2K)·H, the
 columns of the product · D model dim · P blocks · S block size · L positions of the RoPE table.
@@ -29,7 +30,7 @@ def rope_write_reference(
     eps: float,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The obvious twin in float32, token by token. Writes the pools; returns q_TNH."""
+    """The obvious reference in float32, token by token. Writes the pools; returns q_TNH."""
     K, S, H = k_pool_PKSH.shape[1:]
     heads = []
     for t, (row, position) in enumerate(zip(row_T.tolist(), position_T.tolist(), strict=True)):

@@ -53,7 +53,7 @@ MOST_BLOCKS = 8
 
 
 def silu_mul_reference(gate_up_T2I: torch.Tensor, x_TD: torch.Tensor, eps: float) -> torch.Tensor:
-    """The obvious twin, float32."""
+    """The obvious reference, float32."""
     scale_T1 = torch.rsqrt(x_TD.float().square().mean(dim=-1, keepdim=True) + eps)
     gate_TI, up_TI = (gate_up_T2I.float() * scale_T1).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TI) * up_TI

@@ -59,7 +59,7 @@ def is_faster(num_tokens: int, gate_up_ED: torch.Tensor) -> bool:
 
 
 def gate_up_product_reference(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
-    """The obvious twin, float32."""
+    """The obvious reference, float32."""
     gate_TI, up_TI = ((x_TD.float() * scale_T[:, None]) @ gate_up_ED.float().T).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TI) * up_TI
 

@@ -3,8 +3,8 @@
 A library picks kernels by the number of rows, and cuts the sum over the inputs by what keeps the device busy. Here the
 sum is cut by the matrix alone, into splits that are added up in order, and within a split it runs over the inputs in
 order. Weights stand on the side of the product whose instruction has one size, tokens on the other; an output element
-reads its own row of W and its own token and no other. So whatever the tile and whoever adds the splits up, a token's
-bits are the same (tests/model/kernels/test_invariant_product.py compares them, on a device too).
+reads its own row of W and its own token and no other. So whatever the tile and whichever program adds the splits up, a
+token's bits are the same (tests/model/kernels/test_invariant_product.py compares them, on a device too).
 
     few tokens     a program for each (tile of outputs, tile of tokens, split); a second kernel adds the splits up
     many tokens    a program for each (tile of outputs, tile of tokens) goes through the splits itself
@@ -83,7 +83,7 @@ def part_elements(num_tokens: int, num_outputs: int, num_inputs: int) -> int:
 def product_reference(
     x_TK: torch.Tensor, weight_OK: torch.Tensor, residual_TO: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The obvious twin, float32."""
+    """The obvious reference, float32."""
     out_TO = x_TK.float() @ weight_OK.float().T
     return out_TO if residual_TO is None else out_TO + residual_TO.float()
 

@@ -93,7 +93,7 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 
 
 def quant_product_reference(x_TI: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """The obvious twin, float32 and without bias."""
+    """The obvious reference, float32 and without bias."""
     if isinstance(weight, GroupedWeight):
         step, group = weight.group_size, weight.codes().float()
         scale_OI = weight.scale_GO.T.float().repeat_interleave(step, 1)

@@ -58,7 +58,7 @@ class SplitRoom:
 
 
 def add_product_reference(x_TO: torch.Tensor, y_TK: torch.Tensor, weight_OK: torch.Tensor) -> torch.Tensor:
-    """The obvious twin of `split_add_product`, float32."""
+    """The obvious reference of `split_add_product`, float32."""
     return x_TO.float() + y_TK.float() @ weight_OK.float().T
 
 
@@ -143,7 +143,7 @@ def split_add_product(
 
 
 def gate_up_reference(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, eps: float) -> torch.Tensor:
-    """The obvious twin of `dot_gate_up`, float32."""
+    """The obvious reference of `dot_gate_up`, float32."""
     return gate_up_product_reference(x_TD, gate_up_ED, rms_scale_reference(x_TD, eps))
 
 

@@ -21,7 +21,7 @@ RING = 32
 
 
 def banned_reference(output_ids: list[int], words: list[tuple[int, ...]]) -> set[int]:
-    """The obvious twin: ids that may not come next."""
+    """The obvious reference: ids that may not come next."""
     return {word[-1] for word in words if len(word) == 1 or tuple(output_ids[-len(word) + 1 :]) == word[:-1]}
 
 

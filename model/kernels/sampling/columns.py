@@ -99,7 +99,7 @@ def load_part(columns, start, PART: tl.constexpr):
 def move_biased_reference(
     logits_BV: torch.Tensor, rows_B: torch.Tensor, biases: dict[int, dict[int, float]]
 ) -> list[dict[int, float]]:
-    """The obvious twin: each row's sums by id. Changes the logits. biases: by row, then by id."""
+    """The obvious reference: each row's sums by id. Changes the logits. biases: by row, then by id."""
     sums = []
     for b, row in enumerate(rows_B.tolist()):
         wanted = biases.get(row, {})

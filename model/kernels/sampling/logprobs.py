@@ -26,7 +26,8 @@ _BEST_GROUPS = 32  # a power of two that MAX_TOP groups fit into
 def logprobs_reference(
     logits_BV: torch.Tensor, token_B: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The obvious twin: chosen_B, top ids and log-probabilities [B, MAX_TOP]; of equal ones, the least id first."""
+    """The obvious reference: chosen_B, top ids and log-probabilities [B, MAX_TOP]; of equal ones, the least id
+    first."""
     logprobs_BV = logits_BV[:, :vocab_size].float().log_softmax(dim=-1)
     top, ids = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     chosen_B = logprobs_BV.gather(1, token_B.long()[:, None]).squeeze(1)

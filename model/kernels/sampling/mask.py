@@ -33,7 +33,7 @@ def packed_mask(is_allowed_V: np.ndarray) -> np.ndarray:
 
 
 def forbid_reference(logits_NV: torch.Tensor, mask_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The obvious twin for one mask a row."""
+    """The obvious reference for one mask a row."""
     bits = (mask_NW[:, :, None] >> torch.arange(32, device=mask_NW.device)) & 1
     is_allowed_NV = bits.flatten(1)[:, :vocab_size].bool()
     masked_NV = logits_NV.clone()

@@ -29,7 +29,8 @@ def num_parts(vocab_size: int) -> int:
 def sample_reference(
     logits_BV: torch.Tensor, temperature_B: torch.Tensor, seed_B: torch.Tensor, index_B: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The obvious twin on the CPU: tokens_B (int64) and is_finite_B. seed_B: int64 with the bits of the uint64 seed."""
+    """The obvious reference on the CPU: tokens_B (int64) and is_finite_B. seed_B: int64 with the bits of the uint64
+    seed."""
     x_BV = logits_BV[:, :vocab_size].float()
     is_finite_B = torch.isfinite(x_BV.max(dim=-1).values) & ~x_BV.isnan().any(dim=-1)
     keys = torch.from_numpy(row_keys(seed_B.numpy().view("uint64"), index_B.numpy()))

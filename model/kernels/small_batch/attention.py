@@ -52,7 +52,7 @@ def narrow_attention_reference(
     table_RM: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The obvious twin in float32: part_BWNH and log_BWN (base 2), NaN where a row has no such part."""
+    """The obvious reference in float32: part_BWNH and log_BWN (base 2), NaN where a row has no such part."""
     B, N, H = q_BNH.shape
     K, S = k_pool_PKSH.shape[1:3]
     parts, logs = torch.full((B, MAX_SPLITS, N, H), float("nan")), torch.full((B, MAX_SPLITS, N), float("nan"))
@@ -174,7 +174,7 @@ def narrow_attention(
 def combine_reference(
     part_BWNH: torch.Tensor, log_BWN: torch.Tensor, rows_B: torch.Tensor, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """The obvious twin of `combine`: float32 [B, N, H]."""
+    """The obvious reference of `combine`: float32 [B, N, H]."""
     rows = []
     for b, row in enumerate(rows_B.tolist()):
         count = cut_context(int(position_R[row]))[1]

@@ -24,7 +24,7 @@ from octavo.model.kernels.small_batch.launch import (
 
 
 def narrow_gate_up_reference(x_BD: torch.Tensor, gate_up_ED: torch.Tensor, eps: float) -> torch.Tensor:
-    """The obvious twin of `narrow_gate_up`, float32."""
+    """The obvious reference of `narrow_gate_up`, float32."""
     x = x_BD.float() * torch.rsqrt(x_BD.float().square().mean(dim=-1, keepdim=True) + eps)
     gate_BI, up_BI = (x @ gate_up_ED.float().T).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_BI) * up_BI

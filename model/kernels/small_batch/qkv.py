@@ -39,7 +39,7 @@ def narrow_qkv_reference(
     sin_LH: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """The obvious twin in float32, row by row. Writes the pools; returns q_BNH."""
+    """The obvious reference in float32, row by row. Writes the pools; returns q_BNH."""
     K, S, H = k_pool_PKSH.shape[1:]
     queries = []
     for b, row in enumerate(rows_B.tolist()):

@@ -41,7 +41,7 @@ ROWS: dict[int, Row] = {
         "preemption that waits for itself",
         "tests/sim/test_exhaustive.py::test_there_is_no_deadlock_and_no_way_round_in_circles",
         "tests/worker/scheduler/test_scheduler_progress.py::"
-        "test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says",
+        "test_tiny_pools_come_to_an_end_and_every_output_is_what_the_reference_says",
     ),
     22: row(
         "the donor of a shared prefix leaves",

@@ -78,7 +78,7 @@ async def test_each_output_has_its_own_deltas_and_its_own_end(serve: Any) -> Non
     assert {index: each.receipt.seed for index, each in finished.items()} == {0: 2**64 - 1, 1: 0, 2: 1}
 
 
-async def test_the_unary_twin_has_the_further_outputs(serve: Any) -> None:
+async def test_the_unary_form_has_the_further_outputs(serve: Any) -> None:
     async with serve(numbered(3)) as served:
         generate = pb.GenerateRequest(text="Hello", num_outputs=3, output=pb.OutputOptions(format=BOTH))
         answer = await served.inference.Complete(pb.CompleteRequest(generate=generate))

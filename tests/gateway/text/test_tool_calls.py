@@ -38,7 +38,7 @@ def merged(index: int, pieces: list[CallPiece]) -> tuple[str, str, bool]:
 
 
 def check(text: str) -> Result:
-    """As a whole, by characters, and in halves at every place: always the same, and as the twin has it."""
+    """As a whole, by characters, and in halves at every place: always the same, and as the reference has it."""
     whole = parse([text])
     assert parse(list(text)) == whole
     for cut in range(len(text) + 1):

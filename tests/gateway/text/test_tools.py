@@ -56,7 +56,7 @@ async def test_a_call_is_streamed_as_it_comes_and_its_text_is_not_text(serve: An
     assert finished.reason == pb.FINISH_REASON_TOOL_CALLS
 
 
-async def test_the_unary_twin_gives_whole_calls(serve: Any, tiny_text: ModelText) -> None:
+async def test_the_unary_form_gives_whole_calls(serve: Any, tiny_text: ModelText) -> None:
     async with serve(saying(f"{CALL}\n{CALL}", tiny_text)) as served:
         response = await served.inference.Complete(pb.CompleteRequest(generate=chat()))
     assert response.text == ""

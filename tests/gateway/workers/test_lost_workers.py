@@ -57,20 +57,20 @@ async def test_a_killed_process_is_noticed_at_once(pool: WorkerPool, dial: Dial,
 async def test_an_id_whose_process_lives_is_not_taken_over(pool: WorkerPool, dial: Dial, sleeper: Sleeper) -> None:
     former = dial(pid=sleeper.pid, pid_namespace=pid_namespace())
     await former.join(pool)
-    twin = dial()
-    await twin.send(twin.register)
-    assert "in use by the running process" in (await twin.expect(Refused)).reason
+    second = dial()
+    await second.send(second.register)
+    assert "in use by the running process" in (await second.expect(Refused)).reason
     assert [view.epoch for view in pool.workers()] == [former.epoch]
 
 
 async def test_a_restarted_worker_is_taken_at_once(pool: WorkerPool, dial: Dial, sleeper: Sleeper) -> None:
     await dial(pid=sleeper.pid, pid_namespace=pid_namespace()).join(pool)
     _, sink = open_one(pool)
-    twin = dial()
+    second = dial()
     sleeper.kill()
     sleeper.wait()  # the pool has no turn of the loop between the end of the process and the registration
-    await twin.send(twin.register)
-    assert await twin.expect(Welcome) == Welcome(gateway_id=pool.gateway_id, epoch=twin.epoch)
+    await second.send(second.register)
+    assert await second.expect(Welcome) == Welcome(gateway_id=pool.gateway_id, epoch=second.epoch)
     assert sink.calls == [("lost", "WORKER_LOST")]
 
 

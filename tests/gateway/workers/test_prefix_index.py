@@ -1,4 +1,4 @@
-"""The prefix index against an obvious twin: per worker, a plain list of cached (salt, tokens) prefixes."""
+"""The prefix index against an obvious reference: per worker, a plain list of cached (salt, tokens) prefixes."""
 
 from collections.abc import Sequence
 
@@ -121,7 +121,7 @@ def test_a_worker_that_stores_without_end_does_not_grow_the_index() -> None:
     assert sum(map(len, index._by_hash.values())) <= 50
 
 
-class Twin:
+class Reference:
     """A worker's cache as it is: prefixes by their hash, each with its parent's."""
 
     def __init__(self) -> None:
@@ -144,29 +144,29 @@ operations = st.lists(
 
 @given(operations, prompts, st.sampled_from(["", "s"]))
 @settings(max_examples=200)
-def test_it_matches_as_the_plain_twin_does(
+def test_it_matches_as_the_plain_reference_does(
     history: list[tuple[int, str, tuple[int, ...], str]], prompt: tuple[int, ...], salt: str
 ) -> None:
-    index, twins = PrefixIndex(block_size=BLOCK, max_nodes=10_000), {number: Twin() for number in (1, 2, 3)}
+    index, references = PrefixIndex(block_size=BLOCK, max_nodes=10_000), {number: Reference() for number in (1, 2, 3)}
     for worker, kind, tokens, its_salt in history:
-        twin = twins[worker]
+        reference = references[worker]
         if kind == "clear":
             index.apply(worker, CLEARED)
-            twin.prefixes.clear()
+            reference.prefixes.clear()
         elif kind == "remove":
             # Tails go before heads, as in the block manager; what is left is closed under prefixes.
-            for block_hash, (_, prefix) in sorted(twin.prefixes.items(), key=lambda item: -len(item[1][1]))[:1]:
+            for block_hash, (_, prefix) in sorted(reference.prefixes.items(), key=lambda item: -len(item[1][1]))[:1]:
                 assert prefix
                 index.apply(worker, removed(block_hash))
-                del twin.prefixes[block_hash]
+                del reference.prefixes[block_hash]
         else:
             parent = b""
             for end in range(BLOCK, len(tokens) + 1, BLOCK):
                 block_hash = repr((worker, its_salt, tokens[:end])).encode()
-                if block_hash not in twin.prefixes:
+                if block_hash not in reference.prefixes:
                     index.apply(worker, stored(block_hash, parent, tokens[end - BLOCK : end], its_salt))
-                    twin.prefixes[block_hash] = (its_salt, tokens[:end])
+                    reference.prefixes[block_hash] = (its_salt, tokens[:end])
                 parent = block_hash
-    expected = {worker: twin.longest(prompt, salt) for worker, twin in twins.items()}
+    expected = {worker: reference.longest(prompt, salt) for worker, reference in references.items()}
     assert index.match(ids(*prompt), salt) == {worker: tokens for worker, tokens in expected.items() if tokens}
-    assert len(index) == len({prefix for twin in twins.values() for prefix in twin.prefixes.values()})
+    assert len(index) == len({prefix for reference in references.values() for prefix in reference.prefixes.values()})

@@ -12,7 +12,7 @@ from octavo.model import BACKENDS, AttentionInputs, BackendName, get_backend, ma
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def dense_twin(q_QNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor, scale: float) -> torch.Tensor:
+def dense_reference(q_QNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor, scale: float) -> torch.Tensor:
     """One softmax over everything, every KV head repeated for its group, in float64."""
     group = q_QNH.shape[1] // k_CKH.shape[1]
     k_CNH, v_CNH = (x.double().repeat_interleave(group, dim=1) for x in (k_CKH, v_CKH))
@@ -63,7 +63,7 @@ class Case:
         assert out_TNH.shape == self.q_TNH.shape
         assert out_TNH.dtype == self.q_TNH.dtype
         queries = self.q_TNH.split([new for _, new in self.lens])
-        expected = [dense_twin(q, k, v, self.scale) for q, (k, v) in zip(queries, self.contexts, strict=True)]
+        expected = [dense_reference(q, k, v, self.scale) for q, (k, v) in zip(queries, self.contexts, strict=True)]
         return float((out_TNH.double() - torch.cat(expected)).abs().max())
 
 

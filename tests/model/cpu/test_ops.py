@@ -1,5 +1,5 @@
-"""The kernels in C against their twins in torch, at the edges of blocks and vectors, with poison where nothing may be
-read or written."""
+"""The kernels in C against their references in torch, at the edges of blocks and vectors, with poison where nothing
+may be read or written."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def units_apart(found: torch.Tensor, expected: torch.Tensor) -> int:
     """Largest distance in representable bf16 numbers; values near zero count as if they were 2**-6."""
-    wide, twin = found.float(), expected.float()
-    step = 2.0 ** (twin.abs().clamp(min=2.0**-6).log2().floor() - 7)
-    return int(((wide - twin).abs() / step).max().ceil())
+    wide, reference = found.float(), expected.float()
+    step = 2.0 ** (reference.abs().clamp(min=2.0**-6).log2().floor() - 7)
+    return int(((wide - reference).abs() / step).max().ceil())
 
 
 @pytest.mark.parametrize(("num_rows", "dim"), [(1, 896), (3, 16), (130, 896), (2, 3584)])

@@ -1,4 +1,4 @@
-"""Attention of prompts' chunks in C against its twin in torch, with poison wherever nothing may be read."""
+"""Attention of prompts' chunks in C against its reference in torch, with poison wherever nothing may be read."""
 
 import pytest
 import torch

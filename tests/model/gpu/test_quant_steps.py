@@ -54,19 +54,19 @@ def linears(layer: DecoderLayer) -> list[tuple[Linear, torch.Tensor | None]]:
 def prepare(kind: str) -> tuple[CausalLM, WeightFormat, CausalLM]:
     """A model, how its weights are taken, and a model of floats that computes the same."""
     model, floats = random_model(), random_model()
-    for layer, twin in zip(model.decoder_layers, floats.decoder_layers, strict=True):
-        for (linear, _), (twin_linear, norm) in zip(linears(layer), linears(twin), strict=True):
+    for layer, reference in zip(model.decoder_layers, floats.decoder_layers, strict=True):
+        for (linear, _), (reference_linear, norm) in zip(linears(layer), linears(reference), strict=True):
             if kind == "bf16":
                 continue
             if kind == "int4":
                 grouped = round_to_groups(linear.weight.data, bits=4, group_size=32)
                 order = torch.randperm(grouped.num_inputs, device=DEVICE).int()
                 linear.hold(replace(grouped, order_I=order))
-                twin_linear.weight.data = linear.quantized.dequantized()  # type: ignore[union-attr]
+                reference_linear.weight.data = linear.quantized.dequantized()  # type: ignore[union-attr]
                 continue
-            folded = twin_linear.weight.data * (1.0 if norm is None else norm)
+            folded = reference_linear.weight.data * (1.0 if norm is None else norm)
             quantized = Fp8Weight.quantize(folded) if kind == "fp8" else round_to_groups(folded, bits=8)
-            twin_linear.weight.data = quantized.dequantized() / (1.0 if norm is None else norm)
+            reference_linear.weight.data = quantized.dequantized() / (1.0 if norm is None else norm)
     return model, {"fp8": WeightFormat.FP8, "int8": WeightFormat.INT8}.get(kind, WeightFormat.BF16), floats
 
 

@@ -16,7 +16,7 @@ from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.params import Feature, features_of
 from octavo.wire.messages import SamplingParams
-from tests.support.model.sampling_references import Outcome, SamplingTwins
+from tests.support.model.sampling_references import Outcome, SamplingPair
 
 V = 300
 SAMPLING: list[dict[str, Any]] = [
@@ -60,52 +60,52 @@ def assert_same(got: Outcome, wanted: Outcome) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_all_parameters_get_the_tokens_and_log_probabilities_of_the_whole_sampler(dtype: torch.dtype) -> None:
-    twins = SamplingTwins(SAMPLING, seed=1, vocab=V)
+    pair = SamplingPair(SAMPLING, seed=1, vocab=V)
     for step in range(4):
         logits = logits_of(len(SAMPLING), seed=step, dtype=dtype)
         if dtype is torch.bfloat16:  # of equal logits, any may be told first
             distinct = torch.arange(0x3F80, 0x3F80 + V, dtype=torch.int16).view(dtype)
             logits[:, :V] = distinct[torch.randperm(V, generator=torch.Generator().manual_seed(step))]
-        wanted, got = twins.choose(logits)
+        wanted, got = pair.choose(logits)
         assert_same(got, wanted)
 
 
 def test_masks_of_a_step_are_for_their_rows_alone() -> None:
     sampling = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 9, "logit_bias": {11: 60.0}}]
-    twins = SamplingTwins(sampling, seed=2, vocab=V)
-    for row, params in enumerate(twins.params):  # as a runner has it where the request has a grammar
+    pair = SamplingPair(sampling, seed=2, vocab=V)
+    for row, params in enumerate(pair.params):  # as a runner has it where the request has a grammar
         plan = plan_row(params, features_of(params) | Feature.GRAMMAR, vocab_size=V)
         assert plan is not None
         assert Stage.GRAMMAR | Stage.CHOICE in plan.stages
-        twins.state.state.sampling_columns["method"][row] = int(plan.columns["method"])
+        pair.state.state.sampling_columns["method"][row] = int(plan.columns["method"])
     rng = np.random.default_rng(0)
     for step in range(3):
         allowed = rng.random((2, V)) < 0.05
         masks = TokenMasks(index_N=np.asarray([1, 2]), bits_NW=np.stack([packed_mask(row) for row in allowed]))
-        wanted, got = twins.choose(logits_of(3, seed=step), masks)
+        wanted, got = pair.choose(logits_of(3, seed=step), masks)
         assert_same(got, wanted)
         assert [allowed[0][got.tokens[1]], allowed[1][got.tokens[2]]] == [True, True]
 
 
 def test_a_bad_word_is_forbidden_only_where_its_beginning_was_just_said() -> None:
     words = ((10, 11), (11, 12, 13), (10, 11, 12, 13), tuple(range(20, 53)), (1, 1))
-    twins = SamplingTwins([{"temperature": 0.0, "bad_words": words}] * 6, seed=3, vocab=V, num_ids=6)
+    pair = SamplingPair([{"temperature": 0.0, "bad_words": words}] * 6, seed=3, vocab=V, num_ids=6)
     long = np.asarray([10, *range(20, 52)], np.int32)
     endings = ([10], [11, 12], [10, 11, 12], long.tolist(), [1], [11, 12])
     for row, said in enumerate(endings):
         num_prompt = 4 if row < 5 else 6
-        twins.put(row, np.asarray([1, 10, 11, 12, *said], np.int32), num_prompt)
+        pair.put(row, np.asarray([1, 10, 11, 12, *said], np.int32), num_prompt)
     logits = torch.zeros(6, V + 20)
     favourites = ([11, 40], [13, 40], [13, 40], [52, 40], [1, 40], [13, 40])
     for row, (first, second) in enumerate(favourites):
         logits[row, first], logits[row, second] = 9.0, 8.0
-    wanted, got = twins.choose(logits)
+    wanted, got = pair.choose(logits)
     assert_same(got, wanted)
     assert got.tokens == [40, 40, 40, 40, 40, 13]  # the last row's words begin in its prompt: allowed
     for step in range(8):
         logits = torch.zeros(6, V + 20)
         logits[:, 10 + step % 4] = 5.0
-        wanted, got = twins.choose(logits)
+        wanted, got = pair.choose(logits)
         assert_same(got, wanted)
 
 
@@ -115,7 +115,7 @@ def test_rows_that_their_masks_leave_nothing_are_told() -> None:
         {"temperature": 1.0, "allowed_token_ids": (7,), "bad_words": ((7,),), "top_k": 3, "logit_bias": {7: 3.0}},
         {"temperature": 1.0, "allowed_token_ids": (7,)},
     ]
-    wanted, got = SamplingTwins(sampling, seed=4, vocab=V).choose(logits_of(3, seed=1))
+    wanted, got = SamplingPair(sampling, seed=4, vocab=V).choose(logits_of(3, seed=1))
     assert got.is_exhausted == wanted.is_exhausted == [True, True, False]
     assert got.is_finite == wanted.is_finite == [True, True, True]
     assert got.tokens[2] == wanted.tokens[2] == 7
@@ -171,7 +171,7 @@ def test_a_row_with_a_temperature_alone_needs_no_kernel() -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_mixture_agrees(sampling: list[dict[str, Any]], seed: int) -> None:
-    twins = SamplingTwins(sampling, seed=seed, vocab=V)
+    pair = SamplingPair(sampling, seed=seed, vocab=V)
     for step in range(2):
-        wanted, got = twins.choose(logits_of(len(sampling), seed=seed + step))
+        wanted, got = pair.choose(logits_of(len(sampling), seed=seed + step))
         assert_same(got, wanted)

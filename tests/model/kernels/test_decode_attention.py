@@ -1,4 +1,4 @@
-"""Decode attention against its twin, on a GPU or in Triton's interpreter."""
+"""Decode attention against its reference, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def make_case(N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, 
     ],
 )
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True)], ids=["bias", "norm of heads"])
-def test_decode_attention_equals_its_twin(
+def test_decode_attention_equals_its_reference(
     N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, has_bias: bool, has_norm: bool
 ) -> None:
     if dtype == torch.bfloat16 and DEVICE == "cpu":
@@ -93,18 +93,18 @@ def test_decode_attention_equals_its_twin(
     for _ in range(2):  # the second launch finds the counters as the first left them
         plan_work(args.rows_B, args.position_R, args.work)
         decode_attention(qkv, x, bias, k_pool, v_pool, out, args, norm)
-    twin_args = DecodeArgs(
+    reference_args = DecodeArgs(
         **{
             name: value.cpu() if isinstance(value := getattr(args, name), torch.Tensor) else value
             for name in DecodeArgs.__dataclass_fields__
         }
     )
     bias, norm = (None if tensor is None else tensor.cpu() for tensor in (bias, norm))
-    expected = decode_attention_reference(qkv.cpu(), x.cpu(), bias, *pools, twin_args, norm)
+    expected = decode_attention_reference(qkv.cpu(), x.cpu(), bias, *pools, reference_args, norm)
     limit = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu().float(), expected, atol=limit, rtol=limit)
-    for pool, twin in zip((k_pool, v_pool), pools, strict=True):
-        torch.testing.assert_close(pool.cpu().float(), twin.float(), atol=limit, rtol=limit, equal_nan=True)
+    for pool, reference in zip((k_pool, v_pool), pools, strict=True):
+        torch.testing.assert_close(pool.cpu().float(), reference.float(), atol=limit, rtol=limit, equal_nan=True)
     assert int(args.work.arrived_BK.abs().sum()) == 0
 
 

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.support.model.sampling_references import SamplingTwins
+from tests.support.model.sampling_references import SamplingPair
 
 VOCAB, WIDTH = 5000, 5120
 SAMPLING: list[dict[str, Any]] = [
@@ -44,7 +44,7 @@ def spread_logits(rows: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_those_of_the_whole_sampler_step_after_step(dtype: torch.dtype) -> None:
-    both = SamplingTwins(SAMPLING, seed=1, vocab=VOCAB)
+    both = SamplingPair(SAMPLING, seed=1, vocab=VOCAB)
     for step in range(3):
         logits = spread_logits(len(SAMPLING), seed=step, dtype=dtype)
         logits[:, :VOCAB][both.seen()] += 4.0  # so that penalties decide
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_whole_sampler_step_after_step(dtype: torch.dtyp
 
 
 def test_a_flat_distribution_is_cut_past_the_candidates() -> None:
-    both = SamplingTwins(FLAT, seed=2, vocab=VOCAB)
+    both = SamplingPair(FLAT, seed=2, vocab=VOCAB)
     for step in range(2):
         wanted, got = both.choose(spread_logits(len(FLAT), seed=step, dtype=torch.float32))
         assert got == wanted, step
@@ -70,7 +70,7 @@ def test_any_number_of_candidates_and_any_temperature() -> None:
         {"temperature": 1e-30, "top_p": 0.9},
         {"temperature": 5e-5, "presence_penalty": 0.5},
     ]
-    both = SamplingTwins(sampling, seed=7, vocab=VOCAB)
+    both = SamplingPair(sampling, seed=7, vocab=VOCAB)
     for step in range(2):
         logits = spread_logits(len(sampling), seed=step, dtype=torch.float32)
         logits[4, :1000] = logits[4, :1000].clamp(max=3.0)
@@ -79,7 +79,7 @@ def test_any_number_of_candidates_and_any_temperature() -> None:
 
 
 def test_a_hot_row_draws_among_all_that_top_k_leaves() -> None:
-    both = SamplingTwins([{"temperature": 100.0, "top_k": 200}], seed=8, vocab=VOCAB)
+    both = SamplingPair([{"temperature": 100.0, "top_k": 200}], seed=8, vocab=VOCAB)
     logits = spread_logits(1, seed=3, dtype=torch.float32)
     best = set(logits[0, :VOCAB].topk(200).indices.tolist())
     drawn = set()
@@ -99,7 +99,7 @@ def test_typical_tokens_are_kept_after_the_other_filters() -> None:
         {"temperature": 1.0, "typical_p": 0.3, "top_p": 0.8, "min_p": 0.01},
         {"temperature": 1.2, "typical_p": 0.6, "repetition_penalty": 1.3},
     ]
-    both = SamplingTwins(sampling, seed=9, vocab=VOCAB)
+    both = SamplingPair(sampling, seed=9, vocab=VOCAB)
     for step in range(3):
         wanted, got = both.choose(spread_logits(len(sampling), seed=step, dtype=torch.float32))
         assert got == wanted, step
@@ -107,7 +107,7 @@ def test_typical_tokens_are_kept_after_the_other_filters() -> None:
 
 def test_equal_logits_stay_or_fall_together() -> None:
     sampling = [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_k": 64}]
-    both = SamplingTwins(sampling, seed=3, vocab=VOCAB)
+    both = SamplingPair(sampling, seed=3, vocab=VOCAB)
     logits = torch.zeros(3, WIDTH)
     logits[0, 100:4000:300] = 5.0
     logits[1, 7:4500:450] = 9.0
@@ -117,7 +117,7 @@ def test_equal_logits_stay_or_fall_together() -> None:
 
 
 def test_a_vocabulary_of_a_few_groups_and_rows_without_a_finite_logit() -> None:
-    both = SamplingTwins(SAMPLING[:8], seed=4, vocab=150)
+    both = SamplingPair(SAMPLING[:8], seed=4, vocab=150)
     logits = torch.randn(8, 160, generator=torch.Generator().manual_seed(1))
     wanted, got = both.choose(logits)
     assert got == wanted
@@ -132,9 +132,7 @@ def test_a_vocabulary_of_a_few_groups_and_rows_without_a_finite_logit() -> None:
 
 
 def test_more_ties_at_the_cut_than_candidates_are_all_in_the_draw() -> None:
-    both = SamplingTwins(
-        [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}] * 4, seed=5, vocab=VOCAB
-    )
+    both = SamplingPair([{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}] * 4, seed=5, vocab=VOCAB)
     logits = torch.zeros(8, WIDTH)
     logits[:, 10 : 10 + 64 * 77 : 64] = 5.0
     winners = set()
@@ -147,7 +145,7 @@ def test_more_ties_at_the_cut_than_candidates_are_all_in_the_draw() -> None:
 
 def test_a_token_of_the_prompt_is_repeated_but_not_present() -> None:
     sampling = [{"temperature": 0.0, "presence_penalty": 3.0}, {"temperature": 0.0, "repetition_penalty": 2.0}]
-    both = SamplingTwins(sampling, seed=6, vocab=VOCAB)
+    both = SamplingPair(sampling, seed=6, vocab=VOCAB)
     for row in range(2):
         ids = np.asarray([7, 8, 9], np.int32)
         both.put(row, ids, 2)

@@ -1,4 +1,4 @@
-"""Kernels that write and read keys and values as e4m3, against the twins they have with plain pools."""
+"""Kernels that write and read keys and values as e4m3, against the references they have with plain pools."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ class Cache:
         self.cos_LH, self.sin_LH = angle.cos(), angle.sin()
 
     def check_written(self) -> None:
-        """The twin wrote float32: what the kernel wrote is that, rounded, but for the rare tie."""
+        """The reference wrote float32: what the kernel wrote is that, rounded, but for the rare tie."""
         for small, plain in zip(self.small, self.plain, strict=True):
             found, expected = small.cpu().float(), to_fp8(plain).float()
             assert torch.equal(found.isnan(), expected.isnan())
@@ -93,11 +93,11 @@ def test_decode_attention(N: int, K: int, H: int, positions: list[int]) -> None:
             scale=H**-0.5, eps=EPS,
         )  # fmt: skip
 
-    here, twin = args(DEVICE), args("cpu")
+    here, reference = args(DEVICE), args("cpu")
     plan_work(here.rows_B, here.position_R, here.work)
     out = torch.full((B, N, H), float("nan"), dtype=DTYPE, device=DEVICE)
     decode_attention(*on_device(qkv, x, bias), *cache.small, out, here)
-    expected = decode_attention_reference(qkv, x, bias, *cache.plain, twin)
+    expected = decode_attention_reference(qkv, x, bias, *cache.plain, reference)
     cache.check_written()
     close(out, expected)
 

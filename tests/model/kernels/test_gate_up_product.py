@@ -1,4 +1,4 @@
-"""Gate, up and their activation in one product against the twin, on a GPU or in Triton's interpreter."""
+"""Gate, up and their activation in one product against the reference, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def check(T: int, D: int, I: int, dtype: torch.dtype, tiles: GateUpTiles) -> Non
         (300, 64, 96),  # five tiles of tokens: groups of two and a last one of one
     ],
 )
-def test_gate_up_product_equals_its_twin(T: int, D: int, I: int, dtype: torch.dtype) -> None:
+def test_gate_up_product_equals_its_reference(T: int, D: int, I: int, dtype: torch.dtype) -> None:
     check(T, D, I, dtype, SMALL)
 
 
@@ -55,7 +55,7 @@ def test_gate_up_product_equals_its_twin(T: int, D: int, I: int, dtype: torch.dt
 @pytest.mark.parametrize(
     ("T", "D", "I"), [(1024, 896, 4864), (2500, 896, 4864), (1100, 1536, 8960), (130, 3584, 18944), (8200, 64, 128)]
 )
-def test_the_tiles_that_serve_equal_the_twin(T: int, D: int, I: int, dtype: torch.dtype) -> None:
+def test_the_tiles_that_serve_equal_the_reference(T: int, D: int, I: int, dtype: torch.dtype) -> None:
     check(T, D, I, dtype, TILES)
 
 

@@ -75,7 +75,7 @@ class Cache:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (3, 3, 32), (2, 1, 128)])
-def test_every_token_equals_the_twin(N: int, K: int, H: int, dtype: torch.dtype) -> None:
+def test_every_token_equals_the_reference(N: int, K: int, H: int, dtype: torch.dtype) -> None:
     cache = Cache([1, 17, CHUNK_TOKENS + 5], N, K, H, dtype)
     decodes = [(0, 0), (1, 16), (2, CHUNK_TOKENS + 3)]
     chunks = [(2, 0, 20), (1, 15, 2), (2, CHUNK_TOKENS - 20, 25)]

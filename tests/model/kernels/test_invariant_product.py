@@ -45,7 +45,7 @@ def product(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 96, 64), (15, 130, 96), (17, 70, 2600), (70, 64, 200)])
-def test_a_product_equals_its_twin(T: int, O: int, K: int, dtype: torch.dtype) -> None:
+def test_a_product_equals_its_reference(T: int, O: int, K: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, residual = torch.randn(T, K).to(dtype), torch.randn(O, K).to(dtype), torch.randn(T, O).to(dtype)
     limit = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.5, "rtol": 1e-2}
@@ -100,7 +100,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_equals_its_twin_and_is_the_same_for_a_token_alone(dtype: torch.dtype) -> None:
+def test_silu_mul_equals_its_reference_and_is_the_same_for_a_token_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up, x = torch.randn(9, 2 * 1100).to(dtype).to(DEVICE), torch.randn(9, 96).to(dtype).to(DEVICE)
     out = torch.full((9, 1100), float("nan"), dtype=dtype, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The kernels for a few rows against their twins, on a GPU or in Triton's interpreter."""
+"""The kernels for a few rows against their references, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_blocks_waste_little() -> None:
     ("N", "K", "H", "D", "positions"),
     [(14, 2, 64, 896, [0]), (3, 1, 128, 200, [15, 16, 40]), (4, 4, 32, 96, [31, 0, 7, 18])],
 )
-def test_qkv_equals_its_twin(N: int, K: int, H: int, D: int, positions: list[int], dtype: torch.dtype) -> None:
+def test_qkv_equals_its_reference(N: int, K: int, H: int, D: int, positions: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     C, B = (N + 2 * K) * H, len(positions)
     rows, position_R, table, k_pool, v_pool = place(positions, K, H, dtype)
@@ -93,7 +93,7 @@ def test_qkv_equals_its_twin(N: int, K: int, H: int, D: int, positions: list[int
         (2, 2, 16, [700]),
     ],
 )
-def test_attention_equals_its_twin_part_by_part_and_added_up(
+def test_attention_equals_its_reference_part_by_part_and_added_up(
     N: int, K: int, H: int, positions: list[int], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_contexts_are_cut_into_whole_tiles() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("B", "D", "I"), [(1, 896, 48), (3, 200, 40), (2, 1536, 12), (8, 64, 7)])
-def test_products_equal_their_twins(B: int, D: int, I: int, dtype: torch.dtype) -> None:
+def test_products_equal_their_references(B: int, D: int, I: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     cut = Cut(rows=4, warps=4)
     x, gate_up, down = torch.randn(B, D).to(dtype), matrix(2 * I, D, dtype), matrix(D, I, dtype)

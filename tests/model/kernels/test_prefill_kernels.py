@@ -1,4 +1,4 @@
-"""The kernels of a prefill chunk against their twins, on a GPU or in Triton's interpreter."""
+"""The kernels of a prefill chunk against their references, on a GPU or in Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "I", "D"), [(1, 48, 20), (5, 1100, 96), (3, 1024, 128)])
-def test_silu_mul_equals_its_twin(T: int, I: int, D: int, dtype: torch.dtype) -> None:
+def test_silu_mul_equals_its_reference(T: int, I: int, D: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up, x = torch.randn(T, 2 * I).to(dtype), torch.randn(T, D).to(dtype)
     out = torch.full((T, I), float("nan"), dtype=dtype, device=DEVICE)
@@ -44,7 +44,9 @@ def pools_and_table(R: int, M: int, K: int, S: int, H: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (3, 3, 128), (8, 1, 32)])
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True), (True, True), (False, False)])
-def test_rope_write_equals_its_twin(N: int, K: int, H: int, dtype: torch.dtype, has_bias: bool, has_norm: bool) -> None:
+def test_rope_write_equals_its_reference(
+    N: int, K: int, H: int, dtype: torch.dtype, has_bias: bool, has_norm: bool
+) -> None:
     torch.manual_seed(0)
     T, D, S = 9, 40, 16
     k_pool, v_pool, table = pools_and_table(4, 3, K, S, H, dtype)
@@ -76,7 +78,7 @@ def test_rope_write_equals_its_twin(N: int, K: int, H: int, dtype: torch.dtype, 
         (2, 2, 32, [(0, 64), (128, 65)]),
     ],
 )
-def test_prefill_attention_equals_its_twin(
+def test_prefill_attention_equals_its_reference(
     N: int, K: int, H: int, chunks: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Products with weights of fewer bits against their twins, on a GPU or in Triton's interpreter."""
+"""Products with weights of fewer bits against their references, on a GPU or in Triton's interpreter."""
 
 from dataclasses import fields, replace
 
@@ -63,7 +63,9 @@ KINDS = ["fp8", "int4", "int8", "int4 zeros order factor", "int8 zeros factor"]
     ("T", "O", "I", "size"),
     [(1, 70, 128, 32), (3, 24, 896, 128), (5, 70, 128, 32), (17, 64, 384, 128), (65, 24, 256, None)],
 )
-def test_products_equal_their_twins(T: int, O: int, I: int, size: int | None, kind: str, dtype: torch.dtype) -> None:
+def test_products_equal_their_references(
+    T: int, O: int, I: int, size: int | None, kind: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     weight, x = random_weight(kind, O, I, size), torch.randn(T, I).to(dtype)
     expected, start = quant_product_reference(x, weight), torch.randn(T, O).to(dtype)
@@ -97,7 +99,7 @@ def test_the_reference_is_the_dequantized_weight() -> None:
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize(("O", "I", "size"), [(17, 128, 32), (33, 96, 48), (8, 256, None)])
-def test_unpacking_equals_its_twin(O: int, I: int, size: int | None, kind: str) -> None:
+def test_unpacking_equals_its_reference(O: int, I: int, size: int | None, kind: str) -> None:
     torch.manual_seed(0)
     weight = random_weight(kind, O, I, size)
     assert isinstance(weight, GroupedWeight)
@@ -109,7 +111,7 @@ def test_unpacking_equals_its_twin(O: int, I: int, size: int | None, kind: str) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_are_rounded_as_their_twin_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_rounded_as_their_reference_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         convert_to_e4m3_as_devices_do(monkeypatch)
     torch.manual_seed(0)

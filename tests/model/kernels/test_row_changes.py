@@ -1,4 +1,4 @@
-"""Changes of the rows' state: whole buffers against the obvious twin, and what a second step finds."""
+"""Changes of the rows' state: whole buffers against the obvious reference, and what a second step finds."""
 
 import numpy as np
 import pytest

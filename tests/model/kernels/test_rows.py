@@ -1,4 +1,4 @@
-"""The row kernels against their twins, on a GPU or in Triton's interpreter."""
+"""The row kernels against their references, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_embed_takes_the_id_or_the_last_token_of_the_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rms_norm_equals_its_twin(dtype: torch.dtype) -> None:
+def test_rms_norm_equals_its_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 100).to(dtype), torch.randn(100).to(dtype)
     out = torch.full((3, 100), float("nan"), dtype=dtype, device=DEVICE)
@@ -33,7 +33,7 @@ def test_rms_norm_equals_its_twin(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("T", [1, 4, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rms_scale_equals_its_twin(T: int, dtype: torch.dtype) -> None:
+def test_rms_scale_equals_its_reference(T: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (torch.randn(T, 100) * 3).to(dtype)
     scale = torch.full((T + 4,), float("nan"), device=DEVICE)

@@ -1,4 +1,4 @@
-"""The one-pass sampler against its twin, on a GPU or in Triton's interpreter."""
+"""The one-pass sampler against its reference, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def sample(rows: Rows, logits: torch.Tensor, index: list[int], vocab_size: int) 
 
 
 @pytest.mark.parametrize(("V", "vocab_size"), [(40, 33), (9000, 8999), (4096, 4096)])
-def test_tokens_equal_those_of_the_twin_and_rows_move_on(V: int, vocab_size: int) -> None:
+def test_tokens_equal_those_of_the_reference_and_rows_move_on(V: int, vocab_size: int) -> None:
     torch.manual_seed(0)
     rows, index = Rows(14), [13, 0, 5, 2, 7, 3, 11, 1, 6]
     logits = torch.randn(len(index), V) * 3

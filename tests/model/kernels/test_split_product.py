@@ -1,4 +1,4 @@
-"""Products with weights on the wide side against their twins, on a GPU or in Triton's interpreter."""
+"""Products with weights on the wide side against their references, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def room_for(cut: SplitCut, num_tokens: int, num_outputs: int) -> SplitRoom:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 96, 200), (8, 130, 448), (17, 64, 64), (33, 160, 896)])
-def test_products_equal_their_twins(cut: SplitCut, T: int, O: int, K: int) -> None:
+def test_products_equal_their_references(cut: SplitCut, T: int, O: int, K: int) -> None:
     torch.manual_seed(T)
     y = torch.randn(T, K, device=DEVICE, dtype=DTYPE)
     weight = torch.randn(O, K, device=DEVICE, dtype=DTYPE) * K**-0.5
@@ -53,7 +53,7 @@ def test_products_equal_their_twins(cut: SplitCut, T: int, O: int, K: int) -> No
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("T", "D", "I"), [(1, 96, 40), (8, 200, 96), (33, 448, 130)])
-def test_gate_and_up_equal_their_twin(cut: SplitCut, T: int, D: int, I: int) -> None:
+def test_gate_and_up_equal_their_reference(cut: SplitCut, T: int, D: int, I: int) -> None:
     torch.manual_seed(T)
     x = torch.randn(T, D, device=DEVICE, dtype=DTYPE) * 3
     weight = torch.randn(2 * I, D, device=DEVICE, dtype=DTYPE) * D**-0.5

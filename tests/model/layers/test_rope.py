@@ -1,4 +1,4 @@
-"""Rotary embeddings equal transformers', and an independent twin in complex float64 arithmetic."""
+"""Rotary embeddings equal transformers', and an independent reference in complex float64 arithmetic."""
 
 from typing import Any
 

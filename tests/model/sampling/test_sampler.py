@@ -1,4 +1,4 @@
-"""The batch sampler against its slow twin: tokens, isolation of rows, logprobs."""
+"""The batch sampler against its slow reference: tokens, isolation of rows, logprobs."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ sampling_strategy = st.builds(
 @given(
     sampling=st.lists(sampling_strategy, min_size=1, max_size=6), seed=st.integers(0, 10**6), spread=st.floats(0.05, 8)
 )
-def test_every_row_of_a_mixed_batch_gets_the_token_of_the_slow_twin(
+def test_every_row_of_a_mixed_batch_gets_the_token_of_the_slow_reference(
     sampling: list[SamplingParams], seed: int, spread: float
 ) -> None:
     rows = Rows(sampling, seed=seed)

@@ -62,7 +62,7 @@ def test_the_winner_of_a_race_over_a_real_vocabulary_lies_everywhere_alike() -> 
     assert_follows(winners.numpy() * 20 // 151_665, np.full(20, 1 / 20))
 
 
-def test_the_hash_has_the_bits_of_the_plain_python_twin() -> None:
+def test_the_hash_has_the_bits_of_the_plain_python_reference() -> None:
     seeds_S = np.asarray([0, 1, 2**63, 2**64 - 1, 12345678901234567890], np.uint64)
     indices_S = np.asarray([0, 1, 31, 2**31, 100_000])
     ids = [0, 1, 2, 63, 64, 151_664]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from octavo.blockmgr import BlockManager, BlockManagerConfig, PrefixCache
-from tests.support.blockmgr.reference import BLOCK_SIZE, WIDTH, KvTwin, Request, Step, ToggledHash
+from tests.support.blockmgr.reference import BLOCK_SIZE, WIDTH, KvReference, Request, Step, ToggledHash
 from tests.support.blockmgr.shadow import KvShadow, expected
 from tests.support.blockmgr.state import full_state
 
@@ -20,7 +20,7 @@ PICK = st.integers(0, 100)
 WORK = st.lists(st.tuples(PICK, st.sampled_from([9, 1, 2, 3]), st.integers(0, 1)), min_size=1, max_size=4)
 
 
-class KvMachine(KvTwin):
+class KvMachine(KvReference):
     """Rules drive the manager and the model side by side; the shadow store says what the device would hold."""
 
     @initialize(
@@ -62,7 +62,7 @@ class KvMachine(KvTwin):
         self.joined = set()
         self.router = {}
         self.num_admitted = self.num_steps = 0
-        self.has_toggled = self.has_twins = False
+        self.has_toggled = self.has_duplicates = False
 
     # ------------------------------------------------------------ rules
 
@@ -333,7 +333,7 @@ class KvMachine(KvTwin):
     @invariant()
     def tails_are_given_up_before_heads(self) -> None:
         """I8, as long as no two blocks hold the same."""
-        if not hasattr(self, "manager") or self.has_twins or self.has_toggled:
+        if not hasattr(self, "manager") or self.has_duplicates or self.has_toggled:
             return
         index, order = self.manager._index, self.manager._pool.lru.to_array().tolist()
         place_of_entry = {int(index.entry_P[block]): place for place, block in enumerate(order)}

@@ -50,10 +50,10 @@ class ToggledHash:
         return bytes([digest[0] % 8]) if self.is_weak else digest
 
 
-class KvTwin(RuleBasedStateMachine):
+class KvReference(RuleBasedStateMachine):
     """The manager, a model of its requests, and the shadow store; each step on the way checks what it can.
 
-    mirror_SM: the runner's table. router: what a listener has stored. has_twins: two blocks may hold the same.
+    mirror_SM: the runner's table. router: what a listener has stored. has_duplicates: two blocks may hold the same.
     swapped: requests whose blocks are on the host. to_spoil: blocks that were handed out since the last plan, which may
     have to copy their old contents out first.
     """
@@ -69,7 +69,7 @@ class KvTwin(RuleBasedStateMachine):
     swapped: dict[str, Request]
     to_spoil: set[int]
     has_toggled: bool
-    has_twins: bool
+    has_duplicates: bool
 
     def _taint(self, request: Request) -> None:
         """What a request alone holds turns out to be NaN."""
@@ -185,7 +185,7 @@ class KvTwin(RuleBasedStateMachine):
         self.manager.commit(request.slot, ids, num_computed)
         assert full_state(self.manager) == before, "commit is not idempotent"
         full = np.array(self._row(request)[: num_computed // BLOCK_SIZE], np.int64)
-        self.has_twins |= not self.manager._index.holds(full).all()
+        self.has_duplicates |= not self.manager._index.holds(full).all()
 
     def _take_updates(self) -> np.ndarray:
         """The runner applies joins, rows, copies; afterwards it knows every live row. What is to be copied in once the

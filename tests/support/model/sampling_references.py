@@ -30,7 +30,7 @@ class Outcome:
     logprobs: dict[int, tuple[float, list[int], list[float]]]
 
 
-class SamplingTwins:
+class SamplingPair:
     """num_ids: tokens of each row at the start, its prompt the first five of them; drawn where it is None."""
 
     def __init__(self, sampling: list[dict[str, Any]], *, seed: int, vocab: int, num_ids: int | None = None) -> None:

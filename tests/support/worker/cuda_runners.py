@@ -3,6 +3,7 @@
 Importable only where triton is.
 """
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,74 @@ from octavo.wire.messages import SamplingParams
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.interface import Runner, StepMasks
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan, StepResult
 from tests.support.worker.invariance import Limits
-from tests.support.worker.runner_pair import TwinRunner
 from tests.support.worker.scheduling import World, WorldConfig
+
+
+class RunnerPair:
+    """Launches both, compares what they give, and hands the second one's result on."""
+
+    def __init__(self, slow: Runner, fast: Runner) -> None:
+        self.slow, self.fast = slow, fast
+        self.max_in_flight = min(slow.max_in_flight, fast.max_in_flight)
+        self.num_steps = 0
+        self._plans: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Both."""
+        self.slow.launch(plan)
+        self.fast.launch(plan)
+        self._plans.append(plan)
+
+    def constrain(self, masks: StepMasks) -> None:
+        """Both."""
+        self.slow.constrain(masks)
+        self.fast.constrain(masks)
+
+    def collect(self) -> StepResult:
+        """Both. AssertionError where they differ in more than rounding."""
+        plan = self._plans.popleft()
+        slow, fast = self.slow.collect(), self.fast.collect()
+        self.num_steps += 1
+        assert (fast.step, fast.tokens_S.dtype) == (slow.step, np.dtype(np.int32))
+        assert fast.is_finite_S.tolist() == slow.is_finite_S.tolist(), plan
+        exhausted = [
+            np.zeros(len(fast.tokens_S), np.bool_) if each is None else each
+            for each in (fast.is_exhausted_S, slow.is_exhausted_S)
+        ]
+        assert exhausted[0].tolist() == exhausted[1].tolist(), plan
+        has_token_S = ~exhausted[0]
+        assert fast.tokens_S[has_token_S].tolist() == slow.tokens_S[has_token_S].tolist(), plan
+        assert fast.logprobs.keys() == slow.logprobs.keys()
+        for index, wanted in slow.logprobs.items():
+            got = fast.logprobs[index]
+            assert got.top_ids == wanted.top_ids
+            np.testing.assert_allclose(
+                [got.logprob, *got.top_logprobs], [wanted.logprob, *wanted.top_logprobs], atol=2e-3, rtol=1e-3
+            )
+        assert fast.prompt_logprobs.keys() == slow.prompt_logprobs.keys()
+        for index, positions in slow.prompt_logprobs.items():
+            assert [each.top_ids for each in fast.prompt_logprobs[index]] == [each.top_ids for each in positions]
+            np.testing.assert_allclose(
+                [each.logprob for each in fast.prompt_logprobs[index]],
+                [each.logprob for each in positions],
+                atol=2e-3,
+                rtol=1e-3,
+            )
+        assert fast.embeddings.keys() == slow.embeddings.keys()
+        for index, embedding_D in slow.embeddings.items():
+            np.testing.assert_allclose(fast.embeddings[index], embedding_D, atol=2e-3, rtol=1e-3)
+        return fast
+
+    def close(self) -> None:
+        """Both."""
+        self.slow.close()
+        self.fast.close()
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 120
@@ -57,7 +120,7 @@ def random_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Cau
     return model
 
 
-def twins(
+def runner_pair(
     model_config: ModelConfig = CONFIG,
     *,
     num_blocks: int = 64,
@@ -65,7 +128,7 @@ def twins(
     max_model_len: int = 48,
     max_batch_tokens: int = 24,
     launching: Launching = Launching.EAGER,
-) -> TwinRunner:
+) -> RunnerPair:
     """Over pools of NaN, so that any read of what was not written shows."""
     common: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": max_model_len,
@@ -79,7 +142,7 @@ def twins(
     slow.kv.v_pool_LPKBH.fill_(torch.nan)
     fast.graphs.kv.k_pool_LPKBH[:, :-1] = torch.nan
     fast.graphs.kv.v_pool_LPKBH[:, :-1] = torch.nan
-    return TwinRunner(slow, fast)
+    return RunnerPair(slow, fast)
 
 
 def cuda_runner(
@@ -110,7 +173,7 @@ def cuda_runner(
 
 
 def world(
-    runner: TwinRunner,
+    runner: RunnerPair,
     monkeypatch: pytest.MonkeyPatch,
     *,
     num_blocks: int,
@@ -135,7 +198,7 @@ def world(
 class Hand:
     """Plans written by hand; blocks are dealt in a shuffled order."""
 
-    def __init__(self, runner: TwinRunner) -> None:
+    def __init__(self, runner: RunnerPair) -> None:
         self.runner = runner
         self.free = np.random.default_rng(0).permutation(64).tolist()
         self.tables: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The oracle itself: it must notice what a model would, and agree with its slow twin."""
+"""The oracle itself: it must notice what a model would, and agree with its slow reference."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def run(runner: OracleRunner, plan: StepPlan) -> list[int]:
 
 
 def expected(num_tokens: int, prompt: list[int] = PROMPT) -> list[int]:
-    """The first tokens by the twin."""
+    """The first tokens by the reference."""
     return oracle_tokens(prompt, SAMPLING, model=MODEL, max_total_tokens=100)[:num_tokens]
 
 
@@ -69,7 +69,7 @@ def test_the_vectorised_hash_equals_the_plain_one() -> None:
     assert mix_tokens(tokens, positions).tolist() == plain
 
 
-def test_what_it_reads_back_gives_the_tokens_of_the_twin() -> None:
+def test_what_it_reads_back_gives_the_tokens_of_the_reference() -> None:
     runner = make_runner()
     tokens = run(runner, prefill(1, 0, [5, 0, 3]))
     tokens += run(runner, decode(2, 0, 5))
@@ -181,7 +181,7 @@ def test_whoever_reads_what_a_nan_row_wrote_is_nan_too() -> None:
     assert runner.collect().is_finite_S.tolist() == [False]
 
 
-def test_the_twin_ends_at_stop_tokens_from_min_tokens_on_and_at_the_limit() -> None:
+def test_the_reference_ends_at_stop_tokens_from_min_tokens_on_and_at_the_limit() -> None:
     endless = oracle_tokens([1], SamplingParams(max_tokens=20), model=MODEL, max_total_tokens=100)
     assert len(endless) == 20
     assert oracle_tokens([1], SamplingParams(max_tokens=20), model=MODEL, max_total_tokens=9) == endless[:8]

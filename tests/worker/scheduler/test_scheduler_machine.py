@@ -1,8 +1,8 @@
-"""Any order of events: scheduler, block manager and oracle together against the slow twin, which knows no blocks.
+"""Any order of events: scheduler, block manager and oracle together against the slow reference, which knows no blocks.
 
 Checked after every rule: the audit of the blocks, each request in exactly one place, limits of running and waiting;
 in every plan (World.check_plan): the budget, and that no block is written that a step in flight still uses; at the
-end: every output is what the twin says, every block is free or cached.
+end: every output is what the reference says, every block is free or cached.
 """
 
 import numpy as np

@@ -42,7 +42,7 @@ def _bound(world: World) -> int:
 
 @pytest.mark.parametrize("tenants", [("",), ("a", "b", "many")])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_tiny_pools_come_to_an_end_and_every_output_is_what_the_twin_says(
+def test_tiny_pools_come_to_an_end_and_every_output_is_what_the_reference_says(
     max_in_flight: int, tenants: tuple[str, ...]
 ) -> None:
     num_preemptions = 0

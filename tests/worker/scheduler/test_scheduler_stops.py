@@ -1,4 +1,4 @@
-"""The vectorised stop check against its obvious twin, and the small pieces around it."""
+"""The vectorised stop check against its obvious reference, and the small pieces around it."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ cases = st.fixed_dictionaries(
 
 @given(rows_of=st.lists(cases, min_size=1, max_size=6))
 @settings(max_examples=200)
-def test_the_vectorised_check_agrees_with_its_twin_token_by_token(rows_of: list[dict]) -> None:
+def test_the_vectorised_check_agrees_with_its_reference_token_by_token(rows_of: list[dict]) -> None:
     rows = SlotState(num_slots=len(rows_of), max_total_tokens=16)
     requests = []
     for slot, case in enumerate(rows_of):

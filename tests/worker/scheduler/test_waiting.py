@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from octavo.worker.scheduler import request_queue as shares_module
 from octavo.worker.scheduler.request import Phase
-from tests.support.worker.fair_queue import AGING_S, Twins, drawn_events
+from tests.support.worker.fair_queue import AGING_S, QueuePair, drawn_events
 
 
 @pytest.mark.parametrize("first", range(0, 300, 75))
-def test_any_order_of_events_gives_the_twins_order(first: int) -> None:
+def test_any_order_of_events_gives_the_references_order(first: int) -> None:
     for seed in range(first, first + 75):
-        twins = Twins()
-        twins.queue.fairness._sweep_at = 1  # forget as often as possible: nobody may notice
+        pair = QueuePair()
+        pair.queue.fairness._sweep_at = 1  # forget as often as possible: nobody may notice
         for event in drawn_events(seed, 120):
-            twins.do(("add", "a", *event[2:]) if seed % 5 == 0 and event[0] == "add" else event)
-            twins.check()
+            pair.do(("add", "a", *event[2:]) if seed % 5 == 0 and event[0] == "add" else event)
+            pair.check()
 
 
 @pytest.fixture(autouse=True)
@@ -30,151 +30,151 @@ def sweeps_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(rows=st.lists(st.tuples(st.integers(-2, 2), st.integers(1, 9), st.floats(0, 30)), max_size=30))
 def test_one_tenant_is_served_as_if_there_were_no_tenants(rows: list[tuple[int, int, float]]) -> None:
     """The order that the queue had before it knew tenants: aged first, then priority, then arrival."""
-    twins = Twins()
+    pair = QueuePair()
     for priority, num_tokens, wait_s in rows:
-        twins.add("", 1, priority, num_tokens)
-        twins.now_s += wait_s / 10
-    left = [entry.request for entry in twins.reference.waiting]
+        pair.add("", 1, priority, num_tokens)
+        pair.now_s += wait_s / 10
+    left = [entry.request for entry in pair.reference.waiting]
     while left:
-        aged = [each for each in left if each.waiting_since_s + AGING_S <= twins.now_s]
+        aged = [each for each in left if each.waiting_since_s + AGING_S <= pair.now_s]
         first = min(aged or left, key=lambda each: (0 if aged else -each.run.priority, each.order))
-        admitted = twins.admit(0)
+        admitted = pair.admit(0)
         assert admitted is first
-        twins.leave(first)
+        pair.leave(first)
         left.remove(first)
-        twins.now_s += 0.7
+        pair.now_s += 0.7
 
 
-def serve(twins: Twins, num_turns: int, output: int = 4) -> Counter[str]:
+def serve(pair: QueuePair, num_turns: int, output: int = 4) -> Counter[str]:
     """One slot: a request at a time, each gives so much output. Tokens by tenant."""
     served = Counter[str]()
     for _ in range(num_turns):
-        request = twins.admit(0)
+        request = pair.admit(0)
         assert request is not None
         for _ in range(output):
-            twins.tokens()
+            pair.tokens()
         served[request.run.tenant] += len(request.prompt_ids_T) + output
-        twins.leave(request)
+        pair.leave(request)
     return served
 
 
 def test_a_crowd_and_a_small_tenant_get_the_same_while_both_want_more() -> None:
-    twins = Twins()
+    pair = QueuePair()
     for _ in range(200):
-        twins.add("crowd", 1, 0, 10)
+        pair.add("crowd", 1, 0, 10)
     for _ in range(40):
-        twins.add("small", 1, 0, 10)
-    served = serve(twins, 60)
+        pair.add("small", 1, 0, 10)
+    served = serve(pair, 60)
     assert abs(served["crowd"] - served["small"]) <= 14
 
 
 def test_shares_are_as_the_weights() -> None:
-    twins = Twins()
+    pair = QueuePair()
     for _ in range(100):
-        twins.add("one", 1, 0, 6)
-        twins.add("three", 3, 0, 6)
-    served = serve(twins, 80)
+        pair.add("one", 1, 0, 6)
+        pair.add("three", 3, 0, 6)
+    served = serve(pair, 80)
     assert served == {"one": 200, "three": 600}
 
 
 def test_few_long_requests_count_as_much_as_many_short_ones() -> None:
-    twins = Twins()
+    pair = QueuePair()
     for _ in range(20):
-        twins.add("long", 1, 0, 96)
+        pair.add("long", 1, 0, 96)
     for _ in range(300):
-        twins.add("short", 1, 0, 1)
-    served = serve(twins, 210)
+        pair.add("short", 1, 0, 1)
+    served = serve(pair, 210)
     assert abs(served["long"] - served["short"]) <= 100
 
 
 def test_what_was_not_used_is_not_saved_up() -> None:
-    twins = Twins()
+    pair = QueuePair()
     for _ in range(100):
-        twins.add("early", 1, 0, 10)
-    serve(twins, 50)
+        pair.add("early", 1, 0, 10)
+    serve(pair, 50)
     for _ in range(100):
-        twins.add("late", 1, 0, 10)
-    served = serve(twins, 20)
+        pair.add("late", 1, 0, 10)
+    served = serve(pair, 20)
     assert abs(served["early"] - served["late"]) <= 14
 
 
 def test_a_flood_that_has_aged_keeps_no_other_tenant_waiting() -> None:
-    twins = Twins()
+    pair = QueuePair()
     for _ in range(50):
-        twins.add("crowd", 1, 0, 10)
-    twins.now_s = 60.0
-    serve(twins, 3)
-    fresh = twins.add("small", 1, 0, 10)
-    assert twins.admit(0) is fresh
+        pair.add("crowd", 1, 0, 10)
+    pair.now_s = 60.0
+    serve(pair, 3)
+    fresh = pair.add("small", 1, 0, 10)
+    assert pair.admit(0) is fresh
 
 
 def test_an_aged_request_of_no_importance_comes_in_beside_important_ones_of_others() -> None:
-    twins = Twins()
-    humble = twins.add("humble", 1, -5, 10)
+    pair = QueuePair()
+    humble = pair.add("humble", 1, -5, 10)
     for _ in range(50):
-        twins.add("grand", 1, 5, 10)
-    serve(twins, 3)
+        pair.add("grand", 1, 5, 10)
+    serve(pair, 3)
     assert humble.phase is Phase.WAITING
-    twins.now_s = AGING_S
-    served = serve(twins, 2)
+    pair.now_s = AGING_S
+    served = serve(pair, 2)
     assert served["humble"]
 
 
 def test_whose_turn_it_is_keeps_it_while_there_is_no_room() -> None:
     """Nobody whose requests are small slips past one that needs more room than there is."""
-    twins = Twins()
-    running = twins.add("big", 1, 0, 1)
-    twins.admit(0)
-    big = twins.add("big", 1, 0, 300)
-    twins.add("nimble", 1, 0, 1)
-    twins.queue.fairness.take_turn("big")
-    assert twins.queue.head(0.0) in (big, twins.reference.head(0.0))
-    head = twins.queue.head(0.0)
+    pair = QueuePair()
+    running = pair.add("big", 1, 0, 1)
+    pair.admit(0)
+    big = pair.add("big", 1, 0, 300)
+    pair.add("nimble", 1, 0, 1)
+    pair.queue.fairness.take_turn("big")
+    assert pair.queue.head(0.0) in (big, pair.reference.head(0.0))
+    head = pair.queue.head(0.0)
     for _ in range(20):
-        twins.tokens()
-        assert twins.queue.head(0.0) is head
-    twins.leave(running)
+        pair.tokens()
+        assert pair.queue.head(0.0) is head
+    pair.leave(running)
 
 
 def test_who_was_preempted_goes_on_before_what_came_later_from_anybody() -> None:
-    twins = Twins()
-    first = twins.add("busy", 1, 0, 100)
-    twins.admit(0)
+    pair = QueuePair()
+    first = pair.add("busy", 1, 0, 100)
+    pair.admit(0)
     for _ in range(5):
-        twins.add("busy", 1, 0, 10)
-        twins.add("idle", 1, 0, 10)
-    twins.preempt(first)
-    assert twins.admit(0) is first
-    twins.check()
+        pair.add("busy", 1, 0, 10)
+        pair.add("idle", 1, 0, 10)
+    pair.preempt(first)
+    assert pair.admit(0) is first
+    pair.check()
 
 
 def test_tenants_that_owe_nothing_are_forgotten() -> None:
-    twins = Twins()
-    twins.add("busy", 1, 0, 5)
+    pair = QueuePair()
+    pair.add("busy", 1, 0, 5)
     for number in range(300):
-        twins.add("busy", 1, 0, 5)
-        twins.add(f"t{number}", 1, 0, 5)
-        serve(twins, 2)
-    assert len(twins.queue.fairness) < 10
+        pair.add("busy", 1, 0, 5)
+        pair.add(f"t{number}", 1, 0, 5)
+        serve(pair, 2)
+    assert len(pair.queue.fairness) < 10
 
 
 @pytest.mark.parametrize("tenants", [("",), ("a", "b")])
 def test_an_overload_that_goes_on_leaves_nothing_of_those_that_were_served(tenants: tuple[str, ...]) -> None:
     """Everything is aged all the time, so that nobody comes up by rank, and nobody of all tenants by age."""
-    twins = Twins()
+    pair = QueuePair()
     for number in range(3000):
         for tenant in tenants:
-            twins.add(tenant, 1, number % 3, 2)
+            pair.add(tenant, 1, number % 3, 2)
         if number >= 50:
             for _ in tenants:
-                request = twins.admit(0)
+                request = pair.admit(0)
                 assert request is not None
                 if number % 2:
-                    twins.preempt(request)
-                    request = twins.admit(0)
+                    pair.preempt(request)
+                    request = pair.admit(0)
                     assert request is not None
-                twins.leave(request)
-        twins.now_s += 1.0
-    queue = twins.queue
+                pair.leave(request)
+        pair.now_s += 1.0
+    queue = pair.queue
     lines = [queue._all, queue._begun, *queue._by_tenant.values()]
     assert max(len(heap) for line in lines for heap in (line._by_rank, line._by_age)) <= 2 * 50 * len(tenants) + 70

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness, WaitingHeap
-from tests.support.worker.fair_queue import Twins, drawn_events
+from tests.support.worker.fair_queue import QueuePair, drawn_events
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -93,10 +93,10 @@ def test_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compare() -> None:
         for seed in range(100):
-            twins = Twins()
+            pair = QueuePair()
             for event in drawn_events(seed, 120):
-                twins.do(event)
-                twins.check()
+                pair.do(event)
+                pair.check()
 
     with pytest.raises(AssertionError):
         compare()

@@ -1,8 +1,8 @@
 """The model of the oracle: the next token is a hash of every token before it, its position, and the seed.
 
-`oracle_tokens` is the slow obvious twin of the whole worker: no blocks, no batches, no preemption. Whatever the real
-scheduler, block manager and `worker.runners.oracle.runner` do together must give exactly its tokens. This file knows no
-blocks and no numpy: Python integers only.
+`oracle_tokens` is the slow obvious reference of the whole worker: no blocks, no batches, no preemption. Whatever the
+real scheduler, block manager and `worker.runners.oracle.runner` do together must give exactly its tokens. This file
+knows no blocks and no numpy: Python integers only.
 """
 
 from collections.abc import Sequence

@@ -7,13 +7,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.wire.messages import Pooling
 from tests.support.model.interpreter import WARNINGS
-from tests.support.worker.cuda_runners import VOCAB, twins, world
+from tests.support.worker.cuda_runners import VOCAB, runner_pair, world
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 
 
 def test_both_poolings_in_chunks_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = world(twins(), monkeypatch, num_blocks=64, max_batch_tokens=9)
+    here = world(runner_pair(), monkeypatch, num_blocks=64, max_batch_tokens=9)
     rng = np.random.default_rng(0)
     here.add(0, rng.integers(0, VOCAB, 5).tolist(), max_tokens=6, ignore_eos=True)
     for handle, pooling in enumerate((Pooling.MEAN, Pooling.LAST_TOKEN, Pooling.MEAN), start=1):

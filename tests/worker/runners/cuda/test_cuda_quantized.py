@@ -13,14 +13,23 @@ from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 from tests.support.model.interpreter import WARNINGS, convert_to_e4m3_as_devices_do
-from tests.support.worker.cuda_runners import BLOCK, CONFIG, DEVICE, VOCAB, Hand, chunk, prompt, random_model
-from tests.support.worker.runner_pair import TwinRunner
+from tests.support.worker.cuda_runners import (
+    BLOCK,
+    CONFIG,
+    DEVICE,
+    VOCAB,
+    Hand,
+    RunnerPair,
+    chunk,
+    prompt,
+    random_model,
+)
 
 pytestmark = WARNINGS
 LAUNCHING = Launching.GRAPHS if DEVICE == "cuda" else Launching.EAGER
 
 
-def quantized_twins(kv_dtype: torch.dtype | None) -> TwinRunner:
+def quantized_pair(kv_dtype: torch.dtype | None) -> RunnerPair:
     """Both caches of the dtype given; what was not written holds no zeros."""
     common = {
         "num_blocks": 64, "block_size": BLOCK, "max_slots": 4, "max_model_len": 48, "vocab_size": VOCAB,
@@ -36,7 +45,7 @@ def quantized_twins(kv_dtype: torch.dtype | None) -> TwinRunner:
     slow = TorchRunner(floats, TorchRunnerConfig(**common))  # type: ignore[arg-type]
     fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=LAUNCHING, max_batch_tokens=24))  # type: ignore[arg-type]
     fast.record(lambda done, total: None)
-    return TwinRunner(slow, fast)
+    return RunnerPair(slow, fast)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
@@ -45,7 +54,7 @@ def test_plans_give_the_tokens_of_the_torch_runner(
 ) -> None:
     if DEVICE == "cpu":
         convert_to_e4m3_as_devices_do(monkeypatch)
-    hand = Hand(quantized_twins(kv_dtype))
+    hand = Hand(quantized_pair(kv_dtype))
     hand.join(0, prompt(0, 5))
     hand.join(2, prompt(1, 9), temperature=0.9, seed=2**63 + 17)
     hand.step(prefill=(chunk(0, 0, 5), chunk(2, 0, 9)))

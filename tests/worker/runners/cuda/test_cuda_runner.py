@@ -12,7 +12,7 @@ from octavo.worker.runners.cuda.graph_runner import batch_sizes
 from octavo.worker.runners.interface import RunnerError, StepMasks
 from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
 from tests.support.model.interpreter import WARNINGS
-from tests.support.worker.cuda_runners import SAMPLING, VOCAB, Hand, chunk, prompt, twins, world
+from tests.support.worker.cuda_runners import SAMPLING, VOCAB, Hand, chunk, prompt, runner_pair, world
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 
@@ -21,7 +21,7 @@ pytestmark = [*WARNINGS, pytest.mark.usefixtures("few_items")]
 @pytest.mark.timeout(1500)  # half a minute of one core in the interpreter
 @pytest.mark.parametrize("num_blocks", [8, 64])
 def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = world(twins(num_blocks=num_blocks), monkeypatch, num_blocks=num_blocks)
+    here = world(runner_pair(num_blocks=num_blocks), monkeypatch, num_blocks=num_blocks)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, 9).tolist()
     for handle in range(6):
@@ -35,7 +35,7 @@ def test_served_requests_get_the_tokens_of_the_torch_runner(num_blocks: int, mon
 
 
 def test_a_slot_taken_over_a_batch_that_shrinks_and_a_step_of_no_sample() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(0, 5))
     hand.join(2, prompt(1, 9), temperature=0.9, seed=2**63 + 17)
     hand.step(prefill=(chunk(0, 0, 5), chunk(2, 0, 9)))
@@ -54,7 +54,7 @@ def test_a_slot_taken_over_a_batch_that_shrinks_and_a_step_of_no_sample() -> Non
 
 def test_a_row_that_is_left_out_of_steps_goes_on_where_it_was() -> None:
     """A request whose caller does not read: paused, and then in the steps again, with a seed and without."""
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(0, 5))
     hand.join(1, prompt(1, 6), temperature=0.8, seed=11)
     hand.join(2, prompt(2, 7))
@@ -67,7 +67,7 @@ def test_a_row_that_is_left_out_of_steps_goes_on_where_it_was() -> None:
 
 
 def test_two_steps_in_flight_feed_each_other_and_a_third_is_refused() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(1, prompt(4, 7))
     hand.launch(prefill=(chunk(1, 0, 7),))
     for position in range(7, 12):
@@ -83,7 +83,7 @@ def test_two_steps_in_flight_feed_each_other_and_a_third_is_refused() -> None:
 
 
 def test_a_row_that_starts_with_a_decode_and_a_copied_block() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(5, 6))
     hand.step(prefill=(chunk(0, 0, 6),))
     child = [*prompt(5, 6), 11]
@@ -96,7 +96,7 @@ def test_a_row_that_starts_with_a_decode_and_a_copied_block() -> None:
 
 
 def test_rows_of_nan_are_told_and_leave_the_others_alone() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(6, 5))
     hand.join(1, prompt(7, 5), num_logprobs=1)
     hand.join(2, prompt(8, 5), temperature=0.7, seed=1)
@@ -114,7 +114,7 @@ def forked(slot: int, start: int, num_tokens: int, forks: tuple[int, ...]) -> Ch
 
 
 def test_forks_of_a_prompt_draw_their_own_tokens_from_its_last_logits() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(10, 5), temperature=60.0, seed=1)
     hand.step(prefill=(chunk(0, 0, 5),))
     sampling = ({"temperature": 60.0, "seed": 2}, {"temperature": 60.0, "seed": 3, "num_logprobs": 2}, {"top_k": 3})
@@ -147,7 +147,7 @@ def masks_of(allowed: dict[int, list[int]]) -> StepMasks:
 
 
 def test_a_step_holds_its_tokens_back_until_the_masks_come() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(12, 5), grammar=ONE_OF)
     hand.join(1, prompt(13, 5))
     hand.join(2, prompt(14, 7), grammar=ONE_OF, temperature=60.0, seed=5, num_logprobs=3, logit_bias={4: 9.0})
@@ -171,7 +171,7 @@ def test_a_step_holds_its_tokens_back_until_the_masks_come() -> None:
 
 
 def test_masks_overtake_the_tokens_of_the_step_before_in_flight() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(15, 5), grammar=ONE_OF)
     hand.launch(prefill=(chunk(0, 0, 5),))
     hand.runner.constrain(masks_of({0: [1]}))
@@ -183,7 +183,7 @@ def test_masks_overtake_the_tokens_of_the_step_before_in_flight() -> None:
 
 
 def test_a_choice_that_fails_is_told_where_the_step_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(16, 5), grammar=ONE_OF)
     hand.launch(prefill=(chunk(0, 0, 5),))
     fast = hand.runner.fast
@@ -195,7 +195,7 @@ def test_a_choice_that_fails_is_told_where_the_step_is_collected(monkeypatch: py
 
 
 def test_parameters_without_room_on_the_device_are_served_by_the_whole_sampler() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(17, 5), num_logprobs=25, bad_words=((1, 2),))
     hand.join(1, prompt(18, 5), bad_words=(tuple(range(40)),), allowed_token_ids=(5, 6, 7), temperature=60.0, seed=1)
     hand.join(2, prompt(19, 5), temperature=60.0, seed=2, num_logprobs=1)
@@ -208,7 +208,7 @@ def test_parameters_without_room_on_the_device_are_served_by_the_whole_sampler()
 
 
 def test_a_plan_without_a_block_is_refused_before_it_writes_anywhere() -> None:
-    hand = Hand(twins())
+    hand = Hand(runner_pair())
     hand.join(0, prompt(9, 5))
     hand.step(prefill=(chunk(0, 0, 5),))
     bad = StepPlan(step=9, decode_slots_S=np.asarray([0], np.int32), decode_positions_S=np.asarray([8], np.int32))
