@@ -9,7 +9,7 @@ What begins as a call and proves to be none is text: its tag first, then what fo
 out as they come, so that such a call may have to be withdrawn. A call whose object is complete counts where the output
 ends before the closing tag does. What could still become an opening tag is held back, and nothing else of the text.
 
-Must not know tokens, streams or messages. `parse_whole` is the slow obvious reference.
+Must not know tokens, streams or messages. Tests compare it with a reference that reads whole texts.
 """
 
 import json
@@ -17,23 +17,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
-from octavo.gateway.text.json_scanner import MAX_DEPTH, WHITESPACE, BadJson, JsonScanner
+from octavo.gateway.text.json_scanner import WHITESPACE, BadJson, JsonScanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-# The JSON object of one tool call, as it comes: its name, and its arguments' text piece by piece.
-#
-#     {"name": "f", "arguments": {...}}
-#
-# or with the arguments' object in a string. Members in any order, others beside them ignored; each of the two exactly
-# once. Must not know tags.
-
-
 _FIRST_CHARACTERS = {"name": '"', "arguments": '{"'}
-# What a string may hold, one after another: escapes as a whole, and of surrogates only pairs.
+# What a string may contain, one after another: escapes as a whole, and of surrogates only pairs.
 _DECODABLE = re.compile(
     r"""(?:[^"\\]+|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"""
 )
@@ -99,7 +88,11 @@ class _QuotedObject:
 
 
 class CallBody:
-    """name: once it is complete. arguments: what of their text is here and was not taken."""
+    """The JSON object of one tool call, as it comes: `{"name": "f", "arguments": {...}}`, its members in any order,
+    others beside them ignored, each of the two exactly once; the arguments may be a string that holds their object.
+
+    name: once it is complete. arguments: what of their text is here and was not taken. Must not know tags.
+    """
 
     __slots__ = ("_at", "_key", "_part", "_quoted", "_scanner", "_seen", "arguments", "name")
 
@@ -356,86 +349,3 @@ def _held_back(text: str) -> int:
         if OPEN.startswith(text[-length:]):
             return length
     return 0
-
-
-# ---------------------------------------------------------------- the reference
-
-
-def parse_whole(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Plain text, and (name, arguments as text) of each call, of a whole output."""
-    plain, calls, position = [""], list[tuple[str, str]](), 0  # plain: before the first call, behind each
-    while (start := text.find(OPEN, position)) >= 0:
-        plain[-1] += text[position:start]
-        position = start + len(OPEN)
-        found = _call_at(text, position)
-        if found is None:
-            plain[-1] += OPEN
-        else:
-            name, arguments, position = found
-            calls.append((name, arguments))
-            plain.append("")
-    plain[-1] += text[position:]
-    return plain[0] + "".join(each for each in plain[1:] if each.strip(WHITESPACE)), calls
-
-
-def _call_at(text: str, position: int) -> tuple[str, str, int] | None:
-    """Name, arguments, and where the call ends."""
-    try:
-        start = _skip(text, position)
-        _, end = _decode(text, start)
-        if text[start] != "{":
-            return None
-        members = _members(text, start)
-        (name,) = [value for key, value in members if key == "name"]
-        (arguments,) = [value for key, value in members if key == "arguments"]
-        name = callable_name(name) if name.startswith('"') else ""
-        if arguments.startswith('"'):
-            arguments = json.loads(arguments).strip(WHITESPACE)
-            arguments.encode()  # half a surrogate pair raises
-            if _decode(arguments, 0)[1] != len(arguments):
-                return None
-    except (ValueError, IndexError, RecursionError):
-        return None
-    rest = text[_skip(text, end) :]
-    if not name or not arguments.startswith("{") or not (rest.startswith(CLOSE) or CLOSE.startswith(rest)):
-        return None
-    return name, arguments, len(text) - len(rest) + min(len(rest), len(CLOSE))
-
-
-def _members(text: str, start: int) -> list[tuple[str, str]]:
-    """Key and value's text of each member of the valid object that begins here."""
-    members, position = list[tuple[str, str]](), _skip(text, start + 1)
-    while text[position] != "}":
-        position = _skip(text, position + (text[position] == ","))
-        key, position = _decode(text, position)
-        value_start = _skip(text, _skip(text, position) + 1)
-        _, end = _decode(text, value_start)
-        members.append((str(key), text[value_start:end]))
-        position = _skip(text, end)
-    return members
-
-
-def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in WHITESPACE:
-        position += 1
-    return position
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(name)
-
-
-_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
-
-
-def _decode(text: str, position: int) -> tuple[Any, int]:
-    value, end = _DECODER.raw_decode(text, position)
-    if _depth(value) > MAX_DEPTH:
-        raise ValueError("too deep")
-    return value, end
-
-
-def _depth(value: Any) -> int:
-    if isinstance(value, dict):
-        return 1 + max(map(_depth, value.values()), default=0)
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0

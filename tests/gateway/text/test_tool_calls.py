@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.gateway.text.json_scanner import MAX_DEPTH, BadJson, JsonScanner
-from octavo.gateway.text.tool_calls import CLOSE, OPEN, CallPiece, ToolCallParser, parse_whole
+from octavo.gateway.text.tool_calls import CLOSE, OPEN, CallPiece, ToolCallParser
+from tests.gateway.text.whole_calls import parse_whole
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
 Result = tuple[str, list[tuple[str, str, bool]], int]

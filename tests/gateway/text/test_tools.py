@@ -139,7 +139,7 @@ def test_qwens_own_tags_are_one_token_each(qwen_text: ModelText) -> None:
 
 def test_qwens_own_template_writes_what_is_parsed(qwen_text: ModelText) -> None:
     from octavo.gateway.text.chat_template import ChatInput
-    from octavo.gateway.text.tool_calls import parse_whole
+    from tests.gateway.text.whole_calls import parse_whole
 
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So:", "tool_calls": [call, call]}]
