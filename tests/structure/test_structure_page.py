@@ -13,9 +13,13 @@ import pytest
 
 # What a newcomer reads to follow one request. These bounds go down, never up.
 MAX_FILES = 61
+MAX_WRAPS = 4
 MAX_FUNCTIONS = 508
 
 _HOP = re.compile(r"^\| \d+ \| `(?P<file>[\w/]+\.py)` \| `(?P<function>\w+)` \|", re.MULTILINE)
+
+
+_KEEPER = re.compile(r"`(?P<file>[\w/]+\.py)` `(?P<function>\w+)`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Hop:
 
 @pytest.fixture(scope="module")
 def traced(repository: Path) -> dict[str, list[Hop]]:
-    """Calls in their order: "until_delta", and "all" until the request has ended."""
+    """Calls in their order: "until_delta", and "all" until the request has ended; "wraps": classes instead."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.structure.trace"],
         cwd=repository,
@@ -41,20 +45,36 @@ def traced(repository: Path) -> dict[str, list[Hop]]:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     calls = [Hop(file, function.rpartition(".")[2]) for file, function, _ in found["calls"]]
-    return {"all": calls, "until_delta": calls[: found["num_until_delta"]]}
+    wraps = [Hop(*each) for each in found["wraps"]]
+    return {"all": calls, "until_delta": calls[: found["num_until_delta"]], "wraps": wraps}
 
 
 def hops_of(repository: Path, heading: str) -> list[Hop]:
     """The rows of a section's list."""
+    return [Hop(**row.groupdict()) for row in _HOP.finditer(section_of(repository, heading))]
+
+
+def section_of(repository: Path, heading: str) -> str:
+    """What the page says below a heading."""
     page = (repository / "docs/structure.md").read_text()
-    section = re.split(rf"^## {heading}$", page, flags=re.MULTILINE)[1]
-    return [Hop(**row.groupdict()) for row in _HOP.finditer(re.split(r"^## ", section, flags=re.MULTILINE)[0])]
+    return re.split(r"^## ", re.split(rf"^## {heading}$", page, flags=re.MULTILINE)[1], flags=re.MULTILINE)[0]
 
 
 def test_a_generate_reaches_its_first_delta_within_so_many_files(traced: dict[str, list[Hop]]) -> None:
     calls = traced["until_delta"]
     assert len({hop.file for hop in calls}) <= MAX_FILES
     assert len(calls) <= MAX_FUNCTIONS
+
+
+def test_a_request_is_wrapped_so_many_times_on_its_way_to_the_model(
+    traced: dict[str, list[Hop]], repository: Path
+) -> None:
+    """Every class that carries it is on the page: those on the way in their order, and those that keep it."""
+    section = section_of(repository, "What carries a request")
+    forward, keep = hops_of(repository, "What carries a request"), [Hop(*each) for each in _KEEPER.findall(section)]
+    assert len(forward) <= MAX_WRAPS
+    assert [each for each in traced["wraps"] if each not in keep] == forward
+    assert set(keep) <= set(traced["wraps"])
 
 
 @pytest.mark.parametrize("heading", ["A request", "A step", "A block"])

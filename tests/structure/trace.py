@@ -2,11 +2,14 @@
 
 Gateway and worker run in this one process over a socket between them: the engine in the main thread, the gateway and
 the caller in another. Of several requests, what all of them called, so that what only a clock calls is left out.
-`python -m tests.structure.trace [MODEL]` prints JSON: {"calls": [[file, function, role], …], "num_until_delta": N}.
+`python -m tests.structure.trace [MODEL]` prints JSON: {"calls": [[file, function, role], …], "num_until_delta": N,
+"wraps": [[file, class], …]}. wraps: classes of ours that carried the request until the first delta, in the order in
+which they were first an argument: their objects have its sampling parameters, in a field or in a field of a field.
 """
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import sys
@@ -27,9 +30,10 @@ from octavo.worker.main import main as worker_main
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 OURS = tuple(f"{ROOT}/{folder}/" for folder in ("gateway", "worker", "wire", "blockmgr", "grammar", "model"))
+SEED = 20_260_305  # of the traced requests alone: what has it is about them
 REQUEST: dict[str, Any] = {
     "chat": {"messages": [{"role": 1, "content": "Hello there"}]},
-    "sampling": {"temperature": 0},
+    "sampling": {"temperature": 0, "seed": SEED},
     "stop": {"max_tokens": 8},
 }
 
@@ -43,6 +47,7 @@ class Calls:
     def __init__(self) -> None:
         self._found: list[dict[tuple[str, str, str], None]] = []
         self._num_until_delta: list[int | None] = []
+        self._wraps: dict[type, None] = {}
 
     def begin(self) -> None:
         """From now on calls belong to a new request."""
@@ -60,6 +65,13 @@ class Calls:
         if self._found and event == "call" and code.co_filename.startswith(OURS):
             role = "worker" if threading.current_thread() is threading.main_thread() else "gateway"
             self._found[-1].setdefault((os.path.relpath(code.co_filename, ROOT), code.co_qualname, role))
+            if self._num_until_delta[-1] is None and code.co_argcount:
+                self._look_at([frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]])
+
+    def _look_at(self, arguments: list[object]) -> None:
+        for each in arguments:
+            if type(each).__module__.startswith("octavo.") and type(each) not in self._wraps and carries(each):
+                self._wraps[type(each)] = None
 
     def as_json(self) -> str:
         """What all requests called, in the order of the last one: first what each of them called before its delta."""
@@ -67,7 +79,25 @@ class Calls:
         common, until_delta = set(self._found[0]).intersection(*self._found), set(early[0]).intersection(*early)
         calls = [call for call in self._found[-1] if call in common]
         calls.sort(key=lambda call: call not in until_delta)
-        return json.dumps({"calls": calls, "num_until_delta": len(until_delta)})
+        wraps = [(os.path.relpath(inspect.getfile(each), ROOT), each.__qualname__) for each in self._wraps]
+        return json.dumps({"calls": calls, "num_until_delta": len(until_delta), "wraps": wraps})
+
+
+def carries(thing: object, depth: int = 2) -> bool:
+    """Whether an object of ours has the traced request's sampling parameters."""
+    return any(
+        getattr(value, "seed", None) == SEED
+        or (isinstance(value, inference_pb2.GenerateRequest) and value.sampling.seed == SEED)
+        or (depth > 1 and type(value).__module__.startswith("octavo.") and carries(value, depth - 1))
+        for value in fields_of(thing)
+    )
+
+
+def fields_of(thing: object) -> list[object]:
+    """Values of an object's fields, whether it has a dictionary or slots."""
+    slots = [name for each in type(thing).__mro__ for name in getattr(each, "__slots__", ())]
+    names = [*getattr(thing, "__dict__", ()), *slots, *getattr(thing, "__struct_fields__", ())]
+    return [getattr(thing, name, None) for name in names]
 
 
 async def serve_and_ask(socket: str, calls: Calls) -> None:
