@@ -1,4 +1,4 @@
-"""The gateway's side of the wire: who the workers are, which one gets a request, and where its output goes."""
+"""The gateway's side of the wire: which workers there are, which one gets a request, and where its output goes."""
 
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.errors import NoWorker, PoolError, WorkerBusy, WorkerGone

@@ -1,4 +1,4 @@
-"""What the registry decides; the pool carries it out. Plain values, compared whole in tests."""
+"""What the registry decides; the executor carries it out. Plain values, compared whole in tests."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """Welcome the worker; again where its Register was a repetition."""
+    """Send Welcome; again where its Register was a repetition."""
 
     peer: Peer
     epoch: str
@@ -33,7 +33,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """Tell the peer to go. kind: a short closed set, for counting."""
+    """Send Refused. kind: a short closed set, for counting."""
 
     peer: Peer
     epoch: str

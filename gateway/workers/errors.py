@@ -31,8 +31,8 @@ class WorkerGone(PoolError):
 
 
 class FeedFull(PoolError):
-    """Too many follow the prefix cache (reason QUEUE_FULL)."""
+    """Too many subscribers follow the prefix cache (reason QUEUE_FULL)."""
 
 
 class FeedCut(PoolError):
-    """A follower of the prefix cache is too slow (reason SLOW_CONSUMER)."""
+    """A subscriber of the prefix cache is too slow (reason SLOW_CONSUMER)."""

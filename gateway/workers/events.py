@@ -1,9 +1,9 @@
-"""Changes of a model's prefix caches for those who follow them: all its workers as if they were one cache.
+"""Changes of a model's prefix caches, for subscribers: all workers of the model as if they were one cache.
 
-A follower hears the present state first, in chunks that are made when they are taken, and then every change. What is
-told between a chunk and the change that it missed (or holds already) does no harm: stores of a known block and removals
-of an unknown one mean nothing. Bounded: a follower that is too slow is cut off, and may come again. Pure but for one
-future; must not know sockets, nor who follows.
+A subscriber gets the present state first, in chunks that are made when they are taken, and then every change. A change
+may be in a chunk already, or be sent before the chunk that it belongs to: subscribers ignore stores of a known block
+and removals of an unknown one. Bounded: a subscriber that is too slow is cut off, and may subscribe again. Pure but for
+one future; must not know sockets.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class BlockBatch:
 
 
 class BlockSubscription:
-    """One follower. first_sequence: above every number that an earlier subscription of the same follower used."""
+    """Of one subscriber. first_sequence: above every number that its earlier subscriptions used."""
 
     def __init__(self, salt: str, state: Iterator[BlockChange], num_blocks: int, *, first_sequence: int) -> None:
         self.salt = salt
@@ -72,7 +72,7 @@ class BlockSubscription:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, changes: tuple[BlockChange, ...]) -> None:
-        """What happened; nothing more is kept once the follower is cut off."""
+        """Changes to be read; nothing more is kept once the subscriber is cut off."""
         if self._is_cut:
             return
         self._num_waiting += len(changes)
@@ -112,7 +112,7 @@ class BlockSubscription:
 
 
 class BlockFeed:
-    """Of one model. now_us: microseconds of a clock that does not start anew with the process."""
+    """Of one model. now_us: microseconds of a clock that does not restart with the process."""
 
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
@@ -121,25 +121,25 @@ class BlockFeed:
 
     @property
     def is_followed(self) -> bool:
-        """Whether changes need to be told at all."""
+        """Whether there are subscribers."""
         return bool(self._followers)
 
     def tell(self, salt: str, change: BlockChange) -> None:
-        """A block of this salt changed; followers hear of it with the next `flush`."""
+        """A block of this salt changed; subscribers get the change with the next `flush`."""
         self._changes.append((salt, change))
 
     def flush(self) -> None:
-        """Tell what has gathered."""
+        """Give subscribers the changes since the last call."""
         changes, self._changes = self._changes, []
         for follower in self._followers if changes else ():
-            heard = [change for salt, change in changes if salt == follower.salt]
-            for some in _batched(heard, CHUNK_CHANGES):
+            theirs = [change for salt, change in changes if salt == follower.salt]
+            for some in _batched(theirs, CHUNK_CHANGES):
                 follower.put(some)
 
     def follow(self, salt: str, state: Iterator[BlockChange], num_blocks: int) -> BlockSubscription:
-        """Hear the present state, and then every change to blocks of this salt. Raises FeedFull."""
+        """Subscribe to the present state and every change to blocks of this salt. Raises FeedFull."""
         if len(self._followers) >= MAX_FOLLOWERS:
-            raise FeedFull(f"{MAX_FOLLOWERS} followers hear of the prefix cache already")
+            raise FeedFull(f"{MAX_FOLLOWERS} subscribers follow the prefix cache already")
         subscription = BlockSubscription(salt, state, num_blocks, first_sequence=self._now_us())
         self._followers.append(subscription)
         return subscription

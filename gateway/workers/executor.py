@@ -70,7 +70,7 @@ class Executor:
                     self._lose(decision)
 
     def changed(self) -> None:
-        """The set of workers or models is another."""
+        """The set of workers or models has changed."""
         for callback in self.on_change:
             try:
                 callback()

@@ -83,7 +83,7 @@ class RouterLink:
         self._stats.sent_bytes += len(frame)
 
     def drain_all(self) -> None:
-        """Take all that is here now, up to each socket's budget."""
+        """Take all messages that have arrived, up to each socket's budget."""
         for socket in self._sockets:
             socket.drain()
 
@@ -150,7 +150,7 @@ class _RouterSocket:
             self._look_again()
 
     def drain(self) -> None:
-        """Hand over what is here, then give the loop its turn."""
+        """Hand over the messages that have arrived, up to the budget, then return to the loop."""
         self._is_scheduled = False
         if self._socket.closed:
             return
@@ -160,11 +160,11 @@ class _RouterSocket:
             self._schedule()
 
     def restore(self) -> int:
-        """Bind again where the socket's file is gone or another's. Connections that stand are not touched."""
+        """Bind again where the socket's file is gone or another's. Open connections are not touched."""
         path = self._endpoint.path
         if path is None or self._inode_now() == self._inode:
             return 0
-        # A second listener on the same socket; unbinding the first would cut the connections that stand.
+        # A second listener on the same socket: unbinding the first would cut open connections.
         self._listen()
         return 1
 
@@ -222,7 +222,7 @@ class _RouterSocket:
 
 
 class Outbox:
-    """What goes to workers, and what each outcome of a send means.
+    """Sends to workers, and knows what each outcome of a send means.
 
     Cancels, pauses and resumes go out as one message each per turn of the loop. carry_out: what to do with the
     registry's decisions when a connection turns out to be gone.
@@ -256,7 +256,7 @@ class Outbox:
         return True
 
     def tell(self, peer: Peer, message: Message) -> None:
-        """Say something that the peer asks for again if it gets lost."""
+        """Send a message that the peer asks for again where it gets lost."""
         try:
             self._link.send(peer, message)
         except (PeerFull, PeerGone, MessageTooLarge):

@@ -1,13 +1,20 @@
-"""Outputs whose worker is gone go on at another one, or at the same one once it is back, and their callers see a pause.
+"""Outputs of a lost worker continue at another one, or at the same one after its restart; their callers see a pause.
 
-An output is sent again as its prompt followed by what it has given, which the new worker counts as output: sampling,
-penalties and limits go on where they were. Who is sent when is `gateway.workers.migration`'s to say, so that an output
-that kills workers is found out.
+An output is sent again as its prompt followed by the tokens it has given, which the new worker counts as output:
+sampling, penalties and limits continue where they were.
 
-    lost ──► waiting ──a ready worker of the same model──► sent, on probation ──a token──► running as if nothing was
+    lost ──► waiting ──a ready worker of the same model──► sent, on probation ──a token──► running as before
                └── no such worker in time, or moved too often ──► lost for good
 
-What was accused is remembered by its prompt, so that the same request, tried again, starts on probation.
+An output may be what crashes its workers. Any output that a crashed worker had begun is suspected of it, so each of
+them goes on probation: a worker has at most one of them at a time, until it has given a token for it. The others wait
+and lose only time. Those that had only been queued cannot have crashed anything, and need no probation.
+
+A worker that crashes meanwhile was crashed by its suspect, or by chance: two crashes are therefore an accusation. An
+accused output that had given tokens before has a harmless prompt, and gets a second probation; one that never gave any
+ends with an error that its caller may retry, and its prompt is remembered, so that the same request starts on
+probation. An output that loses a worker in its second probation too is guilty: three crashes, two of them with nothing
+else on trial, the last at another time.
 """
 
 import asyncio
@@ -38,21 +45,6 @@ Send = Callable[[WorkerRecord, Run, Output], None]
 """Sends an output again under its new handle. Raises WorkerBusy, WorkerGone."""
 
 
-# Which outputs of a lost worker may go to another one now, so that an output that kills workers is found out.
-#
-# Any output that the dead worker had begun may be what killed it. So each of them goes on **probation**: at most one of
-# them at a time on any worker, until that worker has given it a token. The others, which wait or have passed, lose only
-# time. What had only been queued killed nobody and need not wait.
-#
-# A worker that dies meanwhile was killed by its suspect, or by chance: an operator may have killed both. Two deaths are
-# therefore an accusation. An output that had given tokens before has a prompt that harms nobody, and gets a second
-# probation; one that never gave any ends in a way that its caller may try again, and then starts on probation. Whose
-# second probation costs a worker as well is **guilty**: three deaths, two of them with nothing else on trial, the last
-# at another time.
-#
-# Pure: no clock, no sockets; knows outputs and workers by names alone.
-
-
 class Verdict(Enum):
     """What becomes of an output whose worker was lost."""
 
@@ -63,14 +55,17 @@ class Verdict(Enum):
 
 
 class Quarantine:
-    """One per model. An output is any hashable name, a worker likewise (a new one for each life of a process)."""
+    """Which outputs of lost workers may go to another one now. One per model.
+
+    Pure: no clock, no sockets; outputs and workers are any hashable names, a new one for each process of a worker.
+    """
 
     def __init__(self, on_probation: dict[Hashable, Hashable] | None = None) -> None:
         """on_probation: worker -> output, where several share it; None: one of its own."""
         self._waiting: deque[Hashable] = deque()
         self._on_probation = {} if on_probation is None else on_probation
         self._worker_of: dict[Hashable, Hashable] = {}  # output -> worker, the same turned round
-        self._accused: set[Hashable] = set()  # a worker died during an earlier probation of theirs
+        self._accused: set[Hashable] = set()  # a worker crashed during an earlier probation of theirs
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._worker_of)
@@ -86,15 +81,15 @@ class Quarantine:
         self._waiting.append(output)
 
     def lost(self, output: Hashable, worker: Hashable, *, was_begun: bool, has_given: bool) -> Verdict:
-        """The worker is gone that had the output. was_begun: a step may have touched it, and no
-        orderly end came between. has_given: it has given tokens, at any worker."""
+        """The output's worker is gone. was_begun: a step may have had it, and the worker did not end in an orderly way.
+        has_given: it has given tokens, at any worker."""
         is_on_probation = self._worker_of.get(output) == worker
         was_accused = output in self._accused
         self.forget(output)
         if not was_begun and is_on_probation:
             if was_accused:
                 self._accused.add(output)
-            self._waiting.appendleft(output)  # it has still to show that it kills nobody
+            self._waiting.appendleft(output)  # its probation is not over
             return Verdict.SUSPECT
         if not was_begun:
             return Verdict.FREE
@@ -121,12 +116,12 @@ class Quarantine:
         return worker in self._on_probation
 
     def send_back(self, output: Hashable) -> None:
-        """The worker could not take it after all: it is first in line again."""
+        """The worker could not take it after all: it is the first that waits again."""
         del self._on_probation[self._worker_of.pop(output)]
         self._waiting.appendleft(output)
 
     def passed(self, output: Hashable) -> bool:
-        """A token or an end came: it is no suspect any more. Whether it was one: then another may have a turn."""
+        """A token or an end came: it is no suspect any more. Whether it was one; then its worker may have another."""
         worker = self._worker_of.pop(output, None)
         if worker is None:
             return False
@@ -156,7 +151,7 @@ class Migration:
         max_moves: int,
         timeout_s: float,
     ) -> None:
-        """check(incarnation): report now where that worker has ended and nobody was told yet."""
+        """check(incarnation): report an exit of that worker that was not noticed yet."""
         self._registry = registry
         self._outputs = outputs
         self._stats = stats
@@ -168,7 +163,7 @@ class Migration:
         self._timeout_s = timeout_s
         self._quarantines = defaultdict[str, Quarantine](lambda: Quarantine(self.on_probation))  # by fingerprint
         self._free: list[Output] = []
-        self._lost: dict[Output, tuple[LostReason, str, float]] = {}  # who waits: why, and since when
+        self._lost: dict[Output, tuple[LostReason, str, float]] = {}  # those that wait: why, and since when
         self._is_due = False
         self._is_closed = False
 
@@ -181,7 +176,7 @@ class Migration:
         return _content(output) in self.accused
 
     def close(self) -> None:
-        """From now on every loss is for good."""
+        """From now on no output of a lost worker continues."""
         self._is_closed = True
         for output in tuple(self._lost):
             self._give_up(output, LostReason.DRAINING, "the gateway is shutting down")
@@ -189,14 +184,14 @@ class Migration:
     # ------------------------------------------------------------ events
 
     def hold(self, output: Output) -> None:
-        """One that is accused, and new: it waits for a worker of its own turn, as suspects do."""
+        """A new output with an accused prompt: it waits for a probation, as suspects do."""
         self._outputs.detach(output)
         self._lost[output] = (LostReason.WORKER_LOST, _IT_MAY_BE_CHANCE, time.monotonic())
         self._quarantine(output).hold(output)
         self.soon()
 
     def lost(self, output: Output, reason: LostReason, detail: str) -> None:
-        """The output's worker is gone, or has put it out: it goes on, or ends here."""
+        """The output's worker is gone, or ended it early: it continues, or ends here."""
         verdict = self._quarantine(output).lost(
             output,
             output.incarnation,
@@ -218,7 +213,7 @@ class Migration:
         self.soon()
 
     def turned_away(self, output: Output, finished: Finished) -> bool:
-        """A worker ended an output for its own sake, not the output's: whether the output goes on elsewhere."""
+        """A worker ended an output because it drains or is full: whether the output continues elsewhere."""
         is_turned_away = finished.error in _TURNED_AWAY and (finished.error == "DRAINING" or output.num_moves > 0)
         if not is_turned_away or not self._may_move(output, LostReason.DRAINING):
             return False
@@ -234,7 +229,7 @@ class Migration:
             self.soon()
 
     def forget(self, output: Output) -> None:
-        """It needs no worker any more, whatever it was waiting for."""
+        """It needs no worker any more."""
         self._lost.pop(output, None)
         self._quarantine(output).forget(output)
         if output in self._free:
@@ -247,7 +242,7 @@ class Migration:
             asyncio.get_running_loop().call_soon(self.place)
 
     def place(self) -> None:
-        """Give waiting outputs to workers; end those that have waited too long."""
+        """Send waiting outputs to workers; end those that have waited too long."""
         self._is_due = False
         for output in tuple(self._free):
             for record in self._ready(output.fingerprint):
@@ -298,7 +293,7 @@ class Migration:
 
     def _place_suspects(self, fingerprint: str, quarantine: Quarantine) -> None:
         for record in self._ready(fingerprint) if quarantine.num_waiting else ():
-            # Where several workers die together, none of those that are found dead only now is a suspect's doing.
+            # Where several workers crash together, those that are noticed only now were not crashed by a suspect.
             self._check(record.incarnation)
             if self._registry.get(record.incarnation) is None:
                 continue
@@ -312,7 +307,7 @@ class Migration:
                     quarantine.send_back(output)
 
     def _move(self, output: Output, record: WorkerRecord) -> bool:
-        # Until the worker has it, it is nobody's: a connection that turns out to be gone takes others, not this one.
+        # Detached until it is sent: where the connection turns out to be gone, this output is not lost with it.
         self._outputs.rename(output)
         try:
             self._send(record, resumed(output, time.monotonic()), output)
@@ -338,7 +333,7 @@ class Migration:
 
 
 def _content(output: Output) -> bytes:
-    """What makes two requests the same: the model, the prompt, and whose they are."""
+    """What makes two requests the same: the model, the prompt, and the salt of their caller."""
     digest = hashlib.blake2b(output.fingerprint.encode(), digest_size=16)
     digest.update(b"\0" + output.run.cache_salt.encode() + b"\0")
     digest.update(output.run.prompt_ids)

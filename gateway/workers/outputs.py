@@ -1,6 +1,6 @@
-"""The live outputs of one gateway: handles to sinks, and the check of everything that a worker claims about them.
+"""The live outputs of one gateway: handles to sinks, and the check of everything that a worker sends about them.
 
-A worker that lies costs the outputs that it lied about, never the gateway. Must not know sockets.
+A worker that breaks the protocol costs the outputs concerned, never the gateway. Must not know sockets.
 """
 
 from array import array
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One live output. name: by which the gateway knows it for all its life; handle: by which its present worker does,
+    """One live output. name: its number at the gateway, always the same; handle: its number at its present worker,
     another one at each worker. run: as it was sent to its first worker; of a further output of a request, what it is
     when it stands alone. token_ids: int32, what it has given. deadline_s: monotonic. embedding_sink: the sink, where it
     waits for a vector; None once that has come. prompt_sink: the sink, where it wants the prompt's log-probabilities,
@@ -42,7 +42,7 @@ class Output:
     prompt_sink: PromptSink | None = None
     num_unscored: int = 0
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    num_moves: int = 0  # to another worker, or to the next life of one
+    num_moves: int = 0  # to another worker, or to a restarted one
     is_started: bool = False
     is_on_probation: bool = False  # the migration waits for its next token
     is_cancelled: bool = False
@@ -67,7 +67,8 @@ class Output:
 
 class Outputs:
     """Handles are drawn here, upwards from 1, never again. The callbacks are the migration's: on_turned_away says
-    whether an output that a worker put out goes on elsewhere, on_passed hears of news of those on probation."""
+    whether an output that a worker ended early goes on elsewhere; on_passed is called with outputs on probation that
+    have given a token or ended."""
 
     def __init__(self, stats: PoolStats) -> None:
         self._stats = stats
@@ -98,7 +99,7 @@ class Outputs:
         return self._by_name.get(name)
 
     def detach(self, output: Output) -> None:
-        """No worker has it for now; what one may still say of it is late."""
+        """No worker has it for now; messages about it are late."""
         self._live.pop(output.handle, None)
 
     def rename(self, output: Output) -> None:
@@ -137,7 +138,7 @@ class Outputs:
         return ended
 
     def lose(self, output: Output, reason: LostReason, detail: str) -> None:
-        """End an output without the worker's word."""
+        """End an output without a message from its worker."""
         if self._by_name.pop(output.name, None) is None:
             return
         self._live.pop(output.handle, None)
@@ -207,7 +208,7 @@ class Outputs:
                 self._sink_failed(output, ended)
 
     def _claim(self, handle: int, incarnation: int, ended: list[Output]) -> Output | None:
-        """The live output that a worker may speak of. None: counted as late, or as a lie."""
+        """The live output of a handle, where this worker has it. None: counted as late, or as an error of protocol."""
         output = self._live.get(handle)
         if output is None:
             if 0 < handle < self._next_handle and all(handle != other.handle for other in ended):

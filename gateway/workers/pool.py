@@ -61,7 +61,7 @@ class WorkerPool:
         """on_model(card, tokenizer files by name): a model became ready (again); called on the loop.
         make_link, make_watch: the pool's edges to sockets and processes; a simulation brings its own."""
         self.stats = PoolStats()
-        self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what a former life had asked for
+        self.gateway_id = secrets.token_hex(16)  # new at each start: workers drop what the former process had asked for
         self._config = config
         limits = RegistryLimits(
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -211,7 +211,7 @@ class WorkerPool:
         if output is not None and not output.is_paused:
             output.is_paused = True
             self.stats.pauses += 1
-            # One on probation has to show with a token that it kills nobody: others wait for that.
+            # One on probation has to give a token before others may be tried: it is not paused until then.
             if not output.is_on_probation:
                 self._tell_pace(output)
 
@@ -243,18 +243,18 @@ class WorkerPool:
         return await self._queries.ask(records, self._outbox.try_send, audit=audit, flush=flush, timeout_s=timeout_s)
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
-        """Hear which blocks of this salt a model's workers have cached, and every change. Raises FeedFull. The
-        caller has to call `leave_blocks` at its end."""
+        """Subscribe to the blocks of this salt that a model's workers have cached, and to every change. Raises
+        FeedFull. The caller has to call `leave_blocks` at its end."""
         return self._prefixes.follow(model, salt)
 
     def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
-        """Hear no more. Idempotent."""
+        """End a subscription. Idempotent."""
         self._prefixes.leave(model, subscription)
 
     # ------------------------------------------------------------ messages from workers
 
     def _take_frame(self, peer: Peer, frame: bytes) -> None:
-        """One frame from any peer; whatever it is, the gateway goes on."""
+        """One frame from any peer; no frame may end the gateway."""
         try:
             decisions, ended = self._take(peer, frame, time.monotonic())
             for output in ended:
@@ -324,7 +324,7 @@ class WorkerPool:
     def _take_register(self, peer: Peer, message: Register, now_s: float) -> list[Decision]:
         known = self._registry.find(message.worker_id)
         if known is not None and known.epoch != message.epoch:
-            # A restarted worker may be faster than the news of its former life's end.
+            # A restarted worker may register before the end of its former process is noticed.
             self._executor.watch.check(known.incarnation)
         return self._registry.on_register(peer, message, now_s)
 
@@ -338,8 +338,8 @@ class WorkerPool:
     # ------------------------------------------------------------ what happens to workers and outputs
 
     def _process_ended(self, incarnation: int) -> None:
-        # What it had sent before it died is in our queue: take it first, so that nothing whole is thrown away. Its
-        # next life may be in there too, and must not be refused in favour of the dead.
+        # What it sent before its end is in our queue: take that first, so that nothing complete is thrown away. The
+        # registration of its restarted process may be in there too, and must not be refused as a duplicate.
         record = self._registry.get(incarnation)
         if record is not None:
             record.is_watched = False
@@ -353,7 +353,7 @@ class WorkerPool:
             self._tell_pace(output)
 
     def _send_again(self, record: WorkerRecord, run: Run, output: Output) -> None:
-        """To another worker, which does not know yet whether the output is paused."""
+        """To another worker, with the pause where the output is paused."""
         self._outbox.send(record, run)
         if output.is_paused and not output.is_on_probation:
             self._outbox.pace(record.incarnation, output.handle, Pause)

@@ -1,4 +1,4 @@
-"""Admin questions under way: which worker was asked, and who waits for the answer. Must not know sockets."""
+"""Admin queries under way: which worker was asked, and the future of its answer. Must not know sockets."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ Answer = asyncio.Future[AdminReply]
 
 
 class Queries:
-    """Ids are drawn here. Futures that nobody answers are cancelled by the one who waits, or with the worker."""
+    """Ids are drawn here. A future without an answer is cancelled after its time, or when its worker is lost."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[int, Answer]] = {}
@@ -25,7 +25,7 @@ class Queries:
         flush: bool,
         timeout_s: float,
     ) -> list[tuple[str, AdminReply]]:
-        """The answers of the workers that can be asked and answer in time, in order of their ids."""
+        """The answers that come in time, in order of the workers' ids."""
         asked: dict[Answer, str] = {}
         for record in records:
             query_id, future = self._new(record.incarnation)
@@ -48,7 +48,7 @@ class Queries:
         return query_id, future
 
     def take(self, incarnation: int, reply: AdminReply) -> bool:
-        """An answer; whether this worker was asked that."""
+        """Take an answer; whether this worker was sent that query."""
         asked, future = self._open.get(reply.query_id, (None, None))
         if future is None or asked != incarnation:
             return False
@@ -57,7 +57,7 @@ class Queries:
         return True
 
     def lose(self, incarnation: int) -> None:
-        """The worker is gone: nobody need wait for it."""
+        """The worker is gone: cancel what waits for it."""
         for asked, future in tuple(self._open.values()):
             if asked == incarnation:
                 future.cancel()

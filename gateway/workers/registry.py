@@ -1,8 +1,9 @@
-"""Who the workers are: registrations, epochs, heartbeats, and when a worker is given up.
+"""Which workers there are: registrations, epochs, heartbeats, and when a worker is given up.
 
-Pure: events and times in, decisions out. Must not know sockets, clocks, outputs or the prefix index. An epoch that
-was given up stays given up: a worker that comes back under it is told to leave, so that a worker that was frozen and
-resumed can never speak into streams that have moved on.
+An epoch is one life of a worker's process, an incarnation one registration of it here. An epoch that was given up stays
+given up: a worker that comes back under it is refused, so that a worker that was frozen and resumed can never write
+into streams that have moved on. Pure: events and times in, decisions out. Must not know sockets, clocks, outputs or the
+prefix index.
 """
 
 import hmac
@@ -22,12 +23,9 @@ MAX_BUNDLES = 16
 MAX_NAME_LEN = 256
 
 
-# What the gateway remembers of one incarnation of a worker.
-
-
 @dataclass(slots=True, kw_only=True)
 class WorkerRecord:
-    """Mutable; owned by the registry. Times are this process's monotonic seconds, given by the caller."""
+    """One incarnation of a worker. Mutable; owned by the registry. Times are this process's monotonic seconds."""
 
     incarnation: int
     peer: Peer
@@ -70,10 +68,10 @@ class WorkerRecord:
         )
 
     def take_heartbeat(self, beat: Heartbeat, now_s: float) -> None:
-        """Note that it lives, and whether its steps advance while there is something to do."""
+        """Note the heartbeat, and whether steps advance while there is work."""
         self.last_heard_s = now_s
         self.num_paused = beat.num_paused
-        is_idle = not beat.has_work and not self.owes_us
+        is_idle = not beat.has_work and not self.has_our_work
         if is_idle or beat.num_steps != self.num_steps:
             self.last_progress_s = now_s
         self.num_steps = beat.num_steps
@@ -91,13 +89,13 @@ class WorkerRecord:
         self.last_progress_s = now_s
 
     @property
-    def owes_us(self) -> bool:
-        """It has requests of ours, and not because all that it has are paused."""
+    def has_our_work(self) -> bool:
+        """It has requests of this gateway that are not paused."""
         return self.in_flight > self.num_paused
 
     @property
     def num_requests(self) -> int:
-        """Requests it has: ours for sure, or what it last said of everybody's."""
+        """Requests that it has: at least this gateway's, else those of all gateways by its last heartbeat."""
         return max(self.in_flight, self.num_running + self.num_waiting + self.num_paused)
 
     @property
@@ -147,7 +145,7 @@ class Registry:
         self._by_id: dict[str, WorkerRecord] = {}
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._by_peer: dict[Peer, WorkerRecord] = {}
-        self._given_up: OrderedDict[str, Peer | None] = OrderedDict()  # whom to tell if it speaks again
+        self._given_up: OrderedDict[str, Peer | None] = OrderedDict()  # where its refusal goes if it sends again
         self._bundles: dict[str, dict[str, bytes]] = {}
         self._next_incarnation = 1
         self._last_tick_s: float | None = None
@@ -156,7 +154,7 @@ class Registry:
         return iter(tuple(self._by_incarnation.values()))
 
     def get(self, incarnation: int) -> WorkerRecord | None:
-        """The record, if that incarnation still counts."""
+        """The record, while that incarnation is registered."""
         return self._by_incarnation.get(incarnation)
 
     def find(self, worker_id: str) -> WorkerRecord | None:
@@ -164,18 +162,18 @@ class Registry:
         return self._by_id.get(worker_id)
 
     def sender(self, peer: Peer, epoch: str) -> WorkerRecord | None:
-        """Whose message this is; None: of an epoch that is unknown or given up, or over a connection not its own."""
+        """The worker that sent a message. None: its epoch is unknown or given up, or the connection is not its own."""
         record = self._by_peer.get(peer)
         return record if record is not None and record.epoch == epoch else None
 
     def bundle(self, digest: str) -> dict[str, bytes]:
-        """Tokenizer files that are here. Raises KeyError."""
+        """Tokenizer files that have arrived. Raises KeyError."""
         return self._bundles[digest]
 
     # ------------------------------------------------------------ events
 
     def on_register(self, peer: Peer, register: Register, now_s: float) -> list[Decision]:
-        """A worker presents itself, perhaps again."""
+        """A worker registers, perhaps again."""
         refusal = self._refusal(register)
         if refusal is not None:
             kind, reason = refusal
@@ -190,7 +188,7 @@ class Registry:
         """Tokenizer files arrived: every worker that waited for them is ready. Raises BundleError."""
         record = self.sender(peer, bundle.epoch)
         if record is None or record.card.tokenizer_digest != bundle.digest:
-            raise BundleError("nobody asked this peer for that bundle")
+            raise BundleError("this peer was not asked for that bundle")
         check_bundle(bundle.files, bundle.digest)
         self._remember_bundle(bundle)
         waiting = [
@@ -203,21 +201,21 @@ class Registry:
         return [Announce(incarnation=other.incarnation, card=other.card) for other in waiting]
 
     def on_heartbeat(self, beat: Heartbeat, now_s: float) -> WorkerRecord | None:
-        """Known by its epoch alone: heartbeats have a connection of their own. None: nobody of that epoch is here."""
+        """Found by its epoch alone: heartbeats have a connection of their own. None: the epoch is unknown."""
         record = self._by_epoch.get(beat.epoch)
         if record is not None:
             record.take_heartbeat(beat, now_s)
         return record
 
     def on_stale_heartbeat(self, epoch: str) -> list[Decision]:
-        """A worker that was given up lives (again), and does not know: tell it, on the connection that it reads."""
+        """A worker that was given up is running: refuse it, on the connection that it reads."""
         peer = self._given_up.get(epoch)
         if peer is None:
             return []
         return [Refuse(peer=peer, epoch=epoch, kind="given_up", reason=GIVEN_UP)]
 
     def on_sequence(self, record: WorkerRecord, seq: int) -> list[Decision]:
-        """Check a StepOutput's number. A gap: some message is lost, nobody knows which tokens."""
+        """Check a StepOutput's number. After a gap a message is lost, with unknown tokens: the worker is given up."""
         expected = record.last_seq + 1
         if seq == expected:
             record.last_seq = seq
@@ -230,12 +228,12 @@ class Registry:
         return [] if record is None else self.give_up(record, LostReason.WORKER_LOST, "its process ended")
 
     def on_leaving(self, record: WorkerRecord, reason: str) -> list[Decision]:
-        """The worker said that it ends now."""
+        """The worker is shutting down."""
         return self.give_up(record, LostReason.DRAINING, reason or "the worker is shutting down")
 
     def on_unreachable(self, record: WorkerRecord) -> list[Decision]:
-        """The socket knows no such connection any more. What was under way on it is lost, the worker is not: it may
-        register anew, in the same life, which other gateways rely on."""
+        """The socket has no such connection any more. What was under way on it is lost; the worker may register again
+        under the same epoch, because other gateways still use it."""
         return [self._remove(record, LostReason.WORKER_LOST, "its connection is closed")]
 
     def on_tick(self, now_s: float) -> list[Decision]:
@@ -245,7 +243,7 @@ class Registry:
         decisions: list[Decision] = []
         for record in self:
             if was_frozen:
-                # It was this process that slept: heartbeats may be waiting in our own queue.
+                # This process was frozen, not the workers: heartbeats may be waiting in our own queue.
                 record.last_heard_s = record.last_progress_s = now_s
             decisions += self._check(record, now_s)
         return decisions
@@ -295,7 +293,7 @@ class Registry:
         ended: list[Decision] = []
         known = self._by_id.get(register.worker_id)
         if known is not None and known.epoch == register.epoch:
-            # The same life over a new connection: what was under way on the old one is lost, the worker is not.
+            # The same epoch over a new connection: what was under way on the old one is lost, the worker is not.
             ended.append(self._remove(known, LostReason.WORKER_LOST, "its connection broke and was made anew"))
         elif known is not None:
             ended += self.give_up(known, LostReason.WORKER_LOST, "it was restarted")
@@ -336,7 +334,7 @@ class Registry:
             reason = LostReason.WORKER_STALLED if record.is_watched else LostReason.WORKER_LOST
             return self.give_up(record, reason, f"silent for {silent_s:.1f} s")
         still_s = now_s - record.last_progress_s
-        if still_s > self._limits.stall_timeout_s and (record.has_work or record.owes_us):
+        if still_s > self._limits.stall_timeout_s and (record.has_work or record.has_our_work):
             return self.give_up(record, LostReason.WORKER_STALLED, f"no step for {still_s:.1f} s with work waiting")
         return []
 
@@ -354,7 +352,7 @@ class Registry:
 
 
 def _problem(register: Register) -> str | None:
-    """What no correct worker registers with."""
+    """What is wrong with a registration; None for nothing."""
     capacity, card = register.capacity, register.card
     if not 0 < len(register.worker_id) <= MAX_NAME_LEN or not 0 < len(card.name) <= MAX_NAME_LEN:
         return f"worker id and model name need 1 to {MAX_NAME_LEN} characters"

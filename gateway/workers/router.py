@@ -3,7 +3,7 @@
 A hot prefix does not pin its traffic to one worker: where the holder is much busier than the idlest worker, the request
 goes there instead, computes the prefix again, and from then on two workers hold it.
 
-What workers have cached is told by their KV events: a tree over blocks of tokens, where a child is found by (parent
+What workers have cached comes with their KV events: a tree over blocks of tokens, where a child is found by (parent
 node, tokens) and a root by the salt. Workers name their blocks by keyed hashes that mean nothing elsewhere; they only
 serve to find the node again. The tree is a hint: what it has forgotten costs a recomputation, never a wrong token.
 Bounded: beyond ``max_nodes`` what was used least recently goes. Pure; must not know sockets.
@@ -25,7 +25,7 @@ from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
 MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
 IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
 IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
-_block_ids = count(1)  # of all indexes, so that a feed may tell of several
+_block_ids = count(1)  # of all indexes, so that a feed may have blocks of several
 
 
 class RouteReason(StrEnum):
@@ -33,7 +33,7 @@ class RouteReason(StrEnum):
 
     ONLY = "only"
     PREFIX = "prefix"
-    LOAD = "load"  # nobody had a prefix
+    LOAD = "load"  # no worker had a prefix
     BALANCE = "balance"  # the holder of the longest prefix was too busy
 
 
@@ -76,8 +76,8 @@ class _Node:
 
 
 class PrefixIndex:
-    """Prefixes of one model in blocks of one size. feed: told of every block that gets its first owner or loses its
-    last."""
+    """Prefixes of one model in blocks of one size. feed: gets every block with its first owner, and without
+    its last."""
 
     def __init__(self, *, block_size: int, max_nodes: int, feed: BlockFeed | None = None) -> None:
         self.block_size = block_size
@@ -188,7 +188,7 @@ class PrefixIndex:
         return root
 
     def _touch(self, path: list[_Node]) -> None:
-        """Make a path the most recent, its head last: what is old at the head is old altogether."""
+        """Make a path the most recent, its head last: what follows an old head is older."""
         for node in reversed(path):
             self._recent.move_to_end(node)
 
@@ -226,7 +226,7 @@ class PrefixIndex:
             self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id))
 
     def _prune(self, node: _Node) -> None:
-        """Drop nodes that nobody owns and nothing hangs on, up to the root."""
+        """Drop nodes without owners and children, up to the root."""
         while not node.owners and not node.children and node.parent is not None:
             parent, salt = node.parent, self._recent.pop(node)
             del parent.children[node.key]
@@ -242,16 +242,15 @@ def _stored(node: _Node) -> BlockChange:
     return BlockChange(kind=ChangeKind.STORED, block_id=node.block_id, parent_id=parent_id, token_ids=node.key)
 
 
-# The prefix indexes of all models: one per model name and block size. And one feed per model of what changes there.
-
-
 def _now_us() -> int:
     return time.time_ns() // 1000
 
 
 class Prefixes:
-    """Each index is bounded by ``max_nodes``; an index goes with its last worker, a feed stays. now_us: see
-    `BlockFeed`."""
+    """The indexes of all models, one per model name and block size, and per model a feed of what changes in them.
+
+    Each index is bounded by ``max_nodes``; an index goes with its last worker, a feed stays. now_us: see `BlockFeed`.
+    """
 
     def __init__(self, *, max_nodes: int, now_us: Callable[[], int] = _now_us) -> None:
         self._max_nodes = max_nodes
@@ -290,7 +289,7 @@ class Prefixes:
             del self._indexes[key]
 
     def follow(self, model: str, salt: str) -> BlockSubscription:
-        """Hear which blocks of this salt the workers of a model have, and what changes. Raises FeedFull."""
+        """Subscribe to the blocks of this salt that the workers of a model have. Raises FeedFull."""
         indexes = [index for (name, _), index in self._indexes.items() if name == model]
         state = chain.from_iterable(index.blocks(salt) for index in indexes)
         return self._feed(model).follow(salt, state, sum(index.num_blocks(salt) for index in indexes))

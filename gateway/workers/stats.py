@@ -46,6 +46,6 @@ class PoolStats:
     sink_errors: int = 0  # exceptions of our own streams
     routed: Counter[str] = field(default_factory=Counter)  # by RouteReason
     kv_events: int = 0
-    moved_outputs: int = 0  # went on at another worker, or at the next life of their own
+    moved_outputs: int = 0  # went on at another worker, or at their own after its restart
     pauses: int = 0  # outputs whose readers fell behind
     rebinds: int = 0  # ipc sockets that had vanished from the run directory

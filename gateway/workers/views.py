@@ -1,4 +1,4 @@
-"""What crosses the pool's border besides `wire.messages.Run`: where an output goes, and how a worker stands."""
+"""Types between the pool and its callers, besides `wire.messages.Run`: sinks of outputs, states of workers."""
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -16,11 +16,11 @@ class LostReason(StrEnum):
     WORKER_STALLED = "WORKER_STALLED"
     DRAINING = "DRAINING"
     INTERNAL = "INTERNAL"  # the worker broke the protocol for this stream
-    POISONED = "POISONED"  # three workers died of this output, or of its prompt
+    POISONED = "POISONED"  # three workers crashed with this output
 
 
 class OutputSink(Protocol):
-    """Where one output goes. Called on the event loop; must not block. Exactly one terminal call, then none."""
+    """Receives one output. Called on the event loop; must not block. Exactly one terminal call, then none."""
 
     def on_started(self) -> None:
         """The worker scheduled the request for the first time."""
@@ -35,25 +35,25 @@ class OutputSink(Protocol):
         """Terminal; reason: a LostReason."""
 
     def on_moved(self, worker_id: str) -> None:
-        """Another worker, or the next life of its own, goes on with it."""
+        """Another worker goes on with it, or its own after a restart."""
 
 
 class PromptSink(Protocol):
-    """Where log-probabilities of a prompt go, from its second token on, before the first token of the output."""
+    """Receives log-probabilities of a prompt, from its second token on, before the first token of the output."""
 
     def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """For the next positions."""
 
 
 class EmbeddingSink(OutputSink, Protocol):
-    """Where one embedding goes: `on_embedding` once before `on_finished`, no tokens."""
+    """Receives one embedding: `on_embedding` once before `on_finished`, no tokens."""
 
     def on_embedding(self, embedding_D: np.ndarray) -> None:
         """float32, every entry finite."""
 
 
 class WorkerState(Enum):
-    """Where a worker stands, seen from this gateway."""
+    """The state of a worker, seen from this gateway."""
 
     REGISTERED = "registered"  # its tokenizer is not here yet
     READY = "ready"

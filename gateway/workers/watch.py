@@ -1,6 +1,6 @@
 """Notice within milliseconds that a worker's process ended, where it runs on this host.
 
-By pidfd (Linux): no polling, no mistake over reused pids. Elsewhere nothing is watched and heartbeats must do.
+By pidfd (Linux): no polling, no confusion by reused pids. Elsewhere nothing is watched and heartbeats must do.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class ProcessWatch:
         self._namespace = pid_namespace()
 
     def add(self, key: int, pid: int, namespace: str) -> bool:
-        """Watch a process; whether that is possible (this host and namespace, a process that lives)."""
+        """Watch a process; whether that is possible (this host and namespace, a running process)."""
         if not namespace or namespace != self._namespace or not hasattr(os, "pidfd_open") or pid <= 1:
             return False
         try:
@@ -40,7 +40,7 @@ class ProcessWatch:
             os.close(descriptor)
 
     def check(self, key: int) -> None:
-        """Report an exit that the loop has not come round to yet."""
+        """Report an exit that the loop has not noticed yet."""
         descriptor = self._descriptors.get(key)
         if descriptor is None:
             return

@@ -120,6 +120,6 @@ def test_a_worker_that_only_waits_for_readers_makes_no_steps_and_is_not_stalled(
     record.in_flight = 2
     record.take_heartbeat(Heartbeat(epoch=EPOCH, num_steps=7, has_work=False, num_paused=2), 10.0)
     record.take_heartbeat(Heartbeat(epoch=EPOCH, num_steps=7, has_work=False, num_paused=2), 50.0)
-    assert (record.last_progress_s, record.owes_us, record.num_requests) == (50.0, False, 2)
+    assert (record.last_progress_s, record.has_our_work, record.num_requests) == (50.0, False, 2)
     record.take_heartbeat(Heartbeat(epoch=EPOCH, num_steps=7, has_work=False, num_paused=1), 60.0)
-    assert (record.last_progress_s, record.owes_us) == (50.0, True)
+    assert (record.last_progress_s, record.has_our_work) == (50.0, True)
