@@ -1,6 +1,6 @@
 """Who calls, and what they may do: a call is let in, or refused with the reason, before its message is parsed.
 
-Decides by the call's own metadata (an API key) and its connection's certificate; no other header tells the tenant.
+Decides by the call's own metadata (an API key) and its connection's certificate; no other header counts.
 Of keys only digests are kept: a key has 256 random bits, so a plain SHA-256 of it cannot be searched through.
 `gateway.auth.key_file` reads the file that names callers, `gateway.auth.reloader` reads it again when it changes.
 """
@@ -68,7 +68,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "GetLoads": Scope.MODELS,
         "GetTokenizer": Scope.MODELS,
         "FlushCache": Scope.ADMIN,
-        "SubscribeKvEvents": Scope.ADMIN,  # tells the tokens of every tenant's prompts
+        "SubscribeKvEvents": Scope.ADMIN,  # contains the tokens of every tenant's prompts
         "StartProfile": Scope.ADMIN,
         "StopProfile": Scope.ADMIN,
     },
@@ -112,7 +112,7 @@ class TenantLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """tenant None: callers are not identified here. sharing_group: tenants of one group share cached prefixes.
-    weight: of the tenant's share where tenants wait for one another, 1 to MAX_WEIGHT."""
+    weight: of the tenant's share of the workers' time, 1 to MAX_WEIGHT."""
 
     name: str
     tenant: str | None
@@ -187,7 +187,7 @@ class AccessList:
 
 
 class Credentials(Protocol):
-    """What a grpc.aio.ServicerContext tells of a call's origin."""
+    """What a grpc.aio.ServicerContext has of a call's origin."""
 
     def invocation_metadata(self) -> Any: ...  # pairs of str and str | bytes, or None
     def peer_identities(self) -> Any: ...  # bytes of the certificate's names, None or empty without one
@@ -300,7 +300,7 @@ class PrefixSalt:
         return hmac.digest(self._secret, message, hashlib.sha256).hex()
 
     def label_of(self, caller: Caller) -> str:
-        """What workers know the caller's tenant by, where tenants wait for one another: opaque, the same from every
+        """The caller's tenant as workers see it, to share their time among tenants: opaque, the same from every
         gateway of the service, and no salt. Empty where callers are not identified."""
         if caller.tenant is None:
             return ""

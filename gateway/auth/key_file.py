@@ -21,7 +21,7 @@
     burst_tokens = 20_000
     share_prefixes_with = "group"  # tenants of one group share cached prefixes
 
-Unknown words are errors: a misspelt limit must not become none.
+Unknown words are errors: a misspelt limit must not be ignored.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Loads the files of keys and certificates at the start, and loads them again when they change.
 
 A file that has become unreadable or wrong changes nothing: what was in force stays, the log says why, and the next
-change is tried again. Streams that were let in go on.
+change is tried again. Open streams continue.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class AccessReloader:
-    """authenticator: asked for every call. reloads: by (file, outcome), for metrics."""
+    """authenticator: for every call. reloads: by (file, outcome), for metrics."""
 
     def __init__(self, config: AccessConfig) -> None:
         has_authority = config.tls is not None and config.tls.client_ca_file is not None

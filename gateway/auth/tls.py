@@ -1,6 +1,6 @@
 """TLS for the listeners: files to credentials, and new files to new connections without a restart.
 
-Files are checked by the standard library before gRPC sees them, whose own complaints are in C.
+Files are checked by the standard library before gRPC gets them, whose own messages do not name them.
 """
 
 import ssl
@@ -85,7 +85,7 @@ def _check_ca(context: ssl.SSLContext, path: Path, data: bytes) -> None:
 
 
 class TlsListener:
-    """One listener's credentials, which follow `material` from one handshake to the next. gRPC asks from threads of
+    """One listener's credentials, which follow `material` from one handshake to the next. gRPC calls it from threads of
     its own."""
 
     def __init__(self, material: TlsMaterial) -> None:

@@ -1,8 +1,12 @@
-"""How much this gateway holds, and which ids. Limits count outputs: a request for eight counts eight times, until the
-last of them has ended.
+"""How much this gateway holds, and how much each tenant may. Limits count outputs: a request for eight counts eight
+times, until the last of them has ended.
 
-Pure: no clock, no sockets; a request enters before it costs anything (tokenizing included), is placed on a worker when
-its prompt is known, and leaves exactly once however it ends.
+    Admission:     enter ──► place ──► leave
+    TenantQuotas:  enter ──► (in flight, queued) ──► reserve ──► started (no longer queued) ──► leave
+
+A request enters before it costs anything (tokenizing included), is placed on a worker and reserves its tokens when its
+prompt is known, and leaves exactly once, however it ends; tokens that it did not use are refunded. Pure: no sockets,
+and times are arguments.
 """
 
 from collections import Counter
@@ -10,15 +14,6 @@ from dataclasses import dataclass
 
 from octavo.gateway.auth.authenticator import Caller, TenantLimits, id_in
 from octavo.gateway.errors import DuplicateRequest, ExceedsCapacity, QueueFull, TenantLimit
-
-# What each tenant holds of this gateway, and what it may.
-#
-# Pure: times are passed in. A request enters with all its outputs, which limits count one by one; it reserves its
-# tokens when they are known, its outputs are begun by a worker, and it leaves exactly once however it ends; what it did
-# not use goes back.
-#
-#     enter -> (in flight, queued) -> reserve -> started (no longer queued) -> leave
-
 
 _UNITS_PER_TOKEN = 60_000_000_000  # one unit comes in per nanosecond and token a minute: whole numbers, no rounding
 _NS_PER_MS = 1_000_000
@@ -94,7 +89,8 @@ class _Held:
 
 
 class TenantQuotas:
-    """By the key of a request (`Caller.key_of`). Callers without a tenant are not counted."""
+    """What each tenant has in flight, by the key of a request (`Caller.key_of`). Callers without a tenant are not
+    counted."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
@@ -189,7 +185,8 @@ class AdmissionCounts:
 
 
 class Admission:
-    """All-or-nothing, idempotent where it says so. An id is whatever tells requests apart (`Caller.key_of`)."""
+    """What all requests have in flight. An id is what distinguishes requests (`Caller.key_of`). A call that raises has
+    changed nothing."""
 
     def __init__(self, *, max_requests: int) -> None:
         """max_requests: outputs in flight."""

@@ -37,8 +37,8 @@ _POOLINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embedded:
-    """One vector, float32. worker_id: who computed it, after num_moves from worker to worker. sent_s, ended_s:
-    monotonic."""
+    """One vector, float32. worker_id: the worker that computed it, after num_moves from worker to worker. sent_s,
+    ended_s: monotonic."""
 
     vector_D: np.ndarray
     num_prompt_tokens: int
@@ -50,7 +50,8 @@ class Embedded:
 
 
 class VectorSink:
-    """An EmbeddingSink. worker_id: who has the input. outcome: the vector, the figures, and when they came."""
+    """An EmbeddingSink. worker_id: the worker that has the input. outcome: the vector, the figures, and when they
+    came."""
 
     def __init__(self, worker_id: str, *, on_started: Callable[[], None]) -> None:
         self.worker_id = worker_id
@@ -67,7 +68,7 @@ class VectorSink:
         self._vector_D = embedding_D
 
     def on_finished(self, finished: Finished) -> None:
-        """A vector, or why there is none."""
+        """The end: with a vector, or an error."""
         error = error_of(finished)
         if error is not None or self._vector_D is None:
             self._fail(error or from_reason("INTERNAL", ""))
@@ -79,7 +80,7 @@ class VectorSink:
         self._fail(from_reason(reason, detail))
 
     def on_moved(self, worker_id: str) -> None:
-        """Another worker computes it, or the next life of its own."""
+        """Another worker computes it, or its own after a restart."""
         self.worker_id = worker_id
         self.num_moves += 1
 
@@ -203,7 +204,7 @@ class Embedder:
                     self._pool.cancel(each.handle)
                     each.sink.outcome.cancel()
                 elif not each.sink.outcome.cancelled():
-                    each.sink.outcome.exception()  # looked at: the first one was raised
+                    each.sink.outcome.exception()  # the first one was raised; asyncio need not report the others
 
     async def _wait_for_room(self, sent: Sequence[SentInput]) -> None:
         while len(running := _running(sent)) >= WINDOW:

@@ -1,6 +1,6 @@
 """From a validated request to everything that a worker needs: prompt ids, the form of the output.
 
-    chat: mark (thread) -> render (a process that can be killed) -> tokenize (threads, step by step)
+    chat: mark (thread) -> render (a process with limits) -> tokenize (threads, step by step)
 
 What takes long runs in the text threads. Must not know admission, workers or streams.
 """
@@ -38,7 +38,7 @@ from octavo.wire.messages import Grammar, GrammarKind, ModelCard
 
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
 _MARKED = 13  # a text with marks has at most so many times its bytes: one for each control token, escaped as JSON
-_MAX_KNOWN = 256  # grammars that were found good are not checked again
+_MAX_KNOWN = 256  # valid grammars are not checked again
 
 
 class ConstraintChecker:
@@ -149,7 +149,7 @@ class Prepared:
 
 
 def share_of(scope: RpcScope) -> Share:
-    """What the texts of a call wait by."""
+    """The share of text threads that the call's tenant has."""
     return Share(tenant=scope.caller.tenant or "", weight=scope.caller.weight)
 
 
@@ -166,7 +166,7 @@ class InputProcessor:
     async def process(
         self, request: pb.GenerateRequest, card: ModelCard, *, prefix: str, deadline: Deadline, share: Share
     ) -> Prepared:
-        """prefix: the request's path in the message that carries it. share: whose it is. Raises RequestError,
+        """prefix: the request's path in the message that carries it. share: of its tenant. Raises RequestError,
         TextError."""
         grammar = await self._constraints.check(request, prefix=prefix, share=share)
         prompt = await self._prompt(request, card, prefix, share)

@@ -130,7 +130,7 @@ class Submitter:
                 )
             return self._send_to_best(prepared, scope)
 
-    # No await from here to `RequestTracker.closing`: nothing can be lost between the send and the caller's hands.
+    # No await from here to `RequestTracker.closing`: a request that was sent is always closed.
 
     def _send_to_best(self, prepared: Prepared, scope: RpcScope) -> TrackedRequest:
         """To the worker that is best now; to another one where that one is gone before it has the request."""
@@ -211,7 +211,7 @@ class Submitter:
             max_pending_tokens=self._limits.max_pending_tokens,
             pause_pending_tokens=self._limits.pause_pending_tokens,
             on_match=self._matched(key),
-            # For tenants, whose outputs are no longer queued then.
+            # Of a tenant: the output no longer counts as queued.
             on_started=None if scope.caller.tenant is None else lambda: tracker.quotas.started(key, index),
             on_moved=lambda worker_id: tracker.admission.move(key, worker_id, index),
             on_flow=self._flowed(key),
@@ -221,7 +221,7 @@ class Submitter:
         )
 
     def _matched(self, key: str) -> Callable[[OutputStream], None]:
-        """When a stop string ends the output the worker is told, and its figures are waited for, not for ever."""
+        """When a stop string ends the output: cancel it at the worker, and wait a bounded time for its figures."""
 
         def cancel(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):
@@ -231,7 +231,7 @@ class Submitter:
         return cancel
 
     def _flowed(self, key: str) -> Callable[[OutputStream], None]:
-        """When a reader falls behind, or has caught up, the worker is told."""
+        """When a reader falls behind, or has caught up: pause or resume its output at the worker."""
 
         def tell(stream: OutputStream) -> None:
             for handle in self._handles_of(stream, key):

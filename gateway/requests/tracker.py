@@ -96,7 +96,7 @@ class TrackedRequest:
     # ------------------------------------------------------------ ends that come from the gateway
 
     def end_at_deadline(self, figures_s: float) -> None:
-        """The time is over and the worker has not said so. A partial answer waits figures_s for the worker's
+        """The time is over and the worker has not ended it. A partial answer waits figures_s for the worker's
         figures."""
         for stream in self.streams:
             stream.end_at_deadline()
@@ -130,13 +130,13 @@ class TrackedRequest:
     # ------------------------------------------------------------ what the caller gets
 
     async def write(self, context: Context, message: Any) -> None:
-        """A message, with the mark that lets a stuck write be found."""
+        """Write a message, with the mark by which stalled writes are found."""
         self.stream.write_since_s = time.monotonic()
         await context.write(message)
         self.stream.write_since_s = 0.0
 
     async def write_piece(self, context: Context, message: Any, piece: Piece) -> None:
-        """The message of a piece."""
+        """Write the message of a piece."""
         now_s = time.monotonic()
         await self.write(context, message)
         self.scope.tokens_delivered += piece.num_tokens
@@ -290,7 +290,7 @@ class RequestTracker:
 
     @contextmanager
     def hold(self, scope: RpcScope) -> Iterator[Place]:
-        """The same for a request that its task does to its end: the place is given back in any case."""
+        """The same for a request that ends with the block: the place is given back in any case."""
         with self.enter(scope) as place:
             yield place
         self._leave(scope.key, num_used=place.num_used_tokens)
@@ -307,7 +307,7 @@ class RequestTracker:
         self.quotas.reserve(scope.key, num_tokens, _now_ns())
 
     def add(self, tracked: TrackedRequest) -> None:
-        """A worker has it. Keys are unique: admission has seen to that."""
+        """A worker has it. Keys are unique: admission checks that."""
         self._by_key[tracked.scope.key] = tracked
 
     # ------------------------------------------------------------ out
@@ -339,13 +339,13 @@ class RequestTracker:
         return tracked is not None or preparing is not None
 
     def abort(self, key: str) -> bool:
-        """End a request for its caller's sake: the worker is told at once, the caller gets what came before and an
-        end; False where it is not in flight."""
+        """End a request as its caller asked: it is cancelled at the worker at once, and the caller gets what came
+        before and an end; False where it is not in flight."""
         error, tracked = RequestAborted("the request was aborted"), self._by_key.get(key)
         if tracked is None:
             return self._fail(key, error)
         for handle, stream in tracked.outputs:
-            stream.fail(error)  # a message that is being written is left to reach its reader
+            stream.fail(error)  # a message that is being written is not interrupted
             self._pool.cancel(handle)
         return True
 
@@ -361,8 +361,8 @@ class RequestTracker:
             self.close(tracked)
 
     def close(self, tracked: TrackedRequest) -> None:
-        """The RPC is over, however: tell its end to the log, free the worker at once where it still runs, forget the
-        request. Idempotent."""
+        """The RPC is over: note its figures for the log, cancel outputs that still run, forget the request.
+        Idempotent."""
         first_s = tracked.stream.first_token_s
         tracked.scope.log_fields |= {
             "model": tracked.card.name,

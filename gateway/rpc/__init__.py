@@ -1,1 +1,1 @@
-"""Around every RPC: its scope, the outermost guard, statuses and trailers, health, server options."""
+"""Around every RPC: its scope, interceptors, statuses and trailers, health, connections, server options."""

@@ -7,7 +7,7 @@ from octavo.gateway.config import AccessConfig, Exposure
 
 
 class AddressError(ValueError):
-    """An address that is malformed, or exposed without being meant to be."""
+    """An address that is malformed, or exposed without permission."""
 
 
 class BindError(OSError):
@@ -33,7 +33,7 @@ def num_addresses_of(address: str) -> int:
     try:
         return len({each[4] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}) or 1
     except OSError:
-        return 1  # binding it will say what is wrong
+        return 1  # binding it will give the error
 
 
 def is_local(address: str) -> bool:
@@ -50,7 +50,7 @@ def is_local(address: str) -> bool:
 
 
 def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
-    """Raises AddressError where plain text would leave this host without having been asked for. setting: the flags
+    """Raises AddressError where plain text would leave this host without permission. setting: the flags
     that the address comes from, for the message."""
     if exposure is Exposure.LOOPBACK_ONLY and not is_local(address):
         raise AddressError(
@@ -60,7 +60,7 @@ def check_exposure(address: str, exposure: Exposure, *, setting: str) -> None:
 
 
 def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setting: str) -> None:
-    """Raises AddressError where other hosts could administer this one without saying who they are."""
+    """Raises AddressError where other hosts could administer this one without an API key."""
     if exposure is Exposure.LOOPBACK_ONLY and not access.knows_callers and not is_local(address):
         raise AddressError(
             f"{setting} {address} can be reached from other hosts, and nobody is asked who they are: "

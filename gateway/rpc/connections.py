@@ -1,13 +1,13 @@
-"""Callers' connections: how many there may be, and which are hung up where there are too many.
+"""Callers' connections: how many there may be, and which are closed where there are too many.
 
 A connection costs a descriptor, whatever its caller does with it. gRPC's core closes those that had no call for
 `--max-connection-idle-s`, pings or none, and accepts and closes at once what comes beyond a listener's bound
 (`grpc.max_allowed_incoming_connections`). By that bound alone the first callers would keep all others out; so below it
-the connections that are worth least are hung up here, by shutting their sockets down as if their callers had gone:
-those that never had a request first, then those whose last one is longest ago, and requests in flight protect theirs.
+the least useful connections are closed here, by shutting their sockets down as if their callers had gone: first those
+that never had a request, then those whose last request is longest ago. Requests in flight protect their connections.
 
-Must not know what requests are. A connection on a unix socket has no name by which it could be told from others, and
-its file has permissions: it is left alone.
+Must not know what requests are. A connection on a unix socket has no name by which it could be distinguished, and its
+file has permissions: it is left alone.
 """
 
 import asyncio
@@ -37,26 +37,26 @@ MAX_BY_DEFAULT = 8192  # idle ones take some 20 KiB each
 INTERVAL_S = 0.25
 PRESSED_INTERVAL_S = 0.05
 REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
-EASED_AFTER_S = 5.0  # without a connection hung up
+EASED_AFTER_S = 5.0  # without a connection closed here
 COUNT_MAX_AGE_S = 5.0
 _DESCRIPTORS = "/proc/self/fd"
 
 
 class TooFewDescriptors(ValueError):
-    """The process may not open as many files as it needs; says what to change."""
+    """The process may not open as many files as it needs; the message names what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Of one listener. total: more are closed at once. kept: above it room is made, so that who comes next finds some.
-    per_peer: of one address, requests in flight or not."""
+    """Of one listener. total: more are closed at once. kept: above it others are closed, so that new ones find
+    room. per_peer: of one address, requests in flight or not."""
 
     total: int
     per_peer: int
 
     @property
     def kept(self) -> int:
-        """Connections without requests beyond it are hung up."""
+        """Connections without requests beyond it are closed."""
         return self.total - max(1, self.total // 8)
 
 
@@ -137,7 +137,7 @@ def hang_up(addresses: Collection[Address]) -> int:
 
 
 def _own_connections() -> Iterator[socket.socket]:
-    """Duplicates, each open for its turn only, so that none can become another connection's meanwhile."""
+    """Duplicates, each open while it is looked at, so that its number cannot become another connection's."""
     for name in os.listdir(_DESCRIPTORS):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -155,7 +155,7 @@ def _own_connections() -> Iterator[socket.socket]:
 
 
 def _ends(connection: socket.socket) -> tuple[Address | None, int]:
-    """Who is at the other end, and the port at this one. None where it is no TCP connection, or not any more."""
+    """The address of the other end, and the port of this one. None where it is no TCP connection, or not any more."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None, 0
     try:
@@ -190,7 +190,7 @@ class PeerUse(Protocol):
 
 
 class Reason(Enum):
-    """Why a connection was hung up."""
+    """Why a connection was closed."""
 
     PER_PEER = "per_peer"  # its address has too many
     TOTAL = "total"  # there are too many, and it had nothing in flight
@@ -204,9 +204,10 @@ def choose(
     used: Mapping[Address, int],
     seen: Mapping[Address, int],
 ) -> dict[Address, Reason]:
-    """Connections to hang up. used: rank of those that had a request, the latest the greatest. seen: when each was met
-    first. Of one address too many go in any case, those with requests in flight last, and of these the latest first;
-    of all together only those without go, for what is served is bounded elsewhere."""
+    """Connections to close. used: rank of those that had a request, the latest the greatest. seen: when each was seen
+    first. Where one address has too many, those with requests in flight are closed too, but last, and of these the
+    latest first. Where there are too many of all, only those without requests are: what is served is bounded
+    elsewhere."""
 
     def worth(connection: Connection) -> tuple[int, int, int]:
         address, inode = connection
@@ -230,7 +231,7 @@ def choose(
 
 
 class ConnectionLimiter:
-    """Keeps one listener within its limits. closed: connections hung up, by reason; all reasons are there from the
+    """Keeps one listener within its limits. closed: connections closed here, by reason; all reasons are there from the
     start. Run it as a task."""
 
     def __init__(self, limits: ConnectionLimits, use: PeerUse) -> None:
@@ -240,13 +241,13 @@ class ConnectionLimiter:
         self._ports: tuple[int, ...] = ()
         self._seen: dict[Address, int] = {}
         self._num_looks = 0
-        self._pressed_since: tuple[float, int] | None = None  # when, and how many had been hung up before
+        self._pressed_since: tuple[float, int] | None = None  # when, and how many had been closed before
         self._last_closed_s = 0.0
         self._counted: tuple[float, int] = (-COUNT_MAX_AGE_S, 0)
 
     def watch(self, port: int) -> None:
         """Connections that were accepted at this port too; the limits are of all ports together. Where the system does
-        not show a process its sockets, gRPC's own bounds have to do."""
+        not show a process its sockets, gRPC's own bounds are all there is."""
         if os.path.isdir(_DESCRIPTORS):
             self._ports = (*self._ports, port)
 
@@ -268,7 +269,7 @@ class ConnectionLimiter:
             await asyncio.sleep(max(pause_s, REST_PER_WORK * (time.monotonic() - start_s)))
 
     async def look(self) -> int:
-        """Hang up what is too much; how many."""
+        """Close what is too much; how many."""
         if not self._ports:
             return 0
         chosen = await asyncio.to_thread(self._hang_up, self._ports, self._use.busy(), self._use.used())
@@ -301,7 +302,7 @@ class ConnectionLimiter:
         return chosen
 
     def _tell(self, chosen: Mapping[Address, Reason]) -> None:
-        """A line when it begins and one when it is over, not one for each connection."""
+        """One line in the log when the pressure begins and one when it is over, not one for each connection."""
         now_s, num_closed = time.monotonic(), self.closed.total()
         if chosen:
             self._last_closed_s = now_s
@@ -325,5 +326,5 @@ class ConnectionLimiter:
 
 def num_descriptors() -> int:
     """How many files this process has open."""
-    # Linux 6.2 and later tell it as the folder's size; before that it is 0.
+    # Linux 6.2 and later give it as the folder's size; before that it is 0.
     return os.stat(_DESCRIPTORS).st_size or len(os.listdir(_DESCRIPTORS))

@@ -8,7 +8,7 @@ it. HTTP/2 sends a status behind the messages of its stream, and these wait for 
 library keeps the call, and its place among those that the server lets in at once; it has no way to end one call from
 here, and pings do not help, because the caller's library answers them. When there are too many such calls, the
 connections with the most of them are closed: their sockets are shut down, as if their callers had gone. A connection on
-a unix socket has no name by which it could be told from others, and is left alone.
+a unix socket has no name by which it could be distinguished, and is left alone.
 """
 
 import asyncio
@@ -97,8 +97,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded(handler, method)
 
     def _refusal(self, method: str, num_bytes: int) -> "grpc.RpcMethodHandler[Any, Any]":
-        """The library holds a client to the limit only once that has acknowledged it. As a handler of a stream, so that
-        the answer waits for no message."""
+        """Needed because the library enforces the limit only once the client has acknowledged it. A handler of a
+        stream, so that the answer waits for no message."""
 
         async def refuse(request: Any, context: Context) -> bytes:
             raise ExceedsCapacity(f"{num_bytes} bytes of metadata exceed the {self._max_metadata_bytes} that are taken")
@@ -106,9 +106,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(self._coroutine(refuse, method, _as_it_is))
 
     def _guarded(self, handler: Any, method: str) -> "grpc.RpcMethodHandler[Any, Any]":
-        # Single requests are taken by us, as a stream of one: so a caller is known before anything of theirs is waited
-        # for or parsed, and a message that never comes is not waited for for ever. The library's own handlers of single
-        # requests wait without end, and leave a call that ends without a message without a status.
+        # Single requests are read here, as a stream of one: so the caller is identified before its message is read or
+        # parsed, and the wait for a message is bounded. The library's own handlers of single requests wait without end,
+        # and a call that ends without a message gets no status.
         parse, serializer = _parser(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
             return grpc.stream_unary_rpc_method_handler(
@@ -209,13 +209,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 log.error("defect", method=scope.method, request_id=scope.request_id, exc_info=error)
             self._record(scope, status.code.name, status.reason)
             raise
-        except Exception:  # the library's way to say that the RPC is over
+        except Exception:  # the library raises so where the RPC is over
             is_late = isinstance(error, DeadlinePassed)
             self._record(scope, *(_EXPIRED if is_late else _how_it_went(scope, context)))
             raise asyncio.CancelledError from None
 
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
-        """Count it, and one line in the log. Handlers of libraries are only counted."""
+        """Count the call and log one line. Handlers of libraries are only counted."""
         self._meters.rpcs[(scope.method, code, reason)] += 1
         if scope.method.startswith(_QUIET_PREFIXES):
             return
@@ -234,7 +234,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
-    """Code and reason of a call that ended without our doing: its time was over, or its caller left."""
+    """Code and reason of a call that was not ended by us: its time was over, or its caller left."""
     left_s = context.time_remaining()
     if left_s is None or scope.wire_timeout_s is None:
         return _LEFT
@@ -242,7 +242,7 @@ def _how_it_went(scope: RpcScope, context: Context) -> tuple[str, str]:
 
 
 def _named_model(context: Context) -> str:
-    """What the metadata says. Raises InvalidRequest."""
+    """The model that the metadata names; empty for none. Raises InvalidRequest."""
     names = {str(value) for name, value in context.invocation_metadata() or () if name == MODEL_HEADER}
     if len(names) > 1:
         raise InvalidRequest((Violation(field=MODEL_HEADER, description="two models are named"),))
@@ -253,13 +253,14 @@ def _named_model(context: Context) -> str:
 
 
 async def _is_gone(context: Context) -> bool:
-    """Whether headers can no longer be sent. That they were sent before tells nothing; else this spares an attempt to
-    abort, each of which leaves its trailers in gRPC's core where the caller is gone: a flood of resets adds up."""
+    """Whether headers can no longer be sent. Where they were sent before it is unknown: False. Otherwise this avoids an
+    attempt to abort, each of which leaves its trailers in gRPC's core where the caller is gone; floods of resets would
+    fill memory."""
     try:
         await context.send_initial_metadata(())
     except grpc.aio.UsageError:
         return False
-    except Exception:  # the library's way to say that the RPC is over
+    except Exception:  # the library raises so where the RPC is over
         return True
     return False
 
@@ -323,7 +324,7 @@ class UnreadEndings(grpc.aio.ServerInterceptor):
             await self.look()
 
     async def look(self) -> None:
-        """Hang up where too many calls wait for their callers."""
+        """Close connections where too many calls wait for their callers."""
         worst = self.choose(time.monotonic())
         if not worst:
             return
@@ -334,7 +335,7 @@ class UnreadEndings(grpc.aio.ServerInterceptor):
         )
 
     def choose(self, now_s: float) -> set[Address]:
-        """Connections to hang up: those with the most calls that waited too long, until few enough are left."""
+        """Connections to close: those with the most calls that waited too long, until few enough are left."""
         for context in self._open:
             if context.done():  # its status was handed to the library
                 self._unread_since_s.setdefault(context, now_s)

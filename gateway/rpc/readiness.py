@@ -1,4 +1,4 @@
-"""grpc.health.v1: "" says that the process lives, a service's name that it can be used now with all expected models,
+"""grpc.health.v1: "" says that the process runs, a service's name that it can be used now with all expected models,
 `octavo.v1.InferenceService/MODEL` that this one can be asked."""
 
 import asyncio
@@ -19,8 +19,8 @@ def service_of_model(name: str) -> str:
 
 
 class Readiness:
-    """Owns the health servicer and the task that keeps it true. is_ready, models: asked on every `changed`; the latter
-    for every model that there is, was or is to be, and whether it can be asked."""
+    """Owns the health servicer and the task that keeps it current. is_ready, models: asked on every `changed`; the
+    latter for every model that there is, was or is to be, and whether it can be asked."""
 
     def __init__(self, is_ready: Callable[[], bool], models: Callable[[], Mapping[str, bool]]) -> None:
         self._servicer = health_aio.HealthServicer()
@@ -41,11 +41,11 @@ class Readiness:
             self.changed()
 
     def changed(self) -> None:
-        """Ask again, soon."""
+        """Publish again, soon."""
         self._changed.set()
 
     async def publish(self) -> None:
-        """Tell what is true now."""
+        """Set the statuses as they are now."""
         is_ready = self._is_ready()
         states = dict.fromkeys(self._services, is_ready)
         states |= {service_of_model(name): is_it for name, is_it in self._models().items()}
@@ -60,5 +60,5 @@ class Readiness:
             await self.publish()
 
     async def close(self) -> None:
-        """Everything NOT_SERVING for good; watchers are told."""
+        """Set all to NOT_SERVING for good."""
         await self._servicer.enter_graceful_shutdown()

@@ -1,7 +1,7 @@
-"""What is known of the RPC that the current task answers.
+"""What is known of the RPC that the current task answers, and when its request has to end.
 
-A context variable, because the guard stands around handlers of libraries too (health, reflection), whose signatures
-have no room for it, and because log lines pick up the same context.
+The scope is a context variable, because the interceptor is around handlers of libraries too (health, reflection), whose
+signatures have no room for it. Must not know requests, nor workers.
 """
 
 import asyncio
@@ -17,12 +17,9 @@ from octavo.gateway.auth.authenticator import ANYBODY, Caller
 from octavo.gateway.errors import DeadlinePassed
 from octavo.gateway.validation.fields import REQUEST_ID
 
-# When a request has to end, and what its caller gets then. Must not know requests, nor workers.
-
-
 PARTIAL_MARGIN_S = 0.05
-"""A partial output leaves so long before the wire's deadline: its way through the loop, the network, the caller's
-library. Callers who are further away than that set `timeout_s` themselves."""
+"""A partial output is sent so long before the wire's deadline: for its way through the loop, the network and the
+caller's library. Callers that are further away set `timeout_s` themselves."""
 BACKSTOP_S = 0.03
 """So long after the worker should have ended the output, the gateway does: a step of the model may be long."""
 FIGURES_S = 0.2
@@ -31,7 +28,7 @@ text is with the caller by then."""
 
 
 class AtDeadline(Enum):
-    """What the caller gets."""
+    """What the caller gets at the deadline."""
 
     STATUS = "status"  # DEADLINE_EXCEEDED
     PARTIAL = "partial"  # what there is, as a complete answer with reason DEADLINE
@@ -39,7 +36,7 @@ class AtDeadline(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """end_s: monotonic seconds at which the worker stops; None: never. needs_backstop: nobody but the gateway ends the
+    """end_s: monotonic seconds at which the worker stops; None: never. needs_backstop: the gateway has to end the
     request where the worker is late (the gRPC library ends calls at the wire's deadline, with the status). figures_s:
     seconds that the end of a partial answer then waits for the worker's figures."""
 
@@ -86,7 +83,7 @@ def unsent() -> DeadlinePassed:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RpcScope:
-    """Filled in on the way; read by the guard for trailers, metrics and the log line at the end.
+    """One RPC. Filled in on the way; the interceptor reads it for trailers, metrics and the log line at the end.
 
     started_s: monotonic. wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
     model: by its metadata or its listener, for requests that name none.
@@ -98,15 +95,15 @@ class RpcScope:
     peer: str = ""
     model: str = ""
     wire_timeout_s: float | None = None
-    # Looked up when it is called, not when the class is made: a simulation has a clock of its own.
+    # A lambda, so that `time.monotonic` is looked up at each call: a simulation replaces it.
     started_s: float = field(default_factory=lambda: time.monotonic())
     request_id: str = ""
     tokens_delivered: int = 0
     log_fields: dict[str, object] = field(default_factory=dict)
 
     def name_by(self, request_id: str) -> None:
-        """Know the RPC by its caller's id, before that was checked. One that is no request id stays out of trailers,
-        which gRPC would refuse to send, and out of the log; the check of the request's fields refuses it by name."""
+        """Use the caller's request id before the request was checked. A malformed one stays out of trailers, which gRPC
+        would refuse to send, and out of the log; the check of the request's fields refuses it by name."""
         if REQUEST_ID(request_id) is None:
             self.request_id = request_id
 

@@ -44,7 +44,8 @@ def _ms(seconds: float) -> int:
 def new_server(
     config: GatewayConfig, *interceptors: grpc.aio.ServerInterceptor, max_connections: int = FEW_CONNECTIONS
 ) -> grpc.aio.Server:
-    """Not started, bound to nothing. Call on the event loop that it will run on. interceptors: the outermost first."""
+    """A server that is not started or bound yet. Call on the event loop that it will run on. interceptors: the
+    outermost first."""
     server = grpc.aio.server(
         interceptors=interceptors,
         options=server_options(config, max_connections=max_connections),

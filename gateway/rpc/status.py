@@ -91,5 +91,5 @@ def _packed(detail: message.Message) -> any_pb2.Any:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether the status says it all; everything else goes to the log with its traceback."""
+    """Whether the status is enough; other errors are logged with their traceback."""
     return row_of(error) is not INTERNAL

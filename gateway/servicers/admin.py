@@ -31,7 +31,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.AbortResponse(found=outcome.num_ended > 0, unreachable_gateways=outcome.silent)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        """What the workers' last heartbeats said, and the gateways say now."""
+        """By the workers' last heartbeats, and the answers of all gateways."""
         check(request)
         outcome = await self._control.load()
         return pb.GetLoadResponse(

@@ -31,7 +31,7 @@ _NO_FIGURES = Finished(handle=0, reason=WireFinishReason.CANCELLED)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+    """One per gateway. Methods raise errors; the interceptor makes the status."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         await self._check(lambda: check_generate(request), request)
         tracked = await self._submitter.submit(request, scope, prefix="", timeout_s=context.time_remaining())
         with self._tracker.closing(tracked):
-            # Only now: a refusal stays a trailers-only response, which the client's library may retry.
+            # Not earlier: a refusal has to be a trailers-only response, which the client's library may retry.
             await context.send_initial_metadata(((REQUEST_ID_TRAILER, tracked.request_id),))
             await tracked.write(context, started_event(tracked))
             await (self._stream if len(tracked.outputs) == 1 else self._stream_all)(tracked, context)

@@ -1,8 +1,10 @@
 """One output: tokens in, pieces for the caller out.
 
-Pure: no clock, no loop, no RPC. Where there are no stop strings the tokens are detokenized only when a piece is taken,
-so that a burst costs one pass; with stop strings every token is looked at as it comes, so that the end is noticed even
-while the caller does not read.
+    tokens --Detokenizer--> text --StopMatcher--> text --ToolCallParser--> text and tool calls
+
+Where there are no stop strings the tokens are detokenized only when a piece is taken, so that a burst costs one pass;
+with stop strings every token is detokenized as it comes, so that the end is noticed even while the caller does not
+read. Pure: no clock, no loop, no RPC.
 """
 
 from codecs import utf_8_decode
@@ -18,15 +20,13 @@ from octavo.wire.messages import TokenLogprobs
 _PROMPT_POSITIONS = 256  # in one piece: a message has a size
 
 
-# Tokens to text as they come, without ever splitting a character.
-#
-# Must not know stop strings, streams or requests.
-
-
 class Detokenizer:
-    """One output. The concatenation of all `feed` and the final `flush` equals decoding all tokens at once, however
-    the tokens are cut; bytes of an unfinished character are kept until it ends or proves invalid (then U+FFFD, by the
-    Unicode practice of maximal subparts, as `tokenizers` does)."""
+    """Tokens of one output to text as they come, without ever splitting a character.
+
+    The concatenation of all `feed` and the final `flush` equals decoding all tokens at once, however the tokens are
+    cut; bytes of an unfinished character are kept until it ends or proves invalid (then U+FFFD, by the
+    Unicode practice of maximal subparts, as `tokenizers` does).
+    """
 
     __slots__ = ("_bytes", "_unfinished")
 
@@ -70,8 +70,8 @@ class OutputFormat:
     """What the caller asked for. bytes_by_id: a column of ByteTable, None for no text. stop_ids: tokens that end the
     output, whose text is left out. min_tokens: stop strings are looked for after so many tokens. make_call_id: tool
     calls are parsed out of the text and get these ids; None: they stay text. stop_text: what becomes of what ended the
-    output. echo: stands before the output; None: nothing does. prompt_ids: the prompt's, where its log-probabilities
-    are told."""
+    output. echo: precedes the output; None: nothing does. prompt_ids: the prompt's, where its log-probabilities
+    are given."""
 
     bytes_by_id: Sequence[bytes] | None
     wants_ids: bool
@@ -99,7 +99,7 @@ class Piece:
 
 
 class OutputProcessor:
-    """feed, take, feed, take … finish, take."""
+    """Call feed, take, feed, take … finish, take."""
 
     __slots__ = (
         "_detokenizer",
@@ -108,8 +108,8 @@ class OutputProcessor:
         "_is_over",
         "_logprobs",
         "_matcher",
+        "_num_scored",
         "_num_taken",
-        "_num_told_of_prompt",
         "_parser",
         "_prompt_logprobs",
         "_text",
@@ -132,7 +132,7 @@ class OutputProcessor:
         self._num_taken = 0
         self._echo = output_format.echo  # until it was sent
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._num_told_of_prompt = 0
+        self._num_scored = 0
         self._is_over = False
         self.num_tokens = 0  # of the output; those after a stop string do not count
 
@@ -212,7 +212,7 @@ class OutputProcessor:
         self._end_text(self._detokenizer.feed(self._to_detokenize) + self._detokenizer.flush())
 
     def cut_short(self) -> None:
-        """No more tokens, in the middle of the output: whole characters alone, and nothing is held back any more."""
+        """No more tokens, in the middle of the output: only whole characters, and nothing is held back any more."""
         self._is_over = True
         if self._detokenizer is not None and self.match is None:
             self._end_text(self._detokenizer.feed(self._to_detokenize))
@@ -227,7 +227,7 @@ class OutputProcessor:
         self._end_calls()
 
     def _end_calls(self) -> None:
-        """Nothing follows, so what looks like the beginning of a call is what it is."""
+        """Nothing follows: parse what is left, also an unfinished call."""
         if self._parser is not None:
             self._parser.feed(self._text)
             self._parser.finish()
@@ -251,16 +251,16 @@ class OutputProcessor:
         return piece
 
     def _take_prompt(self, calls: list[CallPiece]) -> Piece:
-        """What stands before the output: its last part goes with what there is of the output."""
-        told = self._num_told_of_prompt
-        news, self._prompt_logprobs = (
+        """What precedes the output; the last part of it goes with the first part of the output."""
+        start = self._num_scored
+        scores, self._prompt_logprobs = (
             self._prompt_logprobs[:_PROMPT_POSITIONS],
             self._prompt_logprobs[_PROMPT_POSITIONS:],
         )
-        self._num_told_of_prompt += len(news)
-        scores = list(zip(self._format.prompt_ids[told + 1 : told + 1 + len(news)], news, strict=True))
+        self._num_scored += len(scores)
+        positions = list(zip(self._format.prompt_ids[start + 1 : start + 1 + len(scores)], scores, strict=True))
         if self._prompt_logprobs:
-            return Piece("", [], [], 0, calls, scores)
+            return Piece("", [], [], 0, calls, positions)
         echo, self._echo = self._echo, None
         text, ids = (echo.text, echo.token_ids) if echo is not None else ("", ())
         piece = Piece(
@@ -269,7 +269,7 @@ class OutputProcessor:
             self._logprobs,
             self.num_tokens - self._num_taken,
             calls,
-            scores,
+            positions,
         )
         self._text, self._num_taken, self._to_send, self._logprobs = "", self.num_tokens, [], []
         return piece

@@ -1,16 +1,20 @@
 """One output between the pool and the RPC that waits for it.
 
-The pool calls in (tokens, end), the RPC's own task takes pieces out as fast as its caller reads: one token a piece when
-idle, several when writing is slow, tokens come in bursts, or the gateway is busy (`gateway.streams.stream`). Knows
-no gRPC; must not block.
+The pool puts in tokens and the end; the RPC's own task takes pieces out as fast as its caller reads: one token a piece
+when idle, several when writing is slow, tokens come in bursts, or the gateway is busy. Knows no gRPC; must not block.
 
-    RUNNING --stop string, deadline--> MATCHED --worker's end, or no news for a while--> ENDED
+    RUNNING --stop string, deadline--> MATCHED --worker's end, or nothing for a while--> ENDED
     RUNNING --worker's end--> ENDED
     RUNNING --lost, failed, aborted--> FAILED
 
-A reader that is busy with a message while more and more tokens gather is behind: its output is paused at the worker,
-and goes on as soon as most of them are taken. Who waits for news is not behind, whatever has gathered: it takes all of
-it in its next turn, or nothing of it can be sent yet.
+**Slow readers.** A reader is behind that is busy with a message while many tokens gather: its output is paused at the
+worker, and continues as soon as most of them are taken. A reader that waits is not behind, however much has gathered:
+it takes all of it in its next turn, or nothing of it can be sent yet.
+
+**Coalescing.** A message costs 30 to 60 µs whatever it carries, and gRPC accepts one request per turn of the event
+loop: a gateway that is busy all the time with single tokens makes new requests wait while the workers' slots are empty
+(bench/gateway/arrivals.py). So once the loop's thread computes nearly all the time, tokens go out in rounds that move
+further apart, and at once again when it has time to spare. First tokens and ends never wait.
 """
 
 import asyncio
@@ -23,28 +27,17 @@ from octavo.gateway.rpc.scope import AtDeadline
 from octavo.gateway.streams.output_processor import OutputProcessor, Piece
 from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 
-# How long new tokens wait for more, so that a busy gateway writes fewer and larger messages.
-#
-# A message costs its 30 to 60 µs whatever it carries, and gRPC takes in one request a turn of the event loop: a gateway
-# that is busy all the time with single tokens lets those who arrive together wait while the workers' slots are empty
-# (bench/gateway/arrivals.py). So once the loop's thread computes nearly all the time, tokens go out in rounds that move
-# further apart, and at once again when it has time to spare. First tokens and ends never wait. Knows no gRPC.
-
-
 BUSY_SHARE = 0.7  # of the thread's time: above, rounds move apart
 CALM_SHARE = 0.5  # below, they move together
 STEP = 1.5
-LEAST_INTERVAL_S = 0.001  # closer rounds are none
+LEAST_INTERVAL_S = 0.001  # below, tokens go out as they come
 MOST_INTERVAL_S = 0.010
-WINDOW_S = 0.02  # the share is taken over so long
-STALE_S = 0.2  # so long without tokens says nothing of what is to come
-
-
-# What wakes the one task that reads an output, or the outputs of one request.
+WINDOW_S = 0.02  # the share is measured over so long
+STALE_S = 0.2  # a share that is older is not used
 
 
 class Notifier:
-    """Wakes the one task that waits for news of any of its streams."""
+    """Wakes the one task that reads an output, or the outputs of one request."""
 
     __slots__ = ("_loop", "_waiter")
 
@@ -53,7 +46,7 @@ class Notifier:
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Until it rings; what rang before does not count."""
+        """Until the next `notify`; earlier ones do not count."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -66,17 +59,17 @@ class Notifier:
         return self._waiter is not None
 
     def notify(self) -> None:
-        """There is news."""
+        """Wake the task, if one waits."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
 
 class Coalescer:
-    """One per gateway, on its event loop."""
+    """Says when readers are woken for new tokens. One per gateway, on its event loop."""
 
     def __init__(self, *, cpu_s: Callable[[], float] | None = None, now_s: Callable[[], float] | None = None) -> None:
-        """cpu_s: what this thread has computed so far; now_s: monotonic. None: of the system."""
+        """cpu_s: CPU time of this thread; now_s: monotonic. None: the system's."""
         self._cpu_s = cpu_s or time.thread_time
         self._now_s = now_s or time.monotonic
         self._window = (self._now_s(), self._cpu_s())
@@ -124,7 +117,7 @@ class Coalescer:
 
 
 class StreamState(Enum):
-    """Where an output stands."""
+    """The state of an output."""
 
     RUNNING = "running"
     MATCHED = "matched"  # a stop string or the deadline ended it; the worker's figures are on their way
@@ -132,7 +125,7 @@ class StreamState(Enum):
     FAILED = "failed"
 
 
-_RESUME_SHARE = 4  # of the mark at which an output is paused, the part at which it goes on
+_RESUME_SHARE = 4  # an output continues at this part of the mark at which it is paused
 
 
 class OutputStream:
@@ -177,9 +170,9 @@ class OutputStream:
         coalescer: Coalescer | None = None,
     ) -> None:
         """on_match: a stop string ended the output; called soon after, on the loop, once. on_started: the worker has
-        begun; called at once. on_moved: another worker, by its id, goes on with the output. on_flow: `is_paused` has
+        begun; called at once. on_moved: another worker, by its id, continues the output. on_flow: `is_paused` has
         changed. notifier: shared by the streams of one request; None: one of its own. pause_pending_tokens: unread
-        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens behind
+        tokens that make it pause, at most half of max_pending_tokens, which end it. coalescer: says when tokens after
         the first are read; None: as they come."""
         self.processor = processor
         self.state = StreamState.RUNNING
@@ -232,7 +225,7 @@ class OutputStream:
             self._coalescer.notify(self.notifier)
 
     def on_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """What follows of the prompt's log-probabilities."""
+        """More of the prompt's log-probabilities."""
         if self.state is StreamState.RUNNING:
             self.processor.feed_prompt(logprobs)
 
@@ -247,7 +240,7 @@ class OutputStream:
                 self._end_partial(StreamState.ENDED)
                 return
             self.error = error_of(finished)
-            if self.error is None:  # an output that is cut short stays a beginning: half a character is not its end
+            if self.error is None:  # an output that is cut short has no end: half a character is left out
                 self.processor.finish(finished.stop_token_id)
             self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
         self._wake()
@@ -261,7 +254,7 @@ class OutputStream:
         self._wake()
 
     def on_moved(self, worker_id: str) -> None:
-        """Another worker goes on with it, or the next life of its own."""
+        """Another worker continues it, or its own after a restart."""
         self.worker_id = worker_id
         self.num_moves += 1
         if self._on_moved_to is not None:
@@ -276,7 +269,7 @@ class OutputStream:
             self._wake()
 
     def end_at_deadline(self) -> None:
-        """The time is over and the worker has not said so. A partial output still waits for the worker's figures."""
+        """The time is over and the worker has not ended it. A partial output still waits for the worker's figures."""
         if self.state is not StreamState.RUNNING:
             return
         if self.at_deadline is AtDeadline.PARTIAL:
@@ -311,7 +304,8 @@ class OutputStream:
             self._wake()
 
     def take(self) -> Piece | None:
-        """What can be sent now; None where that is nothing. A paused output goes on where little or nothing is left."""
+        """What can be sent now; None where that is nothing. A paused output continues where little or nothing is
+        left."""
         piece = self.processor.take()
         if self.is_paused:
             self._catch_up(piece)
@@ -348,7 +342,7 @@ class OutputStreams:
             for index, stream in tuple(self._open.items()):
                 piece = stream.take()
                 if piece is not None:
-                    self._open[index] = self._open.pop(index)  # to the end of the line
+                    self._open[index] = self._open.pop(index)  # behind the others
                     return index, piece
                 if stream.state is StreamState.ENDED:
                     del self._open[index]

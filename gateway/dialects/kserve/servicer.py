@@ -102,7 +102,7 @@ class StreamOfRequests:
 
 
 class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+    """One per gateway. Methods raise errors; the interceptor makes the status."""
 
     def __init__(self, collaborators: Collaborators, *, submitter: Submitter, is_ready: Callable[[], bool]) -> None:
         """is_ready: whether a request could be answered now."""

@@ -75,7 +75,7 @@ def archive_of(files: Mapping[str, bytes]) -> Archive:
 
 
 class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """One per gateway. Methods raise what went wrong; the guard makes the status."""
+    """One per gateway. Methods raise errors; the interceptor makes the status."""
 
     def __init__(
         self,
