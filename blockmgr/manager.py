@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.blockmgr.audit import BlockAudit, audit_blocks, count_leaked
+from octavo.blockmgr.block_map import BlockMap, map_blocks
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.growth import Growth
@@ -334,6 +335,10 @@ class BlockManager:
         """STORED for every indexed block, parents first, in parts: for a listener that joins late and hears every
         change from now on. The index may change between two parts."""
         return IndexWalk(self._index)
+
+    def map(self, max_cells: int) -> BlockMap:
+        """What every block is, or where there are more than ``max_cells``, what most blocks of each cell are."""
+        return map_blocks(self._pool, max_cells)
 
     def count_leaked(self) -> int:
         """Active blocks that no slot, queued copy or step in flight accounts for, counted from the table: 0, or a

@@ -34,17 +34,20 @@ from octavo.gateway.rpc.readiness import Readiness
 from octavo.gateway.rpc.server import bind, new_server
 from octavo.gateway.servicers.admin import AdminServicer
 from octavo.gateway.servicers.inference import InferenceServicer
+from octavo.gateway.servicers.load import LoadServicer
 from octavo.gateway.servicers.model import ModelServicer
 from octavo.gateway.text.render_pool import Renderer, RenderPool
 from octavo.gateway.text.service import TextService
 from octavo.gateway.ticker import GarbageWatch, Ticker, measure_loop_lag
+from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.kserve import inference_pb2_grpc as kserve_pb2_grpc
-from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, load_pb2_grpc, model_pb2_grpc
 
 log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
-_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _HEALTH)
+_LOAD = "octavo.v1.LoadService"
+_PUBLIC = ("octavo.v1.InferenceService", "octavo.v1.ModelService", _LOAD, _HEALTH)
 _END_S = 2.0  # for streams that were ended to write their status
 _POLL_S = 0.02
 
@@ -88,14 +91,21 @@ class Gateway:
             reloads=self.reloader.reloads,
             connections=self._limiter,
         )
+        self.load_watch = LoadWatch(self.tracker, self.pool, self.meters)
         self.control = Control(
             self.tracker,
             config.peers,
             name=_name_of(config),
             num_generated=self.meters.num_generated,
             begin_drain=self._drain_for_operator,
+            describe=self.load_watch.own.describe_to_peer,
         )
-        self.ticker = Ticker(self._collaborators, coalescer=self.submitter.coalescer, collector=self.collector)
+        self.ticker = Ticker(
+            self._collaborators,
+            coalescer=self.submitter.coalescer,
+            collector=self.collector,
+            load_watch=self.load_watch,
+        )
         self.readiness = Readiness(self.is_ready, self._ready_models)
         self.listen_address = ""
         self.model_addresses: dict[str, str] = {}
@@ -186,6 +196,7 @@ class Gateway:
         self._servers.append(server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference_servicer(), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
+        load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
         self.readiness.attach(server)
         dialects = self._attach_dialects(server)
         reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
@@ -201,6 +212,9 @@ class Gateway:
 
     def _model_servicer(self) -> ModelServicer:
         return ModelServicer(self.models, self.pool, max_message_bytes=self.config.limits.max_message_bytes)
+
+    def _load_servicer(self) -> LoadServicer:
+        return LoadServicer(self.load_watch, self.control, write_stall_s=self.config.limits.write_stall_s)
 
     def _kserve_servicer(self) -> KserveServicer:
         return KserveServicer(self._collaborators, submitter=self.submitter, is_ready=self.is_ready)
@@ -237,8 +251,9 @@ class Gateway:
         check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
         server = new_server(self.config, self._interceptor)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.pool, self.control), server)
+        load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
         self.readiness.attach(server)
-        reflection.enable_server_reflection(("octavo.v1.AdminService", _HEALTH, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(("octavo.v1.AdminService", _LOAD, _HEALTH, reflection.SERVICE_NAME), server)
         self.admin_address = bind(server, self.config, address, self.reloader.listener(), setting="--admin-port")
         return server
 
@@ -275,6 +290,7 @@ class Gateway:
     async def _drain(self, grace_s: float) -> None:
         log.info("draining", in_flight=self.tracker.admission.counts().num_entered, grace_s=grace_s)
         self.tracker.is_draining = True  # readiness is false from here on
+        self.load_watch.drain()
         await self.readiness.publish()
         try:
             if not await self._empty_within(grace_s):
@@ -299,6 +315,7 @@ class Gateway:
         if self.tracker.fail_all(Draining("this gateway shuts down")):
             await self._empty_within(_END_S)
         await self.readiness.close()
+        await self.load_watch.close()
         await asyncio.gather(*(server.stop(0.5) for server in self._servers))
         self._servers.clear()
         await self._cancel_tasks()

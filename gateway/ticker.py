@@ -15,6 +15,7 @@ from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
 from octavo.gateway.requests.submit import Collaborators
 from octavo.gateway.streams.stream import Coalescer
+from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.views import WorkerView
 
 log = structlog.get_logger(__name__)
@@ -106,11 +107,13 @@ class Ticker:
         *,
         coalescer: Coalescer,
         collector: GatewayCollector,
+        load_watch: LoadWatch,
     ) -> None:
         self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
         self._text, self._meters = collaborators.text, collaborators.meters
         self._coalescer = coalescer
         self._collector = collector
+        self._load_watch = load_watch
 
     async def refresh(self) -> None:
         """Every second, for ever."""
@@ -129,7 +132,9 @@ class Ticker:
         meters.num_tokenizing = self._text.num_waiting
         meters.is_draining = self._tracker.is_draining
         meters.token_interval_s = self._coalescer.interval_s
-        self._collector.see(self._pool.workers())
+        workers = self._pool.workers()
+        self._collector.see(workers)
+        self._load_watch.see(workers)
 
     def drop_tokenizers(self, now_s: float) -> None:
         """Those of models that no worker has had for long, not even one that drains, nor any request that goes on."""

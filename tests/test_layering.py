@@ -41,7 +41,7 @@ INNER: dict[str, dict[str, set[str]]] = {
     },
     "gateway": {
         "": {"auth", "dialects/kserve", "dialects/vllm", "observability", "requests", "rpc", "servicers", "streams"}
-        | {"peers", "text", "workers"},  # app puts the parts together
+        | {"peers", "text", "watching", "workers"},  # app puts the parts together
         "workers": set(),
         "text": set(),
         "peers": {"auth", "requests", "workers"},
@@ -50,7 +50,8 @@ INNER: dict[str, dict[str, set[str]]] = {
         "rpc": {"auth", "observability", "validation"},
         "streams": {"rpc", "text"},
         "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
-        "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "workers"},
+        "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
+        "watching": {"observability", "peers", "requests", "workers"},
         "dialects": {"dialects/kserve", "dialects/vllm"},
         "dialects/kserve": {"requests", "rpc", "streams", "validation"},
         "dialects/vllm": {"peers", "requests", "rpc", "streams", "validation", "workers"},

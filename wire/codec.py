@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from octavo.wire.messages import KvEvents, Message, PeerReply, Run, StepOutput, ToGateway, ToPeer, ToWorker
+from octavo.wire.messages import AdminReply, KvEvents, Message, PeerReply, Run, StepOutput, ToGateway, ToPeer, ToWorker
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024  # a tokenizer bundle is the largest message
@@ -89,6 +89,10 @@ def _check_arrays(message: object) -> None:
         num_rows, rest = divmod(len(message.handles), HANDLE_BYTES)
         if rest or len(message.tokens) != num_rows * TOKEN_BYTES:
             raise ProtocolError(f"{len(message.handles)} bytes of handles beside {len(message.tokens)} of tokens")
+    elif isinstance(message, AdminReply):
+        num_outputs = len(message.phases)
+        if len(message.handles) != num_outputs * HANDLE_BYTES or len(message.held_blocks) != num_outputs * TOKEN_BYTES:
+            raise ProtocolError(f"{len(message.handles)} bytes of handles beside {num_outputs} phases")
     elif isinstance(message, Run):
         if len(message.prompt_ids) % TOKEN_BYTES:
             raise ProtocolError(f"{len(message.prompt_ids)} bytes are no int32 array")

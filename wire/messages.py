@@ -23,6 +23,15 @@ class WireFinishReason(IntEnum):
     ERROR = 5  # Finished.error tells which
 
 
+class OutputPhase(IntEnum):
+    """What an output does at its worker."""
+
+    QUEUED = 1
+    PREFILL = 2
+    DECODE = 3
+    PAUSED = 4
+
+
 class KvEventKind(IntEnum):
     """What happened to a block of the prefix cache."""
 
@@ -194,6 +203,9 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_cached_blocks: int = 0
     is_draining: bool = False
     num_paused: int = 0  # in no step, because their gateways asked for it; neither running nor waiting
+    num_prefill_tokens: int = 0  # since the start, as all below
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class StepOutput(Message, frozen=True, kw_only=True):
@@ -219,7 +231,7 @@ class KvEvents(Message, frozen=True, kw_only=True):
 
 
 class AdminReply(Message, frozen=True, kw_only=True):
-    """Answer to an AdminQuery."""
+    """Answer to an AdminQuery. The arrays are empty unless they were asked for."""
 
     epoch: str
     query_id: int
@@ -229,6 +241,12 @@ class AdminReply(Message, frozen=True, kw_only=True):
     num_active_blocks: int = 0
     num_flushed_blocks: int = 0
     violations: tuple[str, ...] = ()
+    blocks_per_cell: int = 0
+    cells: bytes = b""  # uint8, one of octavo.v1.BlockState each, in order of the blocks' ids
+    num_shared_blocks: int = 0
+    handles: bytes = b""  # int64[N]: unfinished outputs of the gateway that asks, the oldest first
+    phases: bytes = b""  # uint8[N]: OutputPhase
+    held_blocks: bytes = b""  # int32[N]
 
 
 class Leaving(Message, frozen=True, kw_only=True):
@@ -306,11 +324,14 @@ class Resume(Message, frozen=True, kw_only=True):
 
 
 class AdminQuery(Message, frozen=True, kw_only=True):
-    """Ask for block counts, with an audit or a flush of the prefix cache."""
+    """Ask for block counts, with an audit or a flush of the prefix cache, a map of the blocks, or the gateway's own
+    outputs."""
 
     query_id: int
     audit: bool = False
     flush_prefix_cache: bool = False
+    max_cells: int = 0  # of the map; 0: none
+    max_outputs: int = 0  # 0: none
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -349,8 +370,59 @@ class PeerAskLoad(Message, frozen=True, kw_only=True):
     call_id: int
 
 
+class PeerWatch(Message, frozen=True, kw_only=True):
+    """Say what your requests are doing, and list the oldest of them, so many at most."""
+
+    call_id: int
+    max_requests: int = 0
+
+
+class LoadPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Requests of one model, or of one tenant, at one gateway: how they stand, and what was counted in the last
+    `GatewayPart.window_s` seconds. Counts by bucket are those of `gateway.observability.meters`."""
+
+    name: str
+    num_in_flight: int = 0
+    num_preparing: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_paused: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_finished: int = 0
+    time_to_first_token: tuple[int, ...] = ()
+    inter_token: tuple[int, ...] = ()
+    queue: tuple[int, ...] = ()
+
+
+class RequestPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One request in flight. phase: of octavo.v1.RequestPhase. num_blocks None: its worker has not said."""
+
+    request_id: str
+    phase: int
+    age_s: float
+    model: str = ""
+    tenant: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_blocks: int | None = None
+    worker_id: str = ""
+    num_outputs: int = 1
+
+
+class GatewayPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What one gateway knows of the load. total: of all requests; its counts are left to the models."""
+
+    window_s: float
+    total: LoadPart
+    models: tuple[LoadPart, ...] = ()
+    tenants: tuple[LoadPart, ...] = ()
+    requests: tuple[RequestPart, ...] = ()
+
+
 class PeerReply(Message, frozen=True, kw_only=True):
-    """Answer to each of these, after what was asked has been done. gateway_id: new at each start of a gateway."""
+    """Answer to each of these, after what was asked has been done. gateway_id: new at each start of a gateway. part:
+    where a PeerWatch asked for it."""
 
     call_id: int
     gateway_id: str
@@ -359,8 +431,9 @@ class PeerReply(Message, frozen=True, kw_only=True):
     num_preparing: int = 0  # of these, with no worker yet
     tokens_per_s: float = 0.0
     is_draining: bool = False
+    part: GatewayPart | None = None
 
 
 ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
 ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain
-ToPeer = PeerAbort | PeerCancel | PeerDrain | PeerAskLoad
+ToPeer = PeerAbort | PeerCancel | PeerDrain | PeerAskLoad | PeerWatch

@@ -55,6 +55,7 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "FlushPrefixCache": Scope.ADMIN,
         "Drain": Scope.ADMIN,
     },
+    "octavo.v1.LoadService": {"WatchLoad": Scope.ADMIN},  # tells the load and the request ids of every tenant
     "grpc.health.v1.Health": {"Check": Scope.HEALTH, "List": Scope.HEALTH, "Watch": Scope.HEALTH},
     "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": Scope.REFLECTION},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Scope.REFLECTION},

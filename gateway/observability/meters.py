@@ -65,6 +65,7 @@ class ModelMeters:
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason: stop, length, tool_calls, deadline
     time_to_first_token: Histogram = field(default_factory=_latency)
     inter_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_GAP_BUCKETS_S))
+    queue: Histogram = field(default_factory=_latency)  # with a worker, until it began
     end_to_end: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
@@ -74,12 +75,24 @@ class ModelMeters:
 
 
 @dataclass(slots=True, eq=False)
+class TenantMeters:
+    """Of one tenant."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+MAX_TENANTS = 1000  # of which figures are kept; beyond it those that were seen first are forgotten
+
+
+@dataclass(slots=True, eq=False)
 class GatewayMeters:
     """Of one gateway process. rpcs: by (method, status code, reason), of methods that were called."""
 
     rpcs: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     called: set[str] = field(default_factory=set)  # methods; a call that has not ended counts already
     models: dict[str, ModelMeters] = field(default_factory=dict)
+    tenants: dict[str, TenantMeters] = field(default_factory=dict)
     loop_lag: Histogram = field(default_factory=lambda: Histogram(LAG_BUCKETS_S))
     num_preparing: int = 0  # validated, not with a worker yet
     num_waiting: int = 0  # with a worker, not scheduled yet
@@ -98,4 +111,13 @@ class GatewayMeters:
         meters = self.models.get(name)
         if meters is None:
             meters = self.models[name] = ModelMeters()
+        return meters
+
+    def of_tenant(self, name: str) -> TenantMeters:
+        """name: of a tenant that was authenticated."""
+        meters = self.tenants.get(name)
+        if meters is None:
+            while len(self.tenants) >= MAX_TENANTS:
+                del self.tenants[next(iter(self.tenants))]
+            meters = self.tenants[name] = TenantMeters()
         return meters

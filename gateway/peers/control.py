@@ -5,7 +5,7 @@ Does it here, asks the other gateways to do the same, and does what they ask. Mu
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +15,16 @@ from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
 from octavo.gateway.peers.peers import Asked, Peers
 from octavo.gateway.requests.tracker import RequestTracker
-from octavo.wire.messages import PeerAbort, PeerAskLoad, PeerCancel, PeerDrain, PeerReply, ToPeer
+from octavo.wire.messages import (
+    GatewayPart,
+    PeerAbort,
+    PeerAskLoad,
+    PeerCancel,
+    PeerDrain,
+    PeerReply,
+    PeerWatch,
+    ToPeer,
+)
 
 TIMEOUT_S = 2.0  # for all other gateways together, as the contract says
 MIN_WINDOW_S = 1.0  # callers that ask more often get the rate of the last window
@@ -49,6 +58,7 @@ class Outcome:
 class Control:
     """One per gateway; every method on its event loop. name: this gateway's, for people. num_generated: tokens
     that it has sent so far. begin_drain(grace_s or None): start the shutdown of this gateway alone, return at once.
+    describe(max_requests): this gateway's part of a snapshot.
     peers: a simulation brings its own."""
 
     def __init__(
@@ -59,11 +69,13 @@ class Control:
         name: str,
         num_generated: Callable[[], int],
         begin_drain: Callable[[float | None], None],
+        describe: Callable[[int], GatewayPart],
     ) -> None:
         self.peers = Peers(config, self.answer)
         self._tracker = tracker
         self._num_generated = num_generated
-        self._name = name
+        self.name = name
+        self._describe = describe
         self._begin_drain = begin_drain
         self._throughput = Throughput(now_s=time.monotonic())
 
@@ -88,11 +100,18 @@ class Control:
             asked = await self.peers.ask(question, timeout_s=TIMEOUT_S)
         finally:  # also where the operator hangs up meanwhile
             own = self.answer(question)
-        return Outcome(replies={self._name: own} | asked.replies, silent=asked.silent)
+        return Outcome(replies={self.name: own} | asked.replies, silent=asked.silent)
 
     async def load(self) -> Outcome:
         """What every gateway is doing."""
         return await self._everywhere(PeerAskLoad(call_id=_NO_ID))
+
+    async def watch(self, max_requests: int, *, timeout_s: float, meanwhile: Awaitable[None]) -> Outcome:
+        """What the requests of every gateway are doing, and the oldest of them. meanwhile: is awaited before this
+        gateway tells its own."""
+        question = PeerWatch(call_id=_NO_ID, max_requests=max_requests)
+        asked, _ = await asyncio.gather(self.peers.ask(question, timeout_s=timeout_s), meanwhile)
+        return Outcome(replies={self.name: self.answer(question)} | asked.replies, silent=asked.silent)
 
     def answer(self, question: ToPeer) -> PeerReply:
         """Do it at this gateway alone, and say how it stood just before."""
@@ -108,11 +127,13 @@ class Control:
                 return msgspec.structs.replace(load, is_draining=True)
             case PeerAskLoad():
                 return load
+            case PeerWatch():
+                return msgspec.structs.replace(load, part=self._describe(question.max_requests))
 
     async def _everywhere(self, question: ToPeer) -> Outcome:
         own = self.answer(question)
         asked = await self.peers.ask(question, timeout_s=TIMEOUT_S)
-        return Outcome(replies={self._name: own} | asked.replies, silent=asked.silent)
+        return Outcome(replies={self.name: own} | asked.replies, silent=asked.silent)
 
     def _load(self) -> PeerReply:
         num_in_flight = self._tracker.admission.counts().num_entered

@@ -24,7 +24,7 @@ from octavo.wire.codec import ProtocolError, decode_peer_reply, decode_to_peer, 
 from octavo.wire.curve import secure_client
 from octavo.wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint
 from octavo.wire.keys import KeyPair, load_keys
-from octavo.wire.messages import PeerReply, ToPeer
+from octavo.wire.messages import PeerReply, PeerWatch, ToPeer
 from octavo.wire.options import new_dealer
 from octavo.wire.run_dir import RunDirError
 
@@ -56,6 +56,7 @@ class Peers:
         self._config = config
         self._answer = answer
         self._others: list[_Other] = []
+        self._watched_silent: set[str] = set()
         self._call_ids = count(1)
         self._context: zmq.asyncio.Context | None = None
         self._link: RouterLink | None = None
@@ -120,8 +121,13 @@ class Peers:
             if reply is not None and reply.gateway_id != self.gateway_id:  # that one was ourselves
                 by_id.setdefault(reply.gateway_id, (other.name, reply))
         silent = _silent(others, replies)
+        told: set[str] = set()
+        if isinstance(question, PeerWatch):
+            told, self._watched_silent = self._watched_silent, set(silent)
         for name in silent:
-            log.warning("gateway_silent", gateway=name, asked=type(question).__name__, timeout_s=timeout_s)
+            # A watch asks every second: of those it is said once that they are silent.
+            if name not in told:
+                log.warning("gateway_silent", gateway=name, asked=type(question).__name__, timeout_s=timeout_s)
         return Asked(replies=dict(by_id.values()), silent=silent)
 
     # ------------------------------------------------------------ parts

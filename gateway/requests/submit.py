@@ -162,6 +162,7 @@ class Submitter:
         self._tracker.reserve(scope, prepared.num_prompt_tokens + len(streams) * run.sampling.max_tokens)
         self._pool.submit(worker, run, streams)
         meters, tells_prompt = self._meters.of_model(worker.card.name), prepared.request.output.return_prompt
+        tenant = scope.caller.tenant
         tracked = TrackedRequest(
             scope=scope,
             worker=worker,
@@ -171,6 +172,7 @@ class Submitter:
             sent_s=time.monotonic(),
             task=current_task(),
             meters=meters,
+            tenant_meters=None if tenant is None else self._meters.of_tenant(tenant),
             prompt_text=prepared.prompt_text if tells_prompt else "",
             prompt_ids=prepared.prompt_ids_T.tolist() if tells_prompt else (),
         )
@@ -178,6 +180,8 @@ class Submitter:
         _set_backstop(tracked, prepared.deadline)
         meters.started += 1
         meters.prompt_tokens += tracked.num_prompt_tokens
+        if tracked.tenant_meters is not None:
+            tracked.tenant_meters.prompt_tokens += tracked.num_prompt_tokens
         meters.request_params_n.observe(len(streams))
         meters.request_params_max_tokens.observe(run.sampling.max_tokens)
         return tracked

@@ -18,7 +18,7 @@ import grpc
 from octavo.gateway.auth.authenticator import id_in
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowConsumer, TenantLimit
-from octavo.gateway.observability.meters import GatewayMeters, ModelMeters
+from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
 from octavo.gateway.requests.admission import Admission, TenantQuotas
 from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.streams.output_processor import Piece
@@ -37,6 +37,8 @@ class Place:
     quota is charged if the request ends here."""
 
     task: "asyncio.Task[object]"
+    scope: RpcScope
+    num_outputs: int = 1
     error: RequestError | None = None
     num_used_tokens: int = 0
 
@@ -47,7 +49,8 @@ class TrackedRequest:
 
     worker: its first, as it was chosen. sent_s: when it was sent there. task: the one that answers the RPC. outputs:
     the pool's handle and the stream of each. sampling: of output 0; the outputs after it draw with the seeds after
-    its. prompt_text, prompt_ids: empty where the caller did not ask for them. meters: of its model.
+    its. prompt_text, prompt_ids: empty where the caller did not ask for them. meters: of its model. tenant_meters: None
+    where callers are not known.
     """
 
     scope: RpcScope
@@ -58,6 +61,7 @@ class TrackedRequest:
     sent_s: float
     task: "asyncio.Task[object]"
     meters: ModelMeters
+    tenant_meters: TenantMeters | None = None
     prompt_text: str = ""
     prompt_ids: Sequence[int] = ()
     last_message_s: float = 0.0
@@ -147,11 +151,15 @@ class TrackedRequest:
         meters, num_tokens = self.meters, piece.num_tokens
         meters.messages += 1
         meters.generation_tokens += num_tokens
+        if self.tenant_meters is not None:
+            self.tenant_meters.generation_tokens += num_tokens
         if self.last_message_s:
             if num_tokens:
                 meters.inter_token.observe((now_s - self.last_message_s) / num_tokens, num_tokens)
         else:
             meters.time_to_first_token.observe(now_s - self.scope.started_s)
+            begun_s = self.stream.scheduled_s or self.stream.first_token_s
+            meters.queue.observe(max(0.0, begun_s - self.sent_s))
         self.last_message_s = now_s
 
     def count_finished(self, reason: str, index: int = 0) -> None:
@@ -254,6 +262,11 @@ class RequestTracker:
         """None where no worker has it."""
         return self._by_key.get(key)
 
+    @property
+    def places(self) -> list[Place]:
+        """Of the requests that no worker has yet, and of those that their tasks do to their ends; the oldest first."""
+        return list(self._preparing.values())
+
     def num_scheduled(self) -> int:
         """Requests that a worker has begun."""
         return sum(1 for each in self if each.stream.scheduled_s or each.stream.first_token_s)
@@ -269,7 +282,7 @@ class RequestTracker:
     def enter(self, scope: RpcScope, *, num_outputs: int = 1) -> Iterator[Place]:
         """A place for a request: kept until `close` where the block ends well, given back where it does not. While the
         block runs `fail` cancels its task, and the block raises the error then."""
-        key, place = scope.key, Place(current_task())
+        key, place = scope.key, Place(current_task(), scope, num_outputs)
         self.admission.enter(key, num_outputs=num_outputs)
         self._peer_of[key] = scope.peer
         self.peers.begin(scope.peer)

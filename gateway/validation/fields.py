@@ -33,6 +33,10 @@ MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 128
 MAX_TIMEOUT_S = 86_400
 MAX_EMBED_INPUTS = 256
+MIN_WATCH_S = 0.2
+MAX_WATCH_S = 60
+MAX_WATCHED_REQUESTS = 1000
+MAX_BLOCK_CELLS = 4096
 UINT32 = 2**32 - 1
 MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message does not make a long answer
 ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
@@ -312,6 +316,13 @@ TABLE: dict[str, MessageRules] = {
     "octavo.v1.GetModelRequest": MessageRules(fields={"model": _MODEL}),
     "octavo.v1.AbortRequest": MessageRules(fields={"request_id": REQUEST_ID}, required=("request_id",)),
     "octavo.v1.GetLoadRequest": MessageRules(),
+    "octavo.v1.WatchLoadRequest": MessageRules(
+        fields={
+            "interval_s": InRange(MIN_WATCH_S, MAX_WATCH_S),
+            "max_requests": InRange(0, MAX_WATCHED_REQUESTS),
+            "max_block_cells": InRange(0, MAX_BLOCK_CELLS),
+        }
+    ),
     "octavo.v1.AuditBlocksRequest": MessageRules(),
     "octavo.v1.FlushPrefixCacheRequest": MessageRules(),
     "octavo.v1.DrainRequest": MessageRules(fields={"grace_s": InRange(0, 86_400)}),

@@ -4,9 +4,9 @@ A worker that breaks the protocol costs the outputs concerned, never the gateway
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from octavo.gateway.workers.views import EmbeddingSink, LostReason, OutputSink, 
 from octavo.wire.messages import Finished, Run, StepOutput, TokenLogprobs, WireFinishReason
 
 log = structlog.get_logger(__name__)
+Said = TypeVar("Said")
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +115,11 @@ class Outputs:
     def of(self, incarnation: int) -> list[Output]:
         """All live outputs of one worker."""
         return [output for output in self._live.values() if output.incarnation == incarnation]
+
+    def by_name(self, incarnation: int, said: Mapping[int, Said]) -> dict[int, Said]:
+        """What a worker said of handles, by the names of those outputs that it has."""
+        rows = ((self._live.get(handle), what) for handle, what in said.items())
+        return {output.name: what for output, what in rows if output is not None and output.incarnation == incarnation}
 
     def take(self, incarnation: int, message: StepOutput) -> list[Output]:
         """Hand a step's tokens and ends to their sinks. Returns the outputs that ended with it (also by a fault)."""

@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -19,7 +20,7 @@ from octavo.gateway.workers.executor import Executor, OnModel
 from octavo.gateway.workers.link import OnFrame, RouterLink
 from octavo.gateway.workers.migration import Migration
 from octavo.gateway.workers.outputs import Output, Outputs, new_output
-from octavo.gateway.workers.queries import Queries
+from octavo.gateway.workers.queries import Queries, WorkerLook, look_of
 from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
 from octavo.gateway.workers.router import Candidate, Prefixes, choose
 from octavo.gateway.workers.stats import PoolStats
@@ -28,6 +29,7 @@ from octavo.gateway.workers.watch import ProcessWatch
 from octavo.wire.bundle import BundleError
 from octavo.wire.codec import ProtocolError, decode_to_gateway
 from octavo.wire.messages import (
+    AdminQuery,
     AdminReply,
     Drain,
     Heartbeat,
@@ -240,7 +242,21 @@ class WorkerPool:
     ) -> list[tuple[str, AdminReply]]:
         """Ask every worker (of a model) for its blocks; those that answer in time, in order of their ids."""
         records = [record for record in self._registry if model is None or record.card.name == model]
-        return await self._queries.ask(records, self._outbox.try_send, audit=audit, flush=flush, timeout_s=timeout_s)
+        question = AdminQuery(query_id=0, audit=audit, flush_prefix_cache=flush)
+        answers = await self._queries.ask(records, self._outbox.try_send, question, timeout_s=timeout_s)
+        return [(record.worker_id, reply) for record, reply in answers]
+
+    async def look(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerLook]:
+        """Ask every worker for a map of its blocks and for our outputs; those that answer in time, in order of their
+        ids. Outputs go by the handles that were drawn for them, wherever they have moved since."""
+        question = AdminQuery(query_id=0, max_cells=max_cells, max_outputs=max_outputs)
+        answers = await self._queries.ask(self._registry, self._outbox.try_send, question, timeout_s=timeout_s)
+        looks = []
+        for record, reply in answers:
+            look = look_of(record, reply, max_cells=max_cells, max_outputs=max_outputs)
+            held = self._outputs.by_name(record.incarnation, look.held)
+            looks.append(replace(look, held=held))
+        return looks
 
     def follow_blocks(self, model: str, salt: str) -> BlockSubscription:
         """Subscribe to the blocks of this salt that a model's workers have cached, and to every change. Raises

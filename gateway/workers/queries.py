@@ -2,11 +2,55 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
 
 from octavo.gateway.workers.registry import WorkerRecord
-from octavo.wire.messages import AdminQuery, AdminReply, Message
+from octavo.wire.messages import AdminQuery, AdminReply, Message, OutputPhase
 
 Answer = asyncio.Future[AdminReply]
+
+
+_NUM_BLOCK_STATES = 4
+_PHASES = {int(phase): phase for phase in OutputPhase}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLook:
+    """What a worker said of its blocks and of this gateway's outputs, as far as it can be true.
+
+    cells_C: uint8, states of octavo.v1.BlockState in order of the blocks' ids, each for blocks_per_cell blocks; empty
+    where it told none. held: by handle, what an output does and how many blocks it holds.
+    """
+
+    worker_id: str
+    epoch: str
+    cells_C: np.ndarray
+    blocks_per_cell: int
+    num_shared_blocks: int
+    held: dict[int, tuple[OutputPhase, int]] = field(default_factory=dict)
+
+
+def look_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outputs: int) -> WorkerLook:
+    """What is out of range, or more than was asked for, is left out."""
+    num_blocks = record.capacity.num_blocks
+    cells_C = np.frombuffer(reply.cells, np.uint8)
+    is_map = 0 < len(cells_C) <= max_cells and len(cells_C) == -(-num_blocks // max(1, reply.blocks_per_cell))
+    if not is_map or cells_C.min() < 1 or cells_C.max() > _NUM_BLOCK_STATES:
+        cells_C = cells_C[:0]
+    handles = np.frombuffer(reply.handles, "<i8").tolist()
+    rows = zip(handles, reply.phases, np.frombuffer(reply.held_blocks, "<i4").tolist(), strict=True)
+    believable = [row for row in rows if row[1] in _PHASES and 0 <= row[2] <= num_blocks][:max_outputs]
+    return WorkerLook(
+        worker_id=record.worker_id,
+        epoch=record.epoch,
+        cells_C=cells_C,
+        blocks_per_cell=max(1, reply.blocks_per_cell),
+        num_shared_blocks=min(max(0, reply.num_shared_blocks), num_blocks),
+        held={handle: (_PHASES[phase], held) for handle, phase, held in believable},
+    )
 
 
 class Queries:
@@ -20,25 +64,28 @@ class Queries:
         self,
         records: Iterable[WorkerRecord],
         try_send: Callable[[WorkerRecord, Message], bool],
+        question: AdminQuery,
         *,
-        audit: bool,
-        flush: bool,
         timeout_s: float,
-    ) -> list[tuple[str, AdminReply]]:
-        """The answers that come in time, in order of the workers' ids."""
-        asked: dict[Answer, str] = {}
-        for record in records:
-            query_id, future = self._new(record.incarnation)
-            if try_send(record, AdminQuery(query_id=query_id, audit=audit, flush_prefix_cache=flush)):
-                asked[future] = record.worker_id
-        if asked:
-            await asyncio.wait(asked, timeout=timeout_s)
-        answered = [
-            (name, future.result()) for future, name in asked.items() if future.done() and not future.cancelled()
-        ]
-        for future in asked:
-            future.cancel()
-        return sorted(answered, key=lambda row: row[0])
+    ) -> list[tuple[WorkerRecord, AdminReply]]:
+        """The answers that come in time, in order of the workers' ids. question: its number is drawn here."""
+        asked: dict[Answer, WorkerRecord] = {}
+        try:
+            for record in records:
+                query_id, future = self._new(record.incarnation)
+                if try_send(record, msgspec.structs.replace(question, query_id=query_id)):
+                    asked[future] = record
+            if asked:
+                await asyncio.wait(asked, timeout=timeout_s)
+            answered = [
+                (record, future.result())
+                for future, record in asked.items()
+                if future.done() and not future.cancelled()
+            ]
+        finally:
+            for future in asked:
+                future.cancel()
+        return sorted(answered, key=lambda row: row[0].worker_id)
 
     def _new(self, incarnation: int) -> tuple[int, Answer]:
         query_id, self._next_id = self._next_id, self._next_id + 1

@@ -46,6 +46,9 @@ class WorkerRecord:
     num_paused: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
     is_watched: bool = False  # its process is watched: silence is then a stall, not a death
 
     @classmethod
@@ -80,6 +83,9 @@ class WorkerRecord:
         self.num_waiting = beat.num_waiting
         self.num_free_blocks = beat.num_free_blocks
         self.num_cached_blocks = beat.num_cached_blocks
+        self.num_prefill_tokens = beat.num_prefill_tokens
+        self.num_generated_tokens = beat.num_generated_tokens
+        self.num_preemptions = beat.num_preemptions
         if beat.is_draining and self.state is WorkerState.READY:
             self.state = WorkerState.DRAINING
 
@@ -124,6 +130,10 @@ class WorkerRecord:
             num_cached_blocks=self.num_cached_blocks,
             heartbeat_age_s=max(0.0, now_s - self.last_heard_s),
             pid=self.pid,
+            num_paused=self.num_paused,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_preemptions=self.num_preemptions,
         )
 
 

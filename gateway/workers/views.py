@@ -77,3 +77,12 @@ class WorkerView:
     num_cached_blocks: int
     heartbeat_age_s: float
     pid: int
+    num_paused: int = 0
+    num_prefill_tokens: int = 0  # since its start, as all below
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Blocks that requests hold."""
+        return max(0, self.capacity.num_blocks - self.num_free_blocks - self.num_cached_blocks)

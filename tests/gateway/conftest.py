@@ -17,7 +17,7 @@ from octavo.gateway.config import GatewayConfig, RequestLimits
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.text.render_pool import InProcessRenderer, Renderer
 from octavo.gateway.workers.config import WorkerPoolConfig
-from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, load_pb2_grpc, model_pb2_grpc
 from tests.support.gateway.fake_pool import FakePool
 from tests.support.gateway.tokenizers_tiny import tiny_files
 
@@ -64,6 +64,7 @@ class Served:
     models: model_pb2_grpc.ModelServiceStub
     admin_channel: grpc.aio.Channel | None
     admin: admin_pb2_grpc.AdminServiceStub | None
+    load: load_pb2_grpc.LoadServiceStub
 
     async def until(self, condition: Callable[[], object], *, max_turns: int = 100_000) -> None:
         """Wait for something to become true on the server's side; the limits are for what never does. max_turns: of
@@ -115,6 +116,7 @@ def serve(tmp_path: Path) -> Serve:
                 models=model_pb2_grpc.ModelServiceStub(channel),
                 admin_channel=admin,
                 admin=admin_pb2_grpc.AdminServiceStub(admin) if admin else None,
+                load=load_pb2_grpc.LoadServiceStub(channel),
             )
         finally:
             await channel.close()

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 
 from octavo.blockmgr.manager import BlockManager
@@ -237,7 +238,7 @@ class Engine:
 
     def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
         now_s = self._clock()
-        self._is_audit_due = True
+        self._is_audit_due |= not isinstance(message, AdminQuery) or message.flush_prefix_cache
         match message:
             case Run():
                 self._add(gateway, message, now_s)
@@ -251,7 +252,7 @@ class Engine:
                 for handle in message.handles:
                     self._scheduler.resume(RequestKey(gateway, handle), now_s=now_s)
             case AdminQuery():
-                self._outbox.put(gateway, self._answer(message))
+                self._outbox.put(gateway, self._answer(gateway, message))
             case Drain():
                 self.request_drain(message.grace_s)
             case GatewayJoined():
@@ -271,9 +272,11 @@ class Engine:
             else:
                 self._grammars.submit(gateway, run, now_s)
 
-    def _answer(self, query: AdminQuery) -> AdminReply:
+    def _answer(self, gateway: GatewayIndex, query: AdminQuery) -> AdminReply:
         num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
         violations = self._audit() if query.audit else ()
+        block_map = self._blocks.map(query.max_cells) if query.max_cells > 0 else None
+        rows = self._scheduler.requests.outputs_of(gateway, max_outputs=query.max_outputs)
         return AdminReply(
             epoch=self._config.epoch,
             query_id=query.query_id,
@@ -283,6 +286,12 @@ class Engine:
             num_active_blocks=self._blocks.num_active,
             num_flushed_blocks=num_flushed,
             violations=violations,
+            blocks_per_cell=block_map.blocks_per_cell if block_map else 0,
+            cells=block_map.cells_C.tobytes() if block_map else b"",
+            num_shared_blocks=block_map.num_shared if block_map else 0,
+            handles=np.array([handle for handle, _, _ in rows], "<i8").tobytes(),
+            phases=bytes(phase for _, phase, _ in rows),
+            held_blocks=np.array([num_blocks for _, _, num_blocks in rows], "<i4").tobytes(),
         )
 
     def _apply_drain(self) -> None:

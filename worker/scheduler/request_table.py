@@ -14,7 +14,7 @@ import numpy as np
 
 from octavo.blockmgr.ids import PrefixLookup
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, SamplingParams, WireFinishReason
+from octavo.wire.messages import Finished, OutputPhase, SamplingParams, WireFinishReason
 from octavo.worker.scheduler.plan import GatewayIndex, OutputBuffer, RequestKey, Slot
 from octavo.worker.scheduler.request import Ending, Phase, Request, block_seconds, finished_message
 from octavo.worker.scheduler.request_queue import RequestQueue
@@ -82,6 +82,15 @@ class SchedulerCounters:
         self.num_ended[finished.error if is_error else finished.reason.name] += 1
 
 
+_SEEN_AS = {
+    Phase.PREFILLING: OutputPhase.PREFILL,
+    Phase.DECODING: OutputPhase.DECODE,
+    Phase.PAUSED: OutputPhase.PAUSED,
+    Phase.PARKED: OutputPhase.PAUSED,
+}
+"""What a gateway is told; every other phase waits for something."""
+
+
 class RequestTable:
     """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute.
 
@@ -138,6 +147,18 @@ class RequestTable:
     def lowest_running_priority(self) -> float:
         """Of those that hold slots; infinite for nobody."""
         return min(self._running_priorities, default=math.inf)
+
+    def outputs_of(self, gateway: GatewayIndex, *, max_outputs: int) -> list[tuple[int, OutputPhase, int]]:
+        """Handle, phase and number of blocks of a gateway's unfinished outputs, the oldest first."""
+        found: list[tuple[int, OutputPhase, int]] = []
+        block_size = self.blocks.config.block_size
+        for key, request in self._by_key.items():
+            if len(found) >= max_outputs:
+                break
+            if key.gateway == gateway:
+                held = 0 if request.slot is None else self.blocks.capacity(request.slot) // block_size
+                found.append((key.handle, _SEEN_AS.get(request.phase, OutputPhase.QUEUED), held))
+        return found
 
     def in_slot(self, slot: int) -> Request:
         """Who holds this slot. Raises KeyError."""

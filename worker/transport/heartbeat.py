@@ -97,4 +97,7 @@ def heartbeat_of(stats: EngineStats, epoch: str) -> Heartbeat:
         num_cached_blocks=stats.num_cached_blocks,
         num_paused=stats.num_paused,
         is_draining=stats.is_draining,
+        num_prefill_tokens=stats.num_prefill_tokens,
+        num_generated_tokens=stats.num_generated_tokens,
+        num_preemptions=stats.num_preemptions,
     )

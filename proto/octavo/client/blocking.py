@@ -1,6 +1,6 @@
 """The blocking client: one object per server, safe to share between threads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -11,7 +11,7 @@ from octavo.client.errors import error_from
 from octavo.client.events import StreamCall, TextSoFar
 from octavo.client.options import call_metadata, open_channel
 from octavo.client.requests import GenerateFields, generate_request
-from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
 
 
 class TextStream(TextSoFar[StreamCall]):
@@ -69,6 +69,7 @@ class Client:
         self._channel = open_channel(target, credentials, options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._load = load_pb2_grpc.LoadServiceStub(self._channel)
 
     def stream(
         self,
@@ -138,6 +139,32 @@ class Client:
             )
         except grpc.RpcError as error:
             raise error_from(error) from None
+
+    def watch_load(
+        self,
+        *,
+        interval_s: float | None = None,
+        max_requests: int = 0,
+        max_block_cells: int = 0,
+        timeout_s: float | None = None,
+    ) -> Generator[load_pb2.WatchLoadResponse, None, None]:
+        """What the service is doing, pushed: `for snapshot in client.watch_load(max_requests=50)`.
+
+        The first comes at once, then the newest every interval_s seconds (None: the server's, one second); closing the
+        generator ends the call. max_requests: how many requests in flight to list. max_block_cells: of the block map of
+        each worker; 0: no map. Where there are API keys it takes one with the scope `admin`. Raises OctavoError, and
+        Unavailable where the service drains.
+        """
+        request = load_pb2.WatchLoadRequest(
+            interval_s=interval_s, max_requests=max_requests, max_block_cells=max_block_cells
+        )
+        call = self._load.WatchLoad(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+        finally:
+            call.cancel()
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = 10.0) -> list[int]:
         """The ids of a text."""

@@ -15,7 +15,7 @@ from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig
 from octavo.gateway.peers import control
 from octavo.gateway.peers.peers import Peers, name_of
-from octavo.v1 import admin_pb2, common_pb2
+from octavo.v1 import admin_pb2, common_pb2, load_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
@@ -191,6 +191,55 @@ async def test_the_load_is_that_of_all_gateways(fleet: Fleet) -> None:
         for request_id in ("r1", "r2"):
             await gateways[0].admin.Abort(admin_pb2.AbortRequest(request_id=request_id))
         await asyncio.gather(*calls)
+
+
+async def first_snapshot(served: Any, **fields: Any) -> load_pb2.WatchLoadResponse:
+    async for snapshot in served.load.WatchLoad(load_pb2.WatchLoadRequest(**fields)):
+        return snapshot
+    raise AssertionError("no snapshot came")
+
+
+async def test_a_snapshot_is_of_all_gateways(fleet: Fleet) -> None:
+    async with fleet() as gateways:
+        calls = await in_flight(gateways, "Generate", "r1")
+        calls += await in_flight(gateways[1:2], "Generate", "r2")
+        await gateways[1].until(lambda: len(gateways[1].pool.runs) == 2)
+        gateways[0].gateway.meters.of_model("tiny").generation_tokens += 30
+        gateways[1].gateway.meters.of_model("tiny").time_to_first_token.observe(0.02)
+        gateways[2].gateway.meters.of_model("tiny").time_to_first_token.observe(0.02)
+        found = await first_snapshot(gateways[2], max_requests=10)
+        assert found.gateway == "gateway-2"
+        assert [(each.gateway, each.num_in_flight) for each in found.gateways] == [
+            ("gateway-2", 1),
+            ("gateway-0", 1),
+            ("gateway-1", 2),
+        ]
+        assert (found.total.num_in_flight, found.total.num_waiting) == (4, 4)
+        assert [each.figures.num_in_flight for each in found.models] == [4]
+        assert sorted((each.gateway, each.request_id) for each in found.requests) == [
+            ("gateway-0", "r1"),
+            ("gateway-1", "r1"),
+            ("gateway-1", "r2"),
+            ("gateway-2", "r1"),
+        ]
+        assert found.total.time_to_first_token_s.num_values == 2
+        assert found.total.generation_tokens_per_s == pytest.approx(30 / found.window_s)
+        assert list(found.unreachable_gateways) == []
+        for request_id in ("r1", "r2"):
+            await gateways[0].admin.Abort(admin_pb2.AbortRequest(request_id=request_id))
+        await asyncio.gather(*calls)
+
+
+@pytest.mark.usefixtures("frozen")
+async def test_a_gateway_that_does_not_answer_is_named_in_every_snapshot_and_once_in_the_log(fleet: Fleet) -> None:
+    async with asyncio.timeout(60), fleet(absent=1) as gateways:
+        with structlog.testing.capture_logs() as lines:
+            call = gateways[0].load.WatchLoad(load_pb2.WatchLoadRequest(interval_s=0.2))
+            snapshots = aiter(call)
+            for _ in range(3):
+                assert list((await anext(snapshots)).unreachable_gateways) == ["gateway-3"]
+            call.cancel()
+        assert [line["gateway"] for line in lines if line["event"] == "gateway_silent"] == ["gateway-3"]
 
 
 async def test_a_drain_drains_all_gateways(fleet: Fleet) -> None:

@@ -14,10 +14,10 @@ from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.servicers.model import supported_paths
 from octavo.gateway.validation.fields import TABLE, check
 from octavo.gateway.validation.generate import check_complete, check_embed, check_generate, check_tokenize
-from octavo.v1 import admin_pb2, common_pb2, inference_pb2, model_pb2
+from octavo.v1 import admin_pb2, common_pb2, inference_pb2, load_pb2, model_pb2
 from octavo.v1 import inference_pb2 as pb
 
-MODULES = (admin_pb2, inference_pb2, model_pb2)
+MODULES = (admin_pb2, inference_pb2, load_pb2, model_pb2)
 REQUESTS = [
     method.input_type for module in MODULES for s in module.DESCRIPTOR.services_by_name.values() for method in s.methods
 ]

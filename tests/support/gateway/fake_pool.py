@@ -9,6 +9,7 @@ import numpy as np
 
 from octavo.gateway.workers.errors import NoWorker, WorkerBusy, WorkerGone
 from octavo.gateway.workers.events import BlockSubscription
+from octavo.gateway.workers.queries import WorkerLook
 from octavo.gateway.workers.router import Prefixes
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import EmbeddingSink, OutputSink, WorkerState, WorkerView
@@ -120,6 +121,7 @@ class FakePool:
     paces: list[tuple[str, int]] = field(default_factory=list)  # pauses and resumes, by handle
     queries: list[dict[str, object]] = field(default_factory=list)
     replies: list[tuple[str, AdminReply]] = field(default_factory=list)
+    looks: list[WorkerLook] = field(default_factory=list)
     refuse: list[Exception] = field(default_factory=list)  # raised by the next opens
     stats: PoolStats = field(default_factory=PoolStats)
     is_closed: bool = False
@@ -200,6 +202,11 @@ class FakePool:
     def leave_blocks(self, model: str, subscription: BlockSubscription) -> None:
         """As the real one."""
         self.prefixes.leave(model, subscription)
+
+    async def look(self, *, max_cells: int, max_outputs: int, timeout_s: float) -> list[WorkerLook]:
+        """The canned ones."""
+        self.queries.append({"max_cells": max_cells, "max_outputs": max_outputs})
+        return self.looks
 
     async def query(
         self, *, audit: bool, flush: bool, timeout_s: float, model: str | None = None

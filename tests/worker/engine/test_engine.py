@@ -11,6 +11,7 @@ from octavo.wire.messages import (
     KvEventKind,
     KvEvents,
     Leaving,
+    OutputPhase,
     Pause,
     Resume,
     Run,
@@ -115,6 +116,38 @@ def test_admin_queries_are_answered_with_counts_audit_and_flush() -> None:
     assert replies == [
         AdminReply(epoch="e1", query_id=5, num_blocks=16, num_free_blocks=16, num_flushed_blocks=num_cached)
     ]
+
+
+def test_a_gateway_that_looks_is_told_of_the_blocks_and_of_its_own_outputs() -> None:
+    rig = Rig(WorldConfig(model=MODEL, block_size=2))
+    rig.inbox.put(run_message(7, [3, 4, 5], max_tokens=30))
+    rig.steps(2)
+    rig.inbox.put(run_message(8, [3, 4, 5, 6, 7], max_tokens=30))
+    rig.inbox.put(run_message(9, [8], max_tokens=30), gateway=1)
+    rig.steps(2)
+    rig.inbox.put(Pause(handles=(8,)))
+    rig.inbox.put(AdminQuery(query_id=5, max_cells=8, max_outputs=10))
+    rig.engine.step()
+    (reply,) = [message for _, message in rig.outbox.sent if isinstance(message, AdminReply)]
+    assert np.frombuffer(reply.handles, "<i8").tolist() == [7, 8]
+    assert list(reply.phases) == [OutputPhase.DECODE, OutputPhase.PAUSED]
+    held = np.frombuffer(reply.held_blocks, "<i4").tolist()
+    assert held[0] > 0
+    assert (reply.blocks_per_cell, len(reply.cells)) == (2, 8)
+    assert reply.num_shared_blocks == 1  # both prompts begin with the same two tokens
+    rig.inbox.put(AdminQuery(query_id=6, max_outputs=1))
+    rig.engine.step()
+    latest = [message for _, message in rig.outbox.sent if isinstance(message, AdminReply)][-1]
+    assert np.frombuffer(latest.handles, "<i8").tolist() == [7]
+    assert latest.cells == b""
+
+
+def test_looks_at_an_idle_engine_cause_no_audits() -> None:
+    rig = Rig(WorldConfig(model=MODEL))
+    rig.engine._is_audit_due = False
+    rig.inbox.put(AdminQuery(query_id=5, max_cells=8))
+    rig.engine.step()
+    assert not rig.engine._is_audit_due
 
 
 def test_stored_blocks_are_told_to_every_gateway() -> None:
