@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import AsyncClient, Client, Unavailable
-from octavo.gateway.auth.keys import digest_of
+from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, RequestLimits
 from octavo.gateway.watching import part, watch
 from octavo.gateway.workers.queries import WorkerLook
