@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.bench import commands as bench_commands
 from octavo.cli.client import commands as client_commands
 from octavo.cli.errors import CliError
 from octavo.cli.explain import explain, show_error
@@ -30,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (serve_commands, client_commands, tools_commands):
+for module in (serve_commands, client_commands, bench_commands, tools_commands):
     module.register(app)
 
 

@@ -83,8 +83,9 @@ INNER: dict[str, dict[str, set[str]]] = {
         "faults": {"edges", "processes"},
     },
     "cli": {
-        "": {"client", "serve", "settings", "tools"},
+        "": {"bench", "client", "serve", "settings", "tools"},
         "settings": set(),
+        "bench": {"client", "settings"},
         "client": {"settings"},
         "serve": {"settings"},
         "tools": {"client", "serve", "settings"},

@@ -14,7 +14,6 @@ import multiprocessing as mp
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from bench.figures import percentile
@@ -88,7 +87,7 @@ def serve(address: str, load: Load, pipe: Any) -> None:
             table = gateway.models.text_of(card).table.visible_bytes
             token_id = next(token_id for token_id, row in enumerate(table) if row.isascii() and row)
             pipe.send("ready")
-            pipe.recv()
+            await asyncio.to_thread(pipe.recv)
             begin_s, begin_cpu_s = time.monotonic(), cpu_s()
             await slots.run(token_id)
             while len(gateway.tracker):  # noqa: ASYNC110
@@ -109,33 +108,26 @@ def serve(address: str, load: Load, pipe: Any) -> None:
 
 async def read_streams(address: str, load: Load, pipe: Any) -> dict[str, Any]:
     """The client: every request at once, the time of every message."""
-    import grpc
+    from octavo import AsyncClient
+    from octavo.cli.bench.load import Job, drive
+    from octavo.cli.bench.report import latencies_ms
 
-    from octavo.v1 import common_pb2, inference_pb2_grpc
-    from octavo.v1 import inference_pb2 as pb
-
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(2)]
-    await asyncio.gather(*(channel.channel_ready() for channel in channels))
-    output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
-    request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5] * 64), output=output)
-
-    async def one(index: int) -> list[float]:
-        call = inference_pb2_grpc.InferenceServiceStub(channels[index % 2]).Generate(request)
-        return [time.monotonic() async for event in call if event.WhichOneof("event") == "delta"]
-
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    clients = [AsyncClient(address, options=options) for _ in range(2)]
+    for client in clients:
+        await client.tokenize("x")
+    jobs = [Job(fields={"token_ids": [5] * 64, "output": "token_ids"}) for _ in range(load.num_requests)]
     pipe.send("go")
-    begin_s = time.monotonic()
-    arrivals = await asyncio.gather(*(one(index) for index in range(load.num_requests)))
-    seconds = time.monotonic() - begin_s
-    for channel in channels:
-        await channel.close()
-    first_ms = [1e3 * (times[0] - begin_s) for times in arrivals]
-    gaps_ms = [1e3 * (b - a) for times in arrivals for a, b in pairwise(times)]
+    outcomes = await drive(clients, jobs)
+    seconds = max(each.begin_s + each.latency_s for each in outcomes)
+    for client in clients:
+        await client.close()
+    latencies = latencies_ms(outcomes)
+    first_ms = [1e3 * each.begin_s + first for each, first in zip(outcomes, latencies["ttft"], strict=True)]
     return {
         "tokens_per_s": round(load.num_requests * load.num_tokens / seconds),
         "first_token_ms": {f"p{percent}": round(percentile(first_ms, percent)) for percent in (50, 99)},
-        "gap_ms": {f"p{percent}": round(percentile(gaps_ms, percent), 1) for percent in (50, 99)},
+        "gap_ms": {f"p{percent}": round(percentile(latencies["itl"], percent), 1) for percent in (50, 99)},
     }
 
 

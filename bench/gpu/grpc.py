@@ -1,13 +1,13 @@
 """The whole service under a load generator: streamed tokens per second through gRPC, on the machine that this runs on.
 
-Writes a checkpoint of random weights, starts `octavo serve` on it, runs a load generator of the dialect
-`vllm.grpc.engine.VllmEngine` against it (its own processes), stops it. One JSON object on stdout, also to --out.
+Writes a checkpoint of random weights, starts `octavo serve` on it, runs `octavo bench` against it, stops it. One JSON
+object on stdout, also to --out.
 
-    python -m bench.gpu.grpc --load-generator PATH [--shape 0.5B] [--device cuda] [--gateways 4] [--out FILE]
+    python -m bench.gpu.grpc [--shape 0.5B] [--device cuda] [--gateways 4] [--load-flags FLAGS] [--out FILE]
         [-- more flags of `octavo serve`]
 
-The load generator is called as `python PATH HOST:PORT OUT.json [--load-flags …]`. On a CPU:
-`--shape tiny --device cpu --load-flags '--n 8 --procs 2 --in 16 32 --output 16 32'`.
+On a CPU: `--shape tiny --device cpu --load-flags '--num-prompts 8 --input-len 16 --output-len 16'`. With
+--load-generator PATH another one measures, called as `python PATH HOST:PORT OUT.json [--load-flags …]`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from bench.shapes import SHAPES
 from octavo.cli.serve.ports import free_port
 
 STOP_TIMEOUT_S = 30.0
-SERVICE = "vllm.grpc.engine.VllmEngine"
+SERVICE = "octavo.v1.InferenceService"
 
 
 class BenchError(RuntimeError):
@@ -101,10 +101,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
                 child.kill()
 
 
-def run_load(generator: Path, service: Service, folder: Path, flags: list[str], *, timeout_s: float) -> object:
-    """The generator's report. Raises BenchError."""
+def run_load(generator: Path | None, service: Service, folder: Path, flags: list[str], *, timeout_s: float) -> object:
+    """The report of `octavo bench`, or of another generator. Raises BenchError."""
     out = folder / "load.json"
-    command = [sys.executable, str(generator.resolve()), service.target, str(out), *flags]
+    port = service.target.rpartition(":")[2]
+    ours = ["-m", "octavo.cli.main", "bench", f"--port={port}", f"--save={out}"]
+    theirs = [] if generator is None else [str(generator.resolve()), service.target, str(out)]
+    command = [sys.executable, *(theirs or ours), *flags]
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -152,7 +155,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, list[str]())
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load-generator", type=Path, required=True)
+    parser.add_argument("--load-generator", type=Path, help="another one than octavo bench")
     parser.add_argument("--load-flags", type=shlex.split, default=[])
     parser.add_argument("--model", type=Path, help="a checkpoint folder, instead of random weights")
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")

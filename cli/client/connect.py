@@ -2,7 +2,7 @@
 
 import grpc
 
-from octavo import Client
+from octavo import AsyncClient, Client
 from octavo.cli.errors import usage
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import CallSettings
@@ -19,6 +19,17 @@ def connect(settings: CallSettings) -> Client:
         credentials=credentials_of(settings),
         api_key=settings.api_key or None,
         options=channel_options_of(settings),
+    )
+
+
+def connect_async(settings: CallSettings) -> AsyncClient:
+    """The same for asyncio, on a connection of its own: several of them are spread over the gateways of a service."""
+    metadata_of(settings)
+    return AsyncClient(
+        join_address(settings.host, settings.port),
+        credentials=credentials_of(settings),
+        api_key=settings.api_key or None,
+        options=[*channel_options_of(settings), ("grpc.use_local_subchannel_pool", 1)],
     )
 
 

@@ -17,7 +17,7 @@ from octavo.v1 import model_pb2
 USERS = {
     "serve": "serve", "tour": "serve", "doctor": "serve", "gateway": "gateway", "worker": "worker", "chat": "client",
     "generate": "client", "embed": "client", "models": "client", "health": "client",
-    "cancel": "client",
+    "cancel": "client", "bench": "client",
 }  # fmt: skip
 
 
@@ -48,6 +48,11 @@ def test_a_command_has_exactly_the_flags_of_its_settings_and_its_own(command: st
         "embed": {"--pooling", "--raw", "texts"},
         "health": {"--live", "--worker", "--worker-metrics-port", "--metrics-host"},
         "cancel": {"request_id"},
+        "bench": {
+            *("--request-rate", "--burstiness", "--max-concurrency", "--warmups", "--processes", "--save", "--picture"),
+            *("--dataset", "--num-prompts", "--input-len", "--output-len", "--range-ratio", "--dataset-seed"),
+            "--ignore-eos",
+        },
         "models": {"--json"},
     }
     assert flags - {"--help", "-h"} == {flag_of(name) for name in settings} | {"--config"} | own.get(command, set())

@@ -38,6 +38,15 @@ def test_a_measurement_starts_the_service_reports_the_load_and_stops_it(tmp_path
     assert {role: len(each) for role, each in share.items()} == {"gateway": 1, "worker": 1}
 
 
+def test_without_a_generator_of_ones_own_octavo_bench_measures(tmp_path: Path) -> None:
+    words = ["--shape", "tiny", "--device", "cpu", "--gateways", "1"]
+    flags = "--num-prompts 3 --input-len 8 --output-len 5"
+    report = measure(parse([*words, "--load-flags", flags, "--", "--num-blocks=256", "--num-threads=1"]), tmp_path)
+    load = report["load"]
+    assert isinstance(load, dict)
+    assert [(run["completed"], run["total_output_tokens"]) for run in load["runs"]] == [(3, 15)]
+
+
 def test_a_load_generator_that_fails_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no such thing"):
         measure(arguments(tmp_path, "raise SystemExit('no such thing')"), tmp_path)

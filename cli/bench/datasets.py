@@ -1,0 +1,163 @@
+"""What a load consists of: prompts and lengths, drawn at random or read from a file.
+
+    random            ids U[0, vocabulary), lengths U[(1 - ratio) L, (1 + ratio) L]
+    ShareGPT          JSON: [{"conversations": [{"from": …, "value": …}, …]}, …]: the first turn, as long as its answer
+    prompts           JSONL: {"prompt": …} or {"messages": […]} or {"turns": […]}, and "output_tokens" where it is known
+    trace             CSV TIMESTAMP,ContextTokens,GeneratedTokens (Azure's), or JSONL {"timestamp": ms, "input_length",
+                      "output_length"} (Mooncake's): lengths and the times at which they came
+
+Must not know: services, clocks.
+"""
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.errors import usage
+from octavo.client.requests import GenerateFields
+
+FEWEST_TOKENS = 4  # of a ShareGPT turn that counts, and
+MOST_PROMPT_TOKENS, MOST_TOKENS = 1024, 2048  # the most, as vLLM's benchmark has it
+FORMATS = "a ShareGPT JSON list, JSONL of prompts, or a trace (CSV or JSONL)"
+CountTokens = Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request. num_output: tokens at most, or exactly, whatever the model says. due_s: seconds after the first one
+    of its trace; None where the dataset has no times."""
+
+    prompt: GenerateFields
+    num_output: int
+    is_exact: bool
+    due_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of prompts and outputs where the dataset does not say; range_ratio: how far drawn ones are from them."""
+
+    num_prompt: int
+    num_output: int
+    range_ratio: float = 0.0
+
+
+def random_asks(count: int, lengths: Lengths, *, vocab_size: int, seed: int) -> list[Ask]:
+    """Prompts of random ids."""
+    dice = random.Random(seed)
+
+    def draw(length: int) -> int:
+        reach = lengths.range_ratio * length
+        return max(1, dice.randint(round(length - reach), round(length + reach)))
+
+    drawn = [(draw(lengths.num_prompt), draw(lengths.num_output)) for _ in range(count)]
+    return [_exact(dice, num_prompt, num_output, vocab_size) for num_prompt, num_output in drawn]
+
+
+def read_asks(
+    path: Path, count: int, lengths: Lengths, *, vocab_size: int, seed: int, count_tokens: CountTokens
+) -> list[Ask]:
+    """So many of a file, from its begin again where it has fewer; a trace is never longer than its file. Raises
+    CliError."""
+    rows = _rows(path)
+    if not rows:
+        raise _unusable(path, "there is nothing in it")
+    first = rows[0]
+    if isinstance(first, dict) and "conversations" in first:
+        return _many(path, _from_conversations(rows, count_tokens), count)
+    if isinstance(first, dict) and _PROMPTS & first.keys():
+        return _many(path, (_from_prompt(path, number, row, lengths) for number, row in enumerate(rows, 1)), count)
+    if isinstance(first, dict) and first.keys() >= _TRACE:
+        return _from_trace(path, rows[:count], vocab_size=vocab_size, seed=seed)
+    raise _unusable(path, f"its first entry is none that is known; it should be {FORMATS}")
+
+
+_PROMPTS = {"prompt", "messages", "turns"}
+_TRACE = {"timestamp", "input_length", "output_length"}
+_AZURE = {"TIMESTAMP": "timestamp", "ContextTokens": "input_length", "GeneratedTokens": "output_length"}
+
+
+def _rows(path: Path) -> list[Any]:
+    """The entries of the file. Raises CliError."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(path, getattr(error, "strerror", None) or "it is not text") from None
+    if text.lstrip().startswith("TIMESTAMP"):
+        lines = csv.DictReader(text.splitlines())
+        return [{_AZURE.get(name, name): cell for name, cell in row.items()} for row in lines]
+    try:
+        if text.lstrip().startswith("["):
+            return list(json.loads(text))
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise _unusable(path, f"it is not JSON: {error}") from None
+
+
+def _unusable(path: Path, why: str) -> Exception:
+    return usage("the dataset cannot be used", f"{path}: {why}", f"give --dataset a file of {FORMATS}")
+
+
+def _many(path: Path, asks: Iterator[Ask], count: int) -> list[Ask]:
+    found = list(islice(asks, count))
+    if not found:
+        raise _unusable(path, "no entry of it is of use")
+    return list(islice(cycle(found), count))
+
+
+def _from_conversations(rows: Sequence[Any], count_tokens: CountTokens) -> Iterator[Ask]:
+    for row in rows:
+        turns = row.get("conversations") if isinstance(row, dict) else None
+        values: list[Any] = [turn.get("value") for turn in turns or () if isinstance(turn, dict)]
+        if len(values) < 2 or not all(isinstance(value, str) and value for value in values[:2]):
+            continue
+        num_prompt, num_output = count_tokens(values[0]), count_tokens(values[1])
+        is_long = min(num_prompt, num_output) >= FEWEST_TOKENS
+        if is_long and num_prompt <= MOST_PROMPT_TOKENS and num_prompt + num_output <= MOST_TOKENS:
+            yield Ask(prompt=GenerateFields(text=values[0]), num_output=num_output, is_exact=False)
+
+
+def _from_prompt(path: Path, number: int, row: Any, lengths: Lengths) -> Ask:
+    fields = row if isinstance(row, dict) else {}
+    num_output = fields.get("output_tokens") or lengths.num_output
+    if not isinstance(num_output, int) or num_output < 1:
+        raise _unusable(path, f"entry {number}: output_tokens is {num_output!r}, which is no count")
+    if isinstance(fields.get("messages"), list) and all(isinstance(each, dict) for each in fields["messages"]):
+        return Ask(prompt=GenerateFields(messages=fields["messages"]), num_output=num_output, is_exact=False)
+    text: Any = fields.get("prompt") or next(iter(fields.get("turns") or ()), None)
+    if not isinstance(text, str) or not text:
+        raise _unusable(path, f"entry {number} has no prompt, messages or turns")
+    return Ask(prompt=GenerateFields(text=text), num_output=num_output, is_exact=False)
+
+
+def _from_trace(path: Path, rows: Sequence[Any], *, vocab_size: int, seed: int) -> list[Ask]:
+    dice, asks, first_s = random.Random(seed), [], None
+    for number, row in enumerate(rows, 1):
+        try:
+            at_s = _seconds(row["timestamp"])
+            num_prompt, num_output = int(row["input_length"]), int(row["output_length"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unusable(path, f"entry {number}: {error}") from None
+        first_s = at_s if first_s is None else first_s
+        asks.append(_exact(dice, max(1, num_prompt), max(1, num_output), vocab_size, due_s=max(0.0, at_s - first_s)))
+    return asks
+
+
+def _seconds(stamp: object) -> float:
+    """Of a date with a clock, or of milliseconds."""
+    if isinstance(stamp, int | float):
+        return stamp / 1000
+    return datetime.fromisoformat(str(stamp)[:26]).timestamp()
+
+
+def _exact(
+    dice: random.Random, num_prompt: int, num_output: int, vocab_size: int, *, due_s: float | None = None
+) -> Ask:
+    prompt = GenerateFields(token_ids=dice.choices(range(vocab_size), k=num_prompt))
+    return Ask(prompt=prompt, num_output=num_output, is_exact=True, due_s=due_s)
