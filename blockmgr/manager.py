@@ -191,9 +191,19 @@ class BlockManager:
         self._host.bring(blocks[is_on_host], row[: len(blocks)][is_on_host])
         return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=int(is_on_host.sum()))
 
+    @property
+    def num_awaited(self) -> int:
+        """Device blocks whose content no plan has brought back yet."""
+        return len(self._host.ins)
+
     def is_awaited(self, slot: int) -> bool:
         """Whether blocks of this slot are not back from the host: no step may have it."""
         return bool(self._host.is_awaited_P[self._tables.row(slot)].any())
+
+    @property
+    def may_move(self) -> bool:
+        """Whether `swap_out` is possible: no step is in flight."""
+        return not self._pool.fence.is_open
 
     def swap_out(self, slot: int, request_id: str, num_tokens: int) -> None:
         """`release`, but what holds the first ``num_tokens`` tokens goes to the host, for `admit` to bring back.

@@ -148,6 +148,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0  # of them, those where the blocks went to the host's memory and came back
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -56,6 +56,7 @@ class SchedulerConfig:
     max_in_flight: plans outstanding at once (what the runner bears).
     aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
     preempt_every_steps: for tests: every so many steps a request is preempted without need; None: never.
+    copy_s_per_block: what copying a block to the host or back takes, as the runner has measured it; None: not known.
     """
 
     max_model_len: int
@@ -68,6 +69,7 @@ class SchedulerConfig:
     max_in_flight: int = 1
     aging_s: float = 10.0
     preempt_every_steps: int | None = None
+    copy_s_per_block: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "max_num_seqs", "max_batch_tokens", "max_in_flight"):

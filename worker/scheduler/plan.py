@@ -68,8 +68,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One step. Order of execution: new_requests, block_updates, block_copies, then all tokens in one forward pass.
+    """One step. Order of execution: copies_out, new_requests, block_updates, block_copies, then all tokens in one
+    forward pass, then copies_in. A plan may have copies alone.
 
+    copies_out_C2: int32 rows (device block, host block): what the host is to keep, before anything writes to the
+    device. copies_in_C2: int32 rows (host block, device block): done before anything of the next plan; nothing of this
+    one reads
+        or writes these device blocks.
     block_updates_U3: int32 rows (slot, column of the slot's table row, block id), in order.
     block_copies_C2: int32 rows (source block, destination block): copy-on-write, before any write of this step.
     prefill: chunks.
@@ -82,6 +87,8 @@ class StepPlan:
     new_requests: tuple[NewRequest, ...] = ()
     block_updates_U3: np.ndarray = field(default_factory=lambda: _no_rows(3))
     block_copies_C2: np.ndarray = field(default_factory=lambda: _no_rows(2))
+    copies_out_C2: np.ndarray = field(default_factory=lambda: _no_rows(2))
+    copies_in_C2: np.ndarray = field(default_factory=lambda: _no_rows(2))
     prefill: tuple[Chunk, ...] = ()
     decode_slots_S: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     decode_positions_S: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -118,6 +125,8 @@ class StepResult:
     is_exhausted_S: bool; True where the row's masks forbid every token: its output ends without one. None: nowhere.
     prompt_logprobs: by index into plan.prefill, of the prompt's tokens from position start + 1 on, for rows whose
         sampling asks for them.
+    num_copied_blocks, copy_s: of copies between the tiers, of this step or former ones, whose time is known since the
+        result before.
     """
 
     step: int
@@ -127,6 +136,8 @@ class StepResult:
     embeddings: dict[int, np.ndarray] = field(default_factory=dict)
     is_exhausted_S: np.ndarray | None = None
     prompt_logprobs: dict[int, list[SlotLogprobs]] = field(default_factory=dict)
+    num_copied_blocks: int = 0
+    copy_s: float = 0.0
 
 
 # What a step's result is to the gateways: one value for each that has news.

@@ -15,7 +15,7 @@ from octavo.blockmgr.errors import OutOfBlocks
 from octavo.wire.messages import WireFinishReason
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
-from octavo.worker.scheduler.request import Ending, Request, failure
+from octavo.worker.scheduler.request import Ending, Phase, Request, failure
 from octavo.worker.scheduler.request_table import RequestTable
 
 
@@ -111,7 +111,7 @@ class Admission:
             return True
         if head.needs_whole_prompt:
             return False
-        num_hit = self._blocks.match(head.token_ids_T, salt=head.run.cache_salt) // self._block_size
+        num_hit = self._blocks.num_resident(head.block_owner, head.token_ids_T, salt=head.run.cache_salt)
         return num_wanted - num_hit <= num_blocks
 
     @property
@@ -176,6 +176,7 @@ class Planner:
     def plan(self, step: int, pipeline: InFlight, now_s: float) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Raises ResultsFirst."""
         self._new_requests = []
+        self._requests.begin_loaded()
         self._admission.preempt_for_head(pipeline, now_s)
         num_preempted = self._requests.counters.num_preemptions
         self._disturb(step, pipeline, now_s)
@@ -185,7 +186,7 @@ class Planner:
         if self._requests.counters.num_preemptions == num_preempted:
             budget -= sum(chunk.num_tokens for chunk in chunks)
             self._admit_waiting(budget, chunks, pipeline, now_s)
-        if not len(decode_slots_S) and not chunks:
+        if not (len(decode_slots_S) or chunks or self._new_requests or self._blocks.num_awaited):
             return None
         return self._seal(step, decode_slots_S, tuple(chunks))
 
@@ -194,11 +195,14 @@ class Planner:
         self._slots.num_scheduled_S[slots_S] = positions_S + 1
         self._requests.counters.num_decode_tokens += len(slots_S)
         updates_U3, copies_C2 = self._blocks.take_updates()
+        copies_out_C2, copies_in_C2 = self._blocks.take_moves()
         return StepPlan(
             step=step,
             new_requests=tuple(self._new_requests),
             block_updates_U3=updates_U3,
             block_copies_C2=copies_C2,
+            copies_out_C2=copies_out_C2,
+            copies_in_C2=copies_in_C2,
             prefill=chunks,
             decode_slots_S=slots_S.astype(np.int32),
             decode_positions_S=positions_S,
@@ -311,5 +315,7 @@ class Planner:
     def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: InFlight, now_s: float) -> None:
         while budget and (request := self._admission.admit_head(pipeline, now_s)):
             self._join(request)
+            if request.phase is Phase.LOADING:
+                continue
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens

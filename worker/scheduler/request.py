@@ -7,7 +7,8 @@
 An output after the first one of a prompt is FOLLOWING its leader at first. When the leader's prompt has been scheduled
 it is DECODING at once, in a fork of the leader's blocks; or, where there is no room for it, it waits as others do.
 
-A request whose grammar is not compiled yet is COMPILING before it waits.
+A request whose grammar is not compiled yet is COMPILING before it waits. One that blocks come back for from the host's
+memory is LOADING before it is PREFILLING: it holds its slot and is in no step.
 
 A request whose caller does not read is in no step: PAUSED while it keeps its slot and blocks, PARKED where it has none.
 
@@ -117,6 +118,7 @@ class Phase(Enum):
     FOLLOWING = "following"
     COMPILING = "compiling"
     WAITING = "waiting"
+    LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PAUSED = "paused"
@@ -153,6 +155,8 @@ class Request:
     origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
     num_told_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
     num_paid_tokens: of its first so many tokens nobody is charged again (`worker.scheduler.request_queue`).
+    num_swaps: of its preemptions, those where its blocks went to the host. num_verified_tokens: of what went there the
+    last time, how many tokens had been followed by one whose logits were finite.
     resumes_as: what a PAUSED request does when it goes on; None for all others.
     matcher: how far the output has come in its grammar; None without one, and until it is compiled.
     slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
@@ -179,6 +183,8 @@ class Request:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    num_verified_tokens: int = 0
     slot_since_s: float = 0.0
     block_seconds: float = 0.0
     token_ticks_T: np.ndarray = field(default_factory=lambda: NO_TICKS)
@@ -237,8 +243,8 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """It holds a slot and blocks, and is in the steps."""
-        return self.phase in (Phase.PREFILLING, Phase.DECODING)
+        """It holds a slot and blocks, and is in the steps, or will be once its blocks are back."""
+        return self.phase in (Phase.LOADING, Phase.PREFILLING, Phase.DECODING)
 
     @property
     def is_paused(self) -> bool:
@@ -276,6 +282,7 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
         cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),  # resumed output hits too
         computed_tokens=request.num_computed_tokens,
         preemptions=request.num_preemptions,
+        swaps=request.num_swaps,
         queue_s=(now_s if scheduled_s is None else scheduled_s) - request.arrival_s,
         prefill_s=0.0 if scheduled_s is None else (now_s if first_s is None else first_s) - scheduled_s,
         decode_s=0.0 if first_s is None or last_s is None else last_s - first_s,

@@ -8,52 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
-import numpy as np
-
+from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.ids import PrefixLookup
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, OutputPhase, SamplingParams, WireFinishReason
+from octavo.wire.messages import Finished, OutputPhase, WireFinishReason
+from octavo.worker.scheduler.copy_costs import CopyCosts
 from octavo.worker.scheduler.plan import GatewayIndex, OutputBuffer, RequestKey, Slot
 from octavo.worker.scheduler.request import Ending, Phase, Request, block_seconds, finished_message
 from octavo.worker.scheduler.request_queue import RequestQueue
-from octavo.worker.scheduler.slot_state import SlotState
-
-# Which outputs end with the token that they just got: by a stop token, or by length.
-#
-# The vectorised check and its slow obvious reference, which tests compare. Text stops are the gateway's.
-
-
-class TokenVerdict(Enum):
-    """What one token does to its output."""
-
-    GOES_ON = 0
-    STOPS = 1
-    FILLS = 2  # the last one that fits
-
-
-def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end an output of this sampling, sorted."""
-    return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
-
-
-def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full)."""
-    num_known_N = slots.num_known_S[slots_N]
-    is_stop_N = (slots.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
-    is_stop_N &= num_known_N > slots.first_stop_S[slots_N]
-    return is_stop_N, is_stop_N | (num_known_N >= slots.limit_S[slots_N])
-
-
-def judge(
-    sampling: SamplingParams, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
-) -> TokenVerdict:
-    """The reference: what the last token of ``output`` does. limit: tokens of prompt and output."""
-    is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)
-    if is_stop and len(output) > sampling.min_tokens:
-        return TokenVerdict.STOPS
-    return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON
+from octavo.worker.scheduler.slot_state import SlotState, stop_ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +31,7 @@ class SchedulerCounters:
     num_refused: int = 0
     num_duplicates: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # of them
     num_pauses: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
@@ -83,6 +48,7 @@ class SchedulerCounters:
 
 
 _SEEN_AS = {
+    Phase.LOADING: OutputPhase.PREFILL,
     Phase.PREFILLING: OutputPhase.PREFILL,
     Phase.DECODING: OutputPhase.DECODE,
     Phase.PAUSED: OutputPhase.PAUSED,
@@ -92,14 +58,21 @@ _SEEN_AS = {
 
 
 class RequestTable:
-    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute.
+    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute, ``loading``, by
+    slot, those that wait for blocks from the host.
 
     paused: those that hold a slot and are in no step, by slot. parked: those that hold nothing and do not wait, by
     order. sharing: slots whose next write may go into a block that another slot holds too.
     """
 
     def __init__(
-        self, *, slots: SlotState, blocks: BlockManager, waiting: RequestQueue, eos_token_ids: tuple[int, ...]
+        self,
+        *,
+        slots: SlotState,
+        blocks: BlockManager,
+        waiting: RequestQueue,
+        eos_token_ids: tuple[int, ...],
+        costs: CopyCosts,
     ) -> None:
         self.slots = slots
         self.blocks = blocks
@@ -107,9 +80,11 @@ class RequestTable:
         self.outputs = OutputBuffer()
         self.counters = SchedulerCounters()
         self.prefilling: list[Request] = []
+        self.loading: dict[Slot, Request] = {}
         self.sharing: set[int] = set()
         self.paused: dict[Slot, Request] = {}
         self.parked: dict[int, Request] = {}
+        self._costs = costs
         self._eos_token_ids = eos_token_ids
         self._by_key: dict[RequestKey, Request] = {}
         self._by_slot: dict[int, Request] = {}
@@ -218,15 +193,29 @@ class RequestTable:
             salt=request.run.cache_salt,
             reserve_tokens=len(token_ids_T),
             lookup=PrefixLookup.NONE if request.needs_whole_prompt else PrefixLookup.LONGEST,
+            num_to_use=lambda is_on_host_N: self._costs.num_to_use(is_on_host_N, num_others=self.num_active),
         )
         self.waiting.remove(request, now_s)
-        request.slot = Slot(admission.slot)
-        request.phase, request.slot_since_s = Phase.PREFILLING, now_s
+        request.slot, request.slot_since_s = Slot(admission.slot), now_s
         if request.num_preemptions == 0:
             request.num_cached_tokens = admission.num_cached_tokens
             self.counters.num_cached_tokens += admission.num_cached_tokens
-        self.prefilling.append(request)
         self._take_row(request, admission.num_cached_tokens)
+        if request.num_verified_tokens:
+            num_verified = min(request.num_verified_tokens, admission.num_cached_tokens)  # less where a copy failed
+            self.slots.num_computed_S[request.slot] = num_verified
+            request.num_verified_tokens = 0
+        if self.blocks.is_awaited(admission.slot):
+            request.phase, self.loading[request.slot] = Phase.LOADING, request
+        else:
+            self._begin_prefill(request)
+
+    def begin_loaded(self) -> None:
+        """Those whose blocks are back, or will be before the next step, go on."""
+        for slot, request in list(self.loading.items()):
+            if not self.blocks.is_awaited(slot):
+                del self.loading[slot]
+                self._begin_prefill(request)
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is scheduled: from now on one token a step."""
@@ -235,16 +224,30 @@ class RequestTable:
         self.slots.is_decoding_S[request.held_slot] = True
 
     def preempt(self, request: Request, now_s: float) -> None:
-        """Back into the queue, or where it is paused, out of everybody's way; what it has generated is kept as tokens,
-        its blocks are anybody's."""
-        was_paused = request.phase is Phase.PAUSED
-        self._leave_slot(request, now_s)
-        request.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        if was_paused:
-            self._park(request)
+        """Back into the queue, or where it is paused, out of everybody's way. Its blocks go to the host where that
+        costs less than computing them again; else what it has generated is kept as tokens, and its blocks are
+        anybody's."""
+        slot = request.held_slot
+        num_tokens, num_verified = int(self.slots.num_scheduled_S[slot]), int(self.slots.num_computed_S[slot])
+        if self._may_swap(request, num_tokens):
+            was_paused = self._leave_row(request, now_s)
+            try:
+                self.blocks.swap_out(slot, request.block_owner, num_tokens)
+                request.num_verified_tokens = num_verified
+                request.num_swaps += 1
+                self.counters.num_swaps += 1
+            except OutOfBlocks:
+                self.blocks.release(slot, request.block_owner)
+            self._requeue(request, was_paused, now_s)
         else:
-            self.waiting.push(request, now_s)
+            self.start_over(request, now_s)
+
+    def start_over(self, request: Request, now_s: float) -> None:
+        """A preemption after which all is computed again that nobody else has."""
+        slot = request.held_slot
+        was_paused = self._leave_row(request, now_s)
+        self.blocks.release(slot, request.block_owner)
+        self._requeue(request, was_paused, now_s)
 
     def pause(self, request: Request, now_s: float) -> None:
         """Out of the steps, or out of the queue. A slot is kept, and tokens of steps in flight still land in it;
@@ -269,7 +272,9 @@ class RequestTable:
         assert request.resumes_as is not None
         del self.paused[request.held_slot]
         request.phase, request.resumes_as = request.resumes_as, None
-        if request.phase is Phase.PREFILLING:
+        if request.phase is Phase.LOADING:
+            self.loading[request.held_slot] = request
+        elif request.phase is Phase.PREFILLING:
             self.prefilling.append(request)
         else:
             self.slots.is_decoding_S[request.held_slot] = True
@@ -319,6 +324,7 @@ class RequestTable:
         slot = request.held_slot
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)
+        self.loading.pop(slot, None)
         self.slots.is_decoding_S[slot] = False
         request.resumes_as, request.phase = request.phase, Phase.PAUSED
         self.paused[slot] = request
@@ -335,20 +341,48 @@ class RequestTable:
         self.slots.join(slot, request, num_cached_tokens=num_cached_tokens, stop_ids=ids)
         self.waiting.fairness.begin(request, num_cached_tokens=num_cached_tokens)
 
+    def _begin_prefill(self, request: Request) -> None:
+        request.phase = Phase.PREFILLING
+        self.prefilling.append(request)
+
+    def _may_swap(self, request: Request, num_tokens: int) -> bool:
+        """Whether its blocks may go to the host, and that is worth it. What is made of every token of a prompt is the
+        runner's, which forgets it."""
+        if not (num_tokens and self.blocks.config.num_host_blocks and self.blocks.may_move):
+            return False
+        num_blocks = -(-num_tokens // self.blocks.config.block_size)
+        is_cheaper = self._costs.is_swap_cheaper(num_blocks=num_blocks, num_tokens=num_tokens)
+        return is_cheaper and not request.needs_whole_prompt
+
+    def _requeue(self, request: Request, was_paused: bool, now_s: float) -> None:
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        if was_paused:
+            self._park(request)
+        else:
+            self.waiting.push(request, now_s)
+
     def _leave_slot(self, request: Request, now_s: float) -> None:
         slot = request.held_slot
+        self._leave_row(request, now_s)
+        self.blocks.release(slot, request.block_owner)
+
+    def _leave_row(self, request: Request, now_s: float) -> bool:
+        """Out of the slot; the blocks are still to be given back. Whether it was paused."""
+        slot, was_paused = request.held_slot, request.phase is Phase.PAUSED
         self.commit(request)
         request.block_seconds += self._block_seconds(request, now_s)
         if request.phase is Phase.PREFILLING:
             self.prefilling.remove(request)
         self.waiting.fairness.end(request)
         self.slots.leave(slot, request)
-        self.blocks.release(slot, request.block_owner)
         del self._by_slot[slot]
         self.sharing.discard(int(slot))
         self.paused.pop(slot, None)
+        self.loading.pop(slot, None)
         self._drop_priority(request.run.priority)
         request.slot = request.resumes_as = None
+        return was_paused
 
     def _block_seconds(self, request: Request, now_s: float) -> float:
         """Of the slot that is being left; token_ids_T is still what it was taken with."""
@@ -369,6 +403,7 @@ class RequestTable:
 
     def _forget(self, request: Request) -> None:
         request.phase = Phase.FINISHED
+        self.blocks.throw_away(request.block_owner)
         del self._by_key[request.key]
         if not self._by_slot and not len(self.waiting):
             self.waiting.fairness.forget()

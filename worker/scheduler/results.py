@@ -14,8 +14,8 @@ import numpy as np
 from octavo.wire.messages import Run, TokenLogprobs, WireFinishReason
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepResult
 from octavo.worker.scheduler.request import Ending, Matcher, Phase, Request, failure
-from octavo.worker.scheduler.request_table import RequestTable, find_ends
-from octavo.worker.scheduler.slot_state import InFlightStep
+from octavo.worker.scheduler.request_table import RequestTable
+from octavo.worker.scheduler.slot_state import InFlightStep, find_ends
 
 
 class Results:
@@ -60,7 +60,7 @@ class Results:
         culprit = max(requests, key=lambda request: self._size(step, request))
         for request in requests:
             if request is not culprit:
-                self._requests.preempt(request, now_s)
+                self._requests.start_over(request, now_s)
         self._requests.end_tainted(culprit, failure("OUT_OF_MEMORY", detail), now_s)
 
     def _size(self, step: InFlightStep, request: Request) -> tuple[int, int]:
@@ -71,8 +71,12 @@ class Results:
         return [self._requests.in_slot(slot) for slot in step.slots_A[step.is_live_A(self._slots)].tolist()]
 
     def _spoiled_requests(self, step: InFlightStep) -> list[Request]:
-        """Those of a failed step, and those that a later plan has forked off what it should have computed."""
+        """Those of a failed step, those that a later plan has forked off what it should have computed, and those that
+        hold what it should have brought back."""
         requests = self._live_requests(step)
+        plan = step.plan
+        holders = self._requests.blocks.distrust(plan.copies_out_C2, plan.copies_in_C2)
+        requests += [other for slot in holders if (other := self._requests.in_slot(slot)) not in requests]
         return requests + [
             other for other in self._requests.running if other.origin in requests and other not in requests
         ]

@@ -10,12 +10,14 @@ plans.
 """
 
 import heapq
+import math
 from collections import deque
 
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.codec import TOKEN_BYTES
 from octavo.wire.messages import Finished, Run, WireFinishReason
 from octavo.worker.config import SchedulerConfig
+from octavo.worker.scheduler.copy_costs import CopyCosts
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepPlan, StepResult
 from octavo.worker.scheduler.planner import InFlight, Planner, ResultsFirst
 from octavo.worker.scheduler.request import Ending, Request, failure, finished_message, sampling_of, token_ids_of
@@ -85,8 +87,11 @@ class Scheduler:
         longest = min(config.max_model_len, self._pool_tokens + 1)
         self._slots = SlotState(num_slots=pool.max_slots, max_total_tokens=longest)
         waiting = RequestQueue(aging_s=config.aging_s, fairness=TenantFairness(self._slots))
+        self._costs = CopyCosts(
+            block_size=pool.block_size, max_copies_in=pool.max_copies_in, copy_s=config.copy_s_per_block
+        )
         self._requests = RequestTable(
-            slots=self._slots, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids
+            slots=self._slots, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids, costs=self._costs
         )
         self._planner = Planner(config, self._requests)
         self._results = Results(self._requests)
@@ -95,6 +100,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._num_accepted = 0
         self._step = 0
+        self._applied_s = -math.inf  # the last result
         self._is_draining = False
 
     # ------------------------------------------------------------ what can be seen
@@ -217,7 +223,7 @@ class Scheduler:
             return None
         if plan is not None:
             self._step = plan.step
-            self._in_flight.append(InFlightStep.of(plan, self._slots))
+            self._in_flight.append(InFlightStep.of(plan, self._slots, now_s))
             self._blocks.begin_step(plan.step)
         return plan
 
@@ -228,7 +234,9 @@ class Scheduler:
 
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
-        self._results.succeed(self._take_oldest(result.step), result, now_s)
+        step = self._take_oldest(result.step)
+        self._note_costs(step, result, now_s)
+        self._results.succeed(step, result, now_s)
         return self._requests.outputs.take()
 
     def flush(self) -> StepOutputs:
@@ -290,6 +298,12 @@ class Scheduler:
             request = self._requests.find(key)
             if request is not None and request.order == order:
                 self._requests.end(request, Ending(WireFinishReason.DEADLINE), now_s)
+
+    def _note_costs(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
+        num_decodes, seconds = len(step.plan.decode_slots_S), now_s - max(step.planned_s, self._applied_s)
+        self._applied_s = now_s
+        self._costs.note_step(step.plan.num_tokens - num_decodes, num_decodes, seconds)
+        self._costs.copy.add(result.num_copied_blocks, result.copy_s)
 
     def _take_oldest(self, step: int) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].plan.step != step:

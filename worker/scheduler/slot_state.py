@@ -13,9 +13,11 @@ those that a token is sampled for · A all rows of a step, the first N of which 
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
+from octavo.wire.messages import SamplingParams
 from octavo.worker.scheduler.plan import Slot, StepPlan
 from octavo.worker.scheduler.request import Request, tick
 
@@ -111,7 +113,7 @@ class InFlightStep:
     change hands while steps are in flight.
 
     slots_A: intp. num_computed_A: int32, computed tokens of each row once the step is done.
-    launched_s, ended_s: the engine's clock; ended_s when the result was there.
+    planned_s: by the scheduler's clock. launched_s, ended_s: the engine's; ended_s when the result was there.
     failed: "" or the name of the error that ended it.
     """
 
@@ -120,15 +122,19 @@ class InFlightStep:
     slots_A: np.ndarray
     generations_A: np.ndarray
     num_computed_A: np.ndarray
+    planned_s: float = 0.0
     launched_s: float = 0.0
     ended_s: float = 0.0
     failed: str = ""
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: SlotState) -> "InFlightStep":
-        """Remember who holds which slot right after planning."""
+    def of(cls, plan: StepPlan, slots: SlotState, now_s: float = 0.0) -> "InFlightStep":
+        """Remember who holds which slot right after planning; also who joins and has no tokens in it yet."""
         sampled = plan.sampled_slots
         others = [chunk.slot for chunk in plan.prefill if not chunk.is_last]
+        if plan.new_requests:
+            present = {*sampled.tolist(), *others}
+            others += [join.slot for join in plan.new_requests if join.slot not in present]
         slots_A = (np.concatenate([sampled, np.asarray(others, np.int32)]) if others else sampled).astype(np.intp)
         return cls(
             plan=plan,
@@ -136,8 +142,45 @@ class InFlightStep:
             slots_A=slots_A,
             generations_A=slots.generation_S[slots_A],
             num_computed_A=slots.num_scheduled_S[slots_A],
+            planned_s=now_s,
         )
 
     def is_live_A(self, slots: SlotState) -> np.ndarray:
         """bool [A]: the request that the row was planned for still holds the slot."""
         return slots.generation_S[self.slots_A] == self.generations_A
+
+
+# Which outputs end with the token that they just got: by a stop token, or by length.
+#
+# The vectorised check and its slow obvious reference, which tests compare. Text stops are the gateway's.
+
+
+class TokenVerdict(Enum):
+    """What one token does to its output."""
+
+    GOES_ON = 0
+    STOPS = 1
+    FILLS = 2  # the last one that fits
+
+
+def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end an output of this sampling, sorted."""
+    return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
+
+
+def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full)."""
+    num_known_N = slots.num_known_S[slots_N]
+    is_stop_N = (slots.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
+    is_stop_N &= num_known_N > slots.first_stop_S[slots_N]
+    return is_stop_N, is_stop_N | (num_known_N >= slots.limit_S[slots_N])
+
+
+def judge(
+    sampling: SamplingParams, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
+) -> TokenVerdict:
+    """The reference: what the last token of ``output`` does. limit: tokens of prompt and output."""
+    is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)
+    if is_stop and len(output) > sampling.min_tokens:
+        return TokenVerdict.STOPS
+    return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON

@@ -49,7 +49,8 @@ class BlocksInFlight:
     def check(self, plan: StepPlan, blocks: BlockManager, by_slot: Mapping[int, Request]) -> None:
         """Everybody in the plan runs and is in it once, and nobody writes to a block that another one's step in
         flight still uses, nor to one that somebody else's table leads to."""
-        assert plan.num_tokens > 0
+        arriving = set(plan.copies_in_C2[:, 1].tolist())
+        assert plan.num_tokens > 0 or plan.new_requests or arriving
         ranges, size, owners = _ranges(plan), blocks.config.block_size, dict[int, set[int]]()
         assert len({slot for slot, _, _ in ranges}) == len(ranges)
         fork_slots = {int(chunk.slot): chunk.forks for chunk in plan.prefill}
@@ -59,6 +60,7 @@ class BlocksInFlight:
             for column in range(-(-end // size)):
                 block = int(blocks.table_SM[slot, column])
                 assert block >= 0, f"slot {slot} has no block for column {column}"
+                assert block not in arriving, f"block {block} of slot {slot} arrives after the step that reads it"
                 if (column + 1) * size > start:
                     self._check_writable(block, order)
                     holders = (blocks.table_SM == block).any(axis=1).nonzero()[0].tolist()

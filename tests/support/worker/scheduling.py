@@ -16,7 +16,7 @@ from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import OracleModel, oracle_embedding, oracle_tokens
 from octavo.worker.runners.oracle.runner import OracleRunner
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepPlan
-from octavo.worker.scheduler.request import Request, sampling_of
+from octavo.worker.scheduler.request import Phase, Request, sampling_of
 from octavo.worker.scheduler.scheduler import Scheduler
 from tests.support.worker.plan_checks import BlocksInFlight, Seen, seen
 
@@ -33,6 +33,9 @@ class WorldConfig:
     """A small worker."""
 
     num_blocks: int = 16
+    num_host_blocks: int = 0
+    max_copies_in: int = 64
+    copy_s_per_block: float | None = None
     block_size: int = 2
     max_num_seqs: int = 4
     max_batch_tokens: int = 8
@@ -57,6 +60,7 @@ class WorldConfig:
             max_chunk_tokens=self.max_chunk_tokens,
             max_in_flight=self.max_in_flight,
             aging_s=self.aging_s,
+            copy_s_per_block=self.copy_s_per_block,
         )
 
     def blocks(self) -> BlockManagerConfig:
@@ -69,6 +73,8 @@ class WorldConfig:
             fingerprint=b"test",
             prefix_cache=self.prefix_cache,
             secret=b"fixed",
+            num_host_blocks=self.num_host_blocks,
+            max_copies_in=self.max_copies_in,
         )
 
     def runner(self) -> OracleRunner:
@@ -80,6 +86,7 @@ class WorldConfig:
             max_slots=self.max_num_seqs,
             max_blocks_per_slot=-(-self.max_model_len // self.block_size),
             max_in_flight=self.max_in_flight,
+            num_host_blocks=self.num_host_blocks,
             faults=self.faults,
         )
 
@@ -209,7 +216,10 @@ class World:
     def _poison_free_blocks(self) -> None:
         """Whoever still reads a block that is nobody's gets other tokens from now on."""
         if isinstance(self.runner, OracleRunner):
-            self.runner.poison(self.blocks._pool.blank_blocks())
+            awaited = {*self.blocks.host.outs.values()}  # still to be copied out
+            awaited |= {block for plan in self.plans for block in plan.copies_out_C2[:, 0].tolist()}
+            blank = self.blocks._pool.blank_blocks()
+            self.runner.poison(blank[~np.isin(blank, list(awaited))])
 
     def step_seen(self) -> Seen | None:
         """Plan, launch and collect one step; what it was."""
@@ -300,7 +310,9 @@ class World:
         self.in_flight.check(plan, self.blocks, self._by_slot())
         by_slot = self._by_slot()
         for slot in [*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)]:
-            assert by_slot[slot].is_running, f"{by_slot[slot].phase} is in step {plan.step}"
+            phase = by_slot[slot].phase
+            assert by_slot[slot].is_running, f"{phase} is in step {plan.step}"
+            assert phase is not Phase.LOADING, f"slot {slot} is in step {plan.step} before its blocks are back"
         self.trace.append(seen(plan, by_slot))
 
     def _by_slot(self) -> dict[int, Request]:
@@ -334,5 +346,6 @@ class World:
         assert (self.blocks.num_active, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
         assert (scheduler.num_paused, scheduler.is_empty) == (0, True)
         assert self.blocks.num_free + self.blocks.num_cached == self.config.num_blocks
+        assert self.blocks.host.pool.num_available == self.config.num_host_blocks
         counters = self.scheduler.counters
         assert counters.num_accepted == counters.num_ended.total()

@@ -36,6 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.sampled_from([PrefixCache.ON, PrefixCache.ON, PrefixCache.OFF]),
         eos_every=st.sampled_from([None, 6]),
         nan_output_index=st.integers(0, 3),
+        num_host_blocks=st.sampled_from([0, 1, 4, 8, 30]),
+        max_copies_in=st.sampled_from([1, 2, 64]),
+        copy_s_per_block=st.sampled_from([None, None, 0.01, 10.0]),
     )
     def start(
         self,
@@ -49,6 +52,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache: PrefixCache,
         eos_every: int | None,
         nan_output_index: int,
+        num_host_blocks: int,
+        max_copies_in: int,
+        copy_s_per_block: float | None,
     ) -> None:
         self.num_added = 0
         self.errors: tuple[dict[int, RunnerError], dict[int, RunnerError]] = ({}, {})
@@ -63,6 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_waiting=6,
                 max_in_flight=max_in_flight,
                 aging_s=aging_s,
+                num_host_blocks=num_host_blocks,
+                max_copies_in=max_copies_in,
+                copy_s_per_block=copy_s_per_block,
                 prefix_cache=cache,
                 model=OracleModel(vocab_size=7, eos_token_ids=(2,), eos_every=eos_every),
                 faults=OracleFaults(
@@ -236,6 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(running) + len(paused) <= self.world.config.max_num_seqs
         prefilling = [request for request in running if request.phase is Phase.PREFILLING]
         assert {id(request) for request in prefilling} == {id(request) for request in scheduler.requests.prefilling}
+        loading = [request for request in running if request.phase is Phase.LOADING]
+        assert {id(request) for request in loading} == {id(each) for each in scheduler.requests.loading.values()}
+        swapped = {request.block_owner for request in [*waiting, *parked]}
+        assert self.world.blocks.host.parcels.keys() <= swapped
 
     @invariant()
     def rows_agree_with_requests(self) -> None:

@@ -9,8 +9,7 @@ from octavo.wire.messages import Finished, Run, SamplingParams, TokenLogprobs, W
 from octavo.worker.scheduler.plan import GatewayIndex, GatewayOutput, OutputBuffer, Slot
 from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
-from octavo.worker.scheduler.request_table import TokenVerdict, find_ends, judge, stop_ids
-from octavo.worker.scheduler.slot_state import SlotState
+from octavo.worker.scheduler.slot_state import SlotState, TokenVerdict, find_ends, judge, stop_ids
 from tests.support.worker.scheduling import key
 
 EOS = (2, 3)

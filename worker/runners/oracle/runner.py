@@ -45,11 +45,15 @@ class OracleViolation(AssertionError):
 
 class OracleStore:
     """Token ids and their positions in blocks, read and written through block tables: tokens_PB, positions_PB, int32.
+    host_H2B: the same of the host's blocks, tokens and positions.
 
     What a request reads back is one number, the sum of a hash over all of it. Knows only arrays: no requests, no plans.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_slots: int, max_blocks_per_slot: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_slots: int, max_blocks_per_slot: int, num_host_blocks: int = 0
+    ) -> None:
+        self.host_H2B = np.full((num_host_blocks, 2, block_size), EMPTY, np.int32)
         self.tokens_PB = np.full((num_blocks, block_size), EMPTY, np.int32)
         self.positions_PB = np.full((num_blocks, block_size), EMPTY, np.int32)
         self._block_size = block_size
@@ -66,6 +70,16 @@ class OracleStore:
         for source, target in block_copies_C2.tolist():
             self.tokens_PB[target] = self.tokens_PB[source]
             self.positions_PB[target] = self.positions_PB[source]
+
+    def copy_out(self, copies_C2: np.ndarray) -> None:
+        """(device, host), one after the other."""
+        for block, host_block in copies_C2.tolist():
+            self.host_H2B[host_block, 0], self.host_H2B[host_block, 1] = self.tokens_PB[block], self.positions_PB[block]
+
+    def copy_in(self, copies_C2: np.ndarray) -> None:
+        """(host, device), one after the other."""
+        for host_block, block in copies_C2.tolist():
+            self.tokens_PB[block], self.positions_PB[block] = self.host_H2B[host_block]
 
     def poison(self, block_ids: np.ndarray) -> None:
         """Forget what these blocks hold."""
@@ -171,6 +185,7 @@ class OracleRunner:
         max_slots: int,
         max_blocks_per_slot: int,
         max_in_flight: int = 1,
+        num_host_blocks: int = 0,
         step_delay_s: float = 0.0,
         faults: OracleFaults | None = None,
     ) -> None:
@@ -180,6 +195,7 @@ class OracleRunner:
             block_size=block_size,
             max_slots=max_slots,
             max_blocks_per_slot=max_blocks_per_slot,
+            num_host_blocks=num_host_blocks,
         )
         self._model = model
         self._rows: dict[int, OracleRow] = {}
@@ -220,15 +236,20 @@ class OracleRunner:
             raise OracleViolation(f"step {plan.step} is collected without its masks")
         if self._step_delay_s:
             time.sleep(self._step_delay_s)
+        error = self._faults.collect_errors.get(plan.step)
+        if error is None:
+            self.store.copy_out(plan.copies_out_C2)
         self._apply_differences(plan)
-        if error := self._faults.collect_errors.get(plan.step):
+        if error is not None:  # which did no copies between the tiers
             self._suspect_rows_of(plan)
             raise error
         for slot, position in zip(plan.decode_slots_S.tolist(), plan.decode_positions_S.tolist(), strict=True):
             self._write_decode(slot, position)
         for chunk in plan.prefill:
             self._write_chunk(chunk)
-        return self._sample(plan)
+        result = self._sample(plan)
+        self.store.copy_in(plan.copies_in_C2)  # at the very end: a step that reads such a block too early shows
+        return result
 
     def close(self) -> None:
         """Nothing to give back."""
