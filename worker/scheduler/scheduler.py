@@ -87,11 +87,11 @@ class Scheduler:
         longest = min(config.max_model_len, self._pool_tokens + 1)
         self._slots = SlotState(num_slots=pool.max_slots, max_total_tokens=longest)
         waiting = RequestQueue(aging_s=config.aging_s, fairness=TenantFairness(self._slots))
-        self._costs = CopyCosts(
+        self.costs = CopyCosts(
             block_size=pool.block_size, max_copies_in=pool.max_copies_in, copy_s=config.copy_s_per_block
         )
         self._requests = RequestTable(
-            slots=self._slots, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids, costs=self._costs
+            slots=self._slots, blocks=blocks, waiting=waiting, eos_token_ids=config.eos_token_ids, costs=self.costs
         )
         self._planner = Planner(config, self._requests)
         self._results = Results(self._requests)
@@ -302,8 +302,8 @@ class Scheduler:
     def _note_costs(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
         num_decodes, seconds = len(step.plan.decode_slots_S), now_s - max(step.planned_s, self._applied_s)
         self._applied_s = now_s
-        self._costs.note_step(step.plan.num_tokens - num_decodes, num_decodes, seconds)
-        self._costs.copy.add(result.num_copied_blocks, result.copy_s)
+        self.costs.note_step(step.plan.num_tokens - num_decodes, num_decodes, seconds)
+        self.costs.copy.add(result.num_copied_blocks, result.copy_s)
 
     def _take_oldest(self, step: int) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].plan.step != step:

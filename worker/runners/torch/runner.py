@@ -9,6 +9,7 @@ collected or not. Must not know: the block manager, the scheduler, sockets, text
 Legend: R slots · M table width · T tokens in this step · A sequences in this step · S those sampled for.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from octavo.model.attention.host_blocks import HostBlocks, gather_rows, scatter_rows
 from octavo.model.attention.interface import AttentionInputs, get_backend
 from octavo.model.attention.invariant import InvariantAttention
 from octavo.model.attention.kv_pool import KvPool
@@ -193,7 +195,14 @@ class _Held:
 class TorchRunner:
     """Implements `worker.runners.interface.Runner`."""
 
-    def __init__(self, model: CausalLM, config: TorchRunnerConfig, *, on_numerics: OnNumerics | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: TorchRunnerConfig,
+        *,
+        on_numerics: OnNumerics | None = None,
+        host_blocks: HostBlocks | None = None,
+    ) -> None:
         self.max_in_flight = config.max_in_flight
         self.config = config
         self._model = model
@@ -201,6 +210,8 @@ class TorchRunner:
         self.kv = KvPool(
             model.config, config.num_blocks, config.block_size, config.kv_dtype or model.dtype, model.device
         )
+        self._host_blocks = host_blocks
+        self._num_copied_blocks, self._copy_s = 0, 0.0  # since the last result
         self._rows = RunnerRows(
             max_slots=config.max_slots,
             max_model_len=config.max_model_len,
@@ -243,7 +254,9 @@ class TorchRunner:
         if isinstance(outcome, RunnerError):
             raise outcome
         assert not isinstance(outcome, _Held), "this step waits for masks"
-        return outcome
+        num_copied_blocks, self._num_copied_blocks = self._num_copied_blocks, 0
+        copy_s, self._copy_s = self._copy_s, 0.0
+        return replace(outcome, num_copied_blocks=num_copied_blocks, copy_s=copy_s) if num_copied_blocks else outcome
 
     def close(self) -> None:
         """Forget the steps in flight and stop watching. Idempotent."""
@@ -261,6 +274,34 @@ class TorchRunner:
             self._report_numerics(step)
 
     def _execute(self, plan: StepPlan) -> StepResult | _Held:
+        self._copy_out(plan.copies_out_C2)
+        outcome = self._compute(plan)
+        self._copy_in(plan.copies_in_C2)
+        return outcome
+
+    def _copy_out(self, copies_C2: np.ndarray) -> None:
+        if not len(copies_C2) or self._host_blocks is None:
+            return
+        start_s = time.perf_counter()
+        rows_NW = gather_rows(self.kv, self._ids(copies_C2[:, 0]))
+        self._host_blocks.put(copies_C2[:, 1], rows_NW)
+        self._note_copies(len(copies_C2), time.perf_counter() - start_s)
+
+    def _copy_in(self, copies_C2: np.ndarray) -> None:
+        if not len(copies_C2) or self._host_blocks is None:
+            return
+        start_s = time.perf_counter()
+        scatter_rows(self.kv, self._ids(copies_C2[:, 1]), self._host_blocks.get(copies_C2[:, 0]))
+        self._note_copies(len(copies_C2), time.perf_counter() - start_s)
+
+    def _note_copies(self, num_blocks: int, seconds: float) -> None:
+        self._num_copied_blocks += num_blocks
+        self._copy_s += seconds
+
+    def _ids(self, blocks_N: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(blocks_N.astype(np.int64)).to(self._model.device)
+
+    def _compute(self, plan: StepPlan) -> StepResult | _Held:
         self._rows.apply(plan)
         for join in plan.new_requests:
             self._pooler.join(join)

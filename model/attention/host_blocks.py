@@ -1,0 +1,117 @@
+"""Blocks of the KV cache in host memory: where they lie, and how they get there from a pool.
+
+One block is one row of bytes over all layers, keys before values, so that the copy of a block is one piece of memory:
+
+    a row    | keys of layer 0 | keys of layer 1 | … | values of layer 0 | values of layer 1 | … |
+
+The scales of an e4m3 cache are folded into the weights (model/quantization/cache_scales.py): a row is all that there
+is.
+
+Legend: N blocks of a copy · W bytes of a row · L layers · P blocks of the pool. Must not know who owns a block.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from octavo.model.attention.kv_pool import KvPool
+
+PART_BYTES = 1 << 30
+"""Of one allocation: pinning goes on in parts that can be told of, and torch rounds pinned memory to powers of two."""
+
+OnParts = Callable[[int, int], None]
+"""Called with (parts allocated, parts in all)."""
+
+
+class HostMemoryRefused(Exception):
+    """The system does not give so much memory, or does not pin it."""
+
+
+class HostBlocks:
+    """Rows [W] of bytes, in parts. is_pinned: for copies beside a CUDA device's steps. Raises HostMemoryRefused."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        row_bytes: int,
+        *,
+        is_pinned: bool,
+        part_bytes: int = PART_BYTES,
+        on_parts: OnParts = lambda done, total: None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.row_bytes = row_bytes
+        self.is_pinned = is_pinned
+        self._rows_a_part = max(1, part_bytes // row_bytes)
+        self._parts: list[torch.Tensor] = []
+        num_parts = -(-num_blocks // self._rows_a_part)
+        on_parts(0, num_parts)
+        for part in range(num_parts):
+            num_rows = min(self._rows_a_part, num_blocks - part * self._rows_a_part)
+            self._parts.append(self._allocate(num_rows))
+            on_parts(part + 1, num_parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self.num_blocks * self.row_bytes
+
+    def runs(self, blocks_N: np.ndarray) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Neighbours among rising block ids: where each run lies in blocks_N, and its rows, uint8 [run, W]."""
+        if not len(blocks_N):
+            return
+        is_end = (np.diff(blocks_N) != 1) | (blocks_N[1:] % self._rows_a_part == 0)
+        ends = [*(np.flatnonzero(is_end) + 1).tolist(), len(blocks_N)]
+        start = 0
+        for end in ends:
+            part, row = divmod(int(blocks_N[start]), self._rows_a_part)
+            yield slice(start, end), self._parts[part][row : row + end - start]
+            start = end
+
+    def put(self, blocks_N: np.ndarray, rows_NW: torch.Tensor) -> None:
+        """Write rows, uint8, in any order of blocks; done when this returns."""
+        order_N = np.argsort(blocks_N)
+        ordered_NW = rows_NW.cpu()[torch.from_numpy(order_N)]
+        for where, target in self.runs(blocks_N[order_N]):
+            target.copy_(ordered_NW[where])
+
+    def get(self, blocks_N: np.ndarray) -> torch.Tensor:
+        """uint8 [N, W] on the CPU: the rows of these blocks, in any order."""
+        order_N = np.argsort(blocks_N)
+        rows_NW = torch.empty((len(blocks_N), self.row_bytes), dtype=torch.uint8)
+        for where, source in self.runs(blocks_N[order_N]):
+            rows_NW[torch.from_numpy(order_N[where])] = source
+        return rows_NW
+
+    def _allocate(self, num_rows: int) -> torch.Tensor:
+        num_bytes = num_rows * self.row_bytes
+        try:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+        except (RuntimeError, MemoryError) as error:  # both without anything that tells them apart from others
+            raise HostMemoryRefused(str(error).splitlines()[0]) from error
+        if not self.is_pinned:
+            memory.zero_()  # so that it is really there
+        return memory.view(num_rows, self.row_bytes)
+
+
+def gather_rows(kv: KvPool, blocks_N: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, W]: these blocks (int64) of the pool as rows. The obvious twin of model/kernels/block_rows.py."""
+    return torch.cat([_rows(pool_LPKBH)[:, blocks_N].transpose(0, 1).flatten(1) for pool_LPKBH in _pools(kv)], dim=1)
+
+
+def scatter_rows(kv: KvPool, blocks_N: torch.Tensor, rows_NW: torch.Tensor) -> None:
+    """Write rows into these blocks of the pool: the reverse."""
+    halves = rows_NW.to(blocks_N.device).chunk(2, dim=1)
+    for pool_LPKBH, half_NW in zip(_pools(kv), halves, strict=True):
+        rows_LPW = _rows(pool_LPKBH)
+        rows_LPW[:, blocks_N] = half_NW.reshape(len(blocks_N), rows_LPW.shape[0], -1).transpose(0, 1)
+
+
+def _pools(kv: KvPool) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv.k_pool_LPKBH, kv.v_pool_LPKBH
+
+
+def _rows(pool_LPKBH: torch.Tensor) -> torch.Tensor:
+    """uint8 [L, P, bytes of a block in one layer], a view."""
+    return pool_LPKBH.view(torch.uint8).flatten(2)
