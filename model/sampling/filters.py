@@ -56,8 +56,9 @@ class Filters:
     typical_p_S: torch.Tensor
 
     @classmethod
-    def of(cls, x_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> "Filters":
-        """Of rows whose largest logit is 0. columns: by name of `model.sampling.params.COLUMNS`, [S] each."""
+    def of(cls, logits_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> "Filters":
+        """Of rows with these logits, before the temperature. columns: by name of `model.sampling.params.COLUMNS`, [S]
+        each."""
         return cls(
             top_k_S=columns["top_k"].masked_fill(columns["top_k"] == 0, TOP_K_OFF),
             top_p_S=columns["top_p"],

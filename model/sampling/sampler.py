@@ -189,8 +189,9 @@ class Sampler:
             index_t = torch.from_numpy(index_N).to(self._device)
             keys_N2 = self._to_device(row_keys(self._rows.seed_R[rows_N], output_lens_S[index_N]))
             columns = {name: self._to_device(column_R[rows_N]) for name, column_R in self._rows.columns.items()}
-            x_NV = scaled(logits_SV[index_t], columns["temperature"])
-            tokens_S[index_t] = draw(x_NV, keys_N2, Filters.of(x_NV, columns))
+            logits_NV = logits_SV[index_t]
+            x_NV = scaled(logits_NV, columns["temperature"])
+            tokens_S[index_t] = draw(x_NV, keys_N2, Filters.of(logits_NV, columns))
 
     def _draw_open(self, x_NV: torch.Tensor, keys_N2: torch.Tensor, filters: Filters) -> torch.Tensor:
         """Rows without top-k and top-p: the whole vocabulary races, less what lies below the
