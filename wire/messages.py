@@ -97,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: int | None = None  # None: none; 0: the chosen token's only
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0  # 0 keeps all
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that never appear

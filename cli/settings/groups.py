@@ -151,6 +151,9 @@ class ClientSettings(CallSettings):
     min_p: float | None = setting(
         None, "Drop tokens less probable than this times the best", panel="Request", ge=0, le=1
     )
+    top_n_sigma: float | None = setting(
+        None, "Drop tokens so many standard deviations below the best; 0 keeps all", panel="Request", ge=0
+    )
     seed: int | None = setting(None, "The same seed gives the same tokens", panel="Request", ge=0)
     repetition_penalty: float | None = setting(None, "Divides logits of tokens seen; 1 is off", panel="Request", gt=0)
     stop: Names = setting((), "Text that ends the output; repeat for several", panel="Request")

@@ -256,6 +256,7 @@ TABLE: dict[str, MessageRules] = {
             "presence_penalty": InRange(-10, 10),
             "frequency_penalty": InRange(-10, 10),
             "typical_p": Above(0, 1),
+            "top_n_sigma": InRange(0, 100),
             "logit_bias": InRange(-MAX_BIAS, MAX_BIAS),
             "allowed_token_ids": anything,
             "bad_words": Utf8Bytes(1, MAX_BAD_WORD_BYTES),

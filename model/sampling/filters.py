@@ -1,11 +1,18 @@
-"""min-p, top-k and top-p as one number per row: the smallest logit that survives.
+"""top-n-sigma, min-p, top-k and top-p as one number per row: the smallest logit that survives.
 
-Each of the three keeps a prefix of the logits in falling order, so that together they keep the shortest of the three
-prefixes. Equal logits survive or fall together: nothing depends on how a sort breaks ties (transformers' top-p cuts
-between equal logits; elsewhere the results are the same). Order: min-p, then top-k, then top-p over what is left.
+Each of them keeps a prefix of the logits in falling order, so that together they keep the shortest of the prefixes.
+Equal logits survive or fall together: nothing depends on how a sort breaks ties (transformers' top-p cuts between equal
+logits; elsewhere the results are the same). Order: top-n-sigma and min-p (the floor), then top-k, then top-p over what
+is left.
+
+top-n-sigma keeps what is at most n standard deviations of a row's logits below the largest; masked tokens do not count,
+and the sum of squares is divided by their number. That is llama.cpp's `top-n-sigma`, which stands there too behind the
+penalties and before all other filters; Aphrodite's `nsigma` divides by one less. The temperature stretches logits and
+deviation alike, so that it changes nothing about what is kept.
 
 Sources: Holtzman et al. (top-p, arXiv:1904.09751), Fan et al. (top-k, arXiv:1805.04833), Nguyen et al. (min-p,
-arXiv:2407.01082). Every operation works on one row alone, in an order that does not depend on the batch.
+arXiv:2407.01082), Tang et al. (top-n-sigma, arXiv:2411.07641). Every operation works on one row alone, in an order that
+does not depend on the batch.
 
 Legend: S rows · V vocabulary · K candidates, the K largest of a row in falling order · G groups of the vocabulary.
 """
@@ -46,8 +53,8 @@ def keep_typical(x_NV: torch.Tensor, typical_p_N: torch.Tensor) -> torch.Tensor:
 class Filters:
     """What the rows ask for, on the device of the logits.
 
-    top_k_S: int64, TOP_K_OFF where off. top_p_S: float64, 1 where off. floor_S: float32, the least logit that min-p
-    leaves, -inf where off. typical_p_S: float64, 1 where off.
+    top_k_S: int64, TOP_K_OFF where off. top_p_S: float64, 1 where off. floor_S: float32, the least logit that
+    top-n-sigma and min-p leave, -inf where off. typical_p_S: float64, 1 where off.
     """
 
     top_k_S: torch.Tensor
@@ -62,7 +69,7 @@ class Filters:
         return cls(
             top_k_S=columns["top_k"].masked_fill(columns["top_k"] == 0, TOP_K_OFF),
             top_p_S=columns["top_p"],
-            floor_S=columns["log_min_p"],
+            floor_S=torch.maximum(columns["log_min_p"], sigma_floor(logits_SV, columns)),
             typical_p_S=columns["typical_p"],
         )
 
@@ -79,6 +86,17 @@ class Filters:
             floor_S=self.floor_S[index],
             typical_p_S=self.typical_p_S[index],
         )
+
+
+def sigma_floor(logits_SV: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The least logit that top-n-sigma leaves, float32 [S], in units of the draw: less the largest one, by the
+    temperature; -inf where off. Row by row: a sum over several would be cut differently for other batch sizes."""
+    n_S = columns["top_n_sigma"]
+    floor_S = torch.full_like(n_S, -torch.inf)
+    for row in torch.nonzero(n_S > 0).flatten().tolist():
+        left_V = logits_SV[row][logits_SV[row] > -torch.inf].double()
+        floor_S[row] = -n_S[row] * left_V.std(correction=0) / columns["temperature"][row]
+    return floor_S
 
 
 def largest(x_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

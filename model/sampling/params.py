@@ -34,7 +34,7 @@ class Feature(IntFlag):
     BAD_WORDS = 128
     TYPICAL = 256
     GRAMMAR = 512
-    FLOOR = 1024  # min-p: a cut below the largest logit
+    FLOOR = 1024  # top-n-sigma or min-p: a cut at a distance from the largest logit
 
 
 MASKS = Feature.MIN_TOKENS | Feature.ALLOWED | Feature.BAD_WORDS | Feature.GRAMMAR
@@ -87,6 +87,7 @@ COLUMNS: dict[str, Column] = {
     "top_k": Column("top_k", 0, Feature.FILTER, "int64"),
     "top_p": Column("top_p", 1, Feature.FILTER, "float64"),  # in [0, 1]
     "log_min_p": Column("min_p", -math.inf, Feature.FLOOR, "float32", _log),  # of a value in [0, 1]
+    "top_n_sigma": Column("top_n_sigma", 0, Feature.FLOOR, "float32"),  # arXiv:2411.07641
     "typical_p": Column("typical_p", 1, Feature.TYPICAL, "float64"),  # in (0, 1]; arXiv:2202.00666
     "repetition": Column("repetition_penalty", 1, Feature.PENALTY, "float32"),  # prompt and output; arXiv:1909.05858
     "presence": Column("presence_penalty", 0, Feature.PENALTY, "float32"),  # output only, as the next

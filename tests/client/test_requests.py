@@ -8,8 +8,8 @@ def test_every_field_lands_where_the_contract_has_it() -> None:
     request = generate_request(
         messages=[("system", "s"), {"role": "user", "content": "u"}], request_id="id", model="m", temperature=0.5,
         top_p=0.9, top_k=5, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3,
-        max_tokens=9, min_tokens=1, stop=["x", "y"], stop_token_ids=[3], ignore_eos=True, output="text_and_token_ids",
-        logprobs=2, skip_special_tokens=False, priority=-1, cache_salt="salt",
+        top_n_sigma=1.5, max_tokens=9, min_tokens=1, stop=["x", "y"], stop_token_ids=[3], ignore_eos=True,
+        output="text_and_token_ids", logprobs=2, skip_special_tokens=False, priority=-1, cache_salt="salt",
     )  # fmt: skip
     expected = inference_pb2.GenerateRequest(
         request_id="id",
@@ -22,7 +22,7 @@ def test_every_field_lands_where_the_contract_has_it() -> None:
         ),
         sampling=inference_pb2.SamplingParams(
             temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2,
-            frequency_penalty=0.3,
+            frequency_penalty=0.3, top_n_sigma=1.5,
         ),
         stop=inference_pb2.StopConditions(
             max_tokens=9, min_tokens=1, strings=["x", "y"], token_ids=[3], ignore_eos=True

@@ -15,6 +15,7 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3, "typical_p": 0.9, "repetition_penalty": 1.2},
     {"temperature": 1.0, "seed": 4, "allowed_token_ids": range(20, 90), "logit_bias": {33: 5.0, 34: -100.0}},
     {"temperature": 1.0, "seed": 5, "bad_words": ["a", "b", "th"], "frequency_penalty": 0.5},
+    {"temperature": 2.0, "seed": 4, "top_n_sigma": 1.0},
 ]
 
 

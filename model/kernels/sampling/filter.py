@@ -1,4 +1,5 @@
-"""Biases, penalties, min-p, top-k, top-p and typical-p on the device, for the rows of a batch that have them.
+"""Biases, penalties, top-n-sigma, min-p, top-k, top-p and typical-p on the device, for the rows of a batch that have
+them.
 
 It runs behind the step's own sampler (model/kernels/sampling/sample.py), which has given every row a token already and
 moved it on; rows that need more get another token from the same logits, and nothing waits. The rules are
@@ -49,9 +50,9 @@ _COLDEST = tl.constexpr(1e-37)
 class SamplingColumns:
     """How rows are sampled, and what they have said. [R] each; int32: method_R, top_k_R (0: off), num_biases_R.
 
-    float32: top_p_R, typical_p_R (1: off), log_min_p_R (-inf: off), repetition_R (1: off), presence_R, frequency_R (0:
-    off). count_RV: int16 [R, vocab_size], how often a token is in the output (at most MAX_COUNT), and IN_PROMPT where
-    it is in the prompt; read where one of the penalties is on. bias_id_RA: int32, as in
+    float32: top_p_R, typical_p_R, repetition_R (1: off), top_n_sigma_R, presence_R, frequency_R (0: off), log_min_p_R
+    (-inf: off). count_RV: int16 [R, vocab_size], how often a token is in the output (at most MAX_COUNT), and IN_PROMPT
+    where it is in the prompt; read where one of the penalties is on. bias_id_RA: int32, as in
     model/kernels/sampling/columns.py. said_RH: int32, as in model/kernels/sampling/bad_words.py.
     """
 
@@ -59,6 +60,7 @@ class SamplingColumns:
     top_k_R: torch.Tensor
     top_p_R: torch.Tensor
     log_min_p_R: torch.Tensor
+    top_n_sigma_R: torch.Tensor
     typical_p_R: torch.Tensor
     repetition_R: torch.Tensor
     presence_R: torch.Tensor
@@ -80,6 +82,8 @@ class FilterParts:
         self.best_BG = torch.empty(max_batch, BEST_GROUPS, dtype=torch.int32, device=device)
         self.mass_BW = torch.empty(max_batch, parts, dtype=torch.float32, device=device)
         self.most_BW = torch.empty(max_batch, parts, dtype=torch.float32, device=device)
+        # Of each part, for top-n-sigma: how many logits are finite, their mean, their squared distances from it.
+        self.moments_B3W = torch.empty(max_batch, 3, parts, dtype=torch.float32, device=device)
         self.undecided_B = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.biased_BA = torch.empty(max_batch, MAX_BIASES, dtype=torch.float32, device=device)
 
@@ -99,7 +103,7 @@ def _scale(temperature):
 def _group_maxima_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, method_R,
     count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
-    group_BG, mass_BW, most_BW, width, vocab_size,
+    top_n_sigma_R, moments_B3W, group_BG, mass_BW, most_BW, width, vocab_size,
     PART: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, A: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -118,6 +122,15 @@ def _group_maxima_kernel(
     if (method == 2) & (temperature > 0.0):
         key_low, key_high = _draw_key(seed_R, position_R, num_prompt_R, row)
         x = tl.where(is_token, x / temperature - log_exponential(token, key_low, key_high, FAST), float("-inf"))
+    if tl.load(top_n_sigma_R + row) > 0.0:
+        is_left = x > float("-inf")
+        count = tl.sum(tl.where(is_left, 1.0, 0.0), 0)
+        mean = tl.sum(tl.where(is_left, x, 0.0), 0) / tl.maximum(count, 1.0)
+        away = tl.where(is_left, x - mean, 0.0)
+        moments = moments_B3W + b * 3 * PARTS + part
+        tl.store(moments, count)
+        tl.store(moments + PARTS, mean)
+        tl.store(moments + 2 * PARTS, tl.sum(away * away, 0))
     most = tl.max(x, 0)
     base = tl.where(most == float("-inf"), 0.0, most)
     tl.store(mass_BW + b * PARTS + part, tl.sum(tl.exp((x - base) / _scale(temperature)), 0))
@@ -130,6 +143,26 @@ def _group_maxima_kernel(
 @triton.jit
 def _mass_of_parts(most, mass, top, scale):
     return tl.sum(tl.where(mass > 0.0, mass * tl.exp((most - top) / scale), 0.0), 0)
+
+
+@triton.jit
+def _floor(b, row, scale, num_parts, log_min_p_R, top_n_sigma_R, moments_B3W, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The least v that min-p and top-n-sigma leave, at least -FARTHEST. The deviation of all parts from those of each:
+    Chan et al., "Updating formulae and a pairwise algorithm for computing sample variances" (1979)."""
+    floor = tl.maximum(tl.load(log_min_p_R + row), -FARTHEST)
+    n = tl.load(top_n_sigma_R + row)
+    if n > 0.0:
+        part = tl.arange(0, WIDTH)
+        is_part = part < num_parts
+        moments = moments_B3W + b * 3 * PARTS + part
+        count = tl.load(moments, mask=is_part, other=0.0)
+        mean = tl.load(moments + PARTS, mask=is_part, other=0.0)
+        square = tl.load(moments + 2 * PARTS, mask=is_part, other=0.0)
+        total = tl.maximum(tl.sum(count, 0), 1.0)
+        away = mean - tl.sum(count * mean, 0) / total
+        sigma = tl.sqrt(tl.sum(square + count * away * away, 0) / total)
+        floor = tl.maximum(floor, -n * sigma / scale)
+    return floor
 
 
 @triton.jit
@@ -147,12 +180,12 @@ def _least_of_mass(v, mass, goal):
 
 
 @triton.jit
-def _cut_candidates(v, beyond, row_mass, log_min_p, top_k, top_p):
+def _cut_candidates(v, beyond, row_mass, floor, top_k, top_p):
     """The cut among candidates, and whether nothing beyond them can be above it, nor part of a mass it came from."""
-    least = log_min_p
+    least = floor
     if top_k > 0:
         least = tl.maximum(least, float_of(kth_largest(ordered(v), top_k)))
-    is_whole = (top_k == 0) & (log_min_p <= -FARTHEST)
+    is_whole = (top_k == 0) & (floor <= -FARTHEST)
     cut = least
     if top_p < 1.0:
         mass = tl.where(v >= least, tl.exp(v), 0.0)
@@ -190,7 +223,7 @@ def _has_penalty(repetition_R, presence_R, frequency_R, row):
 @triton.jit
 def _choose_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, last_token_R, token_B, is_finite_B,
-    method_R, top_k_R, top_p_R, log_min_p_R, typical_p_R, said_RH,
+    method_R, top_k_R, top_p_R, log_min_p_R, top_n_sigma_R, typical_p_R, said_RH, moments_B3W,
     count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
     group_BG, mass_BW, most_BW, best_BG, undecided_B, width, vocab_size,
     PART: tl.constexpr, GROUP: tl.constexpr, BEST: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr,
@@ -233,11 +266,11 @@ def _choose_kernel(
         part = tl.arange(0, PART_WIDTH)
         part_most = tl.load(most_BW + b * PARTS + part, mask=part < num_parts, other=float("-inf"))
         part_mass = tl.load(mass_BW + b * PARTS + part, mask=part < num_parts, other=0.0)
-        log_min_p = tl.maximum(tl.load(log_min_p_R + row), -FARTHEST)
+        floor = _floor(b, row, scale, num_parts, log_min_p_R, top_n_sigma_R, moments_B3W, PARTS, PART_WIDTH)
         top_k = tl.load(top_k_R + row)
         row_mass = _mass_of_parts(part_most, part_mass, top, scale)
         top_p = tl.load(top_p_R + row)
-        cut, is_right = _cut_candidates(v, (beyond - top) / scale, row_mass, log_min_p, top_k, top_p)
+        cut, is_right = _cut_candidates(v, (beyond - top) / scale, row_mass, floor, top_k, top_p)
         is_right &= (tl.load(typical_p_R + row) >= 1.0) & (top_k <= BEST * GROUP)
         score = tl.where(v >= cut, v - log_exponential(token, key_low, key_high, FAST), float("-inf"))
     if is_right:
@@ -252,7 +285,7 @@ def _choose_kernel(
 @triton.jit
 def _search_kernel(
     logits_BV, rows_B, temperature_R, seed_R, position_R, num_prompt_R, last_token_R, token_B, is_finite_B,
-    top_k_R, top_p_R, log_min_p_R, typical_p_R, said_RH,
+    top_k_R, top_p_R, log_min_p_R, top_n_sigma_R, typical_p_R, said_RH, moments_B3W,
     count_RV, bias_id_RA, biased_BA, num_biases_R, repetition_R, presence_R, frequency_R,
     most_BW, undecided_B, width, vocab_size,
     PART: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr, A: tl.constexpr, RING: tl.constexpr,
@@ -270,10 +303,11 @@ def _search_kernel(
     key_low, key_high = _draw_key(seed_R, position_R, num_prompt_R, row)
     part = tl.arange(0, PART_WIDTH)
     most = tl.max(tl.load(most_BW + b * PARTS + part, mask=part < num_parts, other=float("-inf")), 0)
+    scale = _scale(tl.load(temperature_R + row))
+    floor = _floor(b, row, scale, num_parts, log_min_p_R, top_n_sigma_R, moments_B3W, PARTS, PART_WIDTH)
     chosen = choose_in_row(
-        columns, num_parts * PART, most, _scale(tl.load(temperature_R + row)), tl.load(top_k_R + row),
-        tl.load(top_p_R + row), tl.maximum(tl.load(log_min_p_R + row), -FARTHEST), tl.load(typical_p_R + row),
-        key_low, key_high, FAST,
+        columns, num_parts * PART, most, scale, tl.load(top_k_R + row), tl.load(top_p_R + row), floor,
+        tl.load(typical_p_R + row), key_low, key_high, FAST,
     )  # fmt: skip
     _keep(
         chosen, most, b, row, vocab_size, position_R, last_token_R, token_B, is_finite_B, said_RH, count_RV,
@@ -313,7 +347,10 @@ def filter_and_choose(
         raise ValueError(f"logits_BV is {tuple(logits_BV.shape)}: need {vocab_size} ids, {len(parts.group_BG)} rows")
     state = (temperature_R, seed_R, position_R, num_prompt_R)
     outcome = (last_token_R, token_B, is_finite_B)
-    filters = (sampling.top_k_R, sampling.top_p_R, sampling.log_min_p_R, sampling.typical_p_R, sampling.said_RH)
+    filters = (
+        sampling.top_k_R, sampling.top_p_R, sampling.log_min_p_R, sampling.top_n_sigma_R, sampling.typical_p_R,
+        sampling.said_RH, parts.moments_B3W,
+    )  # fmt: skip
     columns = (
         sampling.count_RV, sampling.bias_id_RA, parts.biased_BA, sampling.num_biases_R, sampling.repetition_R,
         sampling.presence_R, sampling.frequency_R,
@@ -323,8 +360,9 @@ def filter_and_choose(
     tiles = {"PART": PART, "PARTS": parts.num_parts, "A": MAX_BIASES, "FAST": logits_BV.is_cuda}
     rest = {"PART_WIDTH": next_power_of_2(parts.num_parts), "RING": RING, "MAX_COUNT": MAX_COUNT}
     _group_maxima_kernel[(B, parts.num_parts)](
-        logits_BV, rows_B, *state, sampling.method_R, *columns, *found, *sizes, **tiles, GROUP=GROUP, num_warps=16
-    )
+        logits_BV, rows_B, *state, sampling.method_R, *columns, sampling.top_n_sigma_R, parts.moments_B3W, *found,
+        *sizes, **tiles, GROUP=GROUP, num_warps=16,
+    )  # fmt: skip
     _choose_kernel[(B,)](
         logits_BV, rows_B, *state, *outcome, sampling.method_R, *filters, *columns, *found, parts.best_BG,
         parts.undecided_B, *sizes, **tiles, **rest, GROUP=GROUP, BEST=BEST_GROUPS, GROUP_WIDTH=next_power_of_2(groups),

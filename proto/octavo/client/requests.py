@@ -57,6 +57,7 @@ class GenerateFields(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     typical_p: float
+    top_n_sigma: float
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]

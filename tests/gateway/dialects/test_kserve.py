@@ -46,6 +46,7 @@ async def test_every_served_parameter_reaches_the_worker(serve: Any, ids: Any) -
         "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "seed": -5, "repetition_penalty": 1.5,
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 9, "min_tokens": 2, "stop": "zzz",
         "stop_token_ids": [44], "ignore_eos": True, "skip_special_tokens": False, "logprobs": 2, "n": 1,
+        "top_n_sigma": 1.5,
     }  # fmt: skip
     async with serve(speaking(*ids("x"))) as served:
         await stub_of(served).ModelInfer(request(parameters=parameters))
@@ -53,6 +54,7 @@ async def test_every_served_parameter_reaches_the_worker(serve: Any, ids: Any) -
     assert run.request.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, min_p=0.125, seed=2**64 - 5, repetition_penalty=1.5, presence_penalty=0.5,
         frequency_penalty=-0.5, max_tokens=9, min_tokens=2, stop_token_ids=(44,), ignore_eos=True, num_logprobs=2,
+        top_n_sigma=1.5,
     )  # fmt: skip
 
 

@@ -209,11 +209,16 @@ async def test_the_text_of_a_stop_token_stays_too(serve: Any, tiny_text: ModelTe
 
 async def test_every_wish_reaches_the_worker(serve: Any, tiny_text: ModelText) -> None:
     sampling = pb.SamplingParams(
-        typical_p=0.5, logit_bias={7: 1.5, 9: -100}, allowed_token_ids=[7, 8], bad_words=["cat", " cat"]
+        typical_p=0.5,
+        top_n_sigma=1.5,
+        logit_bias={7: 1.5, 9: -100},
+        allowed_token_ids=[7, 8],
+        bad_words=["cat", " cat"],
     )
     async with serve(saying([5])) as served:
         await served.inference.Generate(pb.GenerateRequest(text="x", sampling=sampling)).read()
         wished = served.pool.runs[0].request.sampling
+    assert wished.top_n_sigma == 1.5
     assert (wished.typical_p, wished.logit_bias, wished.allowed_token_ids) == (0.5, {7: 1.5, 9: -100.0}, (7, 8))
     assert wished.bad_words == tiny_text.encode_bad_words(["cat"])
 

@@ -58,7 +58,7 @@ def good() -> pb.GenerateRequest:
         sampling=pb.SamplingParams(
             temperature=0.5, top_p=0.5, top_k=5, min_p=0.5, seed=5, repetition_penalty=1.5,
             presence_penalty=0.5, frequency_penalty=0.5, typical_p=0.5, logit_bias={7: 1.5}, allowed_token_ids=[1, 2],
-            bad_words=["w"],
+            bad_words=["w"], top_n_sigma=0.5,
         ),
         stop=pb.StopConditions(
             max_tokens=5, min_tokens=2, strings=["x"], token_ids=[3], ignore_eos=True, include_stop=True
@@ -108,6 +108,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "sampling.repetition_penalty": ([0, -1, 100.1, NAN], [0.01, 100]),
     "sampling.presence_penalty": ([-10.1, 10.1, NAN], [-10, 10]),
     "sampling.frequency_penalty": ([-10.1, 10.1, NAN], [-10, 10]),
+    "sampling.top_n_sigma": ([-0.001, 100.1, NAN, INF], [0, 1.5, 100]),
     "sampling.typical_p": ([0, -0.1, 1.0001, NAN, INF], [1e-30, 1]),
     "num_outputs": ([0, 129, 2**32 - 1], [1, 128]),
     "truncate_prompt_tokens": ([0], [1, 2**32 - 1]),

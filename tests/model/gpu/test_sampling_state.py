@@ -153,6 +153,7 @@ def test_a_row_with_a_temperature_alone_needs_no_kernel() -> None:
                 "top_k": st.integers(1, V + 5),
                 "top_p": st.floats(0.05, 1.0),
                 "min_p": st.floats(0.0, 0.5),
+                "top_n_sigma": st.sampled_from([0.0, 0.3, 1.0, 2.5]),
                 "repetition_penalty": st.sampled_from([0.8, 1.3]),
                 "presence_penalty": st.sampled_from([-1.0, 2.0]),
                 "num_logprobs": st.integers(0, 20),

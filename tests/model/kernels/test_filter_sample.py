@@ -105,6 +105,43 @@ def test_typical_tokens_are_kept_after_the_other_filters() -> None:
         assert got == wanted, step
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_within_so_many_deviations_of_the_largest_are_kept_before_the_other_filters(dtype: torch.dtype) -> None:
+    """Near and far cuts, those past the candidates included; masks and biases change what deviates."""
+    sampling = [
+        {"temperature": 1.0, "top_n_sigma": 1.0},
+        {"temperature": 4.0, "top_n_sigma": 0.5, "top_p": 0.8},
+        {"temperature": 9.0, "top_n_sigma": 3.5},
+        {"temperature": 5.0, "top_n_sigma": 3.0, "top_k": 300, "min_p": 0.001},
+        {"temperature": 2.0, "top_n_sigma": 2.0, "typical_p": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 9.0, "top_n_sigma": 1.0, "allowed_token_ids": tuple(range(0, 5000, 9)), "top_p": 0.9},
+        {"temperature": 9.0, "top_n_sigma": 2.5, "logit_bias": {7: 9.0, 4100: -50.0}, "bad_words": ((8,), (9,))},
+        {"temperature": 1e-30, "top_n_sigma": 0.1},
+        {"temperature": 0.0, "top_n_sigma": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 100.0, "top_n_sigma": 100.0},
+    ]
+    both = SamplingPair(sampling, seed=10, vocab=VOCAB)
+    for step in range(2):
+        wanted, got = both.choose(spread_logits(len(sampling), seed=step, dtype=dtype))
+        assert got == wanted, step
+
+
+def test_the_tokens_that_top_n_sigma_leaves_are_the_same_at_any_temperature() -> None:
+    logits = spread_logits(1, seed=4, dtype=torch.float32)
+    row = logits[0, :VOCAB].double()
+    kept = set((row >= row.max() - 1.5 * row.std(correction=0)).nonzero().flatten().tolist())
+    assert 3 < len(kept) < 60
+    for temperature in (0.5, 100.0):
+        both = SamplingPair([{"temperature": temperature, "top_n_sigma": 1.5}], seed=11, vocab=VOCAB)
+        drawn = set()
+        for _ in range(6):
+            wanted, got = both.choose(logits.clone())
+            assert got == wanted
+            drawn |= set(got.tokens)
+        assert drawn <= kept
+    assert len(drawn) > 3  # hot: any of those that are left
+
+
 def test_equal_logits_stay_or_fall_together() -> None:
     sampling = [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_k": 64}]
     both = SamplingPair(sampling, seed=3, vocab=VOCAB)

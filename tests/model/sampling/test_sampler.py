@@ -65,6 +65,7 @@ sampling_strategy = st.builds(
     min_tokens=st.integers(0, 12),
     stop_token_ids=st.lists(st.integers(0, V - 1), max_size=9).map(tuple),
     typical_p=st.sampled_from([0.2, 0.9, 1.0, 1.0]),
+    top_n_sigma=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100.0, -1.5, 3.0]), max_size=5),
     allowed_token_ids=st.one_of(st.just(()), st.lists(st.integers(0, V - 1), min_size=30, max_size=60).map(tuple)),
     bad_words=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),

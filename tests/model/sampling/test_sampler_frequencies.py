@@ -26,7 +26,9 @@ def sampler_with(params: SamplingParams, seeds: np.ndarray) -> Sampler:
 @pytest.mark.parametrize(
     "params",
     MANY_SAMPLINGS,
-    ids=lambda p: f"t{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p} y{p.typical_p} b{len(p.logit_bias)}",
+    ids=lambda p: (
+        f"t{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p} y{p.typical_p} n{p.top_n_sigma} b{len(p.logit_bias)}"
+    ),
 )
 def test_positions_of_one_seed_follow_the_exact_distribution(params: SamplingParams) -> None:
     sampler = sampler_with(params, np.full(BATCH, 7))

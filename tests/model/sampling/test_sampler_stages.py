@@ -130,6 +130,29 @@ def test_largest_equals_a_whole_topk(width: int, count: int) -> None:
     assert all(len(set(row.tolist())) == min(count, width) for row in ids_SK)
 
 
+@pytest.mark.parametrize("top_n_sigma", [0.1, 1.0, 2.0, 3.5])
+@pytest.mark.parametrize("temperature", [1e-38, 0.7, 3.0])
+def test_top_n_sigma_keeps_what_is_so_many_deviations_below_the_largest_at_any_temperature(
+    top_n_sigma: float, temperature: float
+) -> None:
+    logits_SV = torch.randn(S, 1000, generator=torch.Generator().manual_seed(6)) * 3
+    logits_SV[:, ::3] = -torch.inf  # masked tokens do not count
+    rows = SamplingRows(max_rows=S, vocab_size=1000)
+    for row in range(S):
+        rows.put(row, SamplingParams(temperature=temperature, top_n_sigma=top_n_sigma))
+    filters = Filters.of(logits_SV, {name: torch.from_numpy(column_R) for name, column_R in rows.columns.items()})
+    for row in range(S):
+        left = [x for x in logits_SV[row].tolist() if x > -math.inf]
+        mean = sum(left) / len(left)
+        sigma = math.sqrt(sum((x - mean) ** 2 for x in left) / len(left))
+        floor = -top_n_sigma * sigma / temperature
+        assert float(filters.floor_S[row]) == pytest.approx(floor if floor > -3.4e38 else -math.inf, rel=1e-6)
+    alone = Filters.of(
+        logits_SV[3:4], {name: torch.from_numpy(column_R[3:4]) for name, column_R in rows.columns.items()}
+    )
+    assert torch.equal(alone.floor_S, filters.floor_S[3:4])
+
+
 @pytest.mark.parametrize("typical_p", [0.05, 0.3, 0.8, 0.95, 0.99])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_typical_p_keeps_what_transformers_keeps(typical_p: float, spread: float) -> None:

@@ -19,6 +19,8 @@ MANY_SAMPLINGS = [
         temperature=1.0, logit_bias={0: -1.0, 9: 2.5}, allowed_token_ids=(0, 2, 4, 9, 11), bad_words=((2,),)
     ),
     SamplingParams(temperature=1.3, min_p=0.02, top_k=9, top_p=0.9),
+    SamplingParams(temperature=1.5, top_n_sigma=1.2),
+    SamplingParams(temperature=0.8, top_n_sigma=1.5, top_p=0.9, allowed_token_ids=(0, 1, 2, 3, 4, 5, 6)),
 ]
 
 

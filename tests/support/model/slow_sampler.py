@@ -59,7 +59,12 @@ def penalised(logits_V: np.ndarray, prompt: list[int], output: list[int], params
 
 
 def survivors(x_V: np.ndarray, params: SamplingParams) -> list[int]:
-    """Ids that min-p, top-k and top-p leave, most likely first."""
+    """Ids that top-n-sigma, min-p, top-k and top-p leave, most likely first."""
+    if params.top_n_sigma > 0:
+        left = [float(x) for x in x_V if x > -math.inf]
+        mean = sum(left) / len(left)
+        sigma = math.sqrt(sum((x - mean) ** 2 for x in left) / len(left))
+        x_V = np.where(x_V >= x_V.max() - params.top_n_sigma * sigma, x_V, -math.inf)
     weights = np.exp(x_V - x_V.max())
     order = sorted(range(len(x_V)), key=lambda i: -x_V[i])
     kept = [i for i in order if weights[i] >= params.min_p and x_V[i] > -math.inf]

@@ -109,6 +109,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 60.0, "min_p": 0.5, "min_tokens": 3, "stop_token_ids": (5, 6)},
     {"temperature": 60.0, "logit_bias": {9: 40.0, 3: -100.0}, "typical_p": 0.7, "num_logprobs": 0},
     {"temperature": 0.0, "allowed_token_ids": tuple(range(0, 120, 3)), "bad_words": ((0, 3), (6,), (9, 12, 15))},
+    {"temperature": 60.0, "top_n_sigma": 1.0},
 ]
 
 

@@ -24,6 +24,7 @@ PROBES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.1, "top_k": 8, "top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     {"temperature": 0.9, "min_p": 0.05},
     {"temperature": 1.0, "typical_p": 0.9, "logit_bias": {3: 2.0, 40: -1.0}, "bad_words": ((7, 8),), "num_logprobs": 0},
+    {"temperature": 2.0, "top_n_sigma": 1.5, "top_p": 0.9},
 )
 
 

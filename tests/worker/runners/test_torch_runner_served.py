@@ -158,7 +158,7 @@ def test_embeddings_are_the_models_last_hidden_states_among_other_work(
 
 
 WANTED: list[dict[str, Any]] = [
-    {"temperature": 1.2, "seed": 2**64 - 2},
+    {"temperature": 1.2, "seed": 2**64 - 2, "top_n_sigma": 2.0},
     {"temperature": 0.9, "seed": 6, "top_k": 12, "typical_p": 0.9, "repetition_penalty": 1.3},
     {"temperature": 1.5, "seed": 7, "logit_bias": {3: 2.0, 9: -50.0}, "bad_words": ((4, 5), (11,))},
     {"temperature": 1.1, "seed": 8, "allowed_token_ids": tuple(range(20, 60)), "presence_penalty": 0.5},
