@@ -1,4 +1,4 @@
-"""What a gateway process is told at its start; read once, never changed.
+"""The settings of a gateway process; read once at its start, never changed.
 
 Where the values come from (flags, environment, file) is the command line's business.
 """
@@ -54,10 +54,10 @@ class RequestLimits:
     max_prompt_bytes: int = 2 * MIB  # UTF-8 bytes of text, or of a rendered chat, before it is tokenized
     tokenizer_threads: int = 2
     max_tokenizing: int = 512  # texts waiting for these threads …
-    max_tokenizing_bytes: int = 64 * MIB  # … and their bytes; who has the most there is refused beyond that
+    max_tokenizing_bytes: int = 64 * MIB  # … and their bytes; beyond that the tenant with the most waiting is refused
     render: RenderLimits = field(default_factory=RenderLimits)  # of one chat by the checkpoint's template
     pause_pending_tokens: int = 512  # tokens that a slow reader may leave unread before its output is paused …
-    max_pending_tokens: int = 16_384  # … and before its stream ends, should the worker go on in spite of the pause
+    max_pending_tokens: int = 16_384  # … and before its stream ends, where the worker continues in spite of the pause
     write_stall_s: float = 30.0  # how long one message may wait for the reader
     pushback_ms: int = 500  # `grpc-retry-pushback-ms` of refusals
     grammar: GrammarLimits = field(default_factory=GrammarLimits)  # of constraints on outputs
@@ -66,16 +66,16 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionConfig:
-    """HTTP/2 keepalive, and how many connections there may be: a client that vanished without a word is noticed after
+    """HTTP/2 keepalive, and how many connections there may be: a client that vanished is noticed after
     time + timeout."""
 
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 10.0
     min_ping_interval_s: float = 10.0  # pings that come sooner are strikes …
-    # … and clients with more strikes than this are sent away; 0: never, as gateways that ping idle connections need.
+    # … and clients with more strikes than this are disconnected; 0: never, for gateways that ping idle connections.
     max_ping_strikes: int = 0
     handshake_timeout_s: float = 10.0
-    message_timeout_s: float = 20.0  # from a call's beginning until its request is here
+    message_timeout_s: float = 20.0  # from a call's beginning until its request has arrived
     settings_timeout_s: float = 5.0  # limits on metadata bind a client only once it has acknowledged them
     max_idle_s: float = 300.0  # without a call, whatever pings it answers
     max_connections: int | None = None  # of callers; None: what the descriptors have room for, 8192 at most
@@ -107,18 +107,17 @@ class AccessConfig:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether callers are asked who they are."""
+        """Whether callers are identified."""
         return self.api_keys_file is not None or (self.tls is not None and self.tls.client_ca_file is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """The other gateways of the service, which an abort, a drain or a question for the load has to reach too.
+    """The other gateways of the service, which an abort, a drain or a query of the load has to reach too.
 
-    endpoint: where they reach this one, ``ipc:///run/dir/NAME.peers.sock`` or ``tcp://host:port``; empty: it is alone.
-    others: their endpoints; this gateway's own may be among them, so that all gateways can have one list. key_file:
-    the CURVE pair that all gateways of the service share; tcp needs it, on loopback too.
-    """
+    endpoint: where they reach this one, ``ipc:///run/dir/NAME.peers.sock`` or ``tcp://host:port``; empty: there is one
+    gateway. others: their endpoints; this gateway's own may be among them, so that all gateways can have one list.
+    key_file: the CURVE pair that all gateways of the service share; tcp needs it, on loopback too."""
 
     endpoint: str = ""
     others: tuple[str, ...] = ()
@@ -130,10 +129,10 @@ class GatewayConfig:
     """One gateway process.
 
     Addresses are ``host:port``, ``[ipv6]:port`` or ``unix:/path``; port 0 lets the system choose (the log line
-    ``listening`` tells which). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
+    ``listening`` has it). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
     HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
     models without TLS and keys. ``expected_models``: names of those that have to be ready before health says so; none:
-    any is enough. ``model_addresses``: further addresses, each with the model that its callers mean who name none.
+    any is enough. ``model_addresses``: further addresses, each with the model of requests that name none.
     """
 
     workers: WorkerPoolConfig

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, by whose fault, and the one table that maps it to gRPC.
+"""What can go wrong with a request, and the one table that maps it to gRPC statuses.
 
 Exception classes here and in `gateway.text` and `gateway.workers` know no statuses; `row_of` is used in one place only
 (`gateway.rpc.status`). Reasons are the names of octavo.v1.ErrorReason without their prefix.
@@ -57,7 +57,7 @@ class QueueFull(RequestError):
 
 
 class Unauthenticated(RequestError):
-    """Nobody knows who calls."""
+    """The caller is not identified."""
 
 
 class PermissionDenied(RequestError):
@@ -73,7 +73,7 @@ class TenantLimit(RequestError):
 
 
 class WorkerLost(RequestError):
-    """The worker went away."""
+    """The worker was lost."""
 
 
 class WorkerStalled(RequestError):
@@ -97,7 +97,7 @@ class NumericalFault(RequestError):
 
 
 class Poisoned(RequestError):
-    """Three workers died of this request, or of its prompt, the last of them with nothing else on trial."""
+    """Three workers crashed with this request, the last of them with no other one on probation."""
 
 
 class EngineFailed(RequestError):
@@ -117,7 +117,7 @@ class ConstraintFailed(RequestError):
 
 
 class InternalDefect(RequestError):
-    """A defect of ours; what it was stands in the log."""
+    """A defect of ours; the log has its traceback."""
 
 
 class Retry(Enum):

@@ -60,11 +60,11 @@ async def _serve(config: GatewayConfig, drained_code: int) -> int:
         RunDirError,
         KeyFileError,
         AccessFileError,
-    ) as error:  # each says what is wrong, and where
+    ) as error:  # each names what is wrong, and where
         log.error("cannot_start", error=str(error))
         return 1
     gc.collect()
-    gc.freeze()  # what lives for ever need not be walked again and again
+    gc.freeze()  # objects that are never freed need not be walked again
     gc.set_threshold(_GC_THRESHOLD)
     try:
         await _first_of(gateway.drained, stop_now)
@@ -87,7 +87,7 @@ def _install_signals(gateway: Gateway, stop_now: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    if gateway.config.access != AccessConfig():  # else a hangup ends the process, as it always has
+    if gateway.config.access != AccessConfig():  # else SIGHUP ends the process, as by default
         loop.add_signal_handler(signal.SIGHUP, gateway.reloader.reload)
 
 

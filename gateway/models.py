@@ -1,7 +1,7 @@
-"""The models that workers serve, and the text side of each.
+"""The models that workers serve, and the tokenizer and template of each.
 
-Loads tokenizers off the event loop, once per bundle, and drops those that nobody has needed for a while. Knows no RPC,
-no clock, and not who needs what.
+Tokenizers are loaded off the event loop, once per bundle, and dropped when they were not used for a while. Knows no RPC
+and no clock.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class ServedModels:
     """Owns the loading tasks. Every method on the event loop."""
 
     def __init__(self, expected: Iterable[str] = ()) -> None:
-        """expected: names of the models that the service is to have; none: whatever workers bring."""
+        """expected: names of the models that the service is to have; none: those that workers bring."""
         self.expected = tuple(dict.fromkeys(expected))
         self._texts: dict[_TextKey, ModelText | UnsupportedTokenizer] = {}
         self._files: dict[str, Mapping[str, bytes]] = {}  # by digest
@@ -59,7 +59,7 @@ class ServedModels:
         except UnsupportedTokenizer as error:
             self._texts[key] = error
             log.error("tokenizer_refused", model=model, reason=str(error), served="token ids only")
-        except Exception as error:  # a defect of ours must not leave the model "loading" for ever
+        except Exception as error:  # after a defect of ours the model must not stay "loading"
             self._texts[key] = UnsupportedTokenizer("the tokenizer could not be loaded")
             log.error("tokenizer_failed", model=model, exc_info=error)
         finally:
@@ -68,7 +68,7 @@ class ServedModels:
             callback()
 
     def drop_unused(self, used: Iterable[ModelCard], now_s: float) -> None:
-        """Forget tokenizer and files of what was not in use for `KEPT_S`, as former calls have it. used: the models of
+        """Forget tokenizers and files that were not used for `KEPT_S`. used: the models of
         all workers and live requests. now_s: monotonic."""
         used_keys = {_key_of(card) for card in used}
         for key in tuple(self._texts):
@@ -94,7 +94,7 @@ class ServedModels:
         return text
 
     def files_of(self, card: ModelCard) -> Mapping[str, bytes]:
-        """The tokenizer bundle by file name. Raises NoWorker where it has not come."""
+        """The tokenizer bundle by file name. Raises NoWorker before it has arrived."""
         files = self._files.get(card.tokenizer_digest)
         if files is None:
             raise NoWorker(card.name)
@@ -105,13 +105,13 @@ class ServedModels:
         return sorted({*self.expected, *self._seen, *cards})
 
     def are_ready(self, cards: Mapping[str, ModelCard]) -> bool:
-        """Whether all expected models can be asked; where none is expected, whether any can."""
+        """Whether all expected models are ready; where none is expected, whether any is."""
         if self.expected:
             return all(self.is_ready(name, cards) for name in self.expected)
         return any(map(self.is_loaded, cards.values()))
 
     def is_ready(self, name: str, cards: Mapping[str, ModelCard]) -> bool:
-        """Whether this model can be asked."""
+        """Whether requests for this model can be answered now."""
         return name in cards and self.is_loaded(cards[name])
 
     def resolve(

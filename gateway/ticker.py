@@ -24,7 +24,7 @@ REFRESH_INTERVAL_S = 1.0
 REPORT_INTERVAL_S = 10.0
 INTERVAL_S = 0.5
 GROWTH_BYTES = 16 << 20  # a full collection of a busy gateway's objects takes some ten milliseconds
-FOLLOW_UPS = (6, 6)  # looks until it collects once more: what was alive the first time may be garbage by then
+FOLLOW_UPS = (6, 6)  # calls of `look` until it collects once more: by then more is garbage
 _STATM = Path("/proc/self/statm")
 
 
@@ -68,7 +68,7 @@ class GarbageWatch:
         return True
 
     async def run(self) -> None:
-        """For ever."""
+        """Until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.look()
@@ -99,7 +99,7 @@ async def measure_loop_lag(meters: GatewayMeters) -> None:
 
 
 class Ticker:
-    """Gauges for scrapes, stalled writers, unused tokenizers, and the line in the log. One per gateway."""
+    """Sets gauges, ends stalled writers, drops unused tokenizers, logs the load. One per gateway."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Ticker:
         self._load_watch = load_watch
 
     async def refresh(self) -> None:
-        """Every second, for ever."""
+        """Every second, until cancelled."""
         while True:
             self.take_gauges()
             self._tracker.fail_stalled_writes(max_wait_s=self._tracker.write_stall_s)
@@ -124,7 +124,7 @@ class Ticker:
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def take_gauges(self) -> None:
-        """Once, now."""
+        """Set the gauges."""
         meters, num_entered = self._meters, self._tracker.admission.counts().num_entered
         meters.num_running = self._tracker.num_scheduled()
         meters.num_waiting = len(self._tracker) - meters.num_running
@@ -137,7 +137,7 @@ class Ticker:
         self._load_watch.see(workers)
 
     def drop_tokenizers(self, now_s: float) -> None:
-        """Those of models that no worker has had for long, not even one that drains, nor any request that goes on."""
+        """Drop the tokenizers of models that no worker and no request has had for a while."""
         cards = [worker.card for worker in self._pool.workers()] + [tracked.card for tracked in self._tracker]
         self._models.drop_unused(cards, now_s)
 

@@ -1,0 +1,1 @@
+"""What gateways and workers share: messages, frames, sockets with limits, keys, run directories."""

@@ -1,6 +1,6 @@
 """The files of a checkpoint folder, and that none of them leads out of it.
 
-Whoever makes a checkpoint chooses what its links point to; what is read may reach callers (the chat template does, word
+The author of a checkpoint chooses what its links point to; what is read may reach callers (the chat template does, word
 by word). A file counts where it is in the folder itself, or, in a snapshot of the hub's cache, among the blobs of the
 same repository:
 

@@ -1,7 +1,7 @@
 """Messages to frames and back: one version byte, then msgpack.
 
-Decoding never runs anything that a peer chose: typed structs only, and whatever does not fit them raises
-ProtocolError. Must not know sockets, and what the messages mean: a frame that decodes can still be a lie.
+Decoding never runs anything that a peer chose: typed structs only, and bytes that do not fit them raise
+ProtocolError. Must not know sockets, nor what the messages mean: a message that decodes can still be wrong.
 """
 
 from typing import TypeVar
@@ -45,27 +45,27 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_gateway(frame: bytes) -> ToGateway:
-    """What a worker sent. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    """A worker's message. Raises ProtocolError, and nothing else, for any bytes."""
     message: ToGateway = _decode(_to_gateway, frame, limit_bytes=MAX_FRAME_BYTES)
     _check_arrays(message)
     return message
 
 
 def decode_to_worker(frame: bytes) -> ToWorker:
-    """What a gateway sent. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    """A gateway's message. Raises ProtocolError, and nothing else, for any bytes."""
     message: ToWorker = _decode(_to_worker, frame, limit_bytes=MAX_TO_WORKER_BYTES)
     _check_arrays(message)
     return message
 
 
 def decode_to_peer(frame: bytes) -> ToPeer:
-    """What another gateway asks. Raises ProtocolError."""
+    """Another gateway's question. Raises ProtocolError."""
     message: ToPeer = _decode(_to_peer, frame, limit_bytes=MAX_PEER_BYTES)
     return message
 
 
 def decode_peer_reply(frame: bytes) -> PeerReply:
-    """What another gateway answers. Raises ProtocolError."""
+    """Another gateway's answer. Raises ProtocolError."""
     return _decode(_peer_reply, frame, limit_bytes=MAX_PEER_BYTES)
 
 
@@ -78,7 +78,7 @@ def _decode(decoder: "msgspec.msgpack.Decoder[MessageT]", frame: bytes, *, limit
         raise ProtocolError(f"wire version {frame[0]}, this side speaks {WIRE_VERSION}")
     try:
         return decoder.decode(memoryview(frame)[1:])
-    # Nesting deeper than the interpreter's limit and bad UTF-8 surface as Python's own errors.
+    # Too deep nesting and bad UTF-8 raise Python's own errors.
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise ProtocolError(f"malformed message: {error}") from None
 

@@ -1,4 +1,4 @@
-"""CURVE on sockets: who a server lets in, and whom a client trusts. Both sides prove their keys."""
+"""CURVE on sockets: the clients that a server accepts, the server that a client trusts. Both sides prove their keys."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from octavo.wire.options import ZAP_DOMAIN, new_dealer
 
 
 class AllowList:
-    """Client keys that may connect; the callback that pyzmq asks for each handshake."""
+    """Client keys that may connect; the callback of pyzmq for each handshake."""
 
     def __init__(self, public_keys: Iterable[bytes]) -> None:
         self._keys = frozenset(public_keys)

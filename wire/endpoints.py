@@ -1,4 +1,4 @@
-"""Addresses of ZeroMQ sockets: which forms are allowed, and what each asks for. Opens nothing."""
+"""Addresses of ZeroMQ sockets: which forms are allowed, and what each requires. Opens nothing."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ MAX_IPC_PATH_BYTES = 107  # sockaddr_un.sun_path less its NUL
 
 
 class EndpointError(ValueError):
-    """An address that cannot or must not be used; says why and what to write instead."""
+    """An address that cannot or must not be used; the message says why and what to write instead."""
 
 
 class Transport(Enum):
@@ -44,10 +44,10 @@ def parse_endpoint(address: str) -> Endpoint:
 
 
 def require_proof(endpoint: Endpoint, *, has_key: bool, has_token: bool) -> None:
-    """Raises EndpointError for a tcp address where anybody could pass for a worker or a gateway.
+    """Raises EndpointError for a tcp address where any process could pass for a worker or a gateway.
 
     ipc needs no proof: the file's permissions keep other users out. On loopback every process of the host can connect,
-    so that a registration token or CURVE is asked for; beyond it, where others can listen too, only CURVE will do.
+    so that a registration token or CURVE is required; beyond it, where others can listen too, CURVE is.
     """
     if endpoint.transport is Transport.IPC or has_key:
         return

@@ -1,4 +1,4 @@
-"""What a process has of its host: an identity that tells whether two share it, and as many descriptors as it may."""
+"""A process and its host: whether two processes share a host, and how many descriptors one may have."""
 
 import os
 import resource
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def pid_namespace() -> str:
-    """Equal strings mean that a pid names the same process for both; "" where the system cannot tell."""
+    """Equal strings mean that a pid names the same process for both; "" where the system does not show it."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

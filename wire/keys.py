@@ -18,7 +18,7 @@ _PUBLIC_HEADER = "# Octavo CURVE public key. For the peers of its owner.\n"
 
 
 class KeyFileError(Exception):
-    """A key file that is absent, malformed or open to others; says which and what to do."""
+    """A key file that is absent, malformed or open to others; the message says which and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Log lines of a process: one per transition of a life, JSON for programs or key=value for people.
+"""Log lines of a process: one per change of state, JSON for programs or key=value for people.
 
 Where the lines go is the caller's choice. Prompts and outputs are never logged, not even in a traceback.
 """

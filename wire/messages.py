@@ -3,7 +3,7 @@
 Plain msgspec structs: no behaviour, no sockets, no text of prompts. Arrays travel as little-endian bytes
 (``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
 
-A **handle** names one output stream: an integer that the gateway chooses, never reused within the life of that
+A **handle** names one output stream: an integer that the gateway chooses, never reused by that
 gateway process. Every message of a worker carries its **epoch**, drawn anew at each start of the process: messages
 of an epoch that the gateway has given up are dropped and counted.
 """
@@ -20,7 +20,7 @@ class WireFinishReason(IntEnum):
     LENGTH = 2  # max_tokens, the end of the context, or the end of the pool while alone
     CANCELLED = 3  # a Cancel arrived
     DEADLINE = 4  # Run.timeout_s passed
-    ERROR = 5  # Finished.error tells which
+    ERROR = 5  # Finished.error has which
 
 
 class OutputPhase(IntEnum):
@@ -63,7 +63,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     kind: GrammarKind
     source: str = ""
-    format_as_annotation: bool = False  # of JSON schemas and tools: formats that are not known mean nothing
+    format_as_annotation: bool = False  # of JSON schemas and tools: unknown formats are ignored
 
 
 class Pooling(IntEnum):
@@ -193,7 +193,7 @@ class TokenizerBundle(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every heartbeat interval, and from a thread of its own: it says whether steps advance, not only that the
+    """Sent every heartbeat interval, and from a thread of its own: it shows whether steps advance, not only that the
     process exists."""
 
     epoch: str
@@ -287,8 +287,8 @@ class Run(Message, frozen=True, kw_only=True):
 
     fork_handles: of outputs 1 and up, which draw with seed + 1 and up and share the prompt's blocks. pooling: nothing
     is sampled, the prompt's embedding is sent; sampling means nothing then. num_resumed_tokens: the last so many of
-    prompt_ids are output that a worker gave before it was lost: they count as output, and it goes on behind them.
-    tenant: a label of the gateway's making, not the tenant's name; whoever has the same shares one place in the
+    prompt_ids are output that a worker gave before it was lost: they count as output, and more follows them.
+    tenant: a label of the gateway's making, not the tenant's name; requests with the same one share one place in the
     worker's fair queue. weight: of that tenant's share, 1 to 1000.
     """
 
@@ -320,7 +320,7 @@ class Pause(Message, frozen=True, kw_only=True):
 
 
 class Resume(Message, frozen=True, kw_only=True):
-    """Go on with these outputs where they were. Unknown, finished and running handles are ignored."""
+    """Continue these outputs where they were. Unknown, finished and running handles are ignored."""
 
     handles: tuple[int, ...]
 
@@ -353,7 +353,7 @@ class PeerAbort(Message, frozen=True, kw_only=True):
 
 
 class PeerCancel(Message, frozen=True, kw_only=True):
-    """End the requests of these keys, for their caller's sake. A key is tenant and id in one (`Caller.key_of`)."""
+    """End the requests of these keys, as their caller asked. A key is tenant and id in one (`Caller.key_of`)."""
 
     call_id: int
     keys: tuple[str, ...]
@@ -367,7 +367,7 @@ class PeerDrain(Message, frozen=True, kw_only=True):
 
 
 class PeerAskLoad(Message, frozen=True, kw_only=True):
-    """Say what you are doing."""
+    """Ask for the load."""
 
     call_id: int
 

@@ -9,9 +9,9 @@ from octavo.wire.codec import MAX_FRAME_BYTES, MAX_TO_WORKER_BYTES
 
 SEND_HIGH_WATER = 2_000  # messages per peer: some seconds of steps
 RECEIVE_HIGH_WATER = 2_000
-HANDSHAKE_MS = 2_000  # a peer that connects and says nothing is cut
+HANDSHAKE_MS = 2_000  # a peer that connects and sends nothing is disconnected
 PING_INTERVAL_MS = 2_000
-PING_TIMEOUT_MS = 10_000  # longer than the loss timeouts above it: a short freeze must not cut the connection
+PING_TIMEOUT_MS = 10_000  # longer than the loss timeouts above it: a short freeze must not break the connection
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 MAX_BACKLOG = 512  # connections not yet accepted
@@ -48,7 +48,7 @@ def _set_common(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
-    # No queue before the connection stands, and what a lost connection had queued is dropped with it: nothing
+    # No queue before the connection is open, and what a lost connection had queued is dropped with it: nothing
     # meant for one incarnation of a peer reaches the next.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.IPV6, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class RunDirError(Exception):
-    """The run directory cannot be trusted or used; says what is wrong and what to do."""
+    """The run directory cannot be trusted or used; the message says what is wrong and what to do."""
 
 
 def default_run_dir() -> Path:
@@ -49,7 +49,7 @@ def check_run_dir(folder: Path) -> None:
 
 
 def clear_stale_socket(path: Path) -> None:
-    """Unlink what a dead process left. Raises RunDirError where a live one listens, or where it is no socket."""
+    """Unlink the socket of a process that has ended. Raises RunDirError where one listens, or where it is no socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -65,5 +65,5 @@ def _is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         code = probe.connect_ex(str(path))
-    # EAGAIN: a live listener whose backlog is full.
+    # EAGAIN: a process listens, and its backlog is full.
     return code not in (errno.ECONNREFUSED, errno.ENOENT)

@@ -2,9 +2,9 @@
 
 A page is made after the scrape that it answers came, and answers all that came meanwhile. The thread rests nine times
 as long as it worked since the last page, a tenth of a second at most: so a flood of scrapes waits for its own pages,
-and takes neither the interpreter nor the core from those who serve. Above a bound of connections the one that has
-waited longest for its scraper, to ask or to read, gives way to the next; where all have asked, the next is told 503.
-Must not know what a page says, nor how it is made.
+and takes neither the interpreter lock nor a core from requests. Above a bound of connections the one that has waited
+longest for its scraper, to ask or to read, is closed for the next; where all have asked, the next gets a 503. Must not
+know what is on a page, nor how it is made.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def pages_of(registry: CollectorRegistry) -> Callable[[PageFormat], bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Accepted:
     """What a scraper accepts: the pages that differ."""
 
     format: PageFormat
@@ -75,13 +75,13 @@ class _NoPage(Exception):
 
 
 class _Left(Exception):
-    """The scraper hung up before it had asked."""
+    """The scraper left before it had asked."""
 
 
 class ScrapeServer:
     """Owns the listening socket and its thread. render: called in that thread, one at a time. why_not_ready: called
     there for GET /ready; None where the process is ready, else what it waits for. max_connections: half as many again
-    may be open for a moment; None: what becomes a process with its limit of descriptors."""
+    may be open for a moment; None: an eighth of the limit of descriptors at most."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class ScrapeServer:
         self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self.port = int(self._socket.getsockname()[1])
         self.num_pages = 0
-        self._max_connections = max_connections or _becoming()
+        self._max_connections = max_connections or _default_connections()
         self._num_open = 0
         self._idle: dict[asyncio.Timeout, None] = {}  # connections that wait for their scrapers, the longest first
-        self._pending: dict[_Wish, asyncio.Future[bytes]] = {}
+        self._pending: dict[_Accepted, asyncio.Future[bytes]] = {}
         self._next_page_s = 0.0
         self._worked_s = 0.0  # CPU time of the thread, at the last page
         self._loop = asyncio.new_event_loop()
@@ -143,7 +143,7 @@ class ScrapeServer:
                     writer.close()
                     await writer.wait_closed()
         except (OSError, TimeoutError, _Left):
-            pass  # its scraper's loss
+            pass  # the scraper is gone
         finally:
             self._num_open -= 1
             writer.transport.abort()
@@ -189,27 +189,27 @@ class ScrapeServer:
         if request.target == b"/ready" and self._why_not_ready is not None:
             why_not = self._why_not_ready()
             return _Answer(200, b"ready\n") if why_not is None else _Answer(503, f"{why_not}\n".encode())
-        wish = _wish_of(request)
-        packing = (("Content-Encoding", "gzip"),) if wish.is_gzipped else ()
-        headers = (("Content-Type", wish.format.value), *packing)
+        accepted = _accepted(request)
+        packing = (("Content-Encoding", "gzip"),) if accepted.is_gzipped else ()
+        headers = (("Content-Type", accepted.format.value), *packing)
         try:
-            return _Answer(200, await self._page(wish), headers, is_head_only=request.method == b"HEAD")
+            return _Answer(200, await self._page(accepted), headers, is_head_only=request.method == b"HEAD")
         except _NoPage:
             return _Answer(500, b"no page; see the log\n", is_head_only=request.method == b"HEAD")
 
-    async def _page(self, wish: _Wish) -> bytes:
+    async def _page(self, accepted: _Accepted) -> bytes:
         """One that is not made yet; all that ask before it is made share it."""
-        page = self._pending.get(wish)
+        page = self._pending.get(accepted)
         if page is None:
-            page = self._pending[wish] = self._loop.create_future()
-            self._loop.call_at(max(self._loop.time(), self._next_page_s), self._make, wish)
+            page = self._pending[accepted] = self._loop.create_future()
+            self._loop.call_at(max(self._loop.time(), self._next_page_s), self._make, accepted)
         return await asyncio.shield(page)
 
-    def _make(self, wish: _Wish) -> None:
-        page = self._pending.pop(wish)
+    def _make(self, accepted: _Accepted) -> None:
+        page = self._pending.pop(accepted)
         try:
-            text = self._render(wish.format)
-            page.set_result(gzip.compress(text, compresslevel=1) if wish.is_gzipped else text)
+            text = self._render(accepted.format)
+            page.set_result(gzip.compress(text, compresslevel=1) if accepted.is_gzipped else text)
         except Exception as error:
             page.set_exception(_NoPage())
             page.exception()  # its scrapers may have left
@@ -220,7 +220,7 @@ class ScrapeServer:
             self._next_page_s = self._loop.time() + min(MAX_REST_S, REST_PER_WORK * worked_s)
 
 
-def _becoming() -> int:
+def _default_connections() -> int:
     """An eighth of the descriptors at most: others need theirs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 8))
@@ -235,10 +235,10 @@ async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> 
     return event
 
 
-def _wish_of(request: h11.Request) -> _Wish:
+def _accepted(request: h11.Request) -> _Accepted:
     accepted = {name: value.decode("latin-1") for name, value in request.headers}
     is_open = "application/openmetrics-text" in accepted.get(b"accept", "").lower()
-    return _Wish(
+    return _Accepted(
         format=PageFormat.OPENMETRICS if is_open else PageFormat.TEXT,
         is_gzipped=gzip_accepted(accepted.get(b"accept-encoding", "")),
     )

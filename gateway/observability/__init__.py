@@ -1,0 +1,1 @@
+"""What a gateway shows of itself: counters, their exposition for Prometheus, structured logs."""

@@ -107,7 +107,7 @@ class GatewayMeters:
         return sum(meters.generation_tokens for meters in self.models.values())
 
     def of_model(self, name: str) -> ModelMeters:
-        """name: of a model that a worker serves, never a caller's words."""
+        """name: of a model that a worker serves, never text of a caller."""
         meters = self.models.get(name)
         if meters is None:
             meters = self.models[name] = ModelMeters()

@@ -55,7 +55,7 @@ _STATS_COUNTERS: tuple[tuple[str, str, Callable[[PoolStats], int]], ...] = (
     ("octavo_gateway_zmq_busy_sends", "Sends refused: the queue to a worker was full", lambda s: s.busy_sends),
     ("octavo_gateway_worker_registrations", "Registrations accepted", lambda s: s.registrations),
     ("octavo_gateway_kv_events", "Prefix-cache events received", lambda s: s.kv_events),
-    ("octavo_requests_migrated", "Outputs that went on after their worker was lost", lambda s: s.moved_outputs),
+    ("octavo_requests_migrated", "Outputs that continued after their worker was lost", lambda s: s.moved_outputs),
     ("octavo_gateway_pauses", "Outputs paused: their readers fell behind", lambda s: s.pauses),
     ("octavo_gateway_sink_errors", "Defects in streams", lambda s: s.sink_errors),
 )
@@ -79,11 +79,8 @@ _ENDINGS = (
 _Key = TypeVar("_Key")
 
 
-# The HTTP endpoint that Prometheus scrapes: a thread of its own, so that a scrape never waits for the event loop.
-
-
 class MetricsEndpoint:
-    """Owns the listening socket and its thread."""
+    """The HTTP endpoint that Prometheus scrapes, in a thread of its own: a scrape never waits for the event loop."""
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Binds at once. address: host:port. Raises AddressError, BindError."""
@@ -119,7 +116,7 @@ class GatewayCollector(Collector):
         self._meters = meters
         self._stats = stats
         self.workers: tuple[WorkerView, ...] = ()
-        # (worker, model) -> 1.0 or 0.0; those that left are shown as down, the latest of them.
+        # (worker, model) -> 1.0 or 0.0; the latest of those that left are shown as down.
         self._is_up: dict[tuple[str, str], float] = {}
 
     def see(self, workers: tuple[WorkerView, ...]) -> None:
@@ -156,7 +153,9 @@ class GatewayCollector(Collector):
         requests.add_metric(["waiting"], meters.num_waiting)
         requests.add_metric(["running"], meters.num_running)
         yield requests
-        yield GaugeMetricFamily("octavo_gateway_tokenizing", "Texts with the tokenizer", value=meters.num_tokenizing)
+        yield GaugeMetricFamily(
+            "octavo_gateway_tokenizing", "Texts that wait for the tokenizer or are in it", value=meters.num_tokenizing
+        )
         yield GaugeMetricFamily(
             "octavo_gateway_token_interval_seconds",
             "Between rounds of messages while the process is busy; 0: tokens go out as they come",
@@ -166,7 +165,9 @@ class GatewayCollector(Collector):
         yield CounterMetricFamily(
             "octavo_gateway_tenant_refusals", "Requests refused: a tenant's limit", value=meters.tenant_refusals
         )
-        reloads = CounterMetricFamily("octavo_gateway_reloads", "Files taken anew", labels=["files", "outcome"])
+        reloads = CounterMetricFamily(
+            "octavo_gateway_reloads", "Files of keys and certificates read again", labels=["files", "outcome"]
+        )
         for pair, count in list(self._reloads.items()):
             reloads.add_metric(list(pair), count)
         yield reloads
@@ -223,7 +224,7 @@ def _of_connections(connections: ConnectionLimiter) -> Iterator[Metric]:
     limit = connections.limits.total
     yield GaugeMetricFamily("octavo_gateway_max_connections", "Above it connections are closed at once", value=limit)
     closed = CounterMetricFamily(
-        "octavo_gateway_connections_closed", "Connections hung up: there were too many", labels=["reason"]
+        "octavo_gateway_connections_closed", "Connections closed: there were too many", labels=["reason"]
     )
     for reason, count in list(connections.closed.items()):
         closed.add_metric([reason], count)
@@ -252,8 +253,8 @@ def _of_stats(stats: PoolStats) -> Iterator[Metric]:
 
 
 def _with_zeros(counts: Mapping[_Key, int], known: Iterable[_Key]) -> list[tuple[_Key, int]]:
-    """The counts, and 0 for what is known and was not counted: a series that is born at 1 has no increase that a rate
-    could see."""
+    """The counts, and 0 for what is known and was not counted: a series whose first value is 1 has no increase for a
+    rate to show."""
     return list({**dict.fromkeys(known, 0), **counts}.items())
 
 
@@ -274,7 +275,7 @@ def _histogram(
 
 
 def registry_of(collector: GatewayCollector) -> CollectorRegistry:
-    """A registry of its own, so that several gateways can live in one process (tests); with the process's figures."""
+    """A registry of its own, so that one process can have several gateways (tests); with the process's figures."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)

@@ -1,6 +1,7 @@
-"""What reaches the requests of every gateway of the service: abort, cancel, drain, and the question for the load.
+"""Abort, cancel, drain and the query of the load, for the requests of every gateway of the service.
 
-Does it here, asks the other gateways to do the same, and does what they ask. Must not know sockets, nor gRPC.
+Each is done here, and the other gateways are asked to do the same; what they ask is done here alone. Must not know
+sockets, nor gRPC.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from octavo.wire.messages import (
 TIMEOUT_S = 2.0  # for all other gateways together, as the contract says
 MIN_WINDOW_S = 1.0  # callers that ask more often get the rate of the last window
 _MAX_KEYS = 256  # in one message
-_NO_ID = 0  # numbers of questions are the transport's business
+_NO_ID = 0  # the transport numbers questions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Control:
         question, asked = PeerDrain(call_id=_NO_ID, grace_s=grace_s), Asked()
         try:
             asked = await self.peers.ask(question, timeout_s=TIMEOUT_S)
-        finally:  # also where the operator hangs up meanwhile
+        finally:  # also where the operator leaves meanwhile
             own = self.answer(question)
         return Outcome(replies={self.name: own} | asked.replies, silent=asked.silent)
 
@@ -114,7 +115,7 @@ class Control:
         return Outcome(replies={self.name: self.answer(question)} | asked.replies, silent=asked.silent)
 
     def answer(self, question: ToPeer) -> PeerReply:
-        """Do it at this gateway alone, and say how it stood just before."""
+        """Do it at this gateway alone; the reply has the load just before."""
         load = self._load()
         match question:
             case PeerAbort():

@@ -1,6 +1,6 @@
 """The other gateways of the service: asks them, and answers them.
 
-Each gateway binds one ROUTER, which the others dial; it speaks to them over a DEALER each. Both are apart from the
+Each gateway binds one ROUTER, which the others dial; it asks them over a DEALER each. Both are apart from the
 sockets of workers: a worker must not be able to end what others have. Must not know requests.
 """
 
@@ -29,14 +29,14 @@ from octavo.wire.options import new_dealer
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
-_TRY_AGAIN_S = 0.01  # while a connection comes about
-_SEND_AGAIN_S = 0.5  # what a breaking connection took is lost; being asked twice does nothing twice
+_TRY_AGAIN_S = 0.01  # until a connection is open
+_SEND_AGAIN_S = 0.5  # a question may be lost with its connection; a repeated one has no further effect
 _TICK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What came of a question. replies: by the gateway's name. silent: who has not answered in time."""
+    """The answers to a question. replies: by the gateway's name. silent: those that have not answered in time."""
 
     replies: dict[str, PeerReply] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Peers:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind, and dial the others, who need not be there yet. Raises EndpointError, KeyFileError, RunDirError,
+        """Bind, and dial the others, which may start later. Raises EndpointError, KeyFileError, RunDirError,
         OSError, ValueError; then all is closed."""
         config = self._config
         if not config.endpoint:

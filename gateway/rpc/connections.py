@@ -260,7 +260,7 @@ class ConnectionLimiter:
         return num_open
 
     async def run(self) -> None:
-        """For ever."""
+        """Until cancelled."""
         while True:
             start_s, num_closed = time.monotonic(), 0
             with contextlib.suppress(OSError):  # another caller has taken the last descriptor

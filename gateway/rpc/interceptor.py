@@ -318,7 +318,7 @@ class UnreadEndings(grpc.aio.ServerInterceptor):
         )
 
     async def run(self) -> None:
-        """For ever."""
+        """Until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self.look()

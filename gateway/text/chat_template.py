@@ -32,7 +32,7 @@ class ChatInput:
 
 class ChatTemplate:
     """One template with the special tokens that it may name. A template of unknown origin is rendered in a
-    process that can be killed (`gateway.text.render_pool`)."""
+    process with limits (`gateway.text.render_pool`)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat template") -> None:
         """name: the file that it comes from."""
@@ -62,7 +62,7 @@ class ChatTemplate:
         return _environment().from_string(self.source)
 
     def render(self, chat: ChatInput, *, max_bytes: int) -> str:
-        """The prompt. Raises TemplateError with the template's own words where it refuses, PromptTooLong once it is
+        """The prompt. Raises TemplateError with the template's own message where it refuses, PromptTooLong once it is
         above max_bytes, MemoryError."""
         rendered, num_bytes = list[str](), 0
         try:
@@ -86,13 +86,12 @@ class ChatTemplate:
         return "".join(rendered)
 
 
-# ---------------------------------------------------------------- what templates are written for
-#
-# As `transformers.utils.chat_template_utils` has it, whose environment cannot be had apart from megabytes of imports
-# that a process would have to make before its first chat.
+# ---------------------------------------------------------------- the environment
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    """As in `transformers.utils.chat_template_utils`, whose own cannot be imported without megabytes of modules, which
+    a process would have to load before its first chat."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -107,7 +106,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what the model says, for those who train; here it is the text inside."""
+    """``{% generation %}`` marks the turns of the model, for training; here it is the text inside."""
 
     tags = {"generation"}  # noqa: RUF012
 

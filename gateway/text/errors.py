@@ -1,4 +1,4 @@
-"""What can be wrong with text. Mapped to gRPC statuses elsewhere."""
+"""What can be wrong with text. Mapped to gRPC statuses in `gateway.errors`."""
 
 
 class TextError(Exception):
@@ -27,7 +27,7 @@ class TextQueueFull(TextError):
 
 
 class TooManyTokens(TextError):
-    """The text has more tokens than were asked for; how many more nobody has counted."""
+    """The text has more tokens than were asked for; how many more was not counted."""
 
     def __init__(self, *, max_tokens: int) -> None:
         super().__init__(

@@ -1,6 +1,6 @@
 """One JSON value (RFC 8259) read as it comes, cut anywhere: where it ends, or where it stops being JSON.
 
-Keeps no values, only where it stands. Must not know what the value is for.
+Keeps no values, only its state. Must not know what the value is for.
 """
 
 import re

@@ -1,5 +1,10 @@
 """Text of one tokenizer bundle: encode, render, decode.
 
+Control tokens in what callers write are plain text. A chat template concatenates strings, so `<|im_end|>` inside a
+message would end the turn once the result is tokenized: the author of a message could write as the system. Here the
+tokens in callers' strings are marked with a private character before the template gets them, and the rendered text is
+cut at the tokens without a mark, which the template wrote. See docs/decisions/0001-chat-control-tokens.md.
+
 Thread-safe; its methods take long for long texts, so callers on an event loop go through `gateway.text.service`.
 """
 
@@ -24,14 +29,6 @@ T = TypeVar("T")
 MAX_DECODED_BYTES = 1 << 30
 PIECE_CHARACTERS = STEP_BYTES // 2
 _PIECE_IDS = 1 << 15
-
-
-# Control tokens in what callers write are plain text.
-#
-# A chat template concatenates strings, so `<|im_end|>` inside a message would end the turn once the result is
-# tokenized: the author of a message could speak as the system. Here the tokens in callers' strings are marked with a
-# private character before the template sees them, and the rendered text is cut at the tokens that carry no mark, which
-# the template wrote. See docs/decisions/0001-chat-control-tokens.md.
 
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
@@ -112,7 +109,7 @@ class Bounds:
     keep: int = 0
 
     def has_enough(self, num_tokens: int) -> bool:
-        """Whether tokens are here that will be cut off."""
+        """Whether there are tokens that will be cut off."""
         return 0 < self.keep < num_tokens
 
     def check(self, num_tokens: int) -> None:
@@ -212,8 +209,8 @@ class ModelText:
         return finish(self.encoding(text, Bounds(max_bytes=max_bytes)))
 
     def encoding(self, text: str, bounds: Bounds) -> Steps[Encoded]:
-        """Plain text as it is: special tokens in it are recognised, and those that the tokenizer's post-processor
-        adds are added. Raises PromptTooLong, TooManyTokens; what bytes alone tell is told before the first step."""
+        """Plain text as it is: special tokens in it are recognised, and those that the tokenizer's post-processor adds
+        are added. Raises PromptTooLong, TooManyTokens; what the bytes alone show is checked before the first step."""
         self._check_size(text, bounds)
         return self._encoding([text], text, self._tokenizer, self._pieces, bounds)
 
@@ -272,7 +269,7 @@ class ModelText:
         adds_special: bool = True,
     ) -> Steps[Encoded]:
         """parts: strings to tokenize, ids as they are. From the end where only last tokens are kept; no further than
-        tells whether there are too many."""
+        needed to know whether there are too many."""
         adds_special = adds_special and tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         rows, num_tokens, num_pending = list[np.ndarray](), 0, 0
         for part in reversed(parts) if bounds.keep else parts:
@@ -326,7 +323,7 @@ class ModelText:
 
 
 def _decode(token_ids: Sequence[int] | np.ndarray, bytes_by_id: Sequence[bytes], max_bytes: int) -> str:
-    """In pieces: one call of the interpreter's own for millions of ids would keep every other thread from going on."""
+    """In pieces: a single call for millions of ids would hold the interpreter lock too long."""
     rows, num_bytes = list[bytes](), 0
     for start in range(0, len(token_ids), _PIECE_IDS):
         piece = token_ids[start : start + _PIECE_IDS]

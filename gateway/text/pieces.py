@@ -40,15 +40,7 @@ QWEN2_WORDS = (
 )
 NFC_SHRINKS = 4
 """NFC leaves at least a fourth of a text's bytes: 2 of 7 of U+1FBE U+0308 U+0301, which is U+0390."""
-_WINDOW = 1 << 14  # characters that are searched at a time: other threads go on between
-
-
-# Token id -> bytes, for byte-level BPE tokenizers.
-#
-# A byte-level vocabulary spells every byte as one printable character (GPT-2's alphabet, `bytes_to_unicode` in
-# openai/gpt-2's encoder.py). The `ByteLevel` decoder of `tokenizers` maps the characters of each token back, takes the
-# token's own UTF-8 where one of them is outside the alphabet, joins everything and decodes with replacement. So the
-# bytes of a token do not depend on its neighbours, and a table of them is an exact detokenizer.
+_WINDOW = 1 << 14  # characters that are searched at a time: other threads run between
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -71,8 +63,14 @@ def token_bytes(token: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteTable:
-    """all_bytes[id] and visible_bytes[id] (empty for special tokens); ids without a token are empty, as `tokenizers`
-    leaves them out."""
+    """Token id -> bytes, of a byte-level BPE tokenizer: all_bytes[id], and visible_bytes[id] (empty for special
+    tokens); ids without a token are empty, as `tokenizers` leaves them out.
+
+    A byte-level vocabulary spells every byte as one printable character (GPT-2's alphabet, `bytes_to_unicode` in
+    openai/gpt-2's encoder.py). The `ByteLevel` decoder of `tokenizers` maps the characters of each token back, takes
+    the token's own UTF-8 where one of them is outside the alphabet, joins everything and decodes with replacement. So
+    the bytes of a token do not depend on its neighbours, and a table of them is an exact detokenizer.
+    """
 
     all_bytes: tuple[bytes, ...]
     visible_bytes: tuple[bytes, ...]
@@ -88,7 +86,7 @@ class ByteTable:
 
 
 def byte_level_config(tokenizer_json: bytes) -> dict[str, Any]:
-    """What it says. Raises UnsupportedTokenizer where a table of bytes would not decode exactly."""
+    """The content of tokenizer.json. Raises UnsupportedTokenizer where a table of bytes would not decode exactly."""
     try:
         config: dict[str, Any] = json.loads(tokenizer_json)
         model, decoder = config["model"], config["decoder"] or {}

@@ -7,7 +7,7 @@ ends:
     length, kind (1 byte), text
 
 The kernel ends it where a rendering takes more CPU time than `cpu_s`; its memory is limited, and with it what it can
-write. It dies with its parent. Imports little, so that another one is there within a tenth of a second.
+write. It ends with its parent. Imports little, so that another one is there within a tenth of a second.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def main() -> None:
     """argv: pid of the parent, bytes that may be taken beyond those of an idle process."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for those who drain in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal's Ctrl-C the parent ends it, after its requests
     _limit(memory_bytes)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -49,7 +49,7 @@ def main() -> None:
 def _die_with(parent: int) -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 
@@ -84,7 +84,7 @@ def _answer(frame: bytes, templates: "OrderedDict[str, ChatTemplate]") -> tuple[
             templates[asked["template"]] = ChatTemplate(asked["source"], asked["special_tokens"])
             if len(templates) > KNOWN_TEMPLATES:
                 templates.popitem(last=False)
-        signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])  # SIGPROF ends the process: nobody handles it
+        signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])  # SIGPROF ends the process: it has no handler
         text = templates[asked["template"]].render(ChatInput(**asked["chat"]), max_bytes=asked["max_bytes"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         return RENDERED, text.encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
-"""Chat templates are rendered here, in processes that can be killed, so that a template harms its own model only.
+"""Renders chat templates in processes with limits, so that a template harms its own model only.
 
 Two of them at most, started when they are needed; one template has one of them at a time, so that another model's
-always finds the other. What takes too much CPU time, wall time, memory or output is ended and refused, and its process
+always has the other. What takes too much CPU time, wall time, memory or output is ended and refused, and its process
 replaced. Must not know tokens, models or gRPC.
 """
 
@@ -30,7 +30,7 @@ _END_S = 5.0
 
 
 class Renderer(Protocol):
-    """Who renders chats."""
+    """Renders chats."""
 
     async def start(self) -> None:
         """Make the first rendering quick."""
@@ -175,7 +175,7 @@ class RenderPool:
         except (TemplateError, PromptTooLong, TextQueueFull) as error:
             if not job.result.done():
                 job.result.set_exception(error)
-        except BaseException:  # closed, or a defect: nobody knows where the process stands
+        except BaseException:  # closed, or a defect: the state of the process is unknown
             if child is not None:
                 await asyncio.shield(_kill(child))
             job.result.cancel()
@@ -197,7 +197,7 @@ class RenderPool:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # nothing of the folder that we happen to be in
+                "-P",  # no modules of the current folder
                 "-m",
                 "octavo.gateway.text.render_child",
                 str(os.getpid()),

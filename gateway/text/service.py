@@ -21,7 +21,7 @@ _MAX_IDLE = 64  # tenants that are remembered while they have nothing here
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Whose text it is. weight: of the tenant's share where tenants wait for one another."""
+    """The tenant of a text, and its weight where tenants share the threads."""
 
     tenant: str = ""
     weight: int = 1
@@ -38,7 +38,7 @@ class _Entry(Generic[T]):
 @dataclass(slots=True, eq=False)
 class _Tenant(Generic[T]):
     weight: int
-    due: float  # bytes served by weight, with a start that leaves no credit
+    due: float  # bytes served by weight, from a start without credit
     num_served: int = 0  # bytes
     waiting: dict[int, _Entry[T]] = field(default_factory=dict)  # by id of the item
 
@@ -53,8 +53,8 @@ class FairQueue(Generic[T]):
     first. Items are their own identity. Pure: no threads, no clock.
 
     A text's tag is what its tenant had been served when it came, plus its own size; the smallest goes first. So a short
-    text passes long ones, and a long one is passed by no more bytes than it has itself. An idle tenant earns no credit.
-    """
+    text passes long ones, and a long one is passed by no more bytes than it has itself. An idle tenant gathers no
+    credit."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant[T]] = {}
@@ -158,7 +158,7 @@ class TextService:
     there is one more, the tenant with the most waiting is refused what it would get last (`FairQueue.pop_last`).
 
     After each step the next text goes on (`FairQueue`). A step above `STEP_BYTES`, which has no place to
-    be cut, takes any thread but the last one: short ones need not wait for it.
+    be cut, takes any thread but the last one: short steps need not wait for it.
     """
 
     def __init__(self, *, num_threads: int, max_waiting: int, max_bytes: int = 1 << 40) -> None:
@@ -208,7 +208,8 @@ class TextService:
     # ------------------------------------------------------------ in the threads
 
     def _take_step(self) -> None:
-        """Of whichever text is next; none where another thread had it, or only long steps wait and may not go."""
+        """Take a step of the next text; none where another thread took it, or only long steps wait that may not
+        begin."""
         with self._lock:
             job = self._queue.pop(self._may_go, lambda each: max(each.next_bytes, 1))
             if job is None:
@@ -224,7 +225,7 @@ class TextService:
                 self._queue.push_back(job, num_bytes=job.num_left)
             num_tries = (not is_over) + (is_long and len(self._queue) > 0)
         if is_over:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 job.loop.call_soon_threadsafe(self._leave, job)
         try:
             for _ in range(num_tries):
@@ -236,7 +237,7 @@ class TextService:
         return job.next_bytes <= STEP_BYTES or self._num_long < self._max_long
 
     def _advance(self, job: _Job) -> bool:
-        """Whether it is over: its result is there, or nobody wants it any more."""
+        """Whether it is over: it has a result, or its caller is gone."""
         if job.future.cancelled():
             return True
         job.num_left = max(0, job.num_left - job.next_bytes)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The automaton over a request's stop strings; immutable, shared by nobody else's state."""
+    """The automaton over a request's stop strings; immutable."""
 
     __slots__ = ("children", "depth", "fail", "first", "longest_end")
 

@@ -38,7 +38,7 @@ MAX_WATCH_S = 60
 MAX_WATCHED_REQUESTS = 1000
 MAX_BLOCK_CELLS = 4096
 UINT32 = 2**32 - 1
-MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message does not make a long answer
+MAX_VIOLATIONS = 16  # enough to see what is wrong; a hostile message gets no long answer
 ANY_NUMBER = 1 << 62  # elements: the size of a message is the limit
 
 
@@ -66,7 +66,7 @@ def not_served(value: object) -> str | None:
 
 
 def must_be_true(value: object) -> str | None:
-    """A choice between fields that has no other value."""
+    """A boolean in a oneof, which is only ever set to true."""
     return None if value is True else "must be true"
 
 

@@ -16,9 +16,6 @@ from octavo.wire.messages import Capacity, ModelCard
 _FORCED_CHOICES = (pb.TOOL_CHOICE_REQUIRED, pb.TOOL_CHOICE_NAMED)
 
 
-# A validated Chat in the form that templates expect.
-
-
 _ROLES = {
     pb.CHAT_ROLE_SYSTEM: "system",
     pb.CHAT_ROLE_USER: "user",
@@ -28,7 +25,7 @@ _ROLES = {
 
 
 def chat_input(chat: pb.Chat) -> ChatInput:
-    """Messages and tools as OpenAI's API has them; checked before (`generate`)."""
+    """A validated chat in the form that templates expect: messages and tools as OpenAI's API has them."""
     return ChatInput(
         messages=[_message(message) for message in chat.messages],
         tools=[_tool(tool) for tool in chat.tools] if may_call_tools(chat) else None,
@@ -37,7 +34,7 @@ def chat_input(chat: pb.Chat) -> ChatInput:
 
 
 def may_call_tools(chat: pb.Chat) -> bool:
-    """Whether the model is told of tools."""
+    """Whether the prompt has the tools."""
     return bool(chat.tools) and chat.tool_choice != pb.TOOL_CHOICE_NONE
 
 
@@ -166,7 +163,7 @@ def check_choice(
     bad_words: Sequence[Sequence[int]],
     min_tokens: int,
 ) -> None:
-    """What forbids tokens: ids that the model has, of which something is left to sample. path: of the sampling.
+    """Fields that forbid tokens: their ids exist, and some token is left to sample. path: of the sampling.
     stop_ids: that end the output. bad_words: as tokens. Raises InvalidRequest."""
     check_ids(sampling.allowed_token_ids, card.vocab_size, f"{path}allowed_token_ids")
     wrong = [token for token in sorted(sampling.logit_bias) if token >= card.vocab_size][:16]
@@ -199,7 +196,7 @@ def check_capacity(*, num_prompt_tokens: int, min_tokens: int, card: ModelCard, 
     output = max(1, min_tokens)
     check_context(num_prompt_tokens, output, card)
     pool_tokens = capacity.num_blocks * capacity.block_size
-    # The last token of an output needs no place in the pool; one free place is asked for all the same.
+    # The last token of an output needs no place in the pool; one is counted all the same.
     if num_prompt_tokens + max(1, output - 1) > pool_tokens:
         raise _does_not_fit(num_prompt_tokens, output, f"the KV pool of {pool_tokens} tokens")
 

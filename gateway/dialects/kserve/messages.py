@@ -1,4 +1,4 @@
-"""What the outputs of a request have so far as a ModelInferResponse, in the tensors that the caller asked for."""
+"""Pieces of outputs as a ModelInferResponse, in the tensors that the caller asked for."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _DATATYPES = {"num_input_tokens": "UINT32", "num_output_tokens": "UINT32", "cumu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class News:
-    """What one output has got. reason: why it ends with this; empty: it does not."""
+    """What is new of one output. reason: why it ends with this; empty: it does not."""
 
     piece: Piece
     reason: str = ""
@@ -90,7 +90,7 @@ def streamed(response: oip.ModelInferResponse, *, is_final: bool) -> oip.ModelSt
 
 
 def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInferResponse:
-    """The end of a request that went wrong; its stream goes on."""
+    """The end of a request that failed; its stream stays open."""
     return oip.ModelStreamInferResponse(
         error_message=message,
         infer_response=oip.ModelInferResponse(model_name=request.model_name, id=request.id),

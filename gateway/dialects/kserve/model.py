@@ -44,7 +44,7 @@ def server_metadata() -> oip.ServerMetadataResponse:
 
 
 def model_metadata(name: str) -> oip.ModelMetadataResponse:
-    """The tensors, in requests' words."""
+    """The tensors, as requests name them."""
     tensor = oip.ModelMetadataResponse.TensorMetadata
     return oip.ModelMetadataResponse(
         name=name,
@@ -56,7 +56,7 @@ def model_metadata(name: str) -> oip.ModelMetadataResponse:
 
 
 def model_config(name: str) -> oip.ModelConfigResponse:
-    """The same in Triton's words."""
+    """The same in Triton's terms."""
     config = oip.ModelConfig(
         name=name,
         platform=SERVER_NAME,

@@ -1,7 +1,7 @@
-"""A ModelInferRequest as the octavo.v1 request that means the same, and what its responses shall hold. Pure.
+"""A ModelInferRequest as the octavo.v1 request that means the same, and what its responses have to contain. Pure.
 
 As Triton's vLLM backend has it: `text_input` is the prompt, `sampling_parameters` a JSON object with the names of
-vLLM's SamplingParams, or else these names stand among the request's own parameters.
+vLLM's SamplingParams, or these names are among the request's own parameters.
 """
 
 import json
@@ -37,7 +37,7 @@ _MICROSECONDS = 1_000_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """generate: checked. prefix_text: the prompt, where it begins the output. outputs: names, in order. caller_id: what
-    the responses carry as their id. wants_empty_final: the end may come in a response that holds no tensors."""
+    the responses carry as their id. wants_empty_final: the end may come in a response without tensors."""
 
     generate: pb.GenerateRequest
     streams: bool
@@ -164,7 +164,7 @@ def _value_of(name: str, parameter: oip.InferParameter) -> Any:
 
 
 def _timeout_s(value: Any) -> float | None:
-    if value is None or value == 0:  # 0 is Triton's word for none
+    if value is None or value == 0:  # Triton's "none" is 0
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise violation(f"parameters.{_TIMEOUT}", "must be a number of microseconds")

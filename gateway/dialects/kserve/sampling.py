@@ -1,7 +1,7 @@
 """Sampling parameters under the names of vLLM's SamplingParams, given as JSON values: into a request of octavo.v1.
 
 Unset, and null, mean what they mean there: neutral, never a default of the model; `max_tokens` unset is 16. What the
-values may be is checked afterwards, by the rules of octavo.v1; names that stand in no row are refused.
+values may be is checked afterwards, by the rules of octavo.v1; names that are in no row are refused.
 """
 
 import json
@@ -120,11 +120,11 @@ def _in_output(field: str, convert: Callable[[Any], Any]) -> Setter:
 
 
 def _top_k(request: pb.GenerateRequest, value: Any) -> None:
-    request.sampling.top_k = 0 if _whole(value) == -1 else value  # -1 is vLLM's word for "all"
+    request.sampling.top_k = 0 if _whole(value) == -1 else value  # vLLM's "all" is -1
 
 
 def _seed(request: pb.GenerateRequest, value: Any) -> None:
-    if _whole(value) != -1:  # vLLM's word for "draw one"
+    if _whole(value) != -1:  # vLLM's "draw one"
         request.sampling.seed = value & _UINT64
 
 

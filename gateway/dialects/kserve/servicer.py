@@ -35,7 +35,7 @@ _STATUS_HEADER = ("triton_grpc_error", "true")  # Triton's callers who want a st
 
 
 class StreamWriter:
-    """Lets the answers of several requests onto one stream, one message at a time."""
+    """Writes the answers of several requests to one stream, one message at a time."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -47,7 +47,7 @@ class StreamWriter:
             await self.context.write(message)
 
     async def write_of(self, tracked: TrackedRequest, message: oip.ModelStreamInferResponse) -> None:
-        """The same for an output, with the mark that lets a stuck write be found."""
+        """The same for an output, with the mark by which stalled writes are found."""
         tracked.stream.write_since_s = time.monotonic()
         await self.write(message)
         tracked.stream.write_since_s = 0.0
@@ -68,8 +68,8 @@ class StreamOfRequests:
         self._wants_status = _STATUS_HEADER in tuple(context.invocation_metadata() or ())
 
     async def answer(self, requests: AsyncIterator[oip.ModelInferRequest], answer: Answer) -> None:
-        """Until the caller has said everything and everything is answered. Raises what went wrong with a request only
-        where the caller asked for statuses."""
+        """Until the caller has sent its last request and all are answered. Raises the error of a request only where the
+        caller asked for statuses."""
         room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -124,9 +124,9 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             return await self._whole(asked, tracked)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Context) -> None:
-        """Requests as they come, answered side by side; what goes wrong with one ends that one only."""
+        """Requests as they come, answered side by side; an error ends its own request only."""
         stream = StreamOfRequests(current_rpc.get(), context, self._rpcs)
-        await context.send_initial_metadata(())  # so that a status can follow an answer that nobody takes
+        await context.send_initial_metadata(())  # so that a status can follow an answer that is not read
         await stream.answer(request_iterator, self._answer)
 
     async def _answer(self, request: oip.ModelInferRequest, scope: RpcScope, writer: StreamWriter) -> None:
@@ -140,7 +140,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return await self._text.run_by_size(lambda: translate(request), num_bytes=request.ByteSize(), share=share)
 
     async def _submit(self, asked: Asked, scope: RpcScope, context: Context) -> TrackedRequest:
-        """The caller's id is no id of ours: Triton's callers use one for several requests at a time."""
+        """With an id of our own: Triton's callers use one id for several requests at a time."""
         scope.log_fields["caller_id"] = asked.caller_id[:128]
         limits = [each for each in (context.time_remaining(), asked.timeout_s) if each is not None]
         try:
@@ -212,7 +212,7 @@ class KserveServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return model.model_metadata(self._card(request.name, request.version).name)
 
     async def ModelConfig(self, request: oip.ModelConfigRequest, context: Context) -> oip.ModelConfigResponse:
-        """A model's tensors in Triton's words."""
+        """A model's tensors in Triton's terms."""
         return model.model_config(self._card(request.name, request.version).name)
 
     def _card(self, name: str, version: str) -> ModelCard:

@@ -1,4 +1,4 @@
-"""What VllmEngine tells of the model, the server and its load. Reads snapshots only."""
+"""VllmEngine's answers about the model, the server and its load. Reads snapshots only."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ _INT32_MAX = 2**31 - 1
 
 
 def model_info(card: ModelCard, files: Mapping[str, bytes]) -> vllm.GetModelInfoResponse:
-    """files: the tokenizer bundle. Paths are the model's name: a server's folders are no business of its callers, who
-    get the tokenizer by GetTokenizer."""
+    """files: the tokenizer bundle. Paths are the model's name: folders of a server stay private; callers get the
+    tokenizer by GetTokenizer."""
     config = _config(files)
     return vllm.GetModelInfoResponse(
         model_path=card.name,

@@ -16,18 +16,15 @@ from octavo.wire.messages import TokenLogprobs, WireFinishReason
 Positions = list[tuple[int, TokenLogprobs]]
 
 
-# Changes of the prefix cache as batches of VllmEngine's SubscribeKvEvents.
-
-
 class KvBatches:
-    """Makes one subscriber's batches. Events that happened are numbered; those of the first state are 0, as the dialect
-    wants it."""
+    """Changes of the prefix cache as batches of SubscribeKvEvents, for one subscriber. Changes are numbered; events of
+    the first state have number 0, as the dialect wants it."""
 
     def __init__(self) -> None:
         self._next_event = 1
 
     def of(self, batch: BlockBatch) -> common.KvEventBatch:
-        """The whole state begins with a Cleared: the subscriber may hold what is over."""
+        """The whole state begins with a Cleared: the subscriber may have an older state."""
         message = common.KvEventBatch(sequence_number=batch.sequence, timestamp=time.time(), dp_rank=0)
         if batch.chunk is not None:
             message.snapshot.index, message.snapshot.count = batch.chunk.index, batch.chunk.count
@@ -51,7 +48,7 @@ class KvBatches:
 
 
 def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
-    """A block that follows the one before it joins its event, as engines tell a prompt's blocks."""
+    """A block that follows the one before it joins its event, as engines send a prompt's blocks."""
     token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
     last = message.events[-1].stored if message.events and message.events[-1].HasField("stored") else None
     if last is None or last.blocks[-1].block_hash != change.parent_id:
@@ -63,7 +60,7 @@ def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
 
 
 class PromptScores:
-    """The prompt's log-probabilities, which come in pieces with output 0 and go out whole, in one message."""
+    """The prompt's log-probabilities, which come in pieces with output 0 and are sent whole, in one message."""
 
     def __init__(self, tracked: TrackedRequest) -> None:
         self._prompt_ids = tracked.prompt_ids

@@ -1,4 +1,4 @@
-"""VllmEngine: Generate, Abort, and what a gateway in front of us asks for."""
+"""VllmEngine: Generate, Abort, Embed, and what routers in front of this gateway call."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ QUERY_TIMEOUT_S = 2.0
 
 
 CHUNK_BYTES = 1024 * 1024  # clients take 4 MiB a message by default
-_DAWN = (1980, 1, 1, 0, 0, 0)  # of zip archives: the same files give the same bytes
+_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)  # of zip archives: the same files give the same bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def archive_of(files: Mapping[str, bytes]) -> Archive:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in sorted(files):
-            entry = zipfile.ZipInfo(name, _DAWN)
+            entry = zipfile.ZipInfo(name, _ZIP_EPOCH)
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, files[name], zipfile.ZIP_DEFLATED, compresslevel=1)
     data = buffer.getvalue()
@@ -109,7 +109,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             await context.write(aborted_early())
             return
         with self._tracker.closing(tracked):
-            # Behind headers that wait with a first message for a reader's window, gRPC can send no status either.
+            # At once: headers that wait with a first message for the reader's window would hold back a status too.
             await context.send_initial_metadata(())
             await (self._stream if request.stream else self._collect)(tracked, context)
 
@@ -288,5 +288,5 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
 
 async def _refuse(context: Context, method: str) -> None:
-    """As a server that does not know the method."""
+    """Answer as a server without the method."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")

@@ -14,7 +14,7 @@ from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 
 _UINT64 = (1 << 64) - 1
-_NO_SEED = -1  # vLLM's word for "draw one"
+_NO_SEED = -1  # vLLM's "draw one"
 
 # octavo.v1 -> here; the first prefix that fits.
 _PATHS = (
@@ -35,14 +35,10 @@ _PATHS = (
 )
 
 
-# Which fields of a VllmEngine request are served; every other one that is set is refused by its path.
-#
-# What the served ones may hold is checked after translation, by the rules of octavo.v1.
-
-
-# Without a meaning here, so that any value is as good as none: `original_text` is for reference; text leaves no server
-# of this dialect, so nothing says how to write it (`skip_special_tokens` still decides where stop strings are seen);
-# `grammar_from_first_token` is how constraints work here anyway.
+# Fields that are served; every other one that is set is refused by its path. Values are checked after translation, by
+# the rules of octavo.v1. Some have no effect here: `original_text` is for reference; this dialect sends no text, so
+# that nothing says how to write it (`skip_special_tokens` still decides where stop strings are found); constraints
+# always begin with the first token (`grammar_from_first_token`).
 SERVED: dict[str, frozenset[str]] = {
     "GenerateRequest": frozenset(
         {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
@@ -134,7 +130,7 @@ def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
 
 
 def check_abort(request: vllm.AbortRequest) -> None:
-    """Raises InvalidRequest naming what can be no request's id."""
+    """Raises InvalidRequest naming ids that no request can have."""
     found = (
         Violation(field=f"request_ids[{index}]", description=wrong)
         for index, request_id in enumerate(request.request_ids)

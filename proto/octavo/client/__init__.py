@@ -1,1 +1,1 @@
-"""What the client consists of; what callers use is in `octavo` itself."""
+"""The parts of the client; its public names are in `octavo` itself."""

@@ -15,10 +15,10 @@ from octavo.v1 import inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc
 
 
 class TextStream(TextSoFar[StreamCall]):
-    """What a request gives as it comes: iterate over it for text, or over `deltas()` for everything.
+    """The output of a request as it comes: iterate over it for text, or over `deltas()` for everything.
 
     `finished` (why it ended, usage, receipt) is set after the last item; `started` before the first. Where the request
-    has several outputs, iterate over `pieces()`; `outputs` has all that came of each. Leaving the `with` block, or
+    has several outputs, iterate over `pieces()`; `outputs` has what came of each so far. Leaving the `with` block, or
     `cancel()`, ends the request on the server.
     """
 
@@ -34,7 +34,7 @@ class TextStream(TextSoFar[StreamCall]):
         self._events.end()
 
     def pieces(self) -> Iterator[tuple[int, str]]:
-        """Output index and what follows of its text. Raises OctavoError."""
+        """Output index and the next piece of its text. Raises OctavoError."""
         return ((delta.output_index, delta.text) for delta in self.deltas() if delta.text)
 
     def __iter__(self) -> Iterator[str]:
@@ -53,7 +53,7 @@ class Client:
 
     target: "host:port", or any gRPC target. credentials: for TLS (`tls_credentials` makes them); None is plain text,
     in which an api_key can be read on the way. timeout_s of a call is its deadline, which the server keeps too; None
-    waits as long as it takes. Every call raises OctavoError.
+    waits without a limit. Every call raises OctavoError.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Client:
             raise error_from(error) from None
 
     def cancel(self, request_id: str, *, timeout_s: float | None = 10.0) -> inference_pb2.CancelResponse:
-        """End a request of one's own, whichever connection it came by: `found` tells whether it was in flight, and
-        where `num_unreachable_gateways` is not 0 it may go on there: cancel again. May be repeated."""
+        """End a request of the caller's own, from any connection: `found` is whether it was in flight; where
+        `num_unreachable_gateways` is not 0 it may still run there: cancel again."""
         request = inference_pb2.CancelRequest(request_id=request_id)
         try:
             answer: inference_pb2.CancelResponse = self._inference.Cancel(

@@ -29,12 +29,12 @@ def set_constraint(request: inference_pb2.GenerateRequest, given: MutableMapping
 
 
 def schema_text(schema: JsonSchema) -> str:
-    """The schema as JSON. Raises TypeError for what is none."""
+    """The schema as JSON. Raises TypeError for other types."""
     if isinstance(schema, str):
         return schema
     if isinstance(schema, Mapping):
         return json.dumps(schema)
-    make = getattr(schema, "model_json_schema", None)  # of pydantic, which nobody needs to have
+    make = getattr(schema, "model_json_schema", None)  # of pydantic, which need not be installed
     if make is None:
         raise TypeError(f"json_schema is text, a dictionary or a pydantic model class, not {schema!r}")
     return json.dumps(make())

@@ -28,7 +28,7 @@ class EmbedFields(TypedDict, total=False):
 
 def embed_request(inputs: Sequence[EmbedInput], **fields: object) -> inference_pb2.EmbedRequest:
     """A request with these `EmbedFields`. Raises TypeError for a field that does not exist and for one text instead of
-    several, ValueError for an unknown pooling or role. Limits are the server's to check."""
+    several, ValueError for an unknown pooling or role. The server checks limits."""
     if isinstance(inputs, str):
         raise TypeError("inputs is a sequence of texts, not one text")
     given = dict(fields)

@@ -1,4 +1,4 @@
-"""What a call to Octavo can raise: one class per thing that a caller can do about it.
+"""What a call to Octavo can raise: one class for each thing that a caller can do about it.
 
 Knows gRPC statuses and Octavo's trailers; must not know how calls are made.
 """

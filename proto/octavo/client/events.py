@@ -1,4 +1,4 @@
-"""What both clients keep of one stream: the events seen so far. Nothing here reads from a call or waits."""
+"""What both clients keep of one stream: the events so far. Nothing here reads from a call or waits."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ CallT = TypeVar("CallT", StreamCall, AsyncStreamCall)
 
 @dataclass(slots=True)
 class OutputSoFar:
-    """What has come of one output. token_ids, logprobs, calls: where the request asked for them. finished: None until
+    """One output so far. token_ids, logprobs, calls: where the request asked for them. finished: None until
     its end."""
 
     text: str = ""
@@ -45,7 +45,7 @@ class OutputSoFar:
         return self.calls.all()
 
     def take(self, delta: inference_pb2.Delta) -> None:
-        """What is new."""
+        """Add what is new."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -99,7 +99,7 @@ class StreamEvents:
 
 
 class TextSoFar(Generic[CallT]):
-    """What both kinds of streams tell of what has come; how they are read is theirs."""
+    """What both kinds of streams know of the output so far; each reads in its own way."""
 
     def __init__(self, call: CallT, *, num_outputs: int = 1) -> None:
         self._call: CallT = call
@@ -127,7 +127,7 @@ class TextSoFar(Generic[CallT]):
 
     @property
     def outputs(self) -> list[OutputSoFar]:
-        """What has come of each output."""
+        """Each output so far."""
         return self._events.outputs
 
     @property

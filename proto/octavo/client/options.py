@@ -1,4 +1,4 @@
-"""How the clients connect: channel options and the retry policy that the servers are made for.
+"""How the clients connect: channel options and the retry policy that the server expects.
 
 A refusal before the first message (no worker yet, queue full) is retried by the gRPC library itself, after the wait
 that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has begun it is never replayed.
@@ -50,7 +50,7 @@ def channel_options(extra: Sequence[tuple[str, str | int]] = ()) -> list[tuple[s
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.Channel:
-    """A channel to the target; in the clear where there are no credentials."""
+    """A channel to the target; in plain text without credentials."""
     if credentials is None:
         return grpc.insecure_channel(target, channel_options(extra))
     return grpc.secure_channel(target, credentials, channel_options(extra))

@@ -38,7 +38,7 @@ class GenerateFields(TypedDict, total=False):
     json_schema, json_object, regex, ebnf and choice say what the output must look like; at most one of them, and
     format_as_annotation is for schemas.
     The others are the fields of the same names in
-    `octavo/v1/inference.proto`, where their units and limits stand.
+    `octavo/v1/inference.proto`, which has their units and limits.
     """
 
     text: str
@@ -91,7 +91,7 @@ def generate_request(**fields: object) -> inference_pb2.GenerateRequest:
     """A request with these `GenerateFields`. `output` is text, token_ids or text_and_token_ids.
 
     Raises TypeError for a field that does not exist and for none or several inputs, ValueError for an unknown role or
-    output. Limits are the server's to check.
+    output. The server checks limits.
     """
     given = dict(fields)
     request = inference_pb2.GenerateRequest()

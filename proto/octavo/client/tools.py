@@ -69,7 +69,7 @@ def tool_result(call: inference_pb2.ToolCall, content: str) -> inference_pb2.Cha
 
 
 def assistant_turn(text: str, calls: Iterable[inference_pb2.ToolCall]) -> inference_pb2.ChatMessage:
-    """What the model said and called, as a turn of the conversation."""
+    """The model's text and calls, as a turn of the conversation."""
     return inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_ASSISTANT, content=text, tool_calls=calls)
 
 
@@ -79,7 +79,7 @@ def _json_text(value: object) -> str:
 
 @dataclass(slots=True)
 class ToolCalls:
-    """The calls of one output, put together from its pieces. What was withdrawn is gone again."""
+    """The calls of one output, put together from its pieces. Withdrawn calls are removed."""
 
     _by_index: dict[int, inference_pb2.ToolCall] = field(default_factory=dict)
 
