@@ -4,6 +4,7 @@ Legend: T tokens in this step · S sampled or wanted rows · D model dim · V vo
 Must not know: files, requests, who owns a block, how tokens are chosen.
 """
 
+from collections.abc import Callable
 from enum import Enum
 from typing import cast
 
@@ -12,12 +13,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from octavo.model.attention.interface import AttentionBackend, AttentionInputs
-from octavo.model.attention.kv_pool import KvPool, WriteRows
+from octavo.model.attention.kv_pool import KvPool
 from octavo.model.checkpoint.fingerprint import fingerprint
 from octavo.model.config import ModelConfig
-from octavo.model.layers.decoder import DecoderLayer, RmsNorm, StepContext
-from octavo.model.layers.linear import Linear, WeightFormat
+from octavo.model.layers.decoder import DecoderLayer, PagedOps, RmsNorm
+from octavo.model.layers.linear import Addend, Linear, WeightFormat
 from octavo.model.layers.rope import Rope
+from octavo.model.parallel import ALONE, Ranks, config_of_rank
+
+TakeHidden = Callable[[int, torch.Tensor], None]
+"""Called with (layer index, hidden_TD behind it) in the course of a step."""
 
 
 class LayerMatrices(Enum):
@@ -28,20 +33,22 @@ class LayerMatrices(Enum):
 
 
 class Embedding(nn.Module):
-    """A row of the weight per token id."""
+    """A row of the weight per token id; where there are several ranks, each has some of the rows."""
 
-    def __init__(self, weight_VD: torch.Tensor) -> None:
+    def __init__(self, weight_VD: torch.Tensor, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight_VD, requires_grad=False)
+        self._ranks = ranks
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """ids_T: any integer dtype."""
-        return F.embedding(ids_T, self.weight)
+        return F.embedding(ids_T, self.weight) if self._ranks.size == 1 else self._ranks.embed(ids_T, self.weight)
 
 
 class CausalLM(nn.Module):
     """The model with uninitialised weights: `load_model` fills them from a checkpoint, `random` by a seed.
 
+    config: of what this rank has of it (model/parallel.py), which is all of it where there is one rank.
     fingerprint: 32 bytes that name config, dtype and weights (model/checkpoint/fingerprint.py); empty until the weights
     are set.
     """
@@ -53,9 +60,12 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         layer_matrices: LayerMatrices = LayerMatrices.ALLOCATED,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """config: of the whole model. Raises ConfigError where it cannot be cut among the ranks."""
         super().__init__()
-        self.config = config
+        self.config = config = config_of_rank(config, ranks.size)
+        self.ranks = ranks
         self.dtype = dtype
         self.device = torch.device(device)
         self.fingerprint = b""
@@ -67,10 +77,12 @@ class CausalLM(nn.Module):
             is_deferred = layer_matrices is LayerMatrices.DEFERRED and len(shape) == 2
             return torch.empty(shape, dtype=dtype, device="meta" if is_deferred else device)
 
-        self.embed_tokens = Embedding(make(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(DecoderLayer(config, make_in_layer) for _ in range(config.num_hidden_layers))
+        num_rows = config.vocab_size // ranks.size
+        self.embed_tokens = Embedding(make(num_rows, config.hidden_size), ranks)
+        layers = (DecoderLayer(config, make_in_layer, index, ranks) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
-        self.lm_head = Linear(make(config.vocab_size, config.hidden_size))
+        self.lm_head = Linear(make(num_rows, config.hidden_size))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = Rope(config, dtype, self.device)
@@ -104,28 +116,38 @@ class CausalLM(nn.Module):
         inputs: AttentionInputs,
         backend: AttentionBackend,
         wanted_S: torch.Tensor | None = None,
+        take: TakeHidden | None = None,
     ) -> torch.Tensor:
         """One step: prefill chunks and decodes in one batch, as `inputs` lays them out.
 
         ids_T, positions_T: any integer dtype. Writes the keys and values of all tokens with a slot into `kv`.
         Returns hidden_TD after the final norm, in the model's dtype; only the rows wanted_S (int64) where these are
-        given, and then the last layer computes nothing but keys and values for the others.
+        given, and then the last layer computes nothing but keys and values for the others. take: is given the hidden
+        states behind every layer, of the last one for the same rows.
         """
-        step = StepContext(
-            angles=self.rope.angles(positions_T),
-            write_rows=WriteRows.from_slots(inputs.slot_mapping_T, kv.block_size),
-            inputs=inputs,
-            backend=backend,
-        )
+        angles = self.rope.angles(positions_T)
+        ops = PagedOps(angles=angles, kv=kv, inputs=inputs, backend=backend, ranks=self.ranks)
         hidden_TD = self.embed_tokens(ids_T)
-        for layer, k_pool_PKBH, v_pool_PKBH in zip(self.layers, kv.k_pools, kv.v_pools, strict=True):
-            wanted = wanted_S if layer is self.layers[-1] else None
-            hidden_TD = layer(hidden_TD, k_pool_PKBH, v_pool_PKBH, step, wanted)
+        for index, layer in enumerate(self.layers):
+            hidden_TD = layer(hidden_TD, ops, wanted_S if index == len(self.layers) - 1 else None)
+            if take is not None:
+                take(index, hidden_TD)
         return self.norm(hidden_TD)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """hidden_SD: rows of what `forward` gave. Returns float32 logits_SV."""
-        return self.lm_head.wide(hidden_SD)
+        logits_SV = self.lm_head.wide(hidden_SD)
+        return logits_SV if self.ranks.size == 1 else self.ranks.concatenate(logits_SV)
+
+    def set_addend(self, path: str, addend: Addend | None) -> None:
+        """Have something added to every product of the linear at this path ("layers.3.mlp.down_proj"), or nothing any
+        more. Of several ranks, each adds what belongs to its part. Raises AttributeError."""
+        linear = self.get_submodule(path)
+        if not isinstance(linear, Linear):
+            raise AttributeError(f"{path} is a {type(linear).__name__}, not a Linear")
+        linear.addend = addend
+        for layer in self.decoder_layers:
+            layer.fuse()
 
     def pack_weights(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
         """Lay every matrix out as the device likes it best. Once, after loading; the weights may not be read after.

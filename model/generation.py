@@ -1,16 +1,19 @@
-"""The oracle: greedy generation that recomputes the whole sequence for every token, without any cache.
+"""The reference: greedy generation that recomputes the whole sequence for every token, without any cache.
 
-It shares weights, norms and the MLP with the serving path, and nothing of its attention: no pool, no table, no backend.
+It runs the family's program of a layer with the serving path's products, norms and MLP, and with an attention of its
+own: no pool, no table, no backend.
 
 Legend: T tokens of the sequence · N query heads · K kv heads · G query heads per kv head · H head dim · V vocabulary.
 Must not know: pools, backends.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
 from octavo.model.causal_lm import CausalLM
+from octavo.model.layers.decoder import DecoderLayer, TorchOps, turn_heads
 
 
 def generate(
@@ -34,15 +37,26 @@ def generate(
     return ids[len(prompt_ids) :]
 
 
+class DenseOps(TorchOps):
+    """The operations of a layer without a cache: what `write_qkv` would write is handed on instead."""
+
+    def write_qkv(self, layer: DecoderLayer, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> Any:
+        """See LayerOps: queries, keys and values."""
+        return turn_heads(layer, qkv_TC, self.angles)
+
+    def attend(self, layer: DecoderLayer, x_TD: torch.Tensor, heads: Any) -> torch.Tensor:
+        """See LayerOps."""
+        q_TNH, k_TKH, v_TKH = heads
+        return dense_attention(q_TNH, k_TKH, v_TKH, layer.self_attn.scale).flatten(1)
+
+
 def dense_logits(model: CausalLM, ids_T: torch.Tensor) -> torch.Tensor:
     """float32 logits_TV at every position of one sequence."""
-    angles = model.rope.angles(torch.arange(len(ids_T), device=ids_T.device))
+    family = model.config.family
+    ops = DenseOps(angles=model.rope.angles(torch.arange(len(ids_T), device=ids_T.device)), ranks=model.ranks)
     hidden_TD = model.embed_tokens(ids_T)
     for layer in model.decoder_layers:
-        q_TNH, k_TKH, v_TKH = layer.self_attn.project(layer.input_layernorm(hidden_TD), angles)
-        out_TNH = dense_attention(q_TNH, k_TKH, v_TKH, model.config.scale)
-        hidden_TD = hidden_TD + layer.self_attn.o_proj(out_TNH.flatten(1))
-        hidden_TD = hidden_TD + layer.mlp(layer.post_attention_layernorm(hidden_TD))
+        hidden_TD = family.finish(ops, layer, hidden_TD, family.attend(ops, layer, hidden_TD))
     return model.logits(model.norm(hidden_TD))
 
 

@@ -102,6 +102,8 @@ def check_available(model: CausalLM) -> None:
     config = model.config
     if model.device.type != "cpu":
         raise InvarianceUnavailable(f"this is for CPUs; the model is on {model.device}")
+    if model.ranks.size > 1:
+        raise InvarianceUnavailable("deterministic mode is for one rank: sums over ranks depend on the batch")
     if model.dtype not in DTYPES:
         raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {model.dtype}")
     if native_library() is None:

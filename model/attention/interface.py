@@ -28,7 +28,7 @@ class AttentionInputs:
     table_SM: int32 block ids; entries behind the context are never read (they may be -1).
     cu_query_lens_S1: int32, running sum of the sequences' numbers of new tokens, from 0.
     context_lens_S: int32, tokens in the cache after this step. max_*: the largest of each, for sizing.
-    derived: what a backend works out once per step and reuses in every layer; its own business.
+    derived: what is worked out once per step and reused in every layer, by who made it.
     """
 
     slot_mapping_T: torch.Tensor

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.model.attention.interface import AttentionInputs
 from octavo.model.config import ModelConfig
 from octavo.model.quantization.rounding import FP8, to_fp8
 
@@ -80,6 +81,14 @@ class WriteRows:
         if pool_PKBH.dtype == FP8:
             new_RKH = to_fp8(new_RKH.float()).view(torch.uint8)
         indexable(pool_PKBH)[self.block_R, :, self.offset_R] = new_RKH
+
+
+def write_rows_of(inputs: AttentionInputs, block_size: int) -> WriteRows:
+    """The rows of this step, worked out in its first layer."""
+    rows = inputs.derived.get("write_rows")
+    if rows is None:
+        rows = inputs.derived["write_rows"] = WriteRows.from_slots(inputs.slot_mapping_T, block_size)
+    return rows
 
 
 def write_kv(

@@ -28,12 +28,14 @@ DIGEST_BYTES = 32
 
 
 def fingerprint(model: "CausalLM") -> bytes:
-    """32 bytes (BLAKE2b). Take it before the weights are packed."""
+    """32 bytes (BLAKE2b). Take it before the weights are packed. Of a rank of several, of what it has."""
     config = asdict(model.config) | {"dtype": None, "eos_token_ids": None}  # which say nothing about keys and values
     del config["family"]  # the names of the tensors tell families apart
     if config["quantization"] is None:
         del config["quantization"]
     digest = hashlib.blake2b(repr((sorted(config.items()), str(model.dtype))).encode(), digest_size=DIGEST_BYTES)
+    if model.ranks.size > 1:
+        digest.update(f"rank {model.ranks.rank} of {model.ranks.size}".encode())
     for name, tensor in sorted((*model.named_parameters(), *quantized_tensors(model)), key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(sample_bytes(tensor.data))

@@ -14,11 +14,12 @@ import torch
 from octavo.model.causal_lm import CausalLM, LayerMatrices
 from octavo.model.checkpoint.fingerprint import fingerprint
 from octavo.model.checkpoint.packed import Packed, PackedWeights, packed_dtype
-from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES
+from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES, part_bytes
 from octavo.model.checkpoint.shards import Shards, open_shards
 from octavo.model.checkpoint.weight_names import EMBEDDING, HEAD, destinations
-from octavo.model.config import load_config
+from octavo.model.config import ModelConfig, load_config
 from octavo.model.errors import CheckpointError
+from octavo.model.parallel import ALONE, Part, Ranks, part_of
 
 OnBytes = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as work goes on."""
@@ -45,12 +46,14 @@ def load_model(
     on_progress: OnBytes = ignore_progress,
     weight_scan: WeightScan = WeightScan.OFF,
     packed: Packed = Packed.UNPACKED,
+    ranks: Ranks = ALONE,
 ) -> CausalLM:
-    """Load a Qwen2.5 checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
+    """Load a checkpoint in HF layout: config.json and safetensors, single or sharded, plain or packed by GPTQ
     or AWQ.
 
     dtype: what to compute in; None takes the config's, bf16 where it has none or the checkpoint is packed (it names
-    float16 for the sake of its kernels; Qwen2.5 was made in bf16). packed: what becomes of packed matrices.
+    float16 for the sake of its kernels; Qwen2.5 was made in bf16). packed: what becomes of packed matrices. ranks: a
+    rank of several reads what it has of the weights and nothing else.
     Raises CheckpointError (ConfigError for config.json); nothing of the folder is ever executed.
     """
     folder = Path(folder)
@@ -63,9 +66,9 @@ def load_model(
         shapes = weights.replace_shapes(expected_shapes(plain))
         check_tensors(shards, shapes)
         matrices = LayerMatrices.DEFERRED if weights.is_any else LayerMatrices.ALLOCATED
-        model = CausalLM(config, dtype=chosen, device=device, layer_matrices=matrices)
+        model = CausalLM(config, dtype=chosen, device=device, layer_matrices=matrices, ranks=ranks)
         names_read = weights.read(shards, model, packed, on_progress)
-        read_weights(shards, model, on_progress, done_before=names_read)
+        read_weights(shards, model, config, on_progress, done_before=names_read)
     if weight_scan is WeightScan.FINITE:
         check_finite(model)
     model.fingerprint = fingerprint(model)
@@ -100,29 +103,32 @@ def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ..
     return shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
 
 
-def read_weights(shards: Shards, model: CausalLM, on_progress: OnBytes, done_before: Collection[str] = ()) -> None:
-    """Read every other tensor into its place, file by file in the order of the bytes."""
-    views, done, total = destinations(model), shards.bytes_of(done_before), shards.num_bytes
-    order = [
-        (file.path.name, file.entries[name].start, name)
-        for name, file in shards.file_of.items()
-        if name not in done_before
-    ]
-    for _, _, name in sorted(order):
-        file = shards.file_of[name]
+def read_weights(
+    shards: Shards,
+    model: CausalLM,
+    whole: ModelConfig,
+    on_progress: OnBytes,
+    done_before: Collection[str] = (),
+) -> None:
+    """Read every other tensor, or this rank's part of it, into its place, file by file in the order of the bytes."""
+    views, done = destinations(model), shards.bytes_of(done_before)
+    names = [name for name in shards.file_of if name not in done_before]
+    parts = {name: part_of(name, shards.entry(name).shape, whole, model.ranks) for name in names}
+    total = done + sum(part_bytes(shards.entry(name), part) for name, part in parts.items())
+    for name in sorted(names, key=lambda name: (shards.file_of[name].path.name, shards.entry(name).start)):
         if name in views:
-            file.read(name, views[name])
-        done += file.entries[name].end - file.entries[name].start
+            shards.file_of[name].read(name, views[name], parts[name])
+        done += part_bytes(shards.entry(name), parts[name])
         on_progress(done, total)
     if HEAD in shards.file_of and HEAD not in views:
-        check_tied_head(shards, model)
+        check_tied_head(shards, model, parts[HEAD])
 
 
-def check_tied_head(shards: Shards, model: CausalLM) -> None:
+def check_tied_head(shards: Shards, model: CausalLM, part: Part) -> None:
     """A head beside tied embeddings must hold the same values. Raises CheckpointError."""
     file, embedding = shards.file_of[HEAD], model.embed_tokens.weight.data
     head = torch.empty_like(embedding)
-    file.read(HEAD, head)
+    file.read(HEAD, head, part)
     if not torch.equal(head, embedding):
         raise CheckpointError(
             f"{file.path.name}: {HEAD}: differs from {EMBEDDING} although config.json has tie_word_embeddings true"

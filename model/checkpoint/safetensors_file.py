@@ -10,6 +10,7 @@ Must not know: what the tensors mean.
 
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,18 +77,31 @@ class SafetensorsFile:
     ) -> None:
         self._file.close()
 
-    def read(self, name: str, destination: torch.Tensor) -> None:
-        """Fill a tensor of the entry's shape, converting to its dtype. The entry's must be one of READABLE."""
+    def read(self, name: str, destination: torch.Tensor, part: tuple[slice, ...] | None = None) -> None:
+        """Fill a tensor of the entry's shape, converting to its dtype, or of a part's: a slice of rows, and one of
+        columns where there are two dimensions. Nothing else is read then. The entry's dtype must be one of READABLE."""
         entry = self.entries[name]
         dtype = READABLE[entry.dtype]
         is_direct = destination.is_contiguous() and destination.dtype == dtype and destination.device.type == "cpu"
-        target = destination if is_direct else torch.empty(entry.shape, dtype=dtype)
+        target = destination if is_direct else torch.empty(destination.shape, dtype=dtype)
         view = target.reshape(-1).view(torch.uint8).numpy().data
-        self._file.seek(self._data_start + entry.start)
-        if self._file.readinto(view) != entry.end - entry.start:
-            raise self._error("the file ended while it was read", tensor=name)
+        runs = [(0, entry.end - entry.start)] if part is None else byte_runs(entry, part)
+        filled = 0
+        for start, end in runs:
+            self._read_into(view[filled : filled + end - start], self._data_start + entry.start + start, name)
+            filled += end - start
+        assert filled == len(view), f"{name}: the destination is not of the part's shape"
         if not is_direct:
             destination.copy_(target)
+
+    def _read_into(self, view: memoryview, start: int, tensor: str) -> None:
+        """These bytes and no others, by as many calls as the system wants for them."""
+        filled = 0
+        while filled < len(view):
+            num_bytes = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
+            if not num_bytes:
+                raise self._error("the file ended while it was read", tensor=tensor)
+            filled += num_bytes
 
     def _read_header(self) -> None:
         size = self._file.seek(0, 2)
@@ -152,6 +166,20 @@ class SafetensorsFile:
     def _error(self, reason: str, tensor: str | None = None) -> CheckpointError:
         where = self.path.name if tensor is None else f"{self.path.name}: {tensor[:200]}"
         return CheckpointError(f"{where}: {reason}")
+
+
+def part_bytes(entry: TensorEntry, part: tuple[slice, ...]) -> int:
+    """How many bytes of the tensor a part is."""
+    return math.prod(each.stop - each.start for each in part) * ITEM_BYTES[entry.dtype]
+
+
+def byte_runs(entry: TensorEntry, part: tuple[slice, ...]) -> list[tuple[int, int]]:
+    """Where the part of a tensor of one or two dimensions lies, from its first byte: one run, or one for each row."""
+    rows, row_bytes = part[0], math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
+    if len(part) == 1 or part[1] == slice(0, entry.shape[1]):
+        return [(rows.start * row_bytes, rows.stop * row_bytes)]
+    first, end = (column * ITEM_BYTES[entry.dtype] for column in (part[1].start, part[1].stop))
+    return [(row * row_bytes + first, row * row_bytes + end) for row in range(rows.start, rows.stop)]
 
 
 def is_sizes(value: object) -> bool:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.model.checkpoint.safetensors_file import MAX_ENTRIES, SafetensorsFile
+from octavo.model.checkpoint.safetensors_file import MAX_ENTRIES, SafetensorsFile, TensorEntry
 from octavo.model.config import read_json_object
 from octavo.model.errors import CheckpointError
 from octavo.wire.checkpoint_files import FileRefused, find_file
@@ -32,8 +32,12 @@ class Shards:
 
     def bytes_of(self, names: Iterable[str]) -> int:
         """Of some tensors."""
-        entries = (self.file_of[name].entries[name] for name in names)
+        entries = (self.entry(name) for name in names)
         return sum(entry.end - entry.start for entry in entries)
+
+    def entry(self, name: str) -> TensorEntry:
+        """What a header says of a tensor."""
+        return self.file_of[name].entries[name]
 
 
 def open_shards(folder: Path, stack: ExitStack) -> Shards:

@@ -10,14 +10,14 @@ import torch
 
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.autotune import Narrow, Paths, Split, Wide
-from octavo.model.gpu.layers import Attend, LayerBuffers, Layers, PlainFinish, finish_of, run_layers
+from octavo.model.gpu.layers import Attend, LayerBuffers, Layers, PlainFinish, embed_tokens, finish_of, run_layers
 from octavo.model.gpu.small_batch_layers import NarrowLayers
 from octavo.model.gpu.split_k_layers import SplitFinish, split_room
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention, partial_buffers
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work
-from octavo.model.kernels.rows import embed, rms_norm
+from octavo.model.kernels.rows import rms_norm
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 
 RESULT_BYTES = 5
@@ -58,14 +58,14 @@ class DecodeStep:
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
         self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
         self._finish, self._room = finish_of(weights, self.buffers), split_room(config, device)
-        self.paths = Paths.wide_only() if weights.is_quantized else Paths.find(config, weights.embed_VD)
+        self.paths = Paths.find(config, weights.embed_VD) if weights.has_plain_products else Paths.wide_only()
         self._parts = SampleParts(max_batch, vocab_size, device)
 
     def run(self, batch_size: int) -> None:
         """A whole step for rows_B[:batch_size]; padding is the scratch row."""
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
         # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
-        embed(self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, x_BD)
+        embed_tokens(self.weights, self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
         match self.paths.path(batch_size):
             case Narrow(cuts=cuts):
                 logits_BV = self.logits_BV[:batch_size]
@@ -138,11 +138,14 @@ class DecodeStep:
 
     def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of hidden states after the final norm, in memory of their own."""
-        return hidden_SD @ self.weights.head_VD.T
+        logits_SW, ranks = hidden_SD @ self.weights.head_VD.T, self.weights.ranks
+        return logits_SW if ranks.size == 1 else ranks.concatenate(logits_SW)
 
     def compute_logits(self, x_TD: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
         """Final norm and head of x_TD[index_B] (int32): logits in `logits_BV`, and returned."""
         B = len(index_B)
         hidden_BD, logits_BV = self.hidden_BD[:B], self.logits_BV[:B]
         rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
+        if self.weights.ranks.size > 1:
+            return logits_BV.copy_(self.project(hidden_BD))
         return torch.mm(hidden_BD, self.weights.head_VD.T, out=logits_BV)

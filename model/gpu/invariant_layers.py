@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.layers import LayerBuffers, run_layers
+from octavo.model.gpu.layers import LayerBuffers, SumsInPlace, run_layers
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
@@ -97,7 +97,7 @@ class InvariantLayers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _InvariantOps:
+class _InvariantOps(SumsInPlace):
     """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
     place."""
 
@@ -106,20 +106,34 @@ class _InvariantOps:
     place_T: torch.Tensor
     num_decodes: int
 
-    def attend(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+    @property
+    def weights(self) -> GpuWeights:  # type: ignore[override]
+        """Of the layers."""
+        return self.layers.weights
+
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
-        own, T, matrices = self.layers, len(x_TD), self.layers.weights.layers[layer]
-        weights, state = own.weights, own.state
-        qkv_TC, q_TNH, out_TNH = own.buffers.qkv_TC[:T], own.q_TNH[:T], own.buffers.out_TNH[:T]
-        k_pool, v_pool = own.kv.k_pools[layer], own.kv.v_pools[layer]
-        invariant_product(x_TD, matrices.qkv_CD, qkv_TC, own.part)
+        qkv_TC = self.layers.buffers.qkv_TC[: len(x_TD)]
+        invariant_product(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, self.layers.part)
+        return qkv_TC
+
+    def write_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        own, weights, matrices = self.layers, self.weights, self.weights.layers[layer]
+        q_TNH = own.q_TNH[: len(x_TD)]
         rope_write(
-            qkv_TC, x_TD, matrices.qkv_bias_C, q_TNH, k_pool, v_pool, self.row_T, self.place_T, state.table_RM,
-            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps, matrices.qk_norm_2H,
+            qkv_TC, x_TD, matrices.qkv_bias_C, q_TNH, own.kv.k_pools[layer], own.kv.v_pools[layer], self.row_T,
+            self.place_T, own.state.table_RM, weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps,
+            matrices.qk_norm_2H,
         )  # fmt: skip
+        return q_TNH
+
+    def attend(self, layer: int, x_TD: torch.Tensor, q_TNH: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        own, out_TNH = self.layers, self.layers.buffers.out_TNH[: len(x_TD)]
         invariant_attention(
-            q_TNH, k_pool, v_pool, out_TNH, state.table_RM, own.work, own.parts, weights.config.scale,
-            num_decodes=self.num_decodes,
+            q_TNH, own.kv.k_pools[layer], own.kv.v_pools[layer], out_TNH, own.state.table_RM, own.work, own.parts,
+            self.weights.config.scale, num_decodes=self.num_decodes,
         )  # fmt: skip
         return out_TNH
 

@@ -10,11 +10,11 @@ from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.autotune import Paths
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.invariant_layers import InvariantLayers
+from octavo.model.gpu.layers import embed_tokens
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.invariant import InvarianceUnavailable
-from octavo.model.kernels.rows import embed
 
 
 class InvariantDecodeStep(DecodeStep):
@@ -32,6 +32,10 @@ class InvariantDecodeStep(DecodeStep):
     ) -> None:
         if weights.is_quantized:
             raise InvarianceUnavailable("deterministic mode has no products for weights of fewer bits on a GPU")
+        if weights.ranks.size > 1:
+            raise InvarianceUnavailable("deterministic mode is for one rank: sums over ranks depend on the batch")
+        if weights.addends is not None:
+            raise InvarianceUnavailable("deterministic mode adds nothing to products on a GPU")
         super().__init__(weights, state, kv, max_batch=max_batch, vocab_size=vocab_size, rows_B=rows_B)
         self.paths = Paths.wide_only()  # nothing to choose, nothing to measure
         device = weights.embed_VD.device
@@ -44,7 +48,7 @@ class InvariantDecodeStep(DecodeStep):
     def run(self, batch_size: int) -> None:
         """See DecodeStep.run."""
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
-        embed(self._none_B[:batch_size], rows_B, self.state.last_token_R, self.weights.embed_VD, x_BD)
+        embed_tokens(self.weights, self._none_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
         self.layers.run(x_BD, rows_B, rows_B, self._no_tiles, batch_size)
         self.sample(x_BD, rows_B)
 
@@ -83,7 +87,7 @@ class InvariantMixedStep(MixedStep):
     def forward(self, inputs: MixedInputs) -> None:
         """See MixedStep.forward; here through the last layer's end."""
         x_TD = self._buffers.x_TD[: len(inputs.ids_T)]
-        embed(inputs.ids_T, inputs.row_T, self._state.last_token_R, self.weights.embed_VD, x_TD)
+        embed_tokens(self.weights, inputs.ids_T, inputs.row_T, self._state.last_token_R, x_TD)
         self._layers.run(x_TD, inputs.row_T, inputs.position_T, inputs.tiles_W4, inputs.num_decodes)
 
     def finish(self, index_S: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.model.causal_lm import TakeHidden
 from octavo.model.families.interface import LayerOps
 from octavo.model.gpu.quant_products import QuantProducts, matrices_of
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
-from octavo.model.kernels.rows import rms_scale
+from octavo.model.kernels.rows import embed, rms_scale
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
@@ -42,7 +43,21 @@ class LayerBuffers:
         self.scale_T = torch.empty(max_tokens, dtype=torch.float32, device=device)
 
 
-class PlainFinish:
+class SumsInPlace:
+    """The sums over ranks of operations that change x in place."""
+
+    weights: GpuWeights
+
+    def begin_sum(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return x_SD if self.weights.ranks.size == 1 else torch.zeros_like(x_SD)
+
+    def reduce(self, x_SD: torch.Tensor, partial_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        return partial_SD if self.weights.ranks.size == 1 else x_SD.add_(self.weights.ranks.sum(partial_SD))
+
+
+class PlainFinish(SumsInPlace):
     """What follows attention, for any rows (`FinishOps`; a layer is its index), with weights in the model's dtype. x is
     changed in place."""
 
@@ -63,7 +78,7 @@ class PlainFinish:
             gate_up_product(x_SD, gate_up_ED, scale_S, act_SI)
         else:
             gate_up_S2I = self.buffers.gate_up_T2I[:num_rows]
-            torch.mm(x_SD, gate_up_ED.T, out=gate_up_S2I)
+            self.multiply_gate_up(layer, x_SD, gate_up_S2I)
             silu_mul(gate_up_S2I, x_SD, act_SI, eps)
         return act_SI
 
@@ -74,6 +89,10 @@ class PlainFinish:
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
         """The raw product that attention starts from."""
         torch.mm(x_TD, self.weights.layers[layer].qkv_CD.T, out=qkv_TC)
+
+    def multiply_gate_up(self, layer: int, x_SD: torch.Tensor, gate_up_S2I: torch.Tensor) -> None:
+        """The raw product that `activate` starts from, where it stands in memory."""
+        torch.mm(x_SD, self.weights.layers[layer].gate_up_ED.T, out=gate_up_S2I)
 
 
 class QuantizedFinish(PlainFinish):
@@ -91,7 +110,7 @@ class QuantizedFinish(PlainFinish):
     def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
         gate_up_S2I, act_SI = self.buffers.gate_up_T2I[: len(x_SD)], self.buffers.act_TI[: len(x_SD)]
-        self._products.multiply(x_SD, matrices_of(self.weights.layers[layer]).gate_up, gate_up_S2I)
+        self.multiply_gate_up(layer, x_SD, gate_up_S2I)
         silu_mul(gate_up_S2I, x_SD, act_SI, self.weights.config.rms_norm_eps)
         return act_SI
 
@@ -104,42 +123,114 @@ class QuantizedFinish(PlainFinish):
         """See PlainFinish.multiply_qkv."""
         self._products.multiply(x_TD, matrices_of(self.weights.layers[layer]).qkv, qkv_TC)
 
+    def multiply_gate_up(self, layer: int, x_SD: torch.Tensor, gate_up_S2I: torch.Tensor) -> None:
+        """See PlainFinish.multiply_gate_up."""
+        self._products.multiply(x_SD, matrices_of(self.weights.layers[layer]).gate_up, gate_up_S2I)
 
-class Layers:
-    """All operations of a layer (`LayerOps`) over products of `finish`, with attention left to the caller."""
+
+class AddendFinish(PlainFinish):
+    """The operations of `inner` with something added to each product (`LayerAddends`)."""
+
+    def __init__(self, inner: PlainFinish) -> None:
+        super().__init__(inner.weights, inner.buffers)
+        self._inner = inner
+
+    def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        x_SD = self._inner.add_output(layer, x_SD, attended_SNH)
+        self._add("output", layer, attended_SNH.flatten(1), x_SD)
+        return x_SD
+
+    def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
+        """See FinishOps; by way of memory."""
+        gate_up_S2I, act_SI = self.buffers.gate_up_T2I[: len(x_SD)], self.buffers.act_TI[: len(x_SD)]
+        self._inner.multiply_gate_up(layer, x_SD, gate_up_S2I)
+        self._add("gate_up", layer, x_SD, gate_up_S2I)
+        silu_mul(gate_up_S2I, x_SD, act_SI, self.weights.config.rms_norm_eps)
+        return act_SI
+
+    def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
+        """See FinishOps."""
+        x_SD = self._inner.add_down(layer, x_SD, act_SI)
+        self._add("down", layer, act_SI, x_SD)
+        return x_SD
+
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
+        """See PlainFinish.multiply_qkv."""
+        self._inner.multiply_qkv(layer, x_TD, qkv_TC)
+        self._add("qkv", layer, x_TD, qkv_TC)
+
+    def _add(self, product: str, layer: int, x_SI: torch.Tensor, out_SO: torch.Tensor) -> None:
+        assert self.weights.addends is not None
+        addend = getattr(self.weights.addends[layer], product)
+        if addend is not None:
+            addend(x_SI, out_SO)
+
+
+class Layers(SumsInPlace):
+    """All operations of a layer (`LayerOps`) over products of `finish`. Everything between the product with QKV and the
+    heads is left to the caller."""
 
     def __init__(self, finish: PlainFinish, attend: Attend) -> None:
-        self._finish, self._attend = finish, attend
+        self.weights, self._finish, self._attend = finish.weights, finish, attend
         self.add_output, self.activate, self.add_down = finish.add_output, finish.activate, finish.add_down
 
-    def attend(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
-        """See LayerOps: out_TNH of the buffers."""
-        buffers, T = self._finish.buffers, len(x_TD)
-        qkv_TC, out_TNH = buffers.qkv_TC[:T], buffers.out_TNH[:T]
+    def multiply_qkv(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: qkv_TC of the buffers."""
+        qkv_TC = self._finish.buffers.qkv_TC[: len(x_TD)]
         self._finish.multiply_qkv(layer, x_TD, qkv_TC)
-        self._attend(layer, self._finish.weights.layers[layer], qkv_TC, x_TD, out_TNH)
+        return qkv_TC
+
+    def write_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: passes qkv_TC on."""
+        return qkv_TC
+
+    def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: out_TNH of the buffers."""
+        out_TNH = self._finish.buffers.out_TNH[: len(x_TD)]
+        self._attend(layer, self.weights.layers[layer], qkv_TC, x_TD, out_TNH)
         return out_TNH
 
 
 def finish_of(weights: GpuWeights, buffers: LayerBuffers) -> PlainFinish:
     """The products that these weights need."""
-    if weights.products is None:
-        return PlainFinish(weights, buffers)
-    return QuantizedFinish(weights, buffers, weights.products)
+    plain = PlainFinish(weights, buffers)
+    finish = plain if weights.products is None else QuantizedFinish(weights, buffers, weights.products)
+    return finish if weights.addends is None else AddendFinish(finish)
 
 
-def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor) -> torch.Tensor:
-    """Take x_TD through every layer, by the family's program, in place; returns it."""
-    attended = attend_layers(weights, ops, x_TD)
-    finished: torch.Tensor = weights.config.family.finish(ops, len(weights.layers) - 1, x_TD, attended)
+def embed_tokens(
+    weights: GpuWeights, ids_T: torch.Tensor, rows_T: torch.Tensor, last_token_R: torch.Tensor, x_TD: torch.Tensor
+) -> None:
+    """x_TD: the embedding of each id, or of the row's last token where it is negative (int32)."""
+    ranks, embed_VD = weights.ranks, weights.embed_VD
+    if ranks.size == 1:
+        embed(ids_T, rows_T, last_token_R, embed_VD, x_TD)
+    else:
+        embed(ids_T, rows_T, last_token_R, embed_VD, x_TD, first=ranks.rank * len(embed_VD))
+        ranks.sum(x_TD)
+
+
+def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: TakeHidden | None = None) -> torch.Tensor:
+    """Take x_TD through every layer, by the family's program, in place; returns it. take: is given the hidden states
+    behind each layer, to be copied on the device: x_TD changes afterwards."""
+    attended, last = attend_layers(weights, ops, x_TD, take), len(weights.layers) - 1
+    finished: torch.Tensor = weights.config.family.finish(ops, last, x_TD, attended)
+    if take is not None:
+        take(last, finished)
     return finished
 
 
-def attend_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor) -> torch.Tensor:
+def attend_layers(
+    weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: TakeHidden | None = None
+) -> torch.Tensor:
     """`run_layers` up to the last layer's attention, whose heads it returns."""
-    attended = ops.attend(0, x_TD)
+    family = weights.config.family
+    attended = family.attend(ops, 0, x_TD)
     for index in range(1, len(weights.layers)):
-        x_TD = weights.config.family.finish(ops, index - 1, x_TD, attended)
-        attended = ops.attend(index, x_TD)
+        x_TD = family.finish(ops, index - 1, x_TD, attended)
+        if take is not None:
+            take(index - 1, x_TD)
+        attended = family.attend(ops, index, x_TD)
     heads_TNH: torch.Tensor = attended
     return heads_TNH

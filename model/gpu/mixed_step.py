@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.gpu.decode_step import DecodeStep
-from octavo.model.gpu.layers import LayerBuffers, Layers, attend_layers, finish_of
+from octavo.model.gpu.layers import LayerBuffers, Layers, attend_layers, embed_tokens, finish_of
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.prefill import prefill_attention
 from octavo.model.kernels.attention.rope_write import rope_write
-from octavo.model.kernels.rows import embed, rms_norm
+from octavo.model.kernels.rows import rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +90,7 @@ class MixedStep:
     def forward(self, inputs: MixedInputs) -> None:
         """Every layer over all tokens, up to the last one's attention."""
         T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
-        embed(inputs.ids_T, inputs.row_T, state.last_token_R, self.weights.embed_VD, self._buffers.x_TD[:T])
+        embed_tokens(self.weights, inputs.ids_T, inputs.row_T, state.last_token_R, self._buffers.x_TD[:T])
         args = self._decode.plan(inputs.row_T[:B]) if B else None
 
         def attend(

@@ -13,6 +13,7 @@ import torch
 
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.config import ModelConfig
+from octavo.model.gpu.layers import SumsInPlace
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.checks import next_power_of_2
@@ -90,7 +91,7 @@ class NarrowLayers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NarrowOps:
+class NarrowOps(SumsInPlace):
     """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
     place."""
 
@@ -98,23 +99,37 @@ class NarrowOps:
     rows_B: torch.Tensor
     cuts: NarrowCuts
 
-    def attend(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
-        own, cuts, rows_B, B = self.layers, self.cuts, self.rows_B, len(self.rows_B)
-        weights, state, overlap, matrices = own.weights, own.state, own.overlap, own.weights.layers[layer]
+    @property
+    def weights(self) -> GpuWeights:  # type: ignore[override]
+        """Of the layers."""
+        return self.layers.weights
+
+    def multiply_qkv(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: passes x_BD on."""
+        return x_BD
+
+    def write_qkv(self, layer: int, x_BD: torch.Tensor, _qkv: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: q_BNH, with the product."""
+        own, matrices, state = self.layers, self.weights.layers[layer], self.layers.state
         assert matrices.qkv_bias_C is not None  # fits_family
-        pools, q_BNH = (own.kv.k_pools[layer], own.kv.v_pools[layer]), own.q_BNH[:B]
+        q_BNH = own.q_BNH[: len(x_BD)]
         narrow_qkv(
-            x_BD, matrices.qkv_CD, matrices.qkv_bias_C, q_BNH, *pools, rows_B, state.position_R, state.table_RM,
-            weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps, cut=cuts.qkv, overlap=overlap,
+            x_BD, matrices.qkv_CD, matrices.qkv_bias_C, q_BNH, own.kv.k_pools[layer], own.kv.v_pools[layer],
+            self.rows_B, state.position_R, state.table_RM, self.weights.cos_LH, self.weights.sin_LH,
+            self.weights.config.rms_norm_eps, cut=self.cuts.qkv, overlap=own.overlap,
         )  # fmt: skip
+        return q_BNH
+
+    def attend(self, layer: int, x_BD: torch.Tensor, q_BNH: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        own, state, rows_B = self.layers, self.layers.state, self.rows_B
         parts = (own.part_BWNH, own.log_BWN)
         narrow_attention(
-            q_BNH, *pools, *parts, rows_B, state.position_R, state.table_RM, weights.config.scale,
-            warps=cuts.attention_warps, overlap=overlap,
+            q_BNH, own.kv.k_pools[layer], own.kv.v_pools[layer], *parts, rows_B, state.position_R, state.table_RM,
+            self.weights.config.scale, warps=self.cuts.attention_warps, overlap=own.overlap,
         )  # fmt: skip
-        out_BNH = own.out_BNH[:B]
-        combine(*parts, out_BNH, rows_B, state.position_R, overlap=overlap)
+        out_BNH = own.out_BNH[: len(x_BD)]
+        combine(*parts, out_BNH, rows_B, state.position_R, overlap=own.overlap)
         return out_BNH
 
     def add_output(self, layer: int, x_BD: torch.Tensor, attended_BNH: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ product, and the consumer of the product applies 1 / rms(x). Folded in float32 a
 Legend: D model dim · I intermediate dim · V rows of the embedding · C = (N + 2K)·H columns of the QKV product.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear, WeightFormat
 from octavo.model.layers.rope import rotary_frequencies, yarn_amplitude
+from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.grouped import GroupedWeight, join_outputs
 from octavo.model.quantization.rounding import Fp8Weight, round_to_groups
 
@@ -53,11 +55,28 @@ class LayerWeights:
     quantized: QuantMatrices | None = None
 
 
+AddInPlace = Callable[[torch.Tensor, torch.Tensor], None]
+"""(x_SI, out_SO): adds to a product with x_SI, by kernels that a CUDA graph can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerAddends:
+    """What is added to the products of a layer (LoRA, arXiv 2106.09685), None where nothing is. Those of qkv and
+    gate_up get x before its norm, whose weight must be folded in; what they add is scaled by 1 / rms(x) with the
+    product."""
+
+    qkv: AddInPlace | None = None
+    output: AddInPlace | None = None
+    gate_up: AddInPlace | None = None
+    down: AddInPlace | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuWeights:
-    """The whole model. cos_LH, sin_LH: float32 [max positions, H / 2], YaRN's amplitude included.
+    """The model, or what a rank has of it. cos_LH, sin_LH: float32 [max positions, H / 2], YaRN's amplitude included.
 
-    products: scratch for quantised matrices, None where they are plain.
+    products: scratch for quantised matrices, None where they are plain. addends: for each layer; None where there are
+    none. ranks: over which the products of a layer are summed.
     """
 
     config: ModelConfig
@@ -69,6 +88,13 @@ class GpuWeights:
     cos_LH: torch.Tensor
     sin_LH: torch.Tensor
     products: "QuantProducts | None" = None
+    addends: tuple[LayerAddends, ...] | None = None
+    ranks: Ranks = ALONE
+
+    @property
+    def has_plain_products(self) -> bool:
+        """Whether every kernel can read the layers' matrices, and nothing happens to a product before the next."""
+        return self.products is None and self.addends is None and self.ranks.size == 1
 
     @property
     def is_quantized(self) -> bool:
@@ -92,6 +118,7 @@ class GpuWeights:
             head_VD=model.lm_head.weight.data,
             cos_LH=cos_LH,
             sin_LH=sin_LH,
+            ranks=model.ranks,
         )
         if all(layer.quantized is None for layer in weights.layers):
             return weights

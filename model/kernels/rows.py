@@ -13,22 +13,37 @@ SCALED_TOKENS = 4  # a warp for each
 
 
 @triton.jit
-def _embed_kernel(ids_T, rows_T, last_token_R, embed_VD, x_TD, D: tl.constexpr, WIDTH: tl.constexpr):
+def _embed_kernel(
+    ids_T, rows_T, last_token_R, embed_VD, x_TD,
+    D: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, NUM_ROWS: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0)
     token = tl.load(ids_T + t)
     if token < 0:
         token = tl.load(last_token_R + tl.load(rows_T + t))
     d = tl.arange(0, WIDTH)
-    x = tl.load(embed_VD + token.to(tl.int64) * D + d, mask=d < D)
+    if FIRST is None:
+        x = tl.load(embed_VD + token.to(tl.int64) * D + d, mask=d < D)
+    else:
+        row = token.to(tl.int64) - FIRST
+        is_here = (row >= 0) & (row < NUM_ROWS)
+        x = tl.load(embed_VD + row * D + d, mask=(d < D) & is_here, other=0.0)
     tl.store(x_TD + t.to(tl.int64) * D + d, x, mask=d < D)
 
 
 def embed(
-    ids_T: torch.Tensor, rows_T: torch.Tensor, last_token_R: torch.Tensor, embed_VD: torch.Tensor, x_TD: torch.Tensor
+    ids_T: torch.Tensor,
+    rows_T: torch.Tensor,
+    last_token_R: torch.Tensor,
+    embed_VD: torch.Tensor,
+    x_TD: torch.Tensor,
+    *,
+    first: int | None = None,
 ) -> None:
     """x_TD[t] = embed_VD[ids_T[t]], or of the row's last token where the id is negative. ids, rows, tokens: int32.
 
-    Raises ValueError where a tensor does not fit. Ids must be rows of the embedding.
+    first: the id of embed_VD's first row, where it has some of the rows only; other ids give zeros. None: it has all,
+    and ids must be rows of it. Raises ValueError where a tensor does not fit.
     """
     T, D = x_TD.shape
     check_tensor("ids_T", ids_T, shape=(T,), dtype=torch.int32)
@@ -36,7 +51,11 @@ def embed(
     check_tensor("last_token_R", last_token_R, shape=(None,), dtype=torch.int32)
     check_tensor("embed_VD", embed_VD, shape=(None, D), dtype=x_TD.dtype)
     check_tensor("x_TD", x_TD, shape=(T, D), dtype=x_TD.dtype)
-    _embed_kernel[(T,)](ids_T, rows_T, last_token_R, embed_VD, x_TD, D=D, WIDTH=next_power_of_2(D), num_warps=4)
+    num_rows = 0 if first is None else len(embed_VD)
+    _embed_kernel[(T,)](
+        ids_T, rows_T, last_token_R, embed_VD, x_TD, D=D, WIDTH=next_power_of_2(D), FIRST=first, NUM_ROWS=num_rows,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

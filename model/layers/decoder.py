@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from octavo.model.attention.interface import AttentionBackend, AttentionInputs
-from octavo.model.attention.kv_pool import WriteRows
+from octavo.model.attention.kv_pool import KvPool, write_rows_of
 from octavo.model.config import ModelConfig
 from octavo.model.cpu.layer import LayerRest
 from octavo.model.cpu.ops import LANES, rms_norm, rope_write, silu_mul, takes
 from octavo.model.layers.linear import Linear
 from octavo.model.layers.rope import RopeAngles, rotate
+from octavo.model.parallel import ALONE, Ranks
 
 MakeTensor = Callable[..., torch.Tensor]
 """Shape in, uninitialised tensor of the model's dtype and device out."""
@@ -55,16 +56,6 @@ def plain_rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -
     return weight_D * (wide_TD * torch.rsqrt(mean_square_T1 + epsilon)).to(x_TD.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepContext:
-    """What every layer of one step shares."""
-
-    angles: RopeAngles
-    write_rows: WriteRows
-    inputs: AttentionInputs
-    backend: AttentionBackend
-
-
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
@@ -95,31 +86,16 @@ class Attention(nn.Module):
         normed = [norm(part.flatten(0, 1)).view(part.shape) for norm, part in parts]
         return torch.cat([*normed, heads[:, N + K :]], dim=1).flatten(1)
 
-    def project(self, x_TD: torch.Tensor, angles: RopeAngles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_TNH and k_TKH with their positions turned in, v_TKH. One multiplication, one rotation for q and k."""
-        heads = self.multiply(x_TD).unflatten(1, (self.num_heads + 2 * self.num_kv_heads, -1))
-        turned = rotate(heads[:, : self.num_heads + self.num_kv_heads], angles)
-        return turned[:, : self.num_heads], turned[:, self.num_heads :], heads[:, -self.num_kv_heads :]
-
     def forward(
-        self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
+        self,
+        q_TNH: torch.Tensor,
+        k_pool_PKBH: torch.Tensor,
+        v_pool_PKBH: torch.Tensor,
+        inputs: AttentionInputs,
+        backend: AttentionBackend,
     ) -> torch.Tensor:
-        """Write this step's keys and values into the pool, then attend: [T, N * H], which `o_proj` is for."""
-        q_TNH = self._project_and_write(x_TD, k_pool_PKBH, v_pool_PKBH, step)
-        return step.backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, step.inputs, self.scale).flatten(1)
-
-    def _project_and_write(
-        self, x_TD: torch.Tensor, k_pool_PKBH: torch.Tensor, v_pool_PKBH: torch.Tensor, step: StepContext
-    ) -> torch.Tensor:
-        """q_TNH; keys and values are in the pool."""
-        if takes(x_TD, width=k_pool_PKBH.shape[3]) and k_pool_PKBH.dtype == x_TD.dtype:
-            angles, slots_T = step.angles, step.inputs.slot_mapping_T
-            qkv_TC = self.multiply(x_TD)
-            return rope_write(qkv_TC, angles.cos_TH, angles.sin_TH, slots_T, k_pool_PKBH, v_pool_PKBH)
-        q_TNH, k_TKH, v_TKH = self.project(x_TD, step.angles)
-        step.write_rows.write(k_TKH, k_pool_PKBH)
-        step.write_rows.write(v_TKH, v_pool_PKBH)
-        return q_TNH
+        """Attention over the cache, this step's keys and values included: [T, N * H], which `o_proj` is for."""
+        return backend.attend(q_TNH, k_pool_PKBH, v_pool_PKBH, inputs, self.scale).flatten(1)
 
 
 class Mlp(nn.Module):
@@ -144,11 +120,11 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normalised stream and added to it."""
+    """Attention and MLP, each on the normalised stream and added to it. index: of the layer, from 0."""
 
-    def __init__(self, config: ModelConfig, make: MakeTensor) -> None:
+    def __init__(self, config: ModelConfig, make: MakeTensor, index: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self._finish = config.family.finish
+        self.index, self._family, self._ranks = index, config.family, ranks
         self.input_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
         self.self_attn = Attention(config, make)
         self.post_attention_layernorm = RmsNorm(make(config.hidden_size), config.rms_norm_eps)
@@ -156,46 +132,97 @@ class DecoderLayer(nn.Module):
         self.rest: LayerRest | None = None
 
     def fuse(self) -> None:
-        """After packing: what follows attention in one call, where the weights are laid out for it. `rest` may be taken
-        away again, by who wants to see the stages between."""
-        o, gate_up, down = (each.panels for each in (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj))
+        """After packing, and after an addend was set: what follows attention in one call, where the weights are laid
+        out for it and nothing happens between its stages. `rest` may be taken away again, to see the stages."""
+        self.rest = None
+        linears = (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
+        o, gate_up, down = (each.panels for each in linears)
         norm = self.post_attention_layernorm
+        if self._ranks.size > 1 or any(each.addend is not None for each in linears):
+            return
         if o is None or gate_up is None or down is None or (o.num_outputs | down.num_inputs) % LANES:
             return
         self.rest = LayerRest.of(o=o, norm_D=norm.weight, epsilon=norm.epsilon, gate_up=gate_up, down=down)
 
-    def forward(
-        self,
-        hidden_TD: torch.Tensor,
-        k_pool_PKBH: torch.Tensor,
-        v_pool_PKBH: torch.Tensor,
-        step: StepContext,
-        wanted_S: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Returns a new tensor; hidden_TD stays as it was. wanted_S: the rows that anybody reads afterwards, where they
-        are not all: [S, D] comes back."""
-        attended_TC = self.self_attn(self.input_layernorm(hidden_TD), k_pool_PKBH, v_pool_PKBH, step)
+    def forward(self, hidden_TD: torch.Tensor, ops: "PagedOps", wanted_S: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns a new tensor; hidden_TD stays as it was. wanted_S: the rows that are read afterwards, where they are
+        not all: [S, D] comes back."""
+        attended_TC = self._family.attend(ops, self, hidden_TD)
         if wanted_S is not None:
             attended_TC, hidden_TD = attended_TC[wanted_S], hidden_TD[wanted_S]
             if not len(wanted_S):
                 return hidden_TD
         if self.rest is not None:
             return self.rest.run(attended_TC, hidden_TD)
-        finished: torch.Tensor = self._finish(TorchFinish(), self, hidden_TD, attended_TC)
+        finished: torch.Tensor = self._family.finish(ops, self, hidden_TD, attended_TC)
         return finished
 
 
-class TorchFinish:
-    """What follows attention (`FinishOps`; a layer is a DecoderLayer), a module for each operation."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchOps:
+    """The operations of a layer (`LayerOps`; a layer is a DecoderLayer) but for attention, a module for each product.
+    x is never changed in place."""
+
+    angles: RopeAngles
+    ranks: Ranks = ALONE
+
+    def multiply_qkv(self, layer: DecoderLayer, x_TD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps. The bias is in it, and the norms of heads."""
+        return layer.self_attn.multiply(layer.input_layernorm(x_TD))
 
     def add_output(self, layer: DecoderLayer, x_SD: torch.Tensor, attended_SC: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
+        """See LayerOps."""
         return x_SD + layer.self_attn.o_proj(attended_SC)
 
     def activate(self, layer: DecoderLayer, x_SD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
+        """See LayerOps."""
         return layer.mlp.activate(layer.post_attention_layernorm(x_SD))
 
     def add_down(self, layer: DecoderLayer, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
+        """See LayerOps."""
         return x_SD + layer.mlp.down_proj(act_SI)
+
+    def begin_sum(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        return x_SD if self.ranks.size == 1 else torch.zeros_like(x_SD)
+
+    def reduce(self, x_SD: torch.Tensor, partial_SD: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        return partial_SD if self.ranks.size == 1 else x_SD + self.ranks.sum(partial_SD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedOps(TorchOps):
+    """All operations of a layer, over the paged cache."""
+
+    kv: KvPool
+    inputs: AttentionInputs
+    backend: AttentionBackend
+
+    def write_qkv(self, layer: DecoderLayer, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: q_TNH."""
+        k_pool_PKBH, v_pool_PKBH = self.kv.k_pools[layer.index], self.kv.v_pools[layer.index]
+        angles, slots_T = self.angles, self.inputs.slot_mapping_T
+        if takes(qkv_TC, width=k_pool_PKBH.shape[3]) and k_pool_PKBH.dtype == qkv_TC.dtype:
+            return rope_write(qkv_TC, angles.cos_TH, angles.sin_TH, slots_T, k_pool_PKBH, v_pool_PKBH)
+        q_TNH, k_TKH, v_TKH = turn_heads(layer, qkv_TC, angles)
+        rows = write_rows_of(self.inputs, self.kv.block_size)
+        rows.write(k_TKH, k_pool_PKBH)
+        rows.write(v_TKH, v_pool_PKBH)
+        return q_TNH
+
+    def attend(self, layer: DecoderLayer, x_TD: torch.Tensor, q_TNH: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: [T, N * H]."""
+        pools = self.kv.k_pools[layer.index], self.kv.v_pools[layer.index]
+        attended_TC: torch.Tensor = layer.self_attn(q_TNH, *pools, self.inputs, self.backend)
+        return attended_TC
+
+
+def turn_heads(
+    layer: DecoderLayer, qkv_TC: torch.Tensor, angles: RopeAngles
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q_TNH and k_TKH with their positions turned in, v_TKH. One rotation for q and k."""
+    N, K = layer.self_attn.num_heads, layer.self_attn.num_kv_heads
+    heads = qkv_TC.unflatten(1, (N + 2 * K, -1))
+    turned = rotate(heads[:, : N + K], angles)
+    return turned[:, :N], turned[:, N:], heads[:, N + K :]

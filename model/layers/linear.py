@@ -8,6 +8,7 @@ equality with other implementations is worth more.
 Must not know: what the matrices mean.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -61,12 +62,18 @@ class OneDnnWeight:
         return torch.ops.mkldnn._linear_pointwise(x, self.blocks, self.bias, "none", [], "")
 
 
+Addend = Callable[[torch.Tensor], torch.Tensor]
+"""x, [..., in], to what is added to a product with it, [..., out]: an adapter (LoRA, arXiv 2106.09685)."""
+
+
 class Linear(nn.Module):
-    """y = x @ weight.T + bias.
+    """y = x @ weight.T + bias, + addend(x) where there is one.
 
     weight: [out, in]; gone once packed. bias: [out], or None. The tensors are taken as they are: two layers can share
-    one (a tied head).
+    one (a tied head). addend: set by `CausalLM.set_addend`.
     """
+
+    addend: Addend | None = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -77,13 +84,12 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] of the weight's dtype. Returns [..., out] of the same dtype."""
-        if self._packed is not None:
-            return self._packed.multiply(x)
-        return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias) if self._packed is None else self._packed.multiply(x)
+        return y if self.addend is None else y + self.addend(x)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """`forward` as float32."""
-        if self.panels is not None:
+        if self.panels is not None and self.addend is None:
             return self.panels.multiply_wide(x)
         return self(x).float()
 

@@ -1,5 +1,7 @@
 """Decode and mixed steps against the model's own forward on the reference backend, on a GPU or in the interpreter."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import CausalLM, KvPool, ModelConfig, generate
+from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.prefill import list_tiles
+from octavo.model.parallel import Ranks, part_of
+from tests.support.model.ranks import alone, on_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12
@@ -108,3 +113,40 @@ def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, 
         keep([3, 1, 0, 2], device.step([3, 1, 0, 2]))
     assert got == {row: expected[row][: len(got[row])] for row in got}
     assert [len(tokens) for tokens in got.values()] == [9, 8, 8, 6]
+
+
+RANK_CONFIG = CONFIG | {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+
+
+def whole_model(changes: dict[str, object]) -> CausalLM:
+    return CausalLM.random(ModelConfig.from_dict(RANK_CONFIG | changes), seed=1, dtype=torch.float32, device=DEVICE)
+
+
+def tokens_of_rank(ranks: Ranks, changes: dict[str, object]) -> dict[str, object]:
+    """A prompt, another in two chunks beside a decode, and decodes of both."""
+    whole = whole_model(changes)
+    model = CausalLM(whole.config, dtype=torch.float32, device=DEVICE, ranks=ranks)
+    views = destinations(whole)
+    for name, view in destinations(model).items():
+        view.copy_(views[name][part_of(name, tuple(views[name].shape), whole.config, ranks)])
+    device = Device(model, "wide")
+    tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
+    tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
+    tokens.append(device.step([0, 1]))
+    return {"tokens": tokens, "logits": device.decode.logits_BV[:2].clone()}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks need two devices")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("changes", [{}, QWEN3], ids=["qwen2", "qwen3"])
+def test_two_ranks_give_the_tokens_and_logits_of_one(changes: dict[str, object], tmp_path: Path) -> None:
+    expected = alone(tokens_of_rank, changes)
+    whole = whole_model(changes)
+    first, second = (
+        generate(whole, [5, 6, 7], max_new_tokens=3),
+        generate(whole, list(range(200, 220)), max_new_tokens=2),
+    )
+    assert expected["tokens"] == [first[:1], [first[1], second[0]], [first[2], second[1]]]
+    for found in on_ranks(2, tokens_of_rank, tmp_path, changes):
+        assert found["tokens"] == expected["tokens"]
+        assert np.abs(found["logits"] - expected["logits"]).max() < 1e-5

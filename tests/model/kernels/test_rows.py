@@ -20,6 +20,12 @@ def test_embed_takes_the_id_or_the_last_token_of_the_row() -> None:
     assert torch.equal(out, table[[7, 11, 49, 5]])
 
 
+def test_embed_of_some_rows_gives_zeros_for_the_others() -> None:
+    table, out = torch.randn(20, 40, device=DEVICE), torch.full((5, 40), float("nan"), device=DEVICE)
+    embed(ints(30, -1, 49, 29, 50), ints(0, 2, 0, 1, 0), ints(3, 5, 31), table, out, first=30)
+    assert torch.equal(out, torch.stack([table[0], table[1], table[19], *torch.zeros(2, 40, device=DEVICE)]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rms_norm_equals_its_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

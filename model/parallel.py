@@ -1,0 +1,141 @@
+"""Tensor parallelism: one model cut over the ranks of a group (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
+
+A rank is a process with a device of its own and a part of every large matrix; which part, the family says
+(model/families/interface.py, `Cut`). Each has whole hidden states and, of a layer, some heads and some of the MLP's
+inner columns, so that two sums over ranks make a layer whole: after attention's output and after the MLP's down
+projection. The embedding needs one sum more, the head a concatenation. Of one rank nothing of this happens.
+
+Every rank must run the same steps in the same order: a sum waits for all of them.
+
+Legend: T tokens · S rows · D model dim · V vocabulary · W rows of the embedding that a rank has.
+Must not know: layers, files, who tells a rank what to run.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from octavo.model.config import ModelConfig
+from octavo.model.errors import ConfigError
+from octavo.model.families.interface import Cut
+
+JOIN_TIMEOUT_S = 120.0
+"""For all ranks to come, and then for each sum."""
+
+Part = tuple[slice, ...]
+"""What a rank has of a tensor, a slice for each dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank."""
+
+    rank: int = 0
+    size: int = 1
+    group: "distributed.ProcessGroup | None" = None
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, in place."""
+        distributed.all_reduce(partial, group=self.group)
+        return partial
+
+    def concatenate(self, part_SW: torch.Tensor) -> torch.Tensor:
+        """[S, V] of all ranks' columns, in the order of the ranks."""
+        parts = [torch.empty_like(part_SW) for _ in range(self.size)]
+        distributed.all_gather(parts, part_SW, group=self.group)
+        return torch.cat(parts, dim=1)
+
+    def embed(self, ids_T: torch.Tensor, weight_WD: torch.Tensor) -> torch.Tensor:
+        """A row for each id, of a weight whose rows are cut over the ranks."""
+        row_T = ids_T - self.rank * len(weight_WD)
+        is_elsewhere_T = (row_T < 0) | (row_T >= len(weight_WD))
+        found_TD = F.embedding(row_T.masked_fill(is_elsewhere_T, 0), weight_WD)
+        return self.sum(found_TD.masked_fill_(is_elsewhere_T[:, None], 0))
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def join_ranks(
+    meeting: Path, *, rank: int, size: int, device: torch.device | str = "cpu", timeout_s: float = JOIN_TIMEOUT_S
+) -> Iterator[Ranks]:
+    """This process as one of `size` on one host: tensors go over gloo, of CUDA devices over NCCL.
+
+    meeting: a file that does not exist yet, the same for all ranks, in a folder that no one else writes to. Raises
+    torch.distributed.DistError where not all come in time.
+    """
+    if size == 1:
+        yield ALONE
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one host, and no other host is to reach them
+    distributed.init_process_group(
+        "nccl" if torch.device(device).type == "cuda" else "gloo",
+        init_method=meeting.absolute().as_uri(),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield Ranks(rank=rank, size=size, group=distributed.group.WORLD)
+    finally:
+        distributed.destroy_process_group()
+
+
+def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:
+    """The shape of what one of `size` ranks has. The vocabulary is the whole one's: every rank knows all ids.
+
+    Raises ConfigError naming the field that cannot be divided.
+    """
+    if size == 1:
+        return config
+    for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, field) % size:
+            raise ConfigError(field, f"{getattr(config, field)} cannot be divided among {size} tensor-parallel ranks")
+    heads = config.num_key_value_heads
+    if heads % size and size % heads:
+        raise ConfigError(
+            "num_key_value_heads", f"{heads} can neither be divided among {size} tensor-parallel ranks nor repeated"
+        )
+    if config.quantization is not None:
+        raise ConfigError(
+            "quantization_config",
+            f"a packed checkpoint cannot be cut into {size} tensor-parallel ranks; a plain one can",
+        )
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // size,
+        num_key_value_heads=max(heads // size, 1),
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def part_of(name: str, shape: tuple[int, ...], config: ModelConfig, ranks: Ranks) -> Part:
+    """What a rank has of the checkpoint's tensor of this name. config: of the whole model. Raises ValueError for a name
+    of which the family does not say how it is cut."""
+    whole = tuple(slice(0, length) for length in shape)
+    module = name.split(".")[-2]
+    if module not in config.family.cuts or (len(shape) == 1 and config.family.cuts[module] is Cut.INPUTS):
+        raise ValueError(f"{name}: {config.family.model_type} does not say how it is cut into ranks")
+    match config.family.cuts[module]:
+        case Cut.WHOLE:
+            return whole
+        case Cut.INPUTS:
+            return whole[0], _share(shape[1], ranks.rank, ranks.size)
+        case Cut.KV_HEADS:
+            num_parts = min(ranks.size, config.num_key_value_heads)
+            return _share(shape[0], ranks.rank * num_parts // ranks.size, num_parts), *whole[1:]
+        case Cut.OUTPUTS | Cut.VOCABULARY:
+            return _share(shape[0], ranks.rank, ranks.size), *whole[1:]
+
+
+def _share(length: int, number: int, count: int) -> slice:
+    """The number-th of `count` equal parts."""
+    return slice(length // count * number, length // count * (number + 1))
