@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection
 from octavo.gateway.auth.authenticator import Authenticator, PrefixSalt
 from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig
-from octavo.gateway.dialects import kserve, vllm
+from octavo.gateway.dialects import kserve, openengine, vllm
 from octavo.gateway.dialects.kserve.servicer import KserveServicer
+from octavo.gateway.dialects.openengine.servicer import OpenEngineControl, OpenEngineInference
 from octavo.gateway.errors import Draining
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
@@ -42,6 +43,7 @@ from octavo.gateway.ticker import GarbageWatch, Ticker, measure_loop_lag
 from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.kserve import inference_pb2_grpc as kserve_pb2_grpc
+from octavo.openengine import openengine_pb2_grpc
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, load_pb2_grpc, model_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -234,12 +236,19 @@ class Gateway:
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
 
+    def _attach_openengine(self, server: grpc.aio.Server) -> None:
+        inference = OpenEngineInference(self._collaborators, submitter=self.submitter)
+        control = OpenEngineControl(self._collaborators, submitter=self.submitter, control=self.control)
+        openengine_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+        openengine_pb2_grpc.add_ControlServicer_to_server(control, server)
+
     def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
         """Names of the services that were added."""
         if self.config.dialects is Dialects.NONE:
             return ()
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._kserve_servicer(), server)
-        services = [kserve.SERVICE]
+        self._attach_openengine(server)
+        services = [kserve.SERVICE, *openengine.SERVICES]
         if vllm.is_installed():
             self._attach_vllm(server)
             services.append(vllm.SERVICE)

@@ -18,7 +18,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-SERVER = ("blockmgr", "cli", "gateway", "grammar", "model", "proto/octavo/kserve", "wire", "worker")
+STUBS = ("proto/octavo/kserve", "proto/octavo/openengine")  # that only the server has
+SERVER = ("blockmgr", "cli", "gateway", "grammar", "model", *STUBS, "wire", "worker")
 CLIENT = ("proto/octavo",)  # octavo-client
 PRODUCT = (*SERVER, *CLIENT)
 WORKSHOP = ("sim", "bench", "examples", "tests", "deploy")

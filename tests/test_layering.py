@@ -40,8 +40,8 @@ INNER: dict[str, dict[str, set[str]]] = {
         "loading": {"runners", "runners/oracle", "runners/torch", "runners/cuda", "scheduler"},
     },
     "gateway": {
-        "": {"auth", "dialects/kserve", "dialects/vllm", "observability", "requests", "rpc", "servicers", "streams"}
-        | {"peers", "text", "watching", "workers"},  # app puts the parts together
+        "": {"auth", "dialects/kserve", "dialects/openengine", "dialects/vllm", "observability", "requests", "rpc"}
+        | {"servicers", "streams", "peers", "text", "watching", "workers"},  # app puts the parts together
         "workers": set(),
         "text": set(),
         "peers": {"auth", "requests", "workers"},
@@ -52,8 +52,9 @@ INNER: dict[str, dict[str, set[str]]] = {
         "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
         "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
         "watching": {"observability", "peers", "requests", "workers"},
-        "dialects": {"dialects/kserve", "dialects/vllm"},
+        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm"},
         "dialects/kserve": {"requests", "rpc", "streams", "validation"},
+        "dialects/openengine": {"auth", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
         "dialects/vllm": {"peers", "requests", "rpc", "streams", "validation", "workers"},
         "observability": {"rpc", "workers"},
     },
@@ -251,7 +252,14 @@ def test_generated_stubs_are_current(repository: Path, tmp_path: Path) -> None:
     """But for what tells the versions of the generator: `make proto` has an older one than these tests."""
     protoc = pytest.importorskip("grpc_tools.protoc")
     protos = sorted(str(path) for path in (repository / "proto/octavo").glob("*/*.proto"))
-    arguments = ["protoc", f"-I{repository / 'proto'}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
+    well_known = Path(protoc.__file__).parent / "_proto"
+    arguments = [
+        "protoc",
+        f"-I{repository / 'proto'}",
+        f"-I{well_known}",
+        f"--python_out={tmp_path}",
+        f"--grpc_python_out={tmp_path}",
+    ]
     assert protoc.main([*arguments, *protos]) == 0
     made = sorted((tmp_path / "octavo").glob("*/*.py"))
     assert made

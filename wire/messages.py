@@ -359,6 +359,13 @@ class PeerCancel(Message, frozen=True, kw_only=True):
     keys: tuple[str, ...]
 
 
+class PeerCancelAll(Message, frozen=True, kw_only=True):
+    """End all requests of one tenant, for its own sake. tenant None: of everybody, where callers are not identified."""
+
+    call_id: int
+    tenant: str | None = None
+
+
 class PeerDrain(Message, frozen=True, kw_only=True):
     """Take no new request, finish the others, then stop. grace_s None: the receiver's own."""
 
@@ -438,4 +445,4 @@ class PeerReply(Message, frozen=True, kw_only=True):
 
 ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
 ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain
-ToPeer = PeerAbort | PeerCancel | PeerDrain | PeerAskLoad | PeerWatch
+ToPeer = PeerAbort | PeerCancel | PeerCancelAll | PeerDrain | PeerAskLoad | PeerWatch

@@ -73,6 +73,19 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "StartProfile": Scope.ADMIN,
         "StopProfile": Scope.ADMIN,
     },
+    "openengine.v1.Inference": {"Generate": Scope.GENERATE},
+    "openengine.v1.Control": {
+        "GetServerInfo": Scope.MODELS,
+        "GetModelInfo": Scope.MODELS,
+        "GetLoad": Scope.MODELS,
+        "Health": Scope.HEALTH,
+        "Abort": Scope.GENERATE,  # one's own
+        "LoadLora": Scope.ADMIN,
+        "UnloadLora": Scope.ADMIN,
+        "ListLoras": Scope.MODELS,
+        "GetKvEventSources": Scope.ADMIN,
+        "SubscribeKvEvents": Scope.ADMIN,  # tells the tokens of prompts
+    },
     "inference.GRPCInferenceService": {
         "ServerLive": Scope.HEALTH,
         "ServerReady": Scope.HEALTH,
@@ -125,6 +138,11 @@ class Caller:
     def key_of(self, request_id: str) -> str:
         """A request id that no other tenant's can equal: ids have no line feed."""
         return request_id if self.tenant is None else f"{self.tenant}\n{request_id}"
+
+
+def is_of_tenant(key: str, tenant: str | None) -> bool:
+    """Whether `key_of` made it for this tenant; every key is of None."""
+    return tenant is None or key.startswith(f"{tenant}\n")
 
 
 def id_in(key: str) -> str:

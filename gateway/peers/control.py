@@ -21,6 +21,7 @@ from octavo.wire.messages import (
     PeerAbort,
     PeerAskLoad,
     PeerCancel,
+    PeerCancelAll,
     PeerDrain,
     PeerReply,
     PeerWatch,
@@ -94,6 +95,10 @@ class Control:
         parts = [tuple(keys[begin : begin + _MAX_KEYS]) for begin in range(0, len(keys), _MAX_KEYS)]
         await asyncio.gather(*(self._everywhere(PeerCancel(call_id=_NO_ID, keys=part)) for part in parts))
 
+    async def cancel_every(self, caller: Caller) -> Outcome:
+        """The same for all requests of the caller's tenant that are in flight now."""
+        return await self._everywhere(PeerCancelAll(call_id=_NO_ID, tenant=caller.tenant))
+
     async def drain(self, grace_s: float | None) -> Outcome:
         """Drain every gateway, this one last: it may be gone as soon as it has begun."""
         question, asked = PeerDrain(call_id=_NO_ID, grace_s=grace_s), Asked()
@@ -123,6 +128,8 @@ class Control:
                 return msgspec.structs.replace(load, num_ended=self._tracker.fail(question.request_id, error))
             case PeerCancel():
                 return msgspec.structs.replace(load, num_ended=sum(map(self._tracker.abort, question.keys)))
+            case PeerCancelAll():
+                return msgspec.structs.replace(load, num_ended=self._tracker.abort_all(question.tenant))
             case PeerDrain():
                 self._begin_drain(question.grace_s)
                 return msgspec.structs.replace(load, is_draining=True)

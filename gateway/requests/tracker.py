@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from octavo.gateway.auth.authenticator import id_in
+from octavo.gateway.auth.authenticator import id_in, is_of_tenant
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowConsumer, TenantLimit
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
@@ -361,6 +361,10 @@ class RequestTracker:
             stream.fail(error)  # a message that is being written is not interrupted
             self._pool.cancel(handle)
         return True
+
+    def abort_all(self, tenant: str | None) -> int:
+        """The same for every request of a tenant (None: of everybody); how many."""
+        return sum(map(self.abort, [key for key in (*self._by_key, *self._preparing) if is_of_tenant(key, tenant)]))
 
     @contextmanager
     def closing(self, tracked: TrackedRequest) -> Iterator[None]:

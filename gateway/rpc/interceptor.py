@@ -165,7 +165,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 await self._end(error, scope, context)
                 raise
-            self._record(scope, "OK", "")
+            self._record(scope, "OK", scope.reason)
             return response
 
         return guarded
@@ -182,7 +182,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 await self._end(error, scope, context)
                 raise
-            self._record(scope, "OK", "")
+            self._record(scope, "OK", scope.reason)
 
         return guarded
 

@@ -99,6 +99,7 @@ class RpcScope:
     started_s: float = field(default_factory=lambda: time.monotonic())
     request_id: str = ""
     tokens_delivered: int = 0
+    reason: str = ""  # why the request failed, of a call that its contract ends with OK all the same
     log_fields: dict[str, object] = field(default_factory=dict)
 
     def name_by(self, request_id: str) -> None:

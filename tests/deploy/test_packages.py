@@ -94,14 +94,19 @@ def sources(root: Path, prefix: str) -> set[str]:
     return {f"{prefix}/{each.relative_to(root).as_posix()}" for each in root.rglob("*") if each.is_file()}
 
 
+def of_the_server_alone(tree: Path) -> set[str]:
+    """Stubs of contracts that Octavo's own client does not speak."""
+    return set().union(*(sources(tree / "proto/octavo" / name, f"octavo/{name}") for name in ("kserve", "openengine")))
+
+
 def test_the_servers_wheel_has_its_folders_whole_and_nothing_else(tree: Path, wheels: Wheels) -> None:
     """A folder that lost its `__init__.py`, or data that no line of pyproject.toml names, would be missing here."""
     wanted = set().union(*(sources(tree / folder, f"octavo/{folder}") for folder in FOLDERS))
-    assert contents(wheels.server) == wanted | sources(tree / "proto/octavo/kserve", "octavo/kserve")
+    assert contents(wheels.server) == wanted | of_the_server_alone(tree)
 
 
 def test_the_clients_wheel_has_the_package_itself_the_client_and_typed_stubs(tree: Path, wheels: Wheels) -> None:
-    wanted = sources(tree / "proto/octavo", "octavo") - sources(tree / "proto/octavo/kserve", "octavo/kserve")
+    wanted = sources(tree / "proto/octavo", "octavo") - of_the_server_alone(tree)
     assert contents(wheels.client) == wanted
     assert {"octavo/__init__.py", "octavo/py.typed", "octavo/v1/inference_pb2.pyi"} <= wanted
     assert not contents(wheels.client) & contents(wheels.server)  # what is in both, uninstalling one would take away
@@ -215,10 +220,11 @@ def test_a_checkout_that_is_installed_to_be_edited_is_one_package_too(tree: Path
     share(python, closure(BUILD))
     install(python, "-e", tree / "proto", "-e", tree)
     share_what_others_made(python)
-    modules = ("octavo", "octavo.client", "octavo.v1", "octavo.kserve", "octavo.wire", "octavo.gateway.rpc")
+    names = ("client", "v1", "kserve", "openengine", "wire", "gateway.rpc")
+    modules = ("octavo", *(f"octavo.{name}" for name in names))
     code = f"import {', '.join(modules)}; print({', '.join(f'{each}.__file__' for each in modules)}, sep='\\n')"
     found = [Path(line).parent for line in run([python, "-c", code], namesakes).splitlines()]
-    places = ("proto/octavo", "proto/octavo/client", "proto/octavo/v1", "proto/octavo/kserve", "wire", "gateway/rpc")
+    places = ("proto/octavo", *(f"proto/octavo/{name}" for name in names[:4]), "wire", "gateway/rpc")
     assert found == [tree / each for each in places]
     assert run([python.parent / "octavo", "--version"], namesakes).startswith("octavo ")
 

@@ -1,0 +1,186 @@
+"""Pieces, ends and errors of outputs, and changes of the prefix cache, as messages of openengine.v1. Pure."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from octavo.gateway.errors import Retry, row_of
+from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.rpc.status import public_message
+from octavo.gateway.streams.output_processor import Piece
+from octavo.gateway.streams.stream import OutputStream, StreamState
+from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
+from octavo.openengine import openengine_pb2 as oe
+from octavo.wire.messages import TokenLogprobs, WireFinishReason
+
+BytesById = Sequence[bytes]
+_CODES = {
+    "INVALID_FIELD": oe.ERROR_CODE_INVALID_ARGUMENT,
+    "EXCEEDS_CAPACITY": oe.ERROR_CODE_INVALID_ARGUMENT,
+    "CONSTRAINT": oe.ERROR_CODE_INVALID_ARGUMENT,
+    "MODEL_NOT_FOUND": oe.ERROR_CODE_MODEL_NOT_FOUND,
+    "DUPLICATE_REQUEST": oe.ERROR_CODE_DUPLICATE_REQUEST,
+    "QUEUE_FULL": oe.ERROR_CODE_OVERLOADED,
+    "TENANT_LIMIT": oe.ERROR_CODE_OVERLOADED,
+    "OUT_OF_MEMORY": oe.ERROR_CODE_OVERLOADED,
+    "SLOW_CONSUMER": oe.ERROR_CODE_OVERLOADED,
+    "NO_WORKER": oe.ERROR_CODE_OVERLOADED,
+    "ABORTED": oe.ERROR_CODE_CANCELLED,
+    "DEADLINE": oe.ERROR_CODE_CANCELLED,
+    "DRAINING": oe.ERROR_CODE_DRAINING,
+}
+
+
+def engine_error(error: Exception) -> oe.EngineError:
+    """What ended a request that had been accepted."""
+    row = row_of(error)
+    return oe.EngineError(
+        code=_CODES.get(row.reason, oe.ERROR_CODE_INTERNAL),
+        message=public_message(error, row),
+        retryable=row.retry is Retry.LATER,
+    )
+
+
+class Events:
+    """Makes the events of one request. bytes_by_id: the texts of tokens."""
+
+    def __init__(self, tracked: TrackedRequest, bytes_by_id: BytesById) -> None:
+        self._tracked = tracked
+        self._bytes_by_id = bytes_by_id
+        self._scores: list[tuple[int, TokenLogprobs]] = []
+        wants_scores = tracked.sampling.num_prompt_logprobs is not None
+        self._num_missing = tracked.num_prompt_tokens - 1 if wants_scores else -1
+        self._num_open = len(tracked.outputs)
+
+    def of(self, piece: Piece, index: int) -> list[oe.GenerateResponse]:
+        """New tokens and the text that has become certain; before the first ones the prompt with its scores, where it
+        is wanted, whole."""
+        messages = []
+        if index == 0 and self._num_missing >= 0:
+            self._scores += piece.prompt_logprobs
+            self._num_missing -= len(piece.prompt_logprobs)
+            if self._num_missing == 0:
+                self._num_missing = -1
+                messages.append(self._response(prompt=self._prompt()))
+        if piece.logprobs:
+            tokens = [self._token(token_id, position) for token_id, position in piece.logprobs]
+        else:
+            tokens = [oe.TokenInfo(token_id=each, token=self._text(each)) for each in piece.token_ids]
+        if tokens or piece.text:
+            output = oe.TokenOutput(output_index=index, tokens=tokens, text=piece.text)
+            messages.append(self._response(token=output))
+        return messages
+
+    def _prompt(self) -> oe.PromptOutput:
+        first = self._tracked.prompt_ids[0]
+        tokens = [oe.TokenInfo(token_id=first, token=self._text(first))]
+        return oe.PromptOutput(tokens=tokens + [self._token(*each) for each in self._scores])
+
+    def end(self, index: int) -> oe.GenerateResponse:
+        """The end of an output; cancelled, where it has not ended by itself. The last one has the usage."""
+        stream = self._tracked.streams[index]
+        response = self._response(
+            finished=oe.GenerationFinished(
+                output_index=index, reason=reason_of(stream), stop_match=_match(stream, self._tracked)
+            )
+        )
+        self._num_open -= 1
+        if self._num_open == 0:
+            response.usage.CopyFrom(self.usage())
+        return response
+
+    def error(self, error: Exception) -> oe.GenerateResponse:
+        """The end of all outputs that are still open."""
+        response = self._response(error=engine_error(error))
+        response.usage.CopyFrom(self.usage())
+        return response
+
+    def usage(self) -> oe.Usage:
+        """Of all outputs."""
+        tracked = self._tracked
+        usage = oe.Usage(prompt_tokens=tracked.num_prompt_tokens, completion_tokens=tracked.num_tokens)
+        usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
+        if (figures := tracked.stream.finished) is not None:
+            usage.cached_prompt_tokens = figures.cached_tokens
+        return usage
+
+    def _response(self, **event: Any) -> oe.GenerateResponse:
+        return oe.GenerateResponse(request_id=self._tracked.request_id, **event)
+
+    def _token(self, token_id: int, position: TokenLogprobs) -> oe.TokenInfo:
+        token = oe.TokenInfo(token_id=token_id, token=self._text(token_id), logprob=position.logprob)
+        for rank, (other, logprob) in enumerate(zip(position.top_ids, position.top_logprobs, strict=True), start=1):
+            token.candidates.add(token_id=other, logprob=logprob, token=self._text(other), rank=rank)
+            if other == token_id:
+                token.rank = rank
+        return token
+
+    def _text(self, token_id: int) -> str:
+        return self._bytes_by_id[token_id].decode("utf-8", "replace") if token_id < len(self._bytes_by_id) else ""
+
+
+def reason_of(stream: OutputStream) -> "oe.FinishReason.ValueType":
+    """STOP, LENGTH, or CANCELLED."""
+    finished = stream.finished
+    if stream.state is not StreamState.ENDED:
+        return oe.FINISH_REASON_CANCELLED
+    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+        return oe.FINISH_REASON_STOP
+    return oe.FINISH_REASON_LENGTH
+
+
+def _match(stream: OutputStream, tracked: TrackedRequest) -> oe.StopMatch | None:
+    if (text := stream.processor.match) is not None:
+        return oe.StopMatch(stop_text=text)
+    token_id = stream.finished.stop_token_id if stream.finished else None
+    if token_id is None:
+        return None
+    if token_id in tracked.sampling.stop_token_ids:
+        return oe.StopMatch(stop_token_id=token_id)
+    return oe.StopMatch(eos_token_id=token_id)
+
+
+def kv_batch(batch: BlockBatch) -> oe.KvEventBatch:
+    """The present state begins with AllBlocksCleared: the subscriber may hold what is over."""
+    message = oe.KvEventBatch(sequence_number=batch.sequence, timestamp_unix_nanos=time.time_ns())
+    if batch.chunk is not None and batch.chunk.index == 0:
+        message.events.add().all_blocks_cleared.SetInParent()
+    for change in batch.changes:
+        if change.kind is ChangeKind.STORED:
+            _add_stored(message, change)
+        elif message.events and message.events[-1].HasField("block_removed"):
+            message.events[-1].block_removed.block_hashes.append(_hash(change.block_id))
+        else:
+            removed = message.events.add().block_removed
+            removed.medium = oe.STORAGE_MEDIUM_GPU
+            removed.block_hashes.append(_hash(change.block_id))
+    return message
+
+
+def _add_stored(message: oe.KvEventBatch, change: BlockChange) -> None:
+    """A block that follows the one before it joins its event, as engines tell a prompt's blocks."""
+    token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
+    parent = None if change.parent_id is None else _hash(change.parent_id)
+    last = message.events[-1].block_stored if message.events and message.events[-1].HasField("block_stored") else None
+    if last is None or last.block_hashes[-1] != parent or last.block_size != len(token_ids):
+        last = message.events.add().block_stored
+        last.medium = oe.STORAGE_MEDIUM_GPU
+        last.block_size = len(token_ids)
+        if parent is not None:
+            last.parent_block_hash.CopyFrom(parent)
+    last.block_hashes.append(_hash(change.block_id))
+    last.token_ids.extend(token_ids)
+
+
+def _hash(block_id: int) -> oe.KvBlockHash:
+    """Big-endian, as other engines encode theirs."""
+    return oe.KvBlockHash(value=block_id.to_bytes(8, "big", signed=True), encoding="int64")
+
+
+def worst(states: Iterable["oe.HealthState.ValueType"]) -> "oe.HealthState.ValueType":
+    """Of several checks."""
+    order = (oe.HEALTH_STATE_DRAINING, oe.HEALTH_STATE_NOT_READY, oe.HEALTH_STATE_STARTING, oe.HEALTH_STATE_DEGRADED)
+    found = set(states)
+    return next((state for state in order if state in found), oe.HEALTH_STATE_READY)

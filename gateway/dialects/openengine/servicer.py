@@ -1,0 +1,277 @@
+"""openengine.v1: Inference and Control, in one class each. Errors are status before a request is accepted, one
+EngineError after it, as the contract has it; accepted is what a worker has."""
+
+import asyncio
+import contextlib
+import time
+from typing import Any, TypeAlias
+
+import grpc
+
+from octavo.gateway.auth.authenticator import Scope
+from octavo.gateway.dialects.openengine import RELEASE, REVISION, info
+from octavo.gateway.dialects.openengine.messages import Events, engine_error, kv_batch, worst
+from octavo.gateway.dialects.openengine.translate import (
+    check_abort,
+    check_known,
+    check_ranks,
+    in_callers_names,
+    read_metadata,
+    translate,
+)
+from octavo.gateway.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    PermissionDenied,
+    RequestAborted,
+    RequestError,
+    SlowConsumer,
+    Violation,
+    row_of,
+)
+from octavo.gateway.models import ServedModels
+from octavo.gateway.peers.control import Control
+from octavo.gateway.requests.input_processor import share_of
+from octavo.gateway.requests.submit import Collaborators, Submitter
+from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.streams.stream import OutputStreams
+from octavo.gateway.text.errors import UnsupportedTokenizer
+from octavo.gateway.workers.errors import FeedCut
+from octavo.openengine import openengine_pb2 as oe
+from octavo.openengine import openengine_pb2_grpc
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+from octavo.wire.messages import ModelCard
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+PROBE_TIMEOUT_S = 10.0
+
+
+class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
+    """Generate. Methods raise what went wrong; the guard makes the status."""
+
+    def __init__(self, collaborators: Collaborators, *, submitter: Submitter) -> None:
+        self._tracker, self._text = collaborators.tracker, collaborators.text
+        self._models, self._pool = collaborators.models, collaborators.pool
+        self._submitter = submitter
+
+    async def Generate(self, request: oe.GenerateRequest, context: Context) -> None:
+        """PromptOutput where asked for, TokenOutputs, a GenerationFinished for each output; or one EngineError."""
+        scope = current_rpc.get()
+        scope.name_by(request.request_id)
+        metadata = read_metadata(context.invocation_metadata() or ())
+        translated = await self._text.run_by_size(
+            lambda: translate(request, metadata), num_bytes=request.ByteSize(), share=share_of(scope)
+        )
+        card = self._models.card_of(request.model or scope.model, self._pool)
+        bytes_by_id = texts_of(self._models, card)
+        if not bytes_by_id:
+            translated.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
+        try:
+            tracked = await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error, request) from None
+        with self._tracker.closing(tracked):
+            await context.send_initial_metadata(())
+            events = Events(tracked, bytes_by_id)
+            try:
+                await self._stream(tracked, events, context)
+            except (SlowConsumer, DeadlinePassed):
+                raise  # nobody reads an event any more
+            except RequestError as error:
+                scope.reason = row_of(error).reason
+                await tracked.write(context, events.error(error))
+
+    async def _stream(self, tracked: TrackedRequest, events: Events, context: Context) -> None:
+        """An Abort gives every output that is under way what came before it, and an end."""
+        open_outputs = dict.fromkeys(range(len(tracked.outputs)))
+        with contextlib.suppress(RequestAborted):
+            streams = OutputStreams(tracked.streams)
+            while (news := await streams.next()) is not None:
+                index, piece = news
+                if piece is None:
+                    del open_outputs[index]
+                    await self._end(tracked, events, index, context)
+                    continue
+                now_s, messages = time.monotonic(), events.of(piece, index)
+                for message in messages:
+                    await tracked.write(context, message)
+                tracked.scope.tokens_delivered += piece.num_tokens
+                if messages:
+                    tracked.count_piece(piece, now_s)
+        for index in open_outputs:
+            await self._end(tracked, events, index, context)
+
+    async def _end(self, tracked: TrackedRequest, events: Events, index: int, context: Context) -> None:
+        message = events.end(index)
+        reason = oe.FinishReason.Name(message.finished.reason).removeprefix("FINISH_REASON_").lower()
+        tracked.scope.log_fields["finish_reason"] = reason
+        if message.finished.reason != oe.FINISH_REASON_CANCELLED:
+            tracked.count_finished(reason, index)
+        await tracked.write(context, message)
+
+
+class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
+    """What routers and operators ask."""
+
+    def __init__(self, collaborators: Collaborators, *, submitter: Submitter, control: Control) -> None:
+        self._tracker, self._prefix_salt = collaborators.tracker, collaborators.prefix_salt
+        self._models, self._pool = collaborators.models, collaborators.pool
+        self._submitter = submitter
+        self._control = control
+
+    async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: Context) -> oe.ServerInfo:
+        """Of all workers behind this gateway as the one rank that a service is."""
+        check_known(request)
+        return info.server_info(
+            self._pool.workers(), instance_id=self._control.peers.gateway_id, revision=REVISION, release=RELEASE
+        )
+
+    async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: Context) -> oe.ModelInfo:
+        """Of the model that is named; it has to be."""
+        check_known(request)
+        if not request.model:
+            raise InvalidRequest((Violation(field="model", description="must be set"),))
+        card = self._models.card_of(request.model, self._pool)
+        workers = [each for each in self._pool.workers() if each.card.name == card.name]
+        return info.model_info(card, workers, has_text=bool(texts_of(self._models, card)))
+
+    async def GetLoad(self, request: oe.GetLoadRequest, context: Context) -> oe.LoadInfo:
+        """By the workers' last heartbeats."""
+        check_known(request)
+        return info.load(
+            self._pool.workers(),
+            instance_id=self._control.peers.gateway_id,
+            tells_ranks=request.include_per_rank,
+        )
+
+    async def Health(self, request: oe.HealthRequest, context: Context) -> oe.HealthResponse:
+        """The worst of what was looked at. A probe is a request of the caller's own: it takes the right to make one."""
+        check_known(request)
+        if request.include_inference_probe and Scope.GENERATE not in current_rpc.get().caller.scopes:
+            raise PermissionDenied("an inference probe needs the scope generate")
+        is_draining = self._tracker.is_draining
+        checks = [
+            oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY),
+            oe.HealthCheck(name="scheduler", state=oe.HEALTH_STATE_DRAINING if is_draining else oe.HEALTH_STATE_READY),
+            *info.model_checks(self._models, self._pool.cards(), request.model),
+            info.role_check(request.role),
+        ]
+        if request.include_inference_probe:
+            checks.append(await self._probe(request.model))
+        return oe.HealthResponse(state=worst(check.state for check in checks), checks=checks)
+
+    async def _probe(self, model: str) -> oe.HealthCheck:
+        """One token of a prompt of one."""
+        check = oe.HealthCheck(name="inference_probe", state=oe.HEALTH_STATE_NOT_READY)
+        scope = current_rpc.get()
+        try:
+            card = self._models.card_of(model or scope.model, self._pool)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                tracked = await self._submitter.submit(_probe_of(card), scope, prefix="", timeout_s=PROBE_TIMEOUT_S)
+                with self._tracker.closing(tracked):
+                    streams = OutputStreams(tracked.streams)
+                    while await streams.next() is not None:
+                        pass
+            check.state = oe.HEALTH_STATE_READY
+        except TimeoutError:
+            check.message = f"no token within {PROBE_TIMEOUT_S:g} s"
+        except Exception as error:
+            check.message = engine_error(error).message
+        return check
+
+    async def Abort(self, request: oe.AbortRequest, context: Context) -> oe.AbortResponse:
+        """End requests of the caller's own, at whichever gateways they are."""
+        check_abort(request)
+        caller = current_rpc.get().caller
+        match request.WhichOneof("target"):
+            case "request_id":
+                outcome = await self._control.cancel(request.request_id, caller)
+            case "all_requests":
+                outcome = await self._control.cancel_every(caller)
+                message = f"{outcome.num_ended} requests"
+                return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED, message=message)
+            case _:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "no cache comes from another engine here")
+        if not outcome.num_ended:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such request is in flight")
+        return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
+
+    async def LoadLora(self, request: oe.LoadLoraRequest, context: Context) -> oe.LoadLoraResponse:
+        """Not offered."""
+        await _refuse(context, "LoadLora")
+        return oe.LoadLoraResponse()
+
+    async def UnloadLora(self, request: oe.UnloadLoraRequest, context: Context) -> oe.UnloadLoraResponse:
+        """Not offered."""
+        await _refuse(context, "UnloadLora")
+        return oe.UnloadLoraResponse()
+
+    async def ListLoras(self, request: oe.ListLorasRequest, context: Context) -> oe.ListLorasResponse:
+        """Not offered."""
+        await _refuse(context, "ListLoras")
+        return oe.ListLorasResponse()
+
+    async def GetKvEventSources(
+        self, request: oe.GetKvEventSourcesRequest, context: Context
+    ) -> oe.GetKvEventSourcesResponse:
+        """None: SubscribeKvEvents is where they are."""
+        check_known(request)
+        check_ranks(request.data_parallel_ranks)
+        return oe.GetKvEventSourcesResponse()
+
+    async def SubscribeKvEvents(self, request: oe.SubscribeKvEventsRequest, context: Context) -> None:
+        """Which prefixes of the caller's own the workers hold, where the snapshot is wanted, then what changes."""
+        check_known(request)
+        check_ranks(request.data_parallel_ranks)
+        if request.start_sequence_number and not request.include_snapshot:
+            description = "past events are not kept: set include_snapshot"
+            raise InvalidRequest((Violation(field="start_sequence_number", description=description),))
+        scope = current_rpc.get()
+        card = self._models.card_of(scope.model, self._pool, path="x-model")
+        self._tracker.check_open()
+        subscription = self._pool.follow_blocks(card.name, self._prefix_salt.of(scope.caller, ""))
+        try:
+            await context.send_initial_metadata(())
+            while True:
+                batch = await subscription.next()
+                if batch.chunk is None or request.include_snapshot:
+                    await self._write(oe.SubscribeKvEventsResponse(batch=kv_batch(batch)), context)
+        except FeedCut as error:
+            scope.reason = row_of(error).reason
+            await self._write(oe.SubscribeKvEventsResponse(error=engine_error(error)), context)
+        finally:
+            self._pool.leave_blocks(card.name, subscription)
+
+    async def _write(self, message: oe.SubscribeKvEventsResponse, context: Context) -> None:
+        limit_s = self._tracker.write_stall_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(message)
+        except TimeoutError:
+            raise SlowConsumer(f"a batch waited for more than {limit_s:g} s to be read") from None
+
+
+def texts_of(models: ServedModels, card: ModelCard) -> tuple[bytes, ...]:
+    """The text of each token; empty for a model whose tokenizer is not supported. Raises NoWorker."""
+    try:
+        return models.text_of(card).table.all_bytes
+    except UnsupportedTokenizer:
+        return ()
+
+
+def _probe_of(card: ModelCard) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=card.eos_token_ids[:1] or (0,)),
+        model=card.name,
+        sampling=pb.SamplingParams(temperature=0),
+        stop=pb.StopConditions(max_tokens=1),
+        output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS),
+        priority=100,
+    )
+
+
+async def _refuse(context: Context, method: str) -> None:
+    """As a server that does not know the method."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here: there are no adapters")

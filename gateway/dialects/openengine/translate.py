@@ -1,0 +1,231 @@
+"""An openengine.v1 request as the octavo.v1 request that means the same, its violations under the caller's names."""
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.generate import check_generate
+from octavo.openengine import openengine_pb2 as oe
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+
+RESERVED = "openengine-"
+ROUTING_KEY, TARGET_RANK, PRIORITY = (RESERVED + name for name in ("routing-key", "target-dp-rank", "priority"))
+BACKEND = "llguidance"  # what follows constraints here
+MIN_PRIORITY, MAX_PRIORITY = -100, 100  # octavo.v1's
+
+# octavo.v1 -> here; the first prefix that fits.
+_PATHS = (
+    ("text", "prompt"),
+    ("input", "prompt"),
+    ("cache_salt", "kv.cache_salt"),
+    ("num_outputs", "sampling.num_sequences"),
+    ("stop.strings", "stopping.conditions"),
+    ("stop.token_ids", "stopping.conditions"),
+    ("stop.include_stop", "stopping.include_stop_in_output"),
+    ("stop.", "stopping."),
+    ("output.prompt_logprobs", "response.prompt_candidates.top_n"),
+    ("output.logprobs", "response.output_candidates.top_n"),
+    ("constraint.ebnf", "guided.ebnf_grammar"),
+    ("constraint.choice.options", "guided.choice.choices"),
+    ("constraint", "guided"),
+    ("priority", PRIORITY),
+)
+# Fields that would need what an aggregated server of text models does not have. `extra` is the contract's place for
+# what a server may ignore.
+_REFUSED = {
+    "GenerateRequest": {"media": "this model takes text only", "lora_name": "there are no adapters here"},
+    "KvOptions": {"session": "caches do not come from other engines here"},
+    "GuidedDecoding": {"structural_tag": "is not supported"},
+    "CandidateTokenSelection": {
+        "token_ids": "is not supported: top_n is",
+        "all": "is not supported: top_n is",
+    },
+}
+_WHOLE = ("extra",)  # not looked into
+
+
+def translate(request: oe.GenerateRequest, metadata: Mapping[str, str]) -> pb.GenerateRequest:
+    """Checked. metadata: what `read_metadata` gave. Raises InvalidRequest naming the caller's fields."""
+    raise_if_any(first_violations(_violations(request)))
+    sampling, stopping, response, kv = request.sampling, request.stopping, request.response, request.kv
+    translated = pb.GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        sampling=_present(
+            pb.SamplingParams,
+            sampling,
+            ("temperature", "top_p", "min_p", "seed"),
+            ("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        ),
+        stop=_present(pb.StopConditions, stopping, ("max_tokens", "min_tokens", "ignore_eos")),
+        output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
+        cache_salt=secrets.token_hex(16) if kv.bypass_prefix_cache else kv.cache_salt,
+        constraint=_constraint(request.guided),
+    )
+    match request.WhichOneof("input"):
+        case "prompt":
+            translated.text = request.prompt
+        case "token_ids":
+            translated.token_ids.CopyFrom(common_pb2.TokenIds(ids=request.token_ids.ids))
+    if sampling.HasField("top_k"):
+        translated.sampling.top_k = max(0, sampling.top_k)  # -1 is the field's other word for all
+    if sampling.HasField("num_sequences"):
+        translated.num_outputs = sampling.num_sequences
+    if stopping.HasField("include_stop_in_output"):
+        translated.stop.include_stop = stopping.include_stop_in_output
+    for condition in stopping.conditions:
+        if condition.WhichOneof("condition") == "stop_text":
+            translated.stop.strings.append(condition.stop_text)
+        else:
+            translated.stop.token_ids.append(condition.stop_token_id)
+    if response.return_output_logprobs:
+        translated.output.logprobs = response.output_candidates.top_n
+    if response.return_prompt_logprobs:
+        translated.output.prompt_logprobs = response.prompt_candidates.top_n
+        translated.output.return_prompt = True
+    if PRIORITY in metadata:
+        translated.priority = min(MAX_PRIORITY, max(MIN_PRIORITY, int(metadata[PRIORITY])))
+    try:
+        check_generate(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error, request) from None
+    return translated
+
+
+def read_metadata(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """The contract's own keys. Raises InvalidRequest naming one that is repeated, malformed, or of another revision."""
+    found: dict[str, str] = {}
+    for name, value in metadata:
+        if name.startswith(RESERVED):
+            if name in found:
+                raise _violation(name, "is given twice")
+            found[name] = str(value)
+    for name, value in found.items():
+        match name:
+            case _ if name == ROUTING_KEY:
+                if not value:
+                    raise _violation(name, "must not be empty")
+            case _ if name == TARGET_RANK:
+                if not _is_integer(value, 0, 2**32 - 1):
+                    raise _violation(name, "must be a decimal uint32")
+                if int(value):
+                    raise _violation(name, "there is only rank 0")
+            case _ if name == PRIORITY:
+                if not _is_integer(value, -(2**31), 2**31 - 1):
+                    raise _violation(name, "must be a decimal int32")
+            case _:
+                raise _violation(name, "is not known in revision 1 of openengine.v1, which is served here")
+    return found
+
+
+def check_known(message: Message) -> None:
+    """Raises InvalidRequest for fields that revision 1 does not have."""
+    raise_if_any(first_violations(_unserved(message, "")))
+
+
+def check_ranks(ranks: Iterable[int]) -> None:
+    """Raises InvalidRequest where a rank is named that does not exist."""
+    found = (
+        Violation(field=f"data_parallel_ranks[{index}]", description="there is only rank 0")
+        for index, rank in enumerate(ranks)
+        if rank
+    )
+    raise_if_any(first_violations(found))
+
+
+def check_abort(request: oe.AbortRequest) -> None:
+    """Raises InvalidRequest where the target is none, or can be no request's id."""
+    check_known(request)
+    match request.WhichOneof("target"):
+        case None:
+            raise _violation("target", "exactly one must be set")
+        case "request_id" if (wrong := REQUEST_ID(request.request_id)) is not None:
+            raise _violation("request_id", wrong)
+
+
+def in_callers_names(error: InvalidRequest, request: oe.GenerateRequest) -> InvalidRequest:
+    """The same violations with the paths of this dialect."""
+    return InvalidRequest(
+        tuple(Violation(field=_path(each.field, request), description=each.description) for each in error.violations)
+    )
+
+
+def _path(path: str, request: oe.GenerateRequest) -> str:
+    if (match := re.match(r"stop\.(?:(strings)|token_ids)\[(\d+)\]", path)) is not None:
+        kind = "stop_text" if match[1] else "stop_token_id"
+        conditions = enumerate(request.stopping.conditions)
+        places = [index for index, each in conditions if each.WhichOneof("condition") == kind]
+        return f"stopping.conditions[{places[int(match[2])]}]"
+    for theirs, ours in _PATHS:
+        if path.startswith(theirs):
+            return ours + path.removeprefix(theirs)
+    return path
+
+
+def _violation(field: str, description: str) -> InvalidRequest:
+    return InvalidRequest((Violation(field=field, description=description),))
+
+
+def _is_integer(text: str, low: int, high: int) -> bool:
+    return re.fullmatch(r"-?[0-9]{1,10}", text) is not None and low <= int(text) <= high
+
+
+def _violations(request: oe.GenerateRequest) -> Iterator[Violation]:
+    yield from _unserved(request, "")
+    sampling, response, guided = request.sampling, request.response, request.guided
+    if sampling.HasField("top_k") and sampling.top_k < -1:
+        yield Violation(field="sampling.top_k", description=f"must be -1 or more, not {sampling.top_k}")
+    for index, condition in enumerate(request.stopping.conditions):
+        if condition.WhichOneof("condition") is None:
+            yield Violation(field=f"stopping.conditions[{index}]", description="must have a text or a token id")
+    for what in ("prompt", "output"):
+        asks = getattr(response, f"return_{what}_logprobs")
+        if response.HasField(f"{what}_candidates") and not asks:  # type: ignore[arg-type]
+            yield Violation(field=f"response.{what}_candidates", description=f"needs return_{what}_logprobs")
+    if response.prompt_logprob_start:
+        yield Violation(field="response.prompt_logprob_start", description="is not supported: scores are of all tokens")
+    if guided.backend not in ("", BACKEND):
+        yield Violation(field="guided.backend", description=f"is not supported: constraints are followed by {BACKEND}")
+
+
+def _unserved(message: Message, prefix: str) -> Iterator[Violation]:
+    refused = _REFUSED.get(message.DESCRIPTOR.name, {})
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
+        yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        if field.name in refused:
+            yield Violation(field=path, description=refused[field.name])
+        elif field.name in _WHOLE or field.message_type is None:
+            continue
+        elif isinstance(value, Message):
+            yield from _unserved(value, f"{path}.")
+        else:
+            for index, each in enumerate(value):
+                yield from _unserved(each, f"{path}[{index}].")
+
+
+def _present(kind: Any, source: Any, *groups: tuple[str, ...]) -> Any:
+    """A message of this kind with the fields that are set in the source; others keep the model's defaults."""
+    return kind(**{name: getattr(source, name) for group in groups for name in group if source.HasField(name)})
+
+
+def _constraint(guided: oe.GuidedDecoding) -> pb.Constraint | None:
+    match guided.WhichOneof("guide"):
+        case None:
+            return None
+        case "ebnf_grammar":
+            return pb.Constraint(ebnf=guided.ebnf_grammar)
+        case "choice":
+            return pb.Constraint(choice=pb.Choice(options=guided.choice.choices))
+        case "json_object":
+            return pb.Constraint(json_object=True)
+        case kind:
+            return pb.Constraint(**{kind: getattr(guided, kind)})

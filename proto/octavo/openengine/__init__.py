@@ -1,0 +1,1 @@
+"""Stubs of openengine.v1, by which frameworks such as NVIDIA Dynamo drive engines."""
