@@ -14,7 +14,7 @@ from octavo.model.causal_lm import CausalLM
 from octavo.model.config import ModelConfig
 from octavo.model.cpu import invariant
 from octavo.model.cpu.native import kernels_fingerprint, native_library, why_missing
-from octavo.model.cpu.ops import silu_mul
+from octavo.model.cpu.ops import rms_norm, silu_mul
 from octavo.model.cpu.panels import pack_bf16
 from octavo.model.layers.decoder import Mlp, RmsNorm
 from octavo.model.layers.linear import Linear, WeightFormat, packed
@@ -35,7 +35,7 @@ class InvariantNorm(RmsNorm):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See RmsNorm.forward."""
         if x_TD.dtype == torch.float32:
-            return invariant.rms_norm(x_TD, self.weight, self.epsilon)
+            return rms_norm(x_TD, self.weight, self.epsilon)
         return super().forward(x_TD)
 
 
@@ -52,9 +52,7 @@ class InvariantMlp(torch.nn.Module):
 
     def activate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See Mlp.activate."""
-        gate_up_TE = self.gate_up_proj(x_TD)
-        multiply = invariant.silu_mul if gate_up_TE.dtype == torch.float32 else silu_mul
-        return multiply(gate_up_TE)
+        return silu_mul(self.gate_up_proj(x_TD))
 
 
 class TabulatedRope(Rope):

@@ -1,11 +1,10 @@
-"""Checked launchers of the kernels in `invariant.c`: products, norm, SiLU and attention in fp32.
+"""Checked launchers of the kernels in `invariant.c` that fp32 alone has: products and attention.
 
-Each has a slow reference in torch: the product ``F.linear``, `rms_norm` model.layers.decoder.plain_rms_norm,
-`silu_mul` the expression in model.layers.decoder.Mlp, `attention` model.attention.reference. A row's bits depend on
-nothing but the row.
+Each has a slow reference in torch: the product ``F.linear``, `attention` model.attention.reference. A row's bits depend
+on nothing but the row.
 
-Legend: T tokens · S sequences · N outputs, or query heads · K inputs, or kv heads · H head dim · D model dim ·
-I intermediate · P blocks · B block size · M table width. Must not know: layers, requests.
+Legend: T tokens · S sequences · N outputs, or query heads · K inputs, or kv heads · H head dim · P blocks ·
+B block size · M table width. Must not know: layers, requests.
 """
 
 from dataclasses import dataclass
@@ -61,31 +60,6 @@ class InvariantWeight:
             threads_for_product(num_rows, self.num_bytes),
         )
         return out
-
-
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See model.layers.decoder.RmsNorm; fp32, D a multiple of LANES."""
-    x_TD = x_TD.contiguous()
-    num_rows, dim = x_TD.shape
-    require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
-    require(x_TD.dtype == weight_D.dtype == torch.float32, "dtype")
-    out_TD = torch.empty_like(x_TD)
-    loaded_library().octavo_rms_norm_f32(
-        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, threads_for(4 * num_rows * dim)
-    )
-    return out_TD
-
-
-def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of each row times its second half: fp32 [T, 2 I] to [T, I], I a multiple of LANES."""
-    gate_up_TE = gate_up_TE.contiguous()
-    num_rows, dim = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
-    require(gate_up_TE.dtype == torch.float32 and dim % LANES == 0, "gate_up_TE")
-    out_TI = gate_up_TE.new_empty(num_rows, dim)
-    loaded_library().octavo_silu_mul_f32(
-        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, threads_for(8 * num_rows * dim)
-    )
-    return out_TI
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""Checked launchers of the kernels in `kernels.c`, and when they can be used.
+"""Checked launchers of the kernels in `kernels.c`, and of norm and SiLU in `invariant.c`; when they can be used.
 
 Each has a slow reference in torch: `rms_norm` model.layers.decoder.RmsNorm, `rope_write` model.layers.rope.rotate with
 KvPool's write, `silu_mul` the expression in model.layers.decoder.Mlp, `decode_attention` model.attention.reference.
@@ -14,12 +14,6 @@ from octavo.model.cpu.native import loaded_library, native_library
 _ENOUGH_BYTES = 128 * 1024
 """One thread reads them in some five microseconds. Below it, sharing costs as much as it saves even with threads that
 spin, and to wake one that sleeps takes ten times as long."""
-
-
-# What the launchers of the kernels in C require of their arguments. Must not know: which kernel is launched.
-#
-# Legend: S sequences · N query heads · K kv heads · H head dim · P blocks · B block size · M table width.
-
 
 LANES = 16
 """Rows that the kernels work on are multiples of it."""
@@ -58,27 +52,28 @@ def takes(x: torch.Tensor, *, width: int) -> bool:
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See model.layers.decoder.RmsNorm; bf16, D a multiple of LANES."""
+    """See model.layers.decoder.RmsNorm; bf16 or fp32, D a multiple of LANES."""
     x_TD = x_TD.contiguous()
     num_rows, dim = x_TD.shape
     require(weight_D.shape == (dim,) and dim % LANES == 0, "weight_D")
-    require(x_TD.dtype == weight_D.dtype == torch.bfloat16, "dtype")
+    require(x_TD.dtype == weight_D.dtype and x_TD.dtype in (torch.bfloat16, torch.float32), "dtype")
+    library, num_bytes = loaded_library(), x_TD.nbytes
+    kernel = library.octavo_rms_norm if x_TD.dtype == torch.bfloat16 else library.octavo_rms_norm_f32
     out_TD = torch.empty_like(x_TD)
-    loaded_library().octavo_rms_norm(
-        x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, threads_for(2 * num_rows * dim)
-    )
+    kernel(x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), num_rows, dim, epsilon, threads_for(num_bytes))
     return out_TD
 
 
 def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of each row times its second half: [T, 2 I] to [T, I]; bf16, I a multiple of LANES."""
+    """silu of the first half of each row times its second half: [T, 2 I] to [T, I]; bf16 or fp32, I a multiple of
+    LANES."""
     gate_up_TE = gate_up_TE.contiguous()
     num_rows, dim = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
-    require(gate_up_TE.dtype == torch.bfloat16 and dim % LANES == 0, "gate_up_TE")
+    require(gate_up_TE.dtype in (torch.bfloat16, torch.float32) and dim % LANES == 0, "gate_up_TE")
+    library, num_bytes = loaded_library(), gate_up_TE.nbytes
+    kernel = library.octavo_silu_mul if gate_up_TE.dtype == torch.bfloat16 else library.octavo_silu_mul_f32
     out_TI = gate_up_TE.new_empty(num_rows, dim)
-    loaded_library().octavo_silu_mul(
-        gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, threads_for(4 * num_rows * dim)
-    )
+    kernel(gate_up_TE.data_ptr(), out_TI.data_ptr(), num_rows, dim, threads_for(num_bytes))
     return out_TI
 
 

@@ -111,7 +111,9 @@ def test_what_a_kernel_does_not_take_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="weight_D"):
         ops.rms_norm(normal(2, 32), normal(48), 1e-6)
     with pytest.raises(ValueError, match="dtype"):
-        ops.rms_norm(normal(2, 32).float(), normal(32).float(), 1e-6)
+        ops.rms_norm(normal(2, 32).half(), normal(32).half(), 1e-6)
+    with pytest.raises(ValueError, match="dtype"):
+        ops.rms_norm(normal(2, 32).float(), normal(32), 1e-6)
     angles = normal(2, 32)
     with pytest.raises(ValueError, match="slot_mapping_T"):
         ops.rope_write(normal(2, 96), angles, angles, torch.zeros(2), normal(1, 1, 16, 32), normal(1, 1, 16, 32))
