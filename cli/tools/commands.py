@@ -1,4 +1,4 @@
-"""The commands around a service: ps, pull, tour, verify, doctor, config, keys."""
+"""The commands around a service: ps, pull, tour, sizing, verify, doctor, config, keys."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.errors import usage
 from octavo.cli.help import PlainCommand, PlainGroup
 from octavo.cli.settings.access import CredentialSettings
 from octavo.cli.settings.gateway_config import split_address
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("tour", cls=PlainCommand, rich_help_panel=TOUR_PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
     app.command("ps", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(CallSettings, ALL_KEYS)(ps))
     app.command("pull", cls=PlainCommand, rich_help_panel=PANEL)(pull)
+    app.command("sizing", cls=PlainCommand, rich_help_panel=PANEL)(sizing)
     app.command("verify", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
     app.command("doctor", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(doctor))
     config = typer.Typer(cls=PlainGroup, help="What the settings are, and where they came from.", no_args_is_help=True)
@@ -69,6 +71,40 @@ def pull(
     from octavo.cli.tools.pull import pull as run
 
     return run(model, revision=revision)
+
+
+def sizing(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Published names, checkpoint folders or ids; unset: all published.")
+    ] = None,
+    memory: Annotated[
+        list[float] | None, typer.Option(help="GiB of one device; repeat; unset: 16, 24, 48, 80, 141.", min=0.1)
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a stream, prompt and output together.", min=1)] = 4096,
+    quantization: Annotated[str, typer.Option(help="none, int8 or fp8, as of serve.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto or fp8, as of serve.")] = "auto",
+    memory_fraction: Annotated[float, typer.Option(help="As of serve.", min=0.05, max=1.0)] = 0.9,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """How many streams of a context fit beside a model into a device's memory; downloads nothing, asks no device."""
+    from octavo.cli.tools.sizing import Asked
+    from octavo.cli.tools.sizing import sizing as run
+
+    for name, value, words in (
+        ("quantization", quantization, ("none", "int8", "fp8")),
+        ("kv-cache-dtype", kv_cache_dtype, ("auto", "fp8")),
+    ):
+        if value not in words:
+            raise usage(f"bad value for --{name}", f"--{name} is {value!r}", f"give one of {', '.join(words)}")
+    asked = Asked(
+        memory_gib=tuple(memory) if memory else Asked().memory_gib,
+        context=context,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        memory_fraction=memory_fraction,
+    )
+    return run(models or (), asked, form="json" if json else "markdown" if markdown else "table")
 
 
 def verify(
