@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-isa test-interop test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -117,9 +117,18 @@ format: dev ## rewrite the code in the one style
 # An older generator than what the server runs with: stubs run with its versions of grpcio and protobuf and with later ones,
 # and these are the lower ends of what proto/pyproject.toml allows.
 GENERATOR := .venv-proto
-proto: $(GENERATOR)/.installed ## generate the stubs from the .proto files
+proto: $(GENERATOR)/.installed dev ## generate the stubs from the .proto files, and docs/api-reference.md
 	@$(GENERATOR)/bin/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(GENERATOR)/bin/protoc-gen-mypy \
 		--python_out=proto --grpc_python_out=proto --mypy_out=proto $(PROTOS)
+	@$(BIN)/python proto/contract.py page
+
+# buf is no package of Python's; npm brings it. Where it cannot be had, tests/client/test_contract.py alone compares.
+BUF := .cache/buf/node_modules/.bin/buf
+breaking: ## buf: is the contract in style, and does it break callers of what was released
+	@test -x $(BUF) || npm install --silent --no-save --no-fund --no-audit --prefix .cache/buf "@bufbuild/buf@^1.50" >/dev/null 2>&1 \
+		|| { echo "left out: buf cannot be had from npm here"; exit 0; }; \
+	$(BUF) lint && for released in proto/released/*.binpb; do $(BUF) breaking proto --against "$$released" || exit 1; done \
+		&& echo "the contract breaks nobody"
 
 # The tools have an environment of their own. UPGRADE=--upgrade takes the newest versions that pyproject.toml allows.
 SUPPLY := .venv-supply-chain
