@@ -22,6 +22,7 @@ from octavo.gateway.errors import Draining
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
+from octavo.gateway.observability.tracing import Tracing
 from octavo.gateway.peers.control import Control
 from octavo.gateway.peers.peers import name_of
 from octavo.gateway.requests.embedding import Embedder
@@ -59,10 +60,16 @@ class Gateway:
     metrics_port: what was bound."""
 
     def __init__(
-        self, config: GatewayConfig, *, pool: WorkerPool | None = None, renderer: Renderer | None = None
+        self,
+        config: GatewayConfig,
+        *,
+        pool: WorkerPool | None = None,
+        renderer: Renderer | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
-        """pool, renderer: for tests; made from the configuration otherwise."""
+        """pool, renderer: for tests; made from the configuration otherwise. tracing: closed by whoever made it."""
         self.config = config
+        self._tracing = tracing
         self.meters = GatewayMeters()
         self.models = ServedModels(config.expected_models)
         self.pool = pool or WorkerPool(config.workers, on_model=self.models.on_model)
@@ -92,6 +99,7 @@ class Gateway:
             lambda: getattr(self.pool, "stats", None),
             reloads=self.reloader.reloads,
             connections=self._limiter,
+            spans=None if tracing is None else tracing.counts,
         )
         self.load_watch = LoadWatch(self.tracker, self.pool, self.meters)
         self.control = Control(
@@ -119,7 +127,7 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._drain_task: asyncio.Task[None] | None = None
         self._metrics: MetricsEndpoint | None = None
-        self._interceptor = self._new_interceptor(self.reloader.authenticator)
+        self._interceptor = self._new_interceptor(self.reloader.authenticator, tracing=tracing)
         self._endings = UnreadEndings()
 
     def is_ready(self) -> bool:
@@ -180,7 +188,7 @@ class Gateway:
             self.metrics_port = self._metrics.port
         self.listen_address = self._listen_at(config.listen_address, self._interceptor, setting="--port")
         for name, address in config.model_addresses:
-            interceptor = self._new_interceptor(self.reloader.authenticator, model=name)
+            interceptor = self._new_interceptor(self.reloader.authenticator, model=name, tracing=self._tracing)
             self.model_addresses[name] = self._listen_at(address, interceptor, setting="--model-port")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
@@ -266,7 +274,9 @@ class Gateway:
         self.admin_address = bind(server, self.config, address, self.reloader.listener(), setting="--admin-port")
         return server
 
-    def _new_interceptor(self, authenticator: Authenticator, *, model: str = "") -> StatusInterceptor:
+    def _new_interceptor(
+        self, authenticator: Authenticator, *, model: str = "", tracing: Tracing | None = None
+    ) -> StatusInterceptor:
         limits = self.config.limits
         return StatusInterceptor(
             self.meters,
@@ -275,6 +285,7 @@ class Gateway:
             max_metadata_bytes=limits.max_metadata_bytes,
             message_timeout_s=self.config.connection.message_timeout_s,
             model=model,
+            tracing=tracing,
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:

@@ -15,6 +15,7 @@ from octavo.gateway.app import Gateway
 from octavo.gateway.auth.key_file import AccessFileError
 from octavo.gateway.config import AccessConfig, GatewayConfig
 from octavo.gateway.observability.logs import LogWriter
+from octavo.gateway.observability.tracing import start_tracing
 from octavo.wire.host import raise_descriptor_limit
 from octavo.wire.keys import KeyFileError
 from octavo.wire.logs import configure_logs
@@ -49,9 +50,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(config: GatewayConfig, drained_code: int) -> int:
     raise_descriptor_limit()
-    stop_now = asyncio.Event()
+    stop_now, tracing = asyncio.Event(), None
     try:
-        gateway = Gateway(config)
+        tracing = start_tracing()
+        gateway = Gateway(config, tracing=tracing)
         _install_signals(gateway, stop_now)
         await gateway.start()
     except (
@@ -70,6 +72,8 @@ async def _serve(config: GatewayConfig, drained_code: int) -> int:
         await _first_of(gateway.drained, stop_now)
     finally:
         await gateway.stop()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
     log.info("stopped")
     return drained_code if gateway.is_drained_by_operator else 0
 

@@ -156,6 +156,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inter_token_p50_s: float = 0.0
     inter_token_p99_s: float = 0.0
     block_seconds: float = 0.0
+    preempted: tuple[tuple[float, float], ...] = ()  # from and to, since it came; where its Run is traced, 64 at most
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -289,7 +290,8 @@ class Run(Message, frozen=True, kw_only=True):
     is sampled, the prompt's embedding is sent; sampling means nothing then. num_resumed_tokens: the last so many of
     prompt_ids are output that a worker gave before it was lost: they count as output, and more follows them.
     tenant: a label of the gateway's making, not the tenant's name; requests with the same one share one place in the
-    worker's fair queue. weight: of that tenant's share, 1 to 1000.
+    worker's fair queue. weight: of that tenant's share, 1 to 1000. traceparent: of the span that the request belongs to
+    (W3C Trace Context); empty where nobody traces.
     """
 
     handle: int
@@ -304,6 +306,7 @@ class Run(Message, frozen=True, kw_only=True):
     num_resumed_tokens: int = 0
     tenant: str = ""
     weight: int = 1
+    traceparent: str = ""
 
 
 class Cancel(Message, frozen=True, kw_only=True):

@@ -193,7 +193,7 @@ class CountingSink:
         """Terminal."""
         self.done.set_exception(RuntimeError(f"{reason}: {detail}"))
 
-    def on_moved(self, worker_id: str) -> None:
+    def on_moved(self, worker_id: str, lost_s: float) -> None:
         """Never."""
 
 

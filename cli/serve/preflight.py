@@ -50,6 +50,16 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
             check_model(model, settings)
 
 
+def check_traces() -> None:
+    """That the traces which the environment asks for can be had. Raises CliError."""
+    from octavo.gateway.observability.tracing import TracingError, asks_for_traces
+
+    try:
+        asks_for_traces()
+    except TracingError as error:
+        raise usage("traces cannot be had", str(error), "or set OTEL_SDK_DISABLED=true") from None
+
+
 def check_isa(cpu_isa: str) -> None:
     """That this CPU has what it may use at best. Raises model.cpu.isa.CpuIsaError."""
     from octavo.model.cpu.isa import hidden_above

@@ -25,7 +25,7 @@ from octavo.cli.serve.launch import (
     write_settings,
 )
 from octavo.cli.serve.ports import free_port, held_port, require_free
-from octavo.cli.serve.preflight import check_workers, warn_of_variables
+from octavo.cli.serve.preflight import check_traces, check_workers, warn_of_variables
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
 from octavo.cli.serve.record import record_of, recorded
 from octavo.cli.serve.service import Notice, Service, Stage, keep
@@ -45,6 +45,7 @@ def serve(settings: ServeSettings) -> int:
     warn_of_variables()
     check_access(settings)
     check_workers(settings)
+    check_traces()
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways

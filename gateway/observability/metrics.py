@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from octavo.gateway.errors import ERROR_TABLE
 from octavo.gateway.observability.meters import GatewayMeters, Histogram, ModelMeters
+from octavo.gateway.observability.tracing import SpanCounts
 from octavo.gateway.rpc.addresses import BindError, split_host_port
 from octavo.gateway.rpc.connections import ConnectionLimiter
 from octavo.gateway.version import VERSION
@@ -110,8 +111,10 @@ class GatewayCollector(Collector):
         *,
         reloads: Mapping[tuple[str, str], int] | None = None,
         connections: ConnectionLimiter | None = None,
+        spans: SpanCounts | None = None,
     ) -> None:
         self._connections = connections
+        self._spans = spans or SpanCounts()  # zeros where nobody traces
         self._reloads = {} if reloads is None else reloads
         self._meters = meters
         self._stats = stats
@@ -171,6 +174,10 @@ class GatewayCollector(Collector):
         for pair, count in list(self._reloads.items()):
             reloads.add_metric(list(pair), count)
         yield reloads
+        spans = CounterMetricFamily("octavo_gateway_trace_spans", "Spans by what became of them", labels=["outcome"])
+        spans.add_metric(["exported"], self._spans.exported)
+        spans.add_metric(["dropped"], self._spans.dropped)
+        yield spans
         if self._connections is not None:
             yield from _of_connections(self._connections)
         yield _histogram(

@@ -13,10 +13,11 @@ import numpy as np
 
 from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
 from octavo.gateway.requests.input_processor import share_of
+from octavo.gateway.requests.spans import Journey, trace_embeddings
 from octavo.gateway.requests.submit import Collaborators
 from octavo.gateway.requests.tracker import Place
 from octavo.gateway.rpc.scope import BACKSTOP_S, RpcScope, until
-from octavo.gateway.streams.stream import error_of
+from octavo.gateway.streams.stream import Move, error_of
 from octavo.gateway.text.errors import TooManyTokens
 from octavo.gateway.text.model_text import Bounds
 from octavo.gateway.text.service import Share
@@ -37,16 +38,25 @@ _POOLINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embedded:
-    """One vector, float32. worker_id: the worker that computed it, after num_moves from worker to worker. sent_s,
+    """One vector, float32. worker_id: the worker that computed it, after moves from worker to worker. sent_s,
     ended_s: monotonic."""
 
     vector_D: np.ndarray
     num_prompt_tokens: int
     worker_id: str
-    num_moves: int
+    first_worker_id: str
+    moves: tuple[Move, ...]
     figures: Finished
     sent_s: float
     ended_s: float
+
+    @property
+    def journey(self) -> Journey:
+        """For a trace."""
+        return Journey(
+            worker_id=self.first_worker_id, sent_s=self.sent_s, ended_s=self.ended_s, moves=self.moves,
+            figures=self.figures,
+        )  # fmt: skip
 
 
 class VectorSink:
@@ -54,8 +64,8 @@ class VectorSink:
     came."""
 
     def __init__(self, worker_id: str, *, on_started: Callable[[], None]) -> None:
-        self.worker_id = worker_id
-        self.num_moves = 0
+        self.worker_id = self.first_worker_id = worker_id
+        self.moves: list[Move] = []
         self.on_started = on_started
         self.outcome: asyncio.Future[tuple[np.ndarray, Finished, float]] = asyncio.get_running_loop().create_future()
         self._vector_D: np.ndarray | None = None
@@ -79,10 +89,10 @@ class VectorSink:
         """The worker is gone."""
         self._fail(from_reason(reason, detail))
 
-    def on_moved(self, worker_id: str) -> None:
+    def on_moved(self, worker_id: str, lost_s: float) -> None:
         """Another worker computes it, or its own after a restart."""
         self.worker_id = worker_id
-        self.num_moves += 1
+        self.moves.append(Move(worker_id, lost_s, time.monotonic()))
 
     def _fail(self, error: RequestError) -> None:
         if not self.outcome.done():
@@ -110,7 +120,8 @@ class SentInput:
             vector_D=vector_D,
             num_prompt_tokens=self.num_prompt_tokens,
             worker_id=self.sink.worker_id,
-            num_moves=self.sink.num_moves,
+            first_worker_id=self.sink.first_worker_id,
+            moves=tuple(self.sink.moves),
             figures=figures,
             sent_s=self.sent_s,
             ended_s=ended_s,
@@ -141,7 +152,9 @@ class Embedder:
                 prompts = await self._prompts(request, card, share_of(scope))
             self._tracker.reserve(scope, sum(map(len, prompts)))
             async with until(None if end_s is None else end_s + BACKSTOP_S):
-                return card, await self._run(request, card, prompts, scope, end_s, place)
+                embedded = await self._run(request, card, prompts, scope, end_s, place)
+            trace_embeddings(scope, card, [each.journey for each in embedded], num_tokens=sum(map(len, prompts)))
+            return card, embedded
 
     async def _prompts(self, request: pb.EmbedRequest, card: ModelCard, share: Share) -> list[np.ndarray]:
         prompts = []
@@ -193,6 +206,7 @@ class Embedder:
                     pooling=_POOLINGS[request.pooling],
                     tenant=self._prefix_salt.label_of(scope.caller),
                     weight=scope.caller.weight,
+                    traceparent=scope.traceparent,
                 )
                 sent.append(await self._send(run, ids_T, card, scope, sent))
             embedded = [await each.result() for each in sent]

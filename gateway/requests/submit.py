@@ -176,6 +176,8 @@ class Submitter:
             prompt_text=prepared.prompt_text if tells_prompt else "",
             prompt_ids=prepared.prompt_ids_T.tolist() if tells_prompt else (),
         )
+        if scope.trace is not None and prepared.request.WhichOneof("input") == "chat":
+            scope.trace.operation = "chat"
         self._tracker.add(tracked)
         _set_backstop(tracked, prepared.deadline)
         meters.started += 1
@@ -206,6 +208,7 @@ class Submitter:
             timeout_s=None if deadline_s is None else max(0.001, deadline_s - time.monotonic()),
             tenant=self._prefix_salt.label_of(scope.caller),
             weight=scope.caller.weight,
+            traceparent=scope.traceparent,
         )
 
     def _stream(self, index: int, prepared: Prepared, scope: RpcScope, notifier: Notifier) -> OutputStream:

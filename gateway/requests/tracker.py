@@ -20,6 +20,7 @@ from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowConsumer, TenantLimit
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
 from octavo.gateway.requests.admission import Admission, TenantQuotas
+from octavo.gateway.requests.spans import trace_request
 from octavo.gateway.rpc.scope import RpcScope
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
@@ -390,6 +391,15 @@ class RequestTracker:
         }
         if tracked.backstop is not None:
             tracked.backstop.cancel()
+        trace_request(
+            tracked.scope,
+            tracked.card,
+            tracked.streams,
+            tracked.sampling,
+            worker_id=tracked.worker.worker_id,
+            sent_s=tracked.sent_s,
+            num_prompt_tokens=tracked.num_prompt_tokens,
+        )
         for handle, stream in tracked.outputs:
             if stream.finished is None:
                 self._pool.cancel(handle)

@@ -31,6 +31,7 @@ from octavo.gateway.errors import (
     Violation,
 )
 from octavo.gateway.observability.meters import GatewayMeters
+from octavo.gateway.observability.tracing import Tracing
 from octavo.gateway.rpc.connections import Address, address_of, hang_up
 from octavo.gateway.rpc.scope import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
@@ -68,9 +69,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         max_metadata_bytes: int = 16 * 1024,
         message_timeout_s: float = 20.0,
         model: str = "",
+        tracing: Tracing | None = None,
     ) -> None:
         """authenticator None: every caller may call everything. message_timeout_s: how long a unary request may take to
-        arrive. model: the model of calls that name none."""
+        arrive. model: the model of calls that name none. tracing: None where nobody asked for traces."""
+        self._tracing = tracing
         self._model = model
         self._message_timeout_s = message_timeout_s
         self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
@@ -158,6 +161,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> Any:
             scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
             current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
+            if self._tracing is not None:
+                self._trace(self._tracing, scope, context)
             try:
                 scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
@@ -173,7 +178,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
             scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
-            current_rpc.set(scope)
+            current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
+            if self._tracing is not None:
+                self._trace(self._tracing, scope, context)
             try:
                 scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
@@ -185,6 +192,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._record(scope, "OK", scope.reason)
 
         return guarded
+
+    def _trace(self, tracing: Tracing, scope: RpcScope, context: Context) -> None:
+        if not scope.method.startswith(_QUIET_PREFIXES):
+            scope.trace = tracing.begin(scope.method, context.invocation_metadata() or (), scope.started_s)
+            scope.traceparent = scope.trace.traceparent
+            structlog.contextvars.bind_contextvars(trace_id=scope.trace.trace_id)
 
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
         """Answer an exception. Raises AbortError where a status was sent, CancelledError where the call is over."""
@@ -217,6 +230,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _record(self, scope: RpcScope, code: str, reason: str) -> None:
         """Count the call and log one line. Handlers of libraries are only counted."""
         self._meters.rpcs[(scope.method, code, reason)] += 1
+        if scope.trace is not None:
+            scope.trace.end(code, reason)
         if scope.method.startswith(_QUIET_PREFIXES):
             return
         extra = {"reason": reason} if reason else {}

@@ -15,6 +15,7 @@ from enum import Enum
 
 from octavo.gateway.auth.authenticator import ANYBODY, Caller
 from octavo.gateway.errors import DeadlinePassed
+from octavo.gateway.observability.tracing import CallTrace
 from octavo.gateway.validation.fields import REQUEST_ID
 
 PARTIAL_MARGIN_S = 0.05
@@ -101,6 +102,8 @@ class RpcScope:
     tokens_delivered: int = 0
     reason: str = ""  # why the request failed, of a call that its contract ends with OK all the same
     log_fields: dict[str, object] = field(default_factory=dict)
+    trace: CallTrace | None = None  # where somebody asked for traces
+    traceparent: str = ""  # of its span, for a worker
 
     def name_by(self, request_id: str) -> None:
         """Use the caller's request id before the request was checked. A malformed one stays out of trailers, which gRPC

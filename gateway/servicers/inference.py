@@ -192,7 +192,7 @@ def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_s
             computed_tokens=figures.computed_tokens,
             preemptions=figures.preemptions,
             block_seconds=figures.block_seconds,
-            migrations=each.num_moves,
+            migrations=len(each.moves),
         ),
     )
 
@@ -328,7 +328,7 @@ def receipt_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Receipt:
         inter_token_p50_s=figures.inter_token_p50_s,
         inter_token_p99_s=figures.inter_token_p99_s,
         block_seconds=figures.block_seconds,
-        migrations=stream.num_moves,
+        migrations=len(stream.moves),
     )
 
 

@@ -21,6 +21,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
 from octavo.gateway.rpc.scope import AtDeadline
@@ -34,6 +35,14 @@ LEAST_INTERVAL_S = 0.001  # below, tokens go out as they come
 MOST_INTERVAL_S = 0.010
 WINDOW_S = 0.02  # the share is measured over so long
 STALE_S = 0.2  # a share that is older is not used
+
+
+class Move(NamedTuple):
+    """An output's way from a worker that was lost to worker_id. Times are monotonic seconds."""
+
+    worker_id: str
+    lost_s: float
+    moved_s: float
 
 
 class Notifier:
@@ -146,8 +155,8 @@ class OutputStream:
         "first_token_s",
         "is_partial",
         "is_paused",
+        "moves",
         "notifier",
-        "num_moves",
         "processor",
         "scheduled_s",
         "state",
@@ -184,7 +193,7 @@ class OutputStream:
         self.at_deadline = at_deadline
         self.is_partial = False  # the deadline ended the output, and the caller takes what there is
         self.worker_id = ""  # the worker that it has moved to
-        self.num_moves = 0
+        self.moves: list[Move] = []
         self.is_paused = False  # the worker was asked to wait for the reader
         self._max_pending = max_pending_tokens
         # Steps that are in flight when the pause is sent need room below the end.
@@ -253,10 +262,10 @@ class OutputStream:
             self.error, self.state = from_reason(str(reason), detail), StreamState.FAILED
         self._wake()
 
-    def on_moved(self, worker_id: str) -> None:
+    def on_moved(self, worker_id: str, lost_s: float) -> None:
         """Another worker continues it, or its own after a restart."""
         self.worker_id = worker_id
-        self.num_moves += 1
+        self.moves.append(Move(worker_id, lost_s, time.monotonic()))
         if self._on_moved_to is not None:
             self._on_moved_to(worker_id)
 

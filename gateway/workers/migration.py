@@ -261,7 +261,7 @@ class Migration:
         self.accused[content] = None
         if len(self.accused) > _MAX_ACCUSED:
             del self.accused[next(iter(self.accused))]
-        log.warning("output_condemned", request_id=output.request_id, verdict=verdict.value, detail=detail)
+        log.warning("output_condemned", **output.names, verdict=verdict.value, detail=detail)
         if verdict is Verdict.GUILTY:
             self._outputs.lose(output, LostReason.POISONED, f"three workers were lost with it; the last: {detail}")
         else:
@@ -313,13 +313,13 @@ class Migration:
             self._send(record, resumed(output, time.monotonic()), output)
         except (WorkerBusy, WorkerGone):
             return False
-        del self._lost[output]
+        _, _, lost_s = self._lost.pop(output)
         self._outputs.attach(output, record.incarnation)
         output.num_moves += 1
         self._stats.moved_outputs += 1
         self._registry.opened(record, time.monotonic())
-        log.info("output_moved", request_id=output.request_id, worker_id=record.worker_id, tokens=output.num_tokens)
-        output.sink.on_moved(record.worker_id)
+        log.info("output_moved", **output.names, worker_id=record.worker_id, tokens=output.num_tokens)
+        output.sink.on_moved(record.worker_id, lost_s)
         return True
 
     def _expire(self, now_s: float) -> None:

@@ -56,6 +56,12 @@ class Output:
         return self.run.request_id
 
     @property
+    def names(self) -> dict[str, str]:
+        """What lines about it carry."""
+        trace_id = self.run.traceparent[3:35]
+        return {"request_id": self.request_id} | ({"trace_id": trace_id} if trace_id else {})
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that it has given."""
         return len(self.token_ids)
@@ -152,7 +158,7 @@ class Outputs:
             output.sink.on_lost(reason.value, detail)
         except Exception:
             self._stats.sink_errors += 1
-            log.exception("sink_failed", request_id=output.request_id)
+            log.exception("sink_failed", **output.names)
 
     # ------------------------------------------------------------ parts
 
@@ -248,11 +254,11 @@ class Outputs:
             output.sink.on_finished(finished)
         except Exception:
             self._stats.sink_errors += 1
-            log.exception("sink_failed", request_id=output.request_id)
+            log.exception("sink_failed", **output.names)
 
     def _fault(self, output: Output, kind: str, ended: list[Output]) -> None:
         self._stats.protocol_errors[kind] += 1
-        log.error("worker_broke_protocol", kind=kind, request_id=output.request_id)
+        log.error("worker_broke_protocol", kind=kind, **output.names)
         output.is_faulted = True
         self.lose(output, LostReason.INTERNAL, "the worker broke the protocol")
         ended.append(output)
@@ -269,7 +275,7 @@ class Outputs:
     def _sink_failed(self, output: Output, ended: list[Output]) -> None:
         """A defect of ours: this output ends, the others go on."""
         self._stats.sink_errors += 1
-        log.exception("sink_failed", request_id=output.request_id)
+        log.exception("sink_failed", **output.names)
         output.is_faulted = True
         self.lose(output, LostReason.INTERNAL, "a defect of the gateway")
         ended.append(output)

@@ -34,8 +34,8 @@ class OutputSink(Protocol):
     def on_lost(self, reason: str, detail: str) -> None:
         """Terminal; reason: a LostReason."""
 
-    def on_moved(self, worker_id: str) -> None:
-        """Another worker goes on with it, or its own after a restart."""
+    def on_moved(self, worker_id: str, lost_s: float) -> None:
+        """Another worker goes on with it, or its own after a restart. lost_s: monotonic, since when it had none."""
 
 
 class PromptSink(Protocol):

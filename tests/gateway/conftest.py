@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from octavo.gateway.app import Gateway
 from octavo.gateway.config import GatewayConfig, RequestLimits
+from octavo.gateway.observability.tracing import Tracing
 from octavo.gateway.text.model_text import ModelText
 from octavo.gateway.text.render_pool import InProcessRenderer, Renderer
 from octavo.gateway.workers.config import WorkerPoolConfig
@@ -91,6 +92,7 @@ def serve(tmp_path: Path) -> Serve:
         *,
         files: dict[str, bytes] | None = None,
         renderer: Renderer | None = None,
+        tracing: Tracing | None = None,
         **changes: Any,
     ) -> AsyncIterator[Served]:
         pool = pool or FakePool()
@@ -100,7 +102,8 @@ def serve(tmp_path: Path) -> Serve:
             metrics_address=None,
             limits=RequestLimits(constraint_timeout_s=30.0),  # the machine may pause
         )
-        gateway = Gateway(replace(config, **changes), pool=pool, renderer=renderer or InProcessRenderer())  # type: ignore[arg-type]
+        changed = replace(config, **changes)
+        gateway = Gateway(changed, pool=pool, renderer=renderer or InProcessRenderer(), tracing=tracing)  # type: ignore[arg-type]
         for card in pool.cards().values():
             gateway.models.on_model(card, files or tiny_files())
         await gateway.models.close()

@@ -41,6 +41,7 @@ from octavo.worker.scheduler.plan import RequestKey, Slot
 
 TICKS_PER_S = 1_000_000
 NO_TICKS = np.empty(0, np.uint32)
+MAX_TOLD_PREEMPTIONS = 64
 
 
 def tick(now_s: float) -> int:
@@ -159,6 +160,7 @@ class Request:
     last time, how many tokens had been followed by one whose logits were finite.
     resumes_as: what a PAUSED request does when it goes on; None for all others.
     matcher: how far the output has come in its grammar; None without one, and until it is compiled.
+    preempted: spells without a slot after it had one, where its Run is traced; preempted_since_s: the present one.
     slot_since_s: when it took its present slot. block_seconds: blocks held times seconds, of former slots.
     token_ticks_T: uint32, when the tokens of this worker's own came, while it holds no slot (else: see the rows).
     Times are the engine's monotonic seconds; None: not yet.
@@ -185,6 +187,8 @@ class Request:
     num_preemptions: int = 0
     num_swaps: int = 0
     num_verified_tokens: int = 0
+    preempted: list[tuple[float, float]] = field(default_factory=list)
+    preempted_since_s: float | None = None
     slot_since_s: float = 0.0
     block_seconds: float = 0.0
     token_ticks_T: np.ndarray = field(default_factory=lambda: NO_TICKS)
@@ -251,6 +255,22 @@ class Request:
         """Its caller does not read: it is in no step."""
         return self.phase in (Phase.PAUSED, Phase.PARKED)
 
+    # What a trace tells of preemptions: two notes for each, nothing per token, and only where somebody traces.
+
+    def note_preempted(self, now_s: float) -> None:
+        """It has lost its slot."""
+        self.num_preemptions += 1
+        flags = self.run.traceparent[-2:]
+        if flags and int(flags, 16) & 1:  # sampled: somebody keeps the trace
+            self.preempted_since_s = now_s
+
+    def note_back(self, now_s: float) -> None:
+        """It has a slot again, or ends without."""
+        assert self.preempted_since_s is not None
+        if len(self.preempted) < MAX_TOLD_PREEMPTIONS:
+            self.preempted.append((self.preempted_since_s - self.arrival_s, now_s - self.arrival_s))
+        self.preempted_since_s = None
+
 
 class Ending(NamedTuple):
     """Why an output ends. error: name of an octavo.v1.ErrorReason without its prefix, where reason is ERROR."""
@@ -271,6 +291,8 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
     scheduled_s = request.first_scheduled_s
     first_s, last_s = request.first_token_s, request.last_token_s
     p50_s, p99_s = gap_percentiles(request.token_ticks_T)
+    if request.preempted_since_s is not None:
+        request.note_back(now_s)
     return Finished(
         handle=request.key.handle,
         reason=ending.reason,
@@ -289,4 +311,5 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
         inter_token_p50_s=p50_s,
         inter_token_p99_s=p99_s,
         block_seconds=request.block_seconds,
+        preempted=tuple(request.preempted),
     )

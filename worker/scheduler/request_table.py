@@ -197,6 +197,8 @@ class RequestTable:
         )
         self.waiting.remove(request, now_s)
         request.slot, request.slot_since_s = Slot(admission.slot), now_s
+        if request.preempted_since_s is not None:
+            request.note_back(now_s)
         if request.num_preemptions == 0:
             request.num_cached_tokens = admission.num_cached_tokens
             self.counters.num_cached_tokens += admission.num_cached_tokens
@@ -355,7 +357,7 @@ class RequestTable:
         return is_cheaper and not request.needs_whole_prompt
 
     def _requeue(self, request: Request, was_paused: bool, now_s: float) -> None:
-        request.num_preemptions += 1
+        request.note_preempted(now_s)
         self.counters.num_preemptions += 1
         if was_paused:
             self._park(request)

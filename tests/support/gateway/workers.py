@@ -120,7 +120,7 @@ class RecordingSink:
         self.calls.append(("lost", reason))
         self.done.set()
 
-    def on_moved(self, worker_id: str) -> None:
+    def on_moved(self, worker_id: str, lost_s: float) -> None:
         self.calls.append(("moved", worker_id))
 
     @property

@@ -140,6 +140,7 @@ class World:
         pooling: Pooling | None = None,
         num_outputs: int = 1,
         tenant: str = "",
+        traceparent: str = "",
         **sampling: object,
     ) -> RequestKey:
         """Ask for one output; the seed is its handle unless given. Further outputs have handles 1000, 2000 … higher."""
@@ -157,6 +158,7 @@ class World:
             fork_handles=tuple(handle + 1000 * index for index in range(1, num_outputs)),
             tenant=tenant,
             weight=1 + len(tenant),
+            traceparent=traceparent,
         )
         prompt_ids_T = np.asarray(prompt, np.int32)
         for index, each in enumerate((handle, *run.fork_handles)):

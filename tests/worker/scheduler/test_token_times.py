@@ -51,6 +51,24 @@ def test_a_receipt_has_gaps_and_blocks_over_preemptions() -> None:
     assert other.block_seconds == pytest.approx(7, abs=1e-4)  # 12 tokens in 6 blocks and one more, seconds 3 to 4
 
 
+def test_a_traced_request_says_when_it_had_no_slot_and_another_one_does_not() -> None:
+    ids = f"00-{'a' * 32}-{'b' * 16}"
+    for traceparent, is_told in (("", False), (f"{ids}-00", False), (f"{ids}-01", True)):
+        world = World(WorldConfig(num_blocks=8, block_size=2, max_num_seqs=2, max_batch_tokens=16))
+        low = world.add(1, [3, 4, 5, 6], max_tokens=6, priority=0, traceparent=traceparent)
+        for _ in range(3):
+            world.step()  # one token each at seconds 0, 1, 2
+        world.add(2, list(range(3, 15)), max_tokens=2, priority=1, traceparent=traceparent)
+        world.run()
+        finished = world.streams[low].finished
+        assert finished is not None
+        assert finished.preemptions > 0
+        assert len(finished.preempted) == (finished.preemptions if is_told else 0)
+        for lost_s, back_s in finished.preempted:
+            assert finished.queue_s + finished.prefill_s <= lost_s <= back_s
+            assert back_s <= finished.queue_s + finished.prefill_s + finished.decode_s
+
+
 def test_the_sum_of_receipts_is_what_the_pool_saw() -> None:
     world = World(WorldConfig(num_blocks=10, block_size=2, max_num_seqs=3, max_in_flight=1))
     for handle in range(5):
