@@ -22,12 +22,11 @@ from octavo.blockmgr.audit import BlockAudit, audit_blocks, count_leaked
 from octavo.blockmgr.block_map import BlockMap, map_blocks
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
-from octavo.blockmgr.growth import Growth
 from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import BlockEvent, Chain, HashBlock, IndexWalk, PrefixIndex, RootHasher, hash_block
-from octavo.blockmgr.tables import SlotTables
+from octavo.blockmgr.tables import Growth, SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)
 

@@ -22,8 +22,7 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.gateway.dialects.vllm.messages import KvBatches
 from octavo.gateway.workers.router import Prefixes
 from octavo.wire.codec import decode_to_gateway, encode
-from octavo.worker.engine.codec import KvEventPublisher
-from octavo.worker.engine.interfaces import OutboxMessage
+from octavo.worker.engine.interfaces import KvEventPublisher, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
 
 BLOCK_SIZE = 16

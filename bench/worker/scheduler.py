@@ -23,8 +23,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.wire.messages import Run, SamplingParams, StepOutput
 from octavo.worker.engine.engine import Engine
 from octavo.worker.engine.interfaces import InboxMessage
-from octavo.worker.runners.interface import StepMasks
-from octavo.worker.scheduler.plan import GatewayIndex, StepPlan, StepResult
+from octavo.worker.scheduler.plan import GatewayIndex, StepMasks, StepPlan, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 
 PROMPT_TOKENS = 64

@@ -13,8 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model.kernels.sampling.mask import num_words
 from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graph_runner import Launching
-from octavo.worker.runners.interface import StepMasks
-from octavo.worker.scheduler.plan import StepPlan
+from octavo.worker.scheduler.plan import StepMasks, StepPlan
 from tests.support.worker.cuda_runners import VOCAB, Hand, chunk, prompt, runner_pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

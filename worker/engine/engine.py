@@ -14,7 +14,6 @@ import structlog
 
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
-from octavo.worker.engine.codec import KvEventPublisher, step_output
 from octavo.worker.engine.interfaces import (
     Clock,
     EngineStats,
@@ -22,10 +21,12 @@ from octavo.worker.engine.interfaces import (
     GatewayLost,
     Inbox,
     InboxMessage,
+    KvEventPublisher,
     NullObserver,
     Observer,
     Outbox,
     StepReport,
+    step_output,
 )
 from octavo.worker.grammar.manager import GrammarManager
 from octavo.worker.runners.interface import Runner, RunnerError, RunnerOutOfMemory

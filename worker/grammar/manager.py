@@ -26,8 +26,7 @@ from octavo.worker.grammar.compiler import GrammarCache, GrammarCompiler, Outcom
 from octavo.worker.grammar.matcher import GrammarMatcher
 from octavo.worker.grammar.vocabulary import Vocabulary, load_vocabulary
 from octavo.worker.loading.loaded import Loaded
-from octavo.worker.runners.interface import StepMasks
-from octavo.worker.scheduler.plan import GatewayIndex
+from octavo.worker.scheduler.plan import GatewayIndex, StepMasks
 from octavo.worker.scheduler.request import Matcher, Request, failure, token_ids_of
 from octavo.worker.scheduler.results import ConstrainedRow
 from octavo.worker.scheduler.scheduler import Scheduler

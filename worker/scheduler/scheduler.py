@@ -235,7 +235,8 @@ class Scheduler:
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
         step = self._take_oldest(result.step)
-        self._note_costs(step, result, now_s)
+        if self._blocks.config.num_host_blocks:
+            self._note_costs(step, result, now_s)
         self._results.succeed(step, result, now_s)
         return self._requests.outputs.take()
 

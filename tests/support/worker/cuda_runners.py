@@ -16,10 +16,10 @@ from octavo.wire.messages import SamplingParams
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
-from octavo.worker.runners.interface import Runner, StepMasks
+from octavo.worker.runners.interface import Runner
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
-from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan, StepResult
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepMasks, StepPlan, StepResult
 from tests.support.worker.invariance import Limits
 from tests.support.worker.scheduling import World, WorldConfig
 

@@ -24,9 +24,9 @@ from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner, Launching, OnProgress
 from octavo.worker.runners.cuda.sampling import LaunchedStep, SpecialRows, StepLogprobs, StepSampler, read_logprobs
 from octavo.worker.runners.cuda.staging import MixedLayout, StagedRows, StagingBuffer, worst_layout
-from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory, StepMasks
+from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.runners.outputs import Pooler, PromptScorer, as_runner_error, empty_result
-from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
+from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepMasks, StepPlan, StepResult
 
 _NO_TOKENS = np.empty(0, np.int32)
 _FINITE = 1

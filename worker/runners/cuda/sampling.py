@@ -28,9 +28,8 @@ from octavo.wire.messages import SamplingParams
 from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner
 from octavo.worker.runners.cuda.staging import MaskBuffer, StagedRows
-from octavo.worker.runners.interface import StepMasks
 from octavo.worker.runners.outputs import sampler_params, slot_logprobs
-from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan
+from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepMasks, StepPlan
 
 _NO_SAMPLING: Mapping[str, float] = dict.fromkeys(SAMPLING_COLUMNS, 0)
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.wire.messages import Pooling, SamplingParams
-from octavo.worker.runners.interface import MaskedSlots, StepMasks
 from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.model import (
     EMBEDDING_WIDTH,
@@ -30,7 +29,7 @@ from octavo.worker.runners.oracle.model import (
     choose_token,
     state_vector,
 )
-from octavo.worker.scheduler.plan import Chunk, NewRequest, SlotLogprobs, StepPlan, StepResult
+from octavo.worker.scheduler.plan import Chunk, MaskedSlots, NewRequest, SlotLogprobs, StepMasks, StepPlan, StepResult
 
 EMPTY = -1  # never written, or poisoned after it was freed
 NOT_A_NUMBER = -2  # written by a row whose activations were NaN: what reads it is NaN too

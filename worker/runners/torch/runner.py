@@ -27,7 +27,7 @@ from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampled, Sampler
-from octavo.worker.runners.interface import MaskedSlots, RunnerError, StepMasks
+from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.outputs import (
     Pooler,
     PromptScorer,
@@ -36,7 +36,7 @@ from octavo.worker.runners.outputs import (
     sampler_params,
     slot_logprobs,
 )
-from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepPlan, StepResult
+from octavo.worker.scheduler.plan import MaskedSlots, NewRequest, SlotLogprobs, StepMasks, StepPlan, StepResult
 
 OnNumerics = Callable[[int, NumericFinding], None]
 """Called with (step, first bad activation of it)."""

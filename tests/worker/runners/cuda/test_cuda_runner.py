@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.wire.messages import Grammar, GrammarKind
 from octavo.worker.runners.cuda.graph_runner import batch_sizes
-from octavo.worker.runners.interface import RunnerError, StepMasks
-from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
+from octavo.worker.runners.interface import RunnerError
+from octavo.worker.scheduler.plan import Chunk, Slot, StepMasks, StepPlan
 from tests.support.model.interpreter import WARNINGS
 from tests.support.worker.cuda_runners import SAMPLING, VOCAB, Hand, chunk, prompt, runner_pair, world
 
