@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("blockmgr", "cli", "gateway", "grammar", "model", "proto", "wire", "worker")
+PRODUCT = ("blockmgr", "cli", "gateway", "grammar", "model", "proto/octavo", "wire", "worker")
 COUNTED = (*PRODUCT, "bench", "sim")
 SMALL = 60
-PARAMETER = "typical_p"  # no contract of others has it, so that only its own way is counted
+PARAMETER = "top_n_sigma"  # no contract of others has it, so that only its own way is counted
 
 # What was measured before the rooms were laid out anew, and what was asked for.
 BEFORE_AND_BOUND: dict[str, tuple[str, str]] = {
@@ -98,7 +98,8 @@ def files_of_commit(revision: str) -> list[str]:
     """Hand-written product files that a commit changed."""
     command = ["git", "show", "--name-only", "--format=", revision]
     changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return [each for each in changed if each.split("/")[0] in PRODUCT and "_pb2" not in each]
+    folders = tuple(f"{folder}/" for folder in PRODUCT)
+    return [each for each in changed if each.startswith(folders) and "_pb2" not in each]
 
 
 def largest_folder() -> int:
