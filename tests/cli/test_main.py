@@ -248,4 +248,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--require-hashes", "--no-deps", "--only-binary", "--no-build-isolation", "--index-url"}  # pip
     of_others |= {"--go", "--go-grpc"}  # protoc's plugins for Go, as in --go_out
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
+    of_others |= {"--from-file", "--from-literal", "--replicas", "--namespace", "--timeout"}  # kubectl
+    of_others |= {"--build-arg"}  # docker
+    of_others |= {"--commit"}  # python -m tests.structure.figures
     assert shown - known <= of_others | {"--flag"}
