@@ -112,7 +112,9 @@ class WorkerConfig:
 
     model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: from ``model``.
     gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
-    num_blocks None: sized from free memory, ``memory_fraction`` of it. max_model_len None: the model's own.
+    num_blocks None: sized from free memory, ``memory_fraction`` of it. host_kv_gib: memory of the host for blocks;
+    None: a
+        share of what is free where a GPU serves. max_model_len None: the model's own.
     attention_backend None: the best one for the device.
     quantization: "int8" rounds the weights to integers with a scale per output, "fp8" to e4m3 (GPUs only); None: as
         they are in the checkpoint.
@@ -147,6 +149,7 @@ class WorkerConfig:
     # memory
     memory_fraction: float = 0.9
     num_blocks: int | None = None
+    host_kv_gib: float | None = None
     block_size: int = 16
     prefix_cache: PrefixCacheMode = PrefixCacheMode.ON
     # scheduling

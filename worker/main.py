@@ -157,7 +157,12 @@ def _assemble(
     shutdown.attach(engine, link.wake)
     link.on_refused = shutdown.refuse
     registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: link.welcomed))
-    cache = CacheInfo(dtype=config.kv_cache_dtype or "auto", has_prefix_cache=config.prefix_cache is PrefixCacheMode.ON)
+    cache = CacheInfo(
+        dtype=config.kv_cache_dtype or "auto",
+        has_prefix_cache=config.prefix_cache is PrefixCacheMode.ON,
+        host_bytes=loaded.host_bytes,
+        is_host_pinned=loaded.is_host_pinned,
+    )
     registry.register(InfoCollector(loaded.card, loaded.capacity, version=_version(), cache=cache))
     metrics_port = _serve_metrics(config, registry, stack, lambda: _why_not_ready(engine, link))
     heartbeat = HeartbeatThread(
@@ -184,6 +189,8 @@ def _assemble(
         dtype=loaded.card.dtype,
         num_blocks=loaded.num_blocks,
         block_size=loaded.block_size,
+        num_host_blocks=loaded.num_host_blocks,
+        host_bytes=loaded.host_bytes,
         max_model_len=loaded.card.max_model_len,
         metrics_port=metrics_port,
         notes=list(loaded.notes),
@@ -221,6 +228,8 @@ def _blocks_config(config: WorkerConfig, loaded: Loaded) -> BlockManagerConfig:
         max_blocks_per_slot=loaded.blocks_per_slot,
         fingerprint=loaded.fingerprint,
         prefix_cache=PrefixCache(config.prefix_cache.value),
+        num_host_blocks=loaded.num_host_blocks,
+        max_copies_in=loaded.max_copies_in,
     )
 
 

@@ -95,10 +95,13 @@ class BusyLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """What else is told of the KV cache. dtype: as it was asked for, "auto" for the model's own."""
+    """What else is told of the KV cache. dtype: as it was asked for, "auto" for the model's own. host_bytes: of the
+    second tier."""
 
     dtype: str = "auto"
     has_prefix_cache: bool = True
+    host_bytes: int = 0
+    is_host_pinned: bool = False
 
 
 class StepMetrics:
@@ -192,6 +195,11 @@ def info_metrics(card: ModelCard, capacity: Capacity, *, version: str, cache: Ca
     blocks = {"block_size": str(capacity.block_size), "num_gpu_blocks": str(capacity.num_blocks)}
     settings = {"cache_dtype": cache.dtype, "enable_prefix_caching": str(cache.has_prefix_cache)}
     yield InfoMetricFamily("octavo_cache_config", "The KV cache", value={**blocks, **settings})
+    text = "Host memory taken for KV blocks, pinned for a GPU's copies or not"
+    host = GaugeMetricFamily("octavo_kv_host_memory_bytes", text, labels=["kind"])
+    for kind, is_pinned in (("pinned", True), ("pageable", False)):
+        host.add_metric([kind], cache.host_bytes if cache.is_host_pinned is is_pinned else 0)
+    yield host
 
 
 class InfoCollector(Collector):
@@ -243,6 +251,11 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     for state, count in states.items():
         blocks.add_metric([state], count)
     yield blocks
+    host_blocks = GaugeMetricFamily("octavo_kv_host_blocks", "KV blocks in host memory by state", labels=["state"])
+    free, cached = stats.num_free_host_blocks, stats.num_cached_host_blocks
+    for state, count in {"free": free, "cached": cached, "active": stats.num_host_blocks - free - cached}.items():
+        host_blocks.add_metric([state], count)
+    yield host_blocks
     text = "Blocks that nobody holds and nobody can have, by recount: 0, or an alarm"
     yield _gauge("octavo_kv_blocks_leaked", text, stats.num_leaked_blocks)
     yield _gauge("octavo_kv_audit_violations", "Violations that the last audit found", stats.num_violations)
@@ -257,8 +270,14 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("octavo_prefix_cache_hits", "Prompt tokens found in the cache", stats.num_hit_tokens)
     yield _counter("octavo_request_pauses", "Times that a request was paused for its reader", stats.num_pauses)
     preemptions = CounterMetricFamily("octavo_num_preemptions", "Requests that lost their blocks", labels=["kind"])
-    preemptions.add_metric(["recompute"], stats.num_preemptions)
+    preemptions.add_metric(["recompute"], stats.num_preemptions - stats.num_swaps)
+    preemptions.add_metric(["swap"], stats.num_swaps)
     yield preemptions
+    text = "KV blocks copied between device and host, by direction"
+    copied = CounterMetricFamily("octavo_kv_copied_blocks", text, labels=["direction"])
+    copied.add_metric(["out"], stats.num_copied_out_blocks)
+    copied.add_metric(["in"], stats.num_copied_in_blocks)
+    yield copied
 
 
 def _link_metrics(link: LinkStats, num_gateways: int) -> Iterator[Metric]:

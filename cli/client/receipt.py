@@ -26,7 +26,10 @@ def receipt_rows(finished: inference_pb2.Finished) -> list[tuple[str, str]]:
         ("decode", _ms(receipt.decode_s)),
         ("total", _ms(receipt.total_s)),
         ("memory", f"{receipt.block_seconds:,.2f} block-seconds"),
-        ("preemptions", str(receipt.preemptions)),
+        (
+            "preemptions",
+            f"{receipt.preemptions} ({receipt.swaps} by swap)" if receipt.swaps else str(receipt.preemptions),
+        ),
         ("migrations", str(receipt.migrations)),
         ("worker", f"{receipt.worker_id}, model {receipt.model_fingerprint[:12]}"),
         ("seed", str(receipt.seed)),

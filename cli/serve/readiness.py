@@ -128,5 +128,7 @@ def _model_summary(info: model_pb2.ModelInfo, loaded: Sequence[dict[str, Any]]) 
         num_blocks=info.kv_capacity_tokens // block_size,
         block_size=block_size,
         max_model_len=info.max_model_len,
+        num_host_blocks=int(first.get("num_host_blocks", 0)),
+        host_bytes=int(first.get("host_bytes", 0)),
         notes=tuple(str(note) for note in first.get("notes") or ()),
     )

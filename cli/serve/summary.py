@@ -13,7 +13,8 @@ EXAMPLE_TOKENS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
     """One served model; counts are of all its workers together. products: how its matrices are multiplied, as its
-    workers say; empty where there is nothing to say. notes: what its workers warned of."""
+    workers say; empty where there is nothing to say. num_host_blocks, host_bytes: of one worker. notes: what its
+    workers warned of."""
 
     name: str
     device: str
@@ -24,6 +25,8 @@ class ModelSummary:
     max_model_len: int
     notes: Sequence[str] = ()
     products: str = ""
+    num_host_blocks: int = 0
+    host_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -74,10 +77,17 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
             ("model", f"{model.name}  ({model.device}, {model.dtype}{workers})"),
             *([("products", model.products)] if model.products else []),
             ("KV pool", f"{model.num_blocks:,} blocks × {model.block_size} = {model.num_tokens:,} tokens"),
+            *([("host KV", _host(model))] if model.num_host_blocks else []),
             ("room for", _room(model)),
             *(("note", note) for note in model.notes),
         ]
     return [*rows, ("try", summary.client_line)]
+
+
+def _host(model: ModelSummary) -> str:
+    """Per worker."""
+    tokens = model.num_host_blocks * model.block_size
+    return f"{model.host_bytes / (1 << 30):.2f} GiB for {tokens:,} tokens more, behind the KV pool"
 
 
 def _room(model: ModelSummary) -> str:

@@ -89,6 +89,15 @@ class MemorySettings(Settings):
         0.9, "Part of the memory that is free after loading which the KV pool takes", panel="Memory", gt=0, le=1
     )
     num_blocks: int | None = setting(None, "KV blocks, instead of sizing the pool from memory", panel="Memory", ge=1)
+    host_kv_gib: float | None = setting(
+        None,
+        "Host memory for KV blocks that the device has no room for, in GiB, per worker; 0: none; unset: on GPUs a "
+        "quarter of what is free, shared by all of them, but at most 16; on a CPU none",
+        panel="Memory",
+        ge=0,
+        le=1_048_576,
+        allow_inf_nan=False,
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
         "auto",
         "fp8 keeps keys and values as e4m3, twice as many tokens in the same memory; auto is the type of activations",

@@ -40,6 +40,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         num_threads=settings.num_threads,
         memory_fraction=settings.memory_fraction,
         num_blocks=settings.num_blocks,
+        host_kv_gib=settings.host_kv_gib,
         block_size=settings.block_size,
         prefix_cache=PrefixCacheMode(settings.prefix_cache),
         max_model_len=settings.max_model_len,

@@ -77,12 +77,25 @@ def test_an_output_of_one_token_has_no_time_per_token() -> None:
     assert "octavo_request_time_per_output_token_seconds_count 0.0" in page
 
 
-def test_no_series_stands_for_what_is_not_built() -> None:
+def test_every_series_of_the_blocks_stands_for_what_there_is() -> None:
     registry = CollectorRegistry()
-    registry.register(SnapshotCollector(EngineStats, LinkStats(), tuple))
+    stats = EngineStats(
+        num_preemptions=5, num_swaps=2, num_host_blocks=9, num_free_host_blocks=4, num_cached_host_blocks=3,
+        num_copied_out_blocks=7, num_copied_in_blocks=6,
+    )  # fmt: skip
+    registry.register(SnapshotCollector(lambda: stats, LinkStats(), tuple))
     page = page_of(registry)
+    for line in (
+        'octavo_num_preemptions_total{kind="recompute"} 3.0',
+        'octavo_num_preemptions_total{kind="swap"} 2.0',
+        'octavo_kv_host_blocks{state="active"} 2.0',
+        'octavo_kv_copied_blocks_total{direction="out"} 7.0',
+        'octavo_kv_copied_blocks_total{direction="in"} 6.0',
+    ):
+        assert line in page.splitlines()
+    assert set(re.findall(r'octavo_kv_host_blocks\{state="(\w+)"\}', page)) == {"free", "cached", "active"}
     assert set(re.findall(r'octavo_kv_blocks\{state="(\w+)"\}', page)) == {"free", "cached", "active"}
-    assert re.findall(r'octavo_num_preemptions_total\{kind="(\w+)"\}', page) == ["recompute"]
+    assert re.findall(r'octavo_num_preemptions_total\{kind="(\w+)"\}', page) == ["recompute", "swap"]
 
 
 def test_steps_and_ends_are_counted() -> None:

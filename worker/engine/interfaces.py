@@ -116,6 +116,12 @@ class EngineStats:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # of them
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_copied_out_blocks: int = 0
+    num_copied_in_blocks: int = 0
     num_pauses: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0

@@ -16,13 +16,15 @@ from octavo.worker.runners.oracle.tokenizer import describe_oracle
 
 ORACLE_MODEL_LEN = 32_768
 ORACLE_NUM_BLOCKS = 4_096
+ORACLE_TOKEN_BYTES = 8  # an id and a position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes. products: for
     people, how matrices are multiplied; empty where there is nothing to say. notes: what an operator should know of the
-    model, for the log and the summary of the start."""
+    model, for the log and the summary of the start. num_host_blocks, host_bytes, is_host_pinned: of the second tier.
+    max_copies_in: blocks that one plan may bring back from it."""
 
     runner: Runner
     card: ModelCard
@@ -34,6 +36,10 @@ class Loaded:
     device: str
     notes: tuple[str, ...] = ()
     products: str = ""
+    num_host_blocks: int = 0
+    host_bytes: int = 0
+    is_host_pinned: bool = False
+    max_copies_in: int = 64
 
     @property
     def capacity(self) -> Capacity:
@@ -88,6 +94,8 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     scheduler = scheduler_config(config, described, max_in_flight=1)
     fingerprint = hashlib.blake2b(repr(model).encode(), digest_size=32).digest()
     num_blocks = config.num_blocks or ORACLE_NUM_BLOCKS
+    host_bytes = int((config.host_kv_gib or 0) * (1 << 30))
+    num_host_blocks = host_bytes // (config.block_size * ORACLE_TOKEN_BYTES)
     runner = OracleRunner(
         model,
         num_blocks=num_blocks,
@@ -95,6 +103,7 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         max_slots=config.max_num_seqs,
         max_blocks_per_slot=-(-scheduler.max_model_len // config.block_size),
         max_in_flight=scheduler.max_in_flight,
+        num_host_blocks=num_host_blocks,
         step_delay_s=config.oracle_step_delay_s,
     )
     return Loaded(
@@ -112,6 +121,8 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         scheduler=scheduler,
         device="none",
         notes=described.notes,
+        num_host_blocks=num_host_blocks,
+        host_bytes=host_bytes,
     )
 
 

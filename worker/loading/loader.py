@@ -7,12 +7,14 @@ sockets or requests.
 import hashlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 import torch
 
 from octavo.model.attention.invariant import InvariantAttention
+from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.cache_folder import (
     VARIABLE,
     CacheUnusable,
@@ -36,6 +38,7 @@ from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8
 from octavo.model.quantization.settings import GroupSettings
 from octavo.worker.config import CheckNumerics, Deterministic, WorkerConfig
+from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
 from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
 from octavo.worker.loading.model_card import Described, describe
@@ -153,6 +156,11 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     model = _load_weights(config, folder, on_progress)
     runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
     warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
+    host = runner.host_blocks
+    if host is not None:
+        copy_s = runner.measure_copies()
+        scheduler = replace(scheduler, copy_s_per_block=copy_s)
+        log.info("copies_measured", block_bytes=host.row_bytes, gb_per_s=round(host.row_bytes / copy_s / 1e9, 2))
     fingerprint = _fingerprint(config, model)
     return Loaded(
         runner=runner,
@@ -170,6 +178,10 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         device=_device(config, model),
         notes=described.notes + _cache_notes(config),
         products=model.lm_head.arithmetic,
+        num_host_blocks=host.num_blocks if host else 0,
+        host_bytes=host.num_bytes if host else 0,
+        is_host_pinned=host is not None and host.is_pinned,
+        max_copies_in=runner.max_copies_in,
     )
 
 
@@ -279,6 +291,14 @@ def _make_cuda_runner(
 def _make_torch_runner(
     config: WorkerConfig, model: CausalLM, described: Described, max_model_len: int, on_progress: OnProgress
 ) -> WarmRunner:
+    host = allocate_host_blocks(
+        config.host_kv_gib,
+        kv_block_bytes(
+            model.config, block_size=config.block_size, dtype=cache_dtype(config.kv_cache_dtype) or model.dtype
+        ),
+        model.device,
+        _staged("taking_host_memory", on_progress),
+    )
     pool = _pool_size(config, model, max_model_len=max_model_len)
     log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)
     runner_config = TorchRunnerConfig(
@@ -292,7 +312,7 @@ def _make_torch_runner(
         numerics_limit=_numerics_limit(config, model),
         kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
-    return TorchRunner(model, runner_config, on_numerics=_log_finding)
+    return TorchRunner(model, runner_config, on_numerics=_log_finding, host_blocks=host)
 
 
 def _backend(config: WorkerConfig) -> str:

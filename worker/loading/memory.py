@@ -6,6 +6,7 @@ Must not know: the block manager, flags' parsing.
 import math
 import os
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,13 @@ RESERVE_BYTES = 256 << 20
 """Left alone besides everything that is accounted for: allocator slack, the interpreter, other libraries."""
 _CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_FRACTION = 0.95
+
+
+class SpareMemory(Enum):
+    """What becomes of memory that all requests together could never fill with blocks of their own."""
+
+    LEFT = "left"  # to whoever else runs on this machine
+    TAKEN = "taken"  # for cached prefixes: the device is ours
 
 
 class DoesNotFit(Exception):
@@ -49,6 +57,7 @@ class MemoryNeeds:
     max_num_seqs: int
     memory_fraction: float = 0.9
     reserve_bytes: int = RESERVE_BYTES
+    spare: SpareMemory = SpareMemory.LEFT
 
     @property
     def budget_bytes(self) -> int:
@@ -81,9 +90,9 @@ class PoolSize:
 
 
 def size_pool(needs: MemoryNeeds, *, num_blocks: int | None = None) -> PoolSize:
-    """The number of blocks: as asked for, or as many as the budget holds, but no more than all requests together
-    could ever fill. Raises DoesNotFit where a single request of max_model_len would not fit, or the memory is not
-    there."""
+    """The number of blocks: as asked for, or as many as the budget holds, but where spare memory is left no more than
+    all requests together could ever fill. Raises DoesNotFit where a single request of max_model_len would not fit, or
+    the memory is not there."""
     if num_blocks is None:
         num_blocks = _blocks_in_budget(needs)
     else:
@@ -98,6 +107,8 @@ def _blocks_in_budget(needs: MemoryNeeds) -> int:
     fitting = max(room_bytes, 0) // needs.block_bytes
     if fitting < needs.blocks_per_request:
         raise _over_budget(needs, room_bytes)
+    if needs.spare is SpareMemory.TAKEN:
+        return fitting
     return min(fitting, needs.max_num_seqs * needs.blocks_per_request)
 
 

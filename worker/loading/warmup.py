@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from octavo.model.attention.host_blocks import HostBlocks
 from octavo.wire.messages import SamplingParams
 from octavo.worker.runners.interface import Runner
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
@@ -36,10 +37,15 @@ class WarmConfig(Protocol):
 
 
 class WarmRunner(Runner, Protocol):
-    """A runner that tells its room."""
+    """A runner that tells its room, and how fast it copies between the tiers, if there are two."""
 
     @property
     def config(self) -> WarmConfig: ...
+    @property
+    def host_blocks(self) -> HostBlocks | None: ...
+    @property
+    def max_copies_in(self) -> int: ...
+    def measure_copies(self) -> float: ...
 
 
 def warm_up(runner: WarmRunner, *, max_batch_tokens: int, on_progress: OnProgress) -> int:

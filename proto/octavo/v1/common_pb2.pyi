@@ -212,6 +212,7 @@ class Receipt(_message.Message):
     INTER_TOKEN_P99_S_FIELD_NUMBER: _builtins.int
     BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
     MIGRATIONS_FIELD_NUMBER: _builtins.int
+    SWAPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that ran the request."""
     model_fingerprint: _builtins.str
@@ -231,7 +232,7 @@ class Receipt(_message.Message):
     computed_tokens: _builtins.int
     """Prompt and re-computed tokens that went through the model in prefill."""
     preemptions: _builtins.int
-    """Times that the request lost its blocks to others and was computed again."""
+    """Times that the request lost its blocks to others, and was computed again or came back from the host's memory (swaps)."""
     seed: _builtins.int
     """Seed that sampling used (also where the request gave none)."""
     inter_token_p50_s: _builtins.float
@@ -244,6 +245,8 @@ class Receipt(_message.Message):
     """Times that the request moved to another worker, or to a restarted one. What follows is exactly what would have come
     where workers run with --deterministic, else a continuation of what was delivered.
     """
+    swaps: _builtins.int
+    """Of the preemptions, those where its blocks went to the host's memory and came back, so that nothing was computed again."""
     def __init__(
         self,
         *,
@@ -262,10 +265,11 @@ class Receipt(_message.Message):
         inter_token_p99_s: _builtins.float = ...,
         block_seconds: _builtins.float = ...,
         migrations: _builtins.int = ...,
+        swaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_seconds", b"block_seconds", "computed_tokens", b"computed_tokens", "decode_s", b"decode_s", "gateway_s", b"gateway_s", "inter_token_p50_s", b"inter_token_p50_s", "inter_token_p99_s", b"inter_token_p99_s", "migrations", b"migrations", "model_fingerprint", b"model_fingerprint", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "seed", b"seed", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_seconds", b"block_seconds", "computed_tokens", b"computed_tokens", "decode_s", b"decode_s", "gateway_s", b"gateway_s", "inter_token_p50_s", b"inter_token_p50_s", "inter_token_p99_s", b"inter_token_p99_s", "migrations", b"migrations", "model_fingerprint", b"model_fingerprint", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "seed", b"seed", "swaps", b"swaps", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

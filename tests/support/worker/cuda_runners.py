@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from octavo.model import CausalLM, ModelConfig
+from octavo.model.attention.host_blocks import HostBlocks
+from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
 from octavo.wire.messages import SamplingParams
 from octavo.worker.config import Deterministic
@@ -129,21 +131,35 @@ def runner_pair(
     max_model_len: int = 48,
     max_batch_tokens: int = 24,
     launching: Launching = Launching.EAGER,
+    num_host_blocks: int = 0,
+    max_copies_in: int = 64,
 ) -> RunnerPair:
-    """Over pools of NaN, so that any read of what was not written shows."""
+    """Over pools of NaN, so that any read of what was not written shows; each with host blocks of its own."""
     common: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": BLOCK, "max_slots": max_slots, "max_model_len": max_model_len,
         "vocab_size": VOCAB, "eos_token_ids": (7,), "max_in_flight": 2,
     }  # fmt: skip
-    slow = TorchRunner(random_model(model_config), TorchRunnerConfig(**common))
+    model = random_model(model_config)
+    hosts = [_host_blocks(model_config, model.dtype, num_host_blocks, pinned=pinned) for pinned in (False, True)]
+    slow = TorchRunner(model, TorchRunnerConfig(**common), host_blocks=hosts[0])
     weights = GpuWeights.take(random_model(model_config), max_positions=max_model_len + BLOCK)
-    fast = CudaRunner(weights, CudaRunnerConfig(**common, launching=launching, max_batch_tokens=max_batch_tokens))
+    config = CudaRunnerConfig(
+        **common, launching=launching, max_batch_tokens=max_batch_tokens, max_copies_in=max_copies_in
+    )
+    fast = CudaRunner(weights, config, host_blocks=hosts[1])
     fast.record(lambda done, total: None)
     slow.kv.k_pool_LPKBH.fill_(torch.nan)
     slow.kv.v_pool_LPKBH.fill_(torch.nan)
     fast.graphs.kv.k_pool_LPKBH[:, :-1] = torch.nan
     fast.graphs.kv.v_pool_LPKBH[:, :-1] = torch.nan
     return RunnerPair(slow, fast)
+
+
+def _host_blocks(config: ModelConfig, dtype: torch.dtype, num_blocks: int, *, pinned: bool) -> HostBlocks | None:
+    if not num_blocks:
+        return None
+    row_bytes = kv_block_bytes(config, block_size=BLOCK, dtype=dtype)
+    return HostBlocks(num_blocks, row_bytes, is_pinned=pinned and DEVICE == "cuda", part_bytes=7 * row_bytes)
 
 
 def cuda_runner(
@@ -181,10 +197,14 @@ def world(
     max_slots: int = 4,
     max_model_len: int = 48,
     max_batch_tokens: int = 24,
+    num_host_blocks: int = 0,
+    max_copies_in: int = 64,
 ) -> World:
     """A scheduler that drives the runner."""
     config = WorldConfig(
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_copies_in=max_copies_in,
         block_size=BLOCK,
         max_num_seqs=max_slots,
         max_batch_tokens=max_batch_tokens,

@@ -104,7 +104,8 @@ class CudaRunnerConfig:
     """num_blocks, block_size: of the KV pool, which has one block more, for scratch. max_slots: rows.
 
     vocab_size: ids that may be sampled (the tokenizer's). eos_token_ids: masked while fewer than min_tokens are out.
-    max_batch_tokens: of a step. kv_dtype: of the KV pool, None for the weights' dtype.
+    max_batch_tokens: of a step. max_copies_in: blocks that a step may bring back from the host. kv_dtype: of the KV
+    pool, None for the weights' dtype.
     """
 
     num_blocks: int
@@ -115,6 +116,7 @@ class CudaRunnerConfig:
     eos_token_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 2048
     max_in_flight: int = 2
+    max_copies_in: int = 64
     launching: Launching = Launching.GRAPHS
     autotune: Autotune = Autotune.CACHED
     deterministic: Deterministic = Deterministic.OFF

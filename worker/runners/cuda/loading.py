@@ -9,16 +9,19 @@ from dataclasses import replace
 import structlog
 import torch
 
+from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.causal_lm import CausalLM
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.precompile import OnProgress as OnKernels
 from octavo.model.kernels.precompile import compiling
-from octavo.worker.config import WorkerConfig
+from octavo.worker.config import PrefixCacheMode, WorkerConfig
+from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.loader import cache_dtype, weight_format
-from octavo.worker.loading.memory import size_pool, weights_bytes
+from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
 from octavo.worker.loading.model_card import Described
 from octavo.worker.loading.progress import OnProgress
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
+from octavo.worker.runners.cuda.host_copies import staging_bytes, staging_rows
 from octavo.worker.runners.cuda.memory import cuda_memory_needs
 from octavo.worker.runners.cuda.runner import CudaRunner
 
@@ -54,9 +57,24 @@ def make_cuda_runner(
     )
     torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
     compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
+    kv_dtype = runner_config.kv_dtype or weights.dtype
+    block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
+    host = allocate_host_blocks(
+        config.host_kv_gib,
+        block_bytes,
+        weights.embed_VD.device,
+        lambda done, total: on_progress("taking_host_memory", done, total),
+    )
+    rows = staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0])
     on_progress("rehearsing_steps", None, None)
+    has_cache = config.prefix_cache is PrefixCacheMode.ON
     needs = cuda_memory_needs(
-        weights, runner_config, weights_bytes=weights_bytes(model), memory_fraction=config.memory_fraction
+        weights,
+        runner_config,
+        weights_bytes=weights_bytes(model),
+        memory_fraction=config.memory_fraction,
+        spare=SpareMemory.TAKEN if has_cache else SpareMemory.LEFT,
+        staging_bytes=staging_bytes(rows, block_bytes) if host is not None else 0,
     )
     pool = size_pool(needs, num_blocks=config.num_blocks)
     log.info(
@@ -66,7 +84,8 @@ def make_cuda_runner(
         num_bytes=pool.num_bytes,
         step_bytes=needs.activation_bytes,
     )
-    runner = CudaRunner(weights, replace(runner_config, num_blocks=pool.num_blocks))
+    serving_config = replace(runner_config, num_blocks=pool.num_blocks, max_copies_in=rows)
+    runner = CudaRunner(weights, serving_config, host_blocks=host)
     seconds = runner.record(lambda done, total: on_progress("recording_steps", done, total))
     log.info("steps_recorded", num_graphs=runner.graphs.num_shapes, seconds=round(seconds, 2))
     return runner

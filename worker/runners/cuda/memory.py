@@ -13,7 +13,7 @@ import torch
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
 from octavo.wire.messages import SamplingParams
-from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds
+from octavo.worker.loading.memory import DoesNotFit, MemoryNeeds, SpareMemory
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, EagerRecorder, GraphRecorder, Launching
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.cuda.staging import MixedLayout
@@ -29,9 +29,12 @@ def cuda_memory_needs(
     *,
     weights_bytes: int,
     memory_fraction: float,
+    spare: SpareMemory = SpareMemory.LEFT,
+    staging_bytes: int = 0,
 ) -> MemoryNeeds:
     """Ask once, after the weights are loaded. `activation_bytes` of the answer is everything but weights and pool:
-    static buffers, the worst step, all recorded graphs. Raises DoesNotFit where not even the rehearsal does."""
+    static buffers, the worst step, all recorded graphs, and staging_bytes for copies to the host. Raises DoesNotFit
+    where not even the rehearsal does."""
     device = weights.embed_VD.device
     available_bytes = _free_bytes(device)
     kv_dtype = config.kv_dtype or weights.dtype
@@ -50,12 +53,13 @@ def cuda_memory_needs(
     return MemoryNeeds(
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
-        activation_bytes=max(runner_bytes, 0),
+        activation_bytes=max(runner_bytes, 0) + staging_bytes,
         block_bytes=block_bytes,
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_slots,
         memory_fraction=memory_fraction,
+        spare=spare,
     )
 
 

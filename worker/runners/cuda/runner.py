@@ -18,14 +18,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.gpu.decode_step import RESULT_BYTES
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner, Launching, OnProgress
+from octavo.worker.runners.cuda.host_copies import HostCopies
 from octavo.worker.runners.cuda.sampling import LaunchedStep, SpecialRows, StepLogprobs, StepSampler, read_logprobs
 from octavo.worker.runners.cuda.staging import MixedLayout, StagedRows, StagingBuffer, worst_layout
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
-from octavo.worker.runners.outputs import Pooler, PromptScorer, as_runner_error, empty_result
+from octavo.worker.runners.outputs import Pooler, PromptScorer, as_runner_error
 from octavo.worker.scheduler.plan import NewRequest, SlotLogprobs, StepMasks, StepPlan, StepResult
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -130,8 +132,10 @@ class CudaRunner:
     With Launching.EAGER it also runs on a CPU, in Triton's interpreter: the same steps, kernel by kernel.
     """
 
-    def __init__(self, weights: GpuWeights, config: CudaRunnerConfig) -> None:
+    def __init__(self, weights: GpuWeights, config: CudaRunnerConfig, *, host_blocks: HostBlocks | None = None) -> None:
         self.config = config
+        self.host_blocks = host_blocks
+        self.max_copies_in = config.max_copies_in
         self.max_in_flight = config.max_in_flight
         self._device = weights.embed_VD.device
         self.graphs = GraphRunner(weights, config)
@@ -147,6 +151,9 @@ class CudaRunner:
         self._step_sampler = StepSampler(self.graphs, config, self._device)
         self._pooler = Pooler()
         self._scorer = PromptScorer(self.graphs.logits, vocab_size=config.vocab_size)
+        self._host_copies: HostCopies | None = None
+        if host_blocks is not None:
+            self._host_copies = HostCopies(self.graphs.kv, host_blocks, rows=config.max_copies_in)
         self._tokens_R: list[np.ndarray] = [_NO_TOKENS] * config.max_slots
         self._in_flight: deque[_InFlightStep] = deque()
 
@@ -203,13 +210,13 @@ class CudaRunner:
         launched = self._in_flight.popleft()
         if launched.error is not None:
             raise launched.error
-        if launched.turn is None:
-            return empty_result(launched.step)
+        assert launched.turn is not None
         try:
             outputs = self._results.wait(launched.turn)
         except RuntimeError as error:
             raise DeviceLost(f"the CUDA device failed in step {launched.step} or before: {error}") from error
         is_exhausted_S = _sampled(outputs.is_exhausted_B, launched)
+        num_copied_blocks, copy_s = (0, 0.0) if self._host_copies is None else self._host_copies.take_times()
         return StepResult(
             step=launched.step,
             tokens_S=_sampled(outputs.token_B, launched),
@@ -218,21 +225,34 @@ class CudaRunner:
             logprobs=read_logprobs(launched.chosen, outputs.answer_BX),
             embeddings={index: embedding_D.numpy() for index, embedding_D in launched.embeddings.items()},
             prompt_logprobs=launched.prompt_logprobs,
+            num_copied_blocks=num_copied_blocks,
+            copy_s=copy_s,
         )
+
+    def measure_copies(self) -> float:
+        """Seconds for a block, one way; on an idle runner with host blocks."""
+        assert self._host_copies is not None
+        with torch.inference_mode():
+            return self._host_copies.measure(self.config.num_blocks)
 
     def close(self) -> None:
         """Forget the steps in flight and the recorded ones. Idempotent."""
+        if self._host_copies is not None:
+            self._host_copies.wait()
+            self._host_copies = None
         self._in_flight.clear()
         self.graphs.forget()
 
     # ------------------------------------------------------------ a step
 
     def _start(self, plan: StepPlan) -> _InFlightStep:
+        if self._host_copies is not None:
+            self._host_copies.begin(plan.copies_out_C2, plan.copies_in_C2)
         self._apply(plan)
-        if not plan.num_tokens:
+        if not plan.num_tokens:  # it is waited for all the same: the next step but one writes to this one's buffers
             self._staging.send(0)
             self.graphs.run_changes()
-            return _InFlightStep(step=plan.step, num_decodes=0)
+            return _InFlightStep(step=plan.step, num_decodes=0, turn=self._results.send(num_answers=0))
         self._check_blocks(plan)
         run = self._start_mixed(plan) if plan.prefill else self._start_decode(plan)
         num_decodes, first_end = len(plan.decode_slots_S), run.first_end

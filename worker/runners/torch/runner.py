@@ -38,6 +38,9 @@ from octavo.worker.runners.outputs import (
 )
 from octavo.worker.scheduler.plan import MaskedSlots, NewRequest, SlotLogprobs, StepMasks, StepPlan, StepResult
 
+MAX_COPIES_IN = 64
+"""Blocks that one step brings back from the host: it waits for them."""
+
 OnNumerics = Callable[[int, NumericFinding], None]
 """Called with (step, first bad activation of it)."""
 
@@ -210,7 +213,8 @@ class TorchRunner:
         self.kv = KvPool(
             model.config, config.num_blocks, config.block_size, config.kv_dtype or model.dtype, model.device
         )
-        self._host_blocks = host_blocks
+        self.host_blocks = host_blocks
+        self.max_copies_in = MAX_COPIES_IN
         self._num_copied_blocks, self._copy_s = 0, 0.0  # since the last result
         self._rows = RunnerRows(
             max_slots=config.max_slots,
@@ -258,6 +262,19 @@ class TorchRunner:
         copy_s, self._copy_s = self._copy_s, 0.0
         return replace(outcome, num_copied_blocks=num_copied_blocks, copy_s=copy_s) if num_copied_blocks else outcome
 
+    def measure_copies(self) -> float:
+        """Seconds for a block, one way; of idle blocks, there and back. Only where there are host blocks."""
+        assert self.host_blocks is not None
+        num = min(16, self.host_blocks.num_blocks, self.config.num_blocks)
+        pairs_C2 = np.repeat(np.arange(num, dtype=np.int32)[:, None], 2, axis=1)
+        for _ in range(2):  # the first time touches the memory
+            self._num_copied_blocks, self._copy_s = 0, 0.0
+            self._copy_out(pairs_C2)
+            self._copy_in(pairs_C2)
+        seconds = self._copy_s / self._num_copied_blocks
+        self._num_copied_blocks, self._copy_s = 0, 0.0
+        return seconds
+
     def close(self) -> None:
         """Forget the steps in flight and stop watching. Idempotent."""
         self._in_flight.clear()
@@ -280,18 +297,18 @@ class TorchRunner:
         return outcome
 
     def _copy_out(self, copies_C2: np.ndarray) -> None:
-        if not len(copies_C2) or self._host_blocks is None:
+        if not len(copies_C2) or self.host_blocks is None:
             return
         start_s = time.perf_counter()
         rows_NW = gather_rows(self.kv, self._ids(copies_C2[:, 0]))
-        self._host_blocks.put(copies_C2[:, 1], rows_NW)
+        self.host_blocks.put(copies_C2[:, 1], rows_NW)
         self._note_copies(len(copies_C2), time.perf_counter() - start_s)
 
     def _copy_in(self, copies_C2: np.ndarray) -> None:
-        if not len(copies_C2) or self._host_blocks is None:
+        if not len(copies_C2) or self.host_blocks is None:
             return
         start_s = time.perf_counter()
-        scatter_rows(self.kv, self._ids(copies_C2[:, 1]), self._host_blocks.get(copies_C2[:, 0]))
+        scatter_rows(self.kv, self._ids(copies_C2[:, 1]), self.host_blocks.get(copies_C2[:, 0]))
         self._note_copies(len(copies_C2), time.perf_counter() - start_s)
 
     def _note_copies(self, num_blocks: int, seconds: float) -> None:

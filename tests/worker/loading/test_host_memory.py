@@ -1,0 +1,111 @@
+"""How much host memory is taken for blocks: by default, as asked for, and what is refused in which words."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused
+from octavo.worker.loading import host_memory
+from octavo.worker.loading.host_memory import allocate_host_blocks, cpus_beside, host_blocks_wanted, near, parse_cpus
+from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, SpareMemory, size_pool
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 GiB are free."""
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 32 * GIB)
+
+
+def test_a_gpu_takes_a_share_that_all_of_the_host_divide_and_a_cpu_none() -> None:
+    assert host_blocks_wanted(None, MIB, num_gpus=1) == 8 * 1024
+    assert host_blocks_wanted(None, MIB, num_gpus=8) == 1024
+    assert host_blocks_wanted(None, MIB, num_gpus=0) == 0
+
+
+def test_nobody_who_did_not_ask_waits_for_more_than_16_gib_to_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 1024 * GIB)
+    assert host_blocks_wanted(None, MIB, num_gpus=1) == 16 * 1024
+    assert host_blocks_wanted(500, MIB, num_gpus=1) == 500 * 1024
+
+
+def test_what_is_asked_for_is_taken_and_nothing_is_nothing() -> None:
+    assert host_blocks_wanted(1.5, MIB, num_gpus=0) == 1536
+    assert host_blocks_wanted(0, MIB, num_gpus=4) == 0
+
+
+def test_more_than_the_machine_has_is_refused_in_a_sentence_with_what_would_do() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        host_blocks_wanted(33, MIB, num_gpus=1)
+    assert refused.value.what == "33 GiB of host memory for KV blocks are more than this machine has free"
+    assert "--host-kv-gib is 33, free are 32.00 GiB" in refused.value.numbers
+    assert refused.value.change == "try --host-kv-gib 8, or 0 for none"
+
+
+def test_less_than_a_block_is_refused_in_a_sentence_with_what_would_do() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        host_blocks_wanted(0.0001, MIB, num_gpus=1)
+    assert refused.value.what == "the host memory for KV blocks is smaller than one block"
+    least = float(refused.value.change.split()[2])
+    assert host_blocks_wanted(least, MIB, num_gpus=1) >= 1
+
+
+def refuse(self: HostBlocks, num_rows: int) -> torch.Tensor:
+    raise HostMemoryRefused("no more pages can be locked")
+
+
+def test_memory_that_the_system_refuses_ends_the_start_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostBlocks, "_allocate", refuse)
+    with pytest.raises(DoesNotFit, match=r"the system refuses 1\.00 GiB of host memory") as refused:
+        allocate_host_blocks(1, MIB, CPU, lambda done, total: None)
+    assert refused.value.numbers == "no more pages can be locked"
+
+
+def test_where_nobody_asked_the_start_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostBlocks, "_allocate", refuse)
+    monkeypatch.setattr(host_memory, "host_blocks_wanted", lambda *_, **__: 4)
+    assert allocate_host_blocks(None, MIB, CPU, lambda done, total: None) is None
+
+
+def test_progress_is_told_and_none_is_none() -> None:
+    told: list[tuple[int, int]] = []
+    host = allocate_host_blocks(0.01, MIB, CPU, lambda done, total: told.append((done, total)))
+    assert host is not None
+    assert (host.num_blocks, host.is_pinned, told) == (10, False, [(0, 1), (1, 1)])
+    assert allocate_host_blocks(0, MIB, CPU, lambda done, total: None) is None
+
+
+def test_the_cpus_beside_a_device_are_read_as_the_kernel_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("0-2,8\n")
+    properties = type("Properties", (), {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert cpus_beside(torch.device("cuda"), tmp_path) == {0, 1, 2, 8}
+    assert cpus_beside(torch.device("cuda"), tmp_path / "none") == set()
+    assert cpus_beside(CPU, tmp_path) == set()
+    assert parse_cpus("") == set()
+    with near(CPU):
+        pass
+
+
+def test_a_gpu_gives_spare_memory_to_cached_prefixes() -> None:
+    needs = MemoryNeeds(
+        available_bytes=8 * GIB,
+        weights_bytes=GIB,
+        activation_bytes=GIB,
+        reserve_bytes=0,
+        block_bytes=MIB,
+        block_size=16,
+        max_model_len=1024,
+        max_num_seqs=2,
+        memory_fraction=1.0,
+    )
+    assert size_pool(needs).num_blocks == 2 * 64
+    assert size_pool(replace(needs, spare=SpareMemory.TAKEN)).num_blocks == 7 * 1024
