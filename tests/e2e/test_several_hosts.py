@@ -1,0 +1,68 @@
+"""docs/several-hosts.md: its commands, typed on one machine that plays all of the hosts, make a service."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.docs.blocks import blocks_of
+from tests.support.services.service import free_port
+
+PAGE = "docs/several-hosts.md"
+START_S = 180.0
+
+
+def lines_of_page() -> list[tuple[str, str]]:
+    """Host and command, in their order."""
+    found = []
+    for block in blocks_of(PAGE):
+        hosts = [line.partition("$")[0] for line in block.code.splitlines() if "$ " in line.split(" ")[0] + " "]
+        found += list(zip(hosts, block.commands(), strict=True))
+    return found
+
+
+def test_the_commands_of_the_page_serve(tmp_path: Path) -> None:
+    ports = {"5555": str(free_port())}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")} | {
+        "OCTAVO_PORT": str(free_port()),
+        "OCTAVO_METRICS_PORT": "0",
+        "OCTAVO_WORKER_METRICS_PORT": "0",
+        "OCTAVO_NUM_BLOCKS": "256",
+        "OCTAVO_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    running: list[subprocess.Popen[bytes]] = []
+    log = tmp_path / "log"
+
+    def start(command: str) -> "subprocess.Popen[bytes]":
+        words = shlex.split(command.replace("10.0.0.1", "127.0.0.1").replace("5555", ports["5555"]))
+        assert words.pop(0) == "octavo"
+        with log.open("ab") as output:
+            program = [sys.executable, "-m", "octavo.cli.main", *words]
+            return subprocess.Popen(program, cwd=tmp_path, env=environment, stdout=output, stderr=output)
+
+    def succeeds(command: str) -> bool:
+        return start(command).wait(120) == 0
+
+    lines = lines_of_page()
+    assert {host for host, _ in lines} == {"gateway", "worker", "caller"}
+    try:
+        for host, command in lines:
+            if command.startswith(("octavo gateway ", "octavo worker ")):
+                running.append(start(command))
+            elif host == "caller":
+                until = time.monotonic() + START_S
+                while not (has_succeeded := succeeds(command)) and time.monotonic() < until:
+                    assert all(process.poll() is None for process in running), log.read_text()
+                    time.sleep(0.5)
+                assert has_succeeded, log.read_text()
+            else:
+                assert succeeds(command), log.read_text()
+        assert len(running) == 2
+    finally:
+        for process in reversed(running):
+            process.terminate()
+        for process in running:
+            process.wait(60)
