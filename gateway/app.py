@@ -15,9 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from octavo.gateway.auth.authenticator import Authenticator, PrefixSalt
 from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig
-from octavo.gateway.dialects import kserve, openengine, vllm
+from octavo.gateway.dialects import kserve, openengine, vllm, vllm_native
 from octavo.gateway.dialects.kserve.servicer import KserveServicer
 from octavo.gateway.dialects.openengine.servicer import OpenEngineControl, OpenEngineInference
+from octavo.gateway.dialects.vllm_native.servicer import VllmControl, VllmInference
 from octavo.gateway.errors import Draining
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
@@ -46,6 +47,7 @@ from octavo.gateway.workers.pool import WorkerPool
 from octavo.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from octavo.openengine import openengine_pb2_grpc
 from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, load_pb2_grpc, model_pb2_grpc
+from octavo.vllm import vllm_pb2_grpc
 
 log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
@@ -256,7 +258,10 @@ class Gateway:
             return ()
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._kserve_servicer(), server)
         self._attach_openengine(server)
-        services = [kserve.SERVICE, *openengine.SERVICES]
+        inference = VllmInference(self._collaborators, submitter=self.submitter)
+        vllm_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+        vllm_pb2_grpc.add_ControlServicer_to_server(VllmControl(self._collaborators, control=self.control), server)
+        services = [kserve.SERVICE, *openengine.SERVICES, *vllm_native.SERVICES]
         if vllm.is_installed():
             self._attach_vllm(server)
             services.append(vllm.SERVICE)

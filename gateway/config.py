@@ -31,7 +31,7 @@ class PortSharing(Enum):
 class Dialects(Enum):
     """Services beside octavo.v1 on the same port."""
 
-    INSTALLED = "installed"  # KServe v2, openengine.v1, and VllmEngine where its stubs are (extra `vllm-dialect`)
+    INSTALLED = "installed"  # all of them; VllmEngine where its stubs are (extra `vllm-dialect`)
     NONE = "none"
 
 

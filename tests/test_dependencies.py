@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-STUBS = ("proto/octavo/kserve", "proto/octavo/openengine")  # that only the server has
+STUBS = ("proto/octavo/kserve", "proto/octavo/openengine", "proto/octavo/vllm")  # that only the server has
 SERVER = ("blockmgr", "cli", "gateway", "grammar", "model", *STUBS, "wire", "worker")
 CLIENT = ("proto/octavo",)  # octavo-client
 PRODUCT = (*SERVER, *CLIENT)

@@ -40,8 +40,16 @@ INNER: dict[str, dict[str, set[str]]] = {
         "loading": {"runners", "runners/oracle", "runners/torch", "runners/cuda", "scheduler"},
     },
     "gateway": {
-        "": {"auth", "dialects/kserve", "dialects/openengine", "dialects/vllm", "observability", "requests", "rpc"}
-        | {"servicers", "streams", "peers", "text", "watching", "workers"},  # app puts the parts together
+        "": {
+            "auth",
+            "dialects/kserve",
+            "dialects/openengine",
+            "dialects/vllm",
+            "dialects/vllm_native",
+            "requests",
+            "rpc",
+        }
+        | {"observability", "servicers", "streams", "peers", "text", "watching", "workers"},  # app puts parts together
         "workers": set(),
         "text": set(),
         "peers": {"auth", "requests", "workers"},
@@ -52,9 +60,20 @@ INNER: dict[str, dict[str, set[str]]] = {
         "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
         "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
         "watching": {"observability", "peers", "requests", "workers"},
-        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm"},
+        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm", "dialects/vllm_native"},
         "dialects/kserve": {"requests", "rpc", "streams", "validation"},
-        "dialects/openengine": {"auth", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
+        "dialects/openengine": {
+            "auth",
+            "dialects",
+            "peers",
+            "requests",
+            "rpc",
+            "streams",
+            "text",
+            "validation",
+            "workers",
+        },
+        "dialects/vllm_native": {"dialects", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
         "dialects/vllm": {"peers", "requests", "rpc", "streams", "validation", "workers"},
         "observability": {"rpc", "workers"},
     },

@@ -21,7 +21,7 @@ class ListenSettings(AddressSettings):
     )
     dialects: Literal["installed", "none"] = setting(
         "installed",
-        "Contracts of others on the same port: KServe v2, openengine.v1, VllmEngine if its stubs are there; or none",
+        "Contracts of others on the same port: KServe, openengine, vLLM, VllmEngine if its stubs are there; or none",
         panel="Addresses",
     )
     model_port: Names = setting(

@@ -86,6 +86,32 @@ _SERVICES: dict[str, dict[str, Scope]] = {
         "GetKvEventSources": Scope.ADMIN,
         "SubscribeKvEvents": Scope.ADMIN,  # tells the tokens of prompts
     },
+    "vllm.Inference": {"Generate": Scope.GENERATE, "GenerateStream": Scope.GENERATE},
+    "vllm.Control": {
+        "GetServerInfo": Scope.MODELS,
+        "GetModelInfo": Scope.MODELS,
+        "Abort": Scope.GENERATE,  # one's own
+        "IsPaused": Scope.MODELS,
+        "IsSleeping": Scope.MODELS,
+        "ListLoras": Scope.MODELS,
+        "GetWeightVersion": Scope.MODELS,
+    }
+    | dict.fromkeys(
+        (
+            *(
+                "Shutdown",
+                "LoadLora",
+                "UnloadLora",
+                "GetKvEventSources",
+                "PauseGeneration",
+                "ResumeGeneration",
+                "Sleep",
+            ),
+            *("WakeUp", "InitWeightTransferEngine", "StartWeightUpdate", "StartDraftWeightUpdate"),
+            *("UpdateWeights", "FinishWeightUpdate", "UpdateWeightVersion"),
+        ),
+        Scope.ADMIN,
+    ),
     "inference.GRPCInferenceService": {
         "ServerLive": Scope.HEALTH,
         "ServerReady": Scope.HEALTH,

@@ -96,7 +96,8 @@ def sources(root: Path, prefix: str) -> set[str]:
 
 def of_the_server_alone(tree: Path) -> set[str]:
     """Stubs of contracts that Octavo's own client does not speak."""
-    return set().union(*(sources(tree / "proto/octavo" / name, f"octavo/{name}") for name in ("kserve", "openengine")))
+    names = ("kserve", "openengine", "vllm")
+    return set().union(*(sources(tree / "proto/octavo" / name, f"octavo/{name}") for name in names))
 
 
 def test_the_servers_wheel_has_its_folders_whole_and_nothing_else(tree: Path, wheels: Wheels) -> None:
@@ -220,11 +221,11 @@ def test_a_checkout_that_is_installed_to_be_edited_is_one_package_too(tree: Path
     share(python, closure(BUILD))
     install(python, "-e", tree / "proto", "-e", tree)
     share_what_others_made(python)
-    names = ("client", "v1", "kserve", "openengine", "wire", "gateway.rpc")
+    names = ("client", "v1", "kserve", "openengine", "vllm", "wire", "gateway.rpc")
     modules = ("octavo", *(f"octavo.{name}" for name in names))
     code = f"import {', '.join(modules)}; print({', '.join(f'{each}.__file__' for each in modules)}, sep='\\n')"
     found = [Path(line).parent for line in run([python, "-c", code], namesakes).splitlines()]
-    places = ("proto/octavo", *(f"proto/octavo/{name}" for name in names[:4]), "wire", "gateway/rpc")
+    places = ("proto/octavo", *(f"proto/octavo/{name}" for name in names[:5]), "wire", "gateway/rpc")
     assert found == [tree / each for each in places]
     assert run([python.parent / "octavo", "--version"], namesakes).startswith("octavo ")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
+from octavo.gateway.dialects.unserved import unserved
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_generate
@@ -127,7 +127,7 @@ def read_metadata(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 def check_known(message: Message) -> None:
     """Raises InvalidRequest for fields that revision 1 does not have."""
-    raise_if_any(first_violations(_unserved(message, "")))
+    raise_if_any(first_violations(unserved(message, _REFUSED, opaque=_WHOLE)))
 
 
 def check_ranks(ranks: Iterable[int]) -> None:
@@ -178,7 +178,7 @@ def _is_integer(text: str, low: int, high: int) -> bool:
 
 
 def _violations(request: oe.GenerateRequest) -> Iterator[Violation]:
-    yield from _unserved(request, "")
+    yield from unserved(request, _REFUSED, opaque=_WHOLE)
     sampling, response, guided = request.sampling, request.response, request.guided
     if sampling.HasField("top_k") and sampling.top_k < -1:
         yield Violation(field="sampling.top_k", description=f"must be -1 or more, not {sampling.top_k}")
@@ -193,23 +193,6 @@ def _violations(request: oe.GenerateRequest) -> Iterator[Violation]:
         yield Violation(field="response.prompt_logprob_start", description="is not supported: scores are of all tokens")
     if guided.backend not in ("", BACKEND):
         yield Violation(field="guided.backend", description=f"is not supported: constraints are followed by {BACKEND}")
-
-
-def _unserved(message: Message, prefix: str) -> Iterator[Violation]:
-    refused = _REFUSED.get(message.DESCRIPTOR.name, {})
-    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
-        yield Violation(field=f"{prefix}#{unknown.field_number}", description="unknown field")
-    for field, value in message.ListFields():
-        path = prefix + field.name
-        if field.name in refused:
-            yield Violation(field=path, description=refused[field.name])
-        elif field.name in _WHOLE or field.message_type is None:
-            continue
-        elif isinstance(value, Message):
-            yield from _unserved(value, f"{path}.")
-        else:
-            for index, each in enumerate(value):
-                yield from _unserved(each, f"{path}[{index}].")
 
 
 def _present(kind: Any, source: Any, *groups: tuple[str, ...]) -> Any:

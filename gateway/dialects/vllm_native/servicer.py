@@ -1,0 +1,156 @@
+"""vllm.Inference and vllm.Control. Methods raise what went wrong; the guard makes the status."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model_info, reason_of, server_info
+from octavo.gateway.dialects.vllm_native.translate import check_abort, check_one_output, in_callers_names, translate
+from octavo.gateway.errors import InvalidRequest, RequestAborted
+from octavo.gateway.peers.control import Control
+from octavo.gateway.requests.input_processor import share_of
+from octavo.gateway.requests.submit import Collaborators, Submitter
+from octavo.gateway.requests.tracker import TrackedRequest
+from octavo.gateway.rpc.interceptor import MODEL_HEADER
+from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.streams.stream import OutputStreams
+from octavo.gateway.text.errors import UnsupportedTokenizer
+from octavo.vllm import vllm_pb2 as vllm
+from octavo.vllm import vllm_pb2_grpc
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+# Adapters, sleeping and weights that change are not here.
+_NOT_OFFERED = (
+    *("LoadLora", "UnloadLora", "ListLoras", "PauseGeneration", "ResumeGeneration", "Sleep", "WakeUp"),
+    *("InitWeightTransferEngine", "StartWeightUpdate", "StartDraftWeightUpdate", "UpdateWeights"),
+    *("FinishWeightUpdate", "UpdateWeightVersion", "GetWeightVersion"),
+)
+
+
+class VllmInference(vllm_pb2_grpc.InferenceServicer):
+    """Generate and GenerateStream."""
+
+    def __init__(self, collaborators: Collaborators, *, submitter: Submitter) -> None:
+        self._tracker, self._text = collaborators.tracker, collaborators.text
+        self._submitter = submitter
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> vllm.GenerateResponse:
+        """One output, whole."""
+        check_one_output(request)
+        tracked = await self._submit(request, context)
+        with self._tracker.closing(tracked):
+            whole = vllm.GenerateResponse()
+            async for part in self._responses(tracked, request.response):
+                merge(whole, part)
+            tracked.scope.tokens_delivered = tracked.num_tokens
+            return whole
+
+    async def GenerateStream(self, request: vllm.GenerateRequest, context: Context) -> None:
+        """The prompt's figures, what is new, an end for each output."""
+        tracked = await self._submit(request, context)
+        with self._tracker.closing(tracked):
+            await context.send_initial_metadata(())
+            async for part in self._responses(tracked, request.response):
+                await tracked.write(context, part)
+                tracked.scope.tokens_delivered += part.outputs.num_tokens
+
+    async def _submit(self, request: vllm.GenerateRequest, context: Context) -> TrackedRequest:
+        scope = current_rpc.get()
+        scope.name_by(request.request_id)
+        translated = await self._text.run_by_size(
+            lambda: translate(request), num_bytes=request.ByteSize(), share=share_of(scope)
+        )
+        try:
+            return await self._submitter.submit(translated, scope, prefix="", timeout_s=context.time_remaining())
+        except InvalidRequest as error:
+            raise in_callers_names(error) from None
+
+    async def _responses(
+        self, tracked: TrackedRequest, options: vllm.ResponseOptions
+    ) -> AsyncIterator[vllm.GenerateResponse]:
+        """An Abort gives every output that is under way what came before it, and an end."""
+        responses, open_outputs = Responses(tracked, options), dict.fromkeys(range(len(tracked.outputs)))
+        if (prompt := responses.prompt()) is not None:
+            yield prompt
+        with contextlib.suppress(RequestAborted):
+            streams = OutputStreams(tracked.streams)
+            while (news := await streams.next()) is not None:
+                index, piece = news
+                if piece is None:
+                    del open_outputs[index]
+                    yield self._end(tracked, responses, index)
+                    continue
+                if index == 0 and (prompt := responses.prompt(piece)) is not None:
+                    yield prompt
+                if piece.num_tokens or piece.text:
+                    now_s = time.monotonic()
+                    yield responses.piece(piece, index)
+                    tracked.count_piece(piece, now_s)
+        for index in open_outputs:
+            yield self._end(tracked, responses, index)
+
+    def _end(self, tracked: TrackedRequest, responses: Responses, index: int) -> vllm.GenerateResponse:
+        reason = reason_of(tracked.streams[index])
+        name = vllm.FinishInfo.FinishReason.Name(reason).lower()
+        tracked.scope.log_fields["finish_reason"] = name
+        if reason != vllm.FinishInfo.ABORTED:
+            tracked.count_finished(name, index)
+        return responses.end(index)
+
+
+class VllmControl(vllm_pb2_grpc.ControlServicer):
+    """What trainers and routers ask."""
+
+    def __init__(self, collaborators: Collaborators, *, control: Control) -> None:
+        self._models, self._pool = collaborators.models, collaborators.pool
+        self._control = control
+        for method in _NOT_OFFERED:
+            setattr(self, method, _refusing(method))
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.ServerInfo:
+        """All workers behind this gateway as one rank."""
+        return server_info(self._pool.workers(), instance_id=self._control.peers.gateway_id)
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.ModelInfo:
+        """Of the model that the metadata or the port name, else of the only one."""
+        card = self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
+        try:
+            self._models.text_of(card)
+        except UnsupportedTokenizer:
+            return model_info(card, has_text=False)
+        return model_info(card, has_text=True)
+
+    async def Shutdown(self, request: vllm.ShutdownRequest, context: Context) -> vllm.ShutdownResponse:
+        """Every gateway drains, then the service ends."""
+        await self._control.drain(None)
+        return vllm.ShutdownResponse()
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        """End the caller's requests, at whichever gateways they are."""
+        check_abort(request)
+        await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
+        return vllm.AbortResponse()
+
+    async def GetKvEventSources(
+        self, request: vllm.GetKvEventSourcesRequest, context: Context
+    ) -> vllm.GetKvEventSourcesResponse:
+        """None."""
+        return vllm.GetKvEventSourcesResponse()
+
+    async def IsPaused(self, request: vllm.IsPausedRequest, context: Context) -> vllm.IsPausedResponse:
+        """Never: a service that takes nothing new is draining, and ends."""
+        return vllm.IsPausedResponse(paused=False)
+
+    async def IsSleeping(self, request: vllm.IsSleepingRequest, context: Context) -> vllm.IsSleepingResponse:
+        """Never."""
+        return vllm.IsSleepingResponse(sleeping=False)
+
+
+def _refusing(method: str) -> Any:
+    async def refuse(request: Any, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")
+
+    return refuse

@@ -1,0 +1,182 @@
+"""A vllm.Inference request as the octavo.v1 request that means the same, its violations under the caller's names.
+
+Zero is unset in this contract; unset is greedy for the temperature, and the model's default for what else is drawn by.
+"""
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from octavo.gateway.dialects.unserved import unserved
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.generate import check_generate
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+from octavo.vllm import vllm_pb2 as vllm
+
+MIN_PRIORITY, MAX_PRIORITY = -100, 100  # octavo.v1's
+
+# octavo.v1 -> here; the first prefix that fits.
+_PATHS = (
+    ("token_ids.ids", "token_ids.ids"),
+    ("input", "prompt"),
+    ("cache_salt", "kv.cache_salt"),
+    ("num_outputs", "sampling.num_sequences"),
+    ("sampling.temperature", "temperature"),
+    *((f"sampling.{name}", f"decoding.{name}") for name in ("presence_penalty", "frequency_penalty")),
+    *((f"sampling.{name}", f"decoding.{name}") for name in ("repetition_penalty", "logit_bias", "allowed_token_ids")),
+    ("stop.strings", "stopping.stop_strings"),
+    ("stop.token_ids", "stopping.stop_token_ids"),
+    ("stop.include_stop", "stopping.include_stop_strings"),
+    ("stop.max_tokens", "stopping.max_new_tokens"),
+    ("stop.min_tokens", "stopping.min_new_tokens"),
+    ("stop.", "stopping."),
+    ("output.prompt_logprobs", "response.prompt_candidates.top_n"),
+    ("output.logprobs", "response.output_candidates.top_n"),
+    ("constraint.json_schema", "decoding.json"),
+    ("constraint.ebnf", "decoding.grammar"),
+    ("constraint.choice.options", "decoding.choice.choices"),
+    ("constraint", "decoding"),
+)
+_REFUSED = {
+    "GenerateRequest": {"media": "this model takes text only", "lora_name": "there are no adapters here"},
+    "DecodingParameters": {"structural_tag": "is not supported"},
+    "KVCacheParameters": {
+        "kv_transfer_params": "caches do not come from other engines here",
+        "ec_transfer_params": "caches do not come from other engines here",
+    },
+    "CandidateTokens": {"token_ids": "is not supported: top_n is", "all": "is not supported: top_n is"},
+}
+
+
+def translate(request: vllm.GenerateRequest) -> pb.GenerateRequest:
+    """Checked. Raises InvalidRequest naming the caller's fields."""
+    raise_if_any(first_violations(_violations(request)))
+    kv, response = request.kv, request.response
+    translated = pb.GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        sampling=_sampling(request),
+        stop=_stop(request.stopping),
+        output=_output(request),
+        cache_salt=secrets.token_hex(16) if kv.bypass_prefix_cache else kv.cache_salt,
+        constraint=_constraint(request.decoding),
+        # vLLM runs lower numbers first.
+        priority=min(MAX_PRIORITY, max(MIN_PRIORITY, -request.priority)),
+        num_outputs=request.sampling.num_sequences or None,
+        truncate_prompt_tokens=request.truncate_prompt_tokens or None,
+    )
+    match request.WhichOneof("prompt"):
+        case "text":
+            translated.text = request.text
+        case "token_ids":
+            translated.token_ids.CopyFrom(common_pb2.TokenIds(ids=request.token_ids.ids))
+    translated.output.return_prompt = response.prompt_token_ids or response.prompt_logprobs
+    try:
+        check_generate(translated)
+    except InvalidRequest as error:
+        raise in_callers_names(error) from None
+    return translated
+
+
+def check_one_output(request: vllm.GenerateRequest) -> None:
+    """Raises InvalidRequest where the one response of Generate could not tell all outputs."""
+    if request.sampling.num_sequences > 1:
+        description = "must be 1 here: GenerateStream tells several"
+        raise InvalidRequest((Violation(field="sampling.num_sequences", description=description),))
+
+
+def check_abort(request: vllm.AbortRequest) -> None:
+    """Raises InvalidRequest naming what can be no request's id."""
+    found = (
+        Violation(field=f"request_ids[{index}]", description=wrong)
+        for index, request_id in enumerate(request.request_ids)
+        if (wrong := REQUEST_ID(request_id)) is not None
+    )
+    raise_if_any(first_violations(found))
+
+
+def in_callers_names(error: InvalidRequest) -> InvalidRequest:
+    """The same violations with the paths of this dialect."""
+    return InvalidRequest(
+        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
+    )
+
+
+def _path(path: str) -> str:
+    for theirs, ours in _PATHS:
+        if path.startswith(theirs):
+            return ours + path.removeprefix(theirs)
+    return path
+
+
+def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
+    yield from unserved(request, _REFUSED)
+    response = request.response
+    for what in ("prompt", "output"):
+        if response.HasField(f"{what}_candidates") and not getattr(response, f"{what}_logprobs"):  # type: ignore[arg-type]
+            yield Violation(field=f"response.{what}_candidates", description=f"needs {what}_logprobs")
+    if request.sampling.HasField("seed") and request.sampling.seed < 0:
+        yield Violation(field="sampling.seed", description=f"must not be negative, not {request.sampling.seed}")
+
+
+def _sampling(request: vllm.GenerateRequest) -> pb.SamplingParams:
+    drawn, decoding = request.sampling, request.decoding
+    sampling = pb.SamplingParams(
+        temperature=request.temperature,  # unset is greedy
+        logit_bias=dict(decoding.logit_bias),
+        allowed_token_ids=decoding.allowed_token_ids,
+        **_not_zero(drawn, "top_k", "top_p", "min_p"),
+        **_not_zero(decoding, "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    )
+    if drawn.HasField("seed"):
+        sampling.seed = drawn.seed
+    return sampling
+
+
+def _stop(stopping: vllm.StoppingCriteria) -> pb.StopConditions:
+    return pb.StopConditions(
+        max_tokens=stopping.max_new_tokens or None,
+        min_tokens=stopping.min_new_tokens or None,
+        strings=stopping.stop_strings,
+        token_ids=stopping.stop_token_ids,
+        ignore_eos=stopping.ignore_eos,
+        include_stop=stopping.include_stop_strings,
+    )
+
+
+def _output(request: vllm.GenerateRequest) -> pb.OutputOptions:
+    response = request.response
+    wants_text = response.output_text if response.HasField("output_text") else True
+    needs_text = wants_text or bool(request.stopping.stop_strings)
+    output = pb.OutputOptions(
+        format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_text else pb.OUTPUT_FORMAT_TOKEN_IDS,
+    )
+    if response.HasField("skip_special_tokens"):
+        output.skip_special_tokens = response.skip_special_tokens
+    if response.output_logprobs:
+        output.logprobs = response.output_candidates.top_n
+    if response.prompt_logprobs:
+        output.prompt_logprobs = response.prompt_candidates.top_n
+    return output
+
+
+def _constraint(decoding: vllm.DecodingParameters) -> pb.Constraint | None:
+    match decoding.WhichOneof("structured_output"):
+        case None:
+            return None
+        case "json":
+            return pb.Constraint(json_schema=decoding.json)
+        case "regex":
+            return pb.Constraint(regex=decoding.regex)
+        case "choice":
+            return pb.Constraint(choice=pb.Choice(options=decoding.choice.choices))
+        case "grammar":
+            return pb.Constraint(ebnf=decoding.grammar)
+        case _:
+            return pb.Constraint(json_object=True) if decoding.json_object else None
+
+
+def _not_zero(message: Any, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(message, name))}
