@@ -107,57 +107,68 @@ def sizing(
     return run(models or (), asked, form="json" if json else "markdown" if markdown else "table")
 
 
+# The options of `verify`. The first nine say what a worker would be told, and are named as its flags are.
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=AS_SERVED)]
+_Dtype = Annotated[
+    str | None, typer.Option(help="bfloat16, float16 or float32; unset: the checkpoint's.", rich_help_panel=AS_SERVED)
+]
+_Quantization = Annotated[str | None, typer.Option(help="Weights rounded to int8 or fp8.", rich_help_panel=AS_SERVED)]
+_CacheDtype = Annotated[str | None, typer.Option("--kv-cache-dtype", help="A cache of fp8.", rich_help_panel=AS_SERVED)]
+_Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="The deterministic mode.", rich_help_panel=AS_SERVED)
+]
+_AttentionBackend = Annotated[
+    str | None, typer.Option(help="reference or sdpa; unset: as served.", rich_help_panel=AS_SERVED)
+]
+_ModelLen = Annotated[
+    int | None, typer.Option(help="End of the context; unset: the model's.", min=8, rich_help_panel=AS_SERVED)
+]
+_Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=AS_SERVED)]
+_Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")]
+_Backends = Annotated[
+    list[str] | None, typer.Option(help="Attention backend of the layers' comparison; repeat; unset: all.")
+]
+_Prompts = Annotated[int, typer.Option(help="Prompts to generate from.", min=1)]
+_NewTokens = Annotated[int, typer.Option(help="Tokens to generate from each.", min=1)]
+_Address = Annotated[
+    str | None, typer.Option(help="Instead ask the service at HOST:PORT, which serves this checkpoint.")
+]
+_ModelName = Annotated[str, typer.Option(help="With --address: name of the served model; unset: the only one.")]
+_CheckNumerics = Annotated[
+    bool, typer.Option("--check-numerics", help="Instead name the first layer whose activations overflow or turn NaN.")
+]
+_Limit = Annotated[
+    float | None, typer.Option(help="With --check-numerics: the largest magnitude; unset: half of what dtype holds.")
+]
+_Rounding = Annotated[
+    bool, typer.Option("--rounding", help="Instead tell what --quantization and --kv-cache-dtype cost.")
+]
+_Against = Annotated[
+    str | None, typer.Option(help="Instead compare a GPTQ or AWQ checkpoint with the plain one it was made from.")
+]
+
+
 def verify(
     resolved: Resolved[CredentialSettings],
     model: Annotated[str, typer.Argument(help="Checkpoint folder, folio-chat, or Hugging Face id.")],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=AS_SERVED)] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32; unset: the checkpoint's.", rich_help_panel=AS_SERVED),
-    ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Weights rounded to int8 or fp8.", rich_help_panel=AS_SERVED)
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option("--kv-cache-dtype", help="A cache of fp8.", rich_help_panel=AS_SERVED)
-    ] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The deterministic mode.", rich_help_panel=AS_SERVED)
-    ] = False,
-    attention_backend: Annotated[
-        str | None, typer.Option(help="reference or sdpa; unset: as served.", rich_help_panel=AS_SERVED)
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="End of the context; unset: the model's.", min=8, rich_help_panel=AS_SERVED)
-    ] = None,
-    num_threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=AS_SERVED)] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Attention backend of the layers' comparison; repeat; unset: all.")
-    ] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts to generate from.", min=1)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate from each.", min=1)] = 16,
-    address: Annotated[
-        str | None, typer.Option(help="Instead ask the service at HOST:PORT, which serves this checkpoint.")
-    ] = None,
-    model_name: Annotated[
-        str, typer.Option(help="With --address: name of the served model; unset: the only one.")
-    ] = "",
-    check_numerics: Annotated[
-        bool,
-        typer.Option("--check-numerics", help="Instead name the first layer whose activations overflow or turn NaN."),
-    ] = False,
-    limit: Annotated[
-        float | None,
-        typer.Option(help="With --check-numerics: the largest magnitude; unset: half of what dtype holds."),
-    ] = None,
-    rounding: Annotated[
-        bool,
-        typer.Option("--rounding", help="Instead tell what --quantization and --kv-cache-dtype cost."),
-    ] = False,
-    against: Annotated[
-        str | None, typer.Option(help="Instead compare a GPTQ or AWQ checkpoint with the plain one it was made from.")
-    ] = None,
+    device: _Device = "auto",
+    dtype: _Dtype = None,
+    quantization: _Quantization = None,
+    kv_cache_dtype: _CacheDtype = None,
+    deterministic: _Deterministic = False,
+    attention_backend: _AttentionBackend = None,
+    max_model_len: _ModelLen = None,
+    num_threads: _Threads = None,
+    revision: _Revision = None,
+    backend: _Backends = None,
+    prompts: _Prompts = 8,
+    max_new_tokens: _NewTokens = 16,
+    address: _Address = None,
+    model_name: _ModelName = "",
+    check_numerics: _CheckNumerics = False,
+    limit: _Limit = None,
+    rounding: _Rounding = False,
+    against: _Against = None,
 ) -> int:
     """Compare a checkpoint, as a worker serves it, with transformers; or a running service (--address).
 
