@@ -136,7 +136,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """hidden_SD: rows of what `forward` gave. Returns float32 logits_SV."""
-        logits_SV = self.lm_head.wide(hidden_SD)
+        logits_SV = self.lm_head.forward_float32(hidden_SD)
         return logits_SV if self.ranks.size == 1 else self.ranks.concatenate(logits_SV)
 
     def set_addend(self, path: str, addend: Addend | None) -> None:

@@ -41,7 +41,7 @@ class PanelWeight:
         """x: bf16 [..., K]. Returns bf16 [..., N]. Raises ValueError, MemoryError."""
         return self._multiply(x, torch.bfloat16)
 
-    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply_float32(self, x: torch.Tensor) -> torch.Tensor:
         """`multiply` as fp32, in one pass: the same values."""
         return self._multiply(x, torch.float32)
 

@@ -21,55 +21,54 @@ import triton
 
 from octavo.model.cache_folder import cache_folder
 from octavo.model.config import ModelConfig
-from octavo.model.gpu.small_batch_layers import NarrowCuts, cuts_of, fits_family
-from octavo.model.gpu.split_k_layers import SPLIT_SIZES, SplitCuts, split_cuts_of
+from octavo.model.gpu.small_batch_layers import SmallBatchCuts, cuts_of
+from octavo.model.gpu.split_k_layers import SPLIT_K_SIZES, SplitKCuts, split_k_cuts_of
 
-FACTORS = {"narrow": 1.0, "narrow-half": 0.5, "narrow-double": 2.0}
+FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.0}
 """Of the weights that a program reads, by the candidate's name."""
-DEFAULT_NARROW_BATCH = 2
-TIMED_SIZES = (1, 2, *SPLIT_SIZES)
-"""Each stands for the sizes below it, down to the one before. Beyond 2 rows the narrow way has always lost (each row
-adds its own latency to each narrow kernel), beyond the last the wide way has won (bench/RESULTS.md)."""
+DEFAULT_SMALL_BATCH = 2
+TIMED_SIZES = (1, 2, *SPLIT_K_SIZES)
+"""Each stands for the sizes below it, down to the one before. Beyond 2 rows the kernels for a small batch
+have always lost (each row adds its own latency to each of them), beyond the last cuBLAS has won (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
+class Cublas:
     """Products by cuBLAS, attention over a balanced work list."""
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class SmallBatch:
     """The overlapping kernels for a few rows, cut this way."""
 
-    cuts: NarrowCuts
+    cuts: SmallBatchCuts
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """As wide, but some products by our own kernel, cut this way."""
+class SplitK:
+    """As cuBLAS, but some products by our own kernel, cut this way."""
 
-    cuts: SplitCuts
+    cuts: SplitKCuts
 
 
-StepPath = Wide | Narrow | Split
+StepPath = Cublas | SmallBatch | SplitK
 
 
 def candidates(config: ModelConfig) -> dict[str, StepPath]:
-    """Every path that there is for the family, by the name it has in the cache."""
-    factors = FACTORS if fits_family(config) else {}
-    narrow: dict[str, StepPath] = {name: Narrow(cuts_of(config, factor=factor)) for name, factor in factors.items()}
-    split: dict[str, StepPath] = {f"split-{size}": Split(split_cuts_of(config, size)) for size in SPLIT_SIZES}
-    return {"wide": Wide()} | narrow | split
+    """Every path that there is for the shape, by the name it has in the cache."""
+    ways: dict[str, StepPath] = {"cublas": Cublas()}
+    ways |= {name: SmallBatch(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
+    return ways | {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
 
 
 def timed_names(size: int) -> tuple[str, ...]:
     """The paths among which one of TIMED_SIZES chooses."""
-    return ("wide", f"split-{size}") if size in SPLIT_SIZES else ("wide", *FACTORS)
+    return ("cublas", f"split_k-{size}") if size in SPLIT_K_SIZES else ("cublas", *FACTORS)
 
 
-def fits_split_tiles(weight: torch.Tensor) -> bool:
-    """Tiles of split products are cut for 16-bit numbers: wider ones exceed a multiprocessor's shared memory."""
+def fits_split_k_tiles(weight: torch.Tensor) -> bool:
+    """Tiles of split-K products are cut for 16-bit numbers: larger ones exceed a multiprocessor's shared memory."""
     return not weight.is_cuda or weight.element_size() <= 2
 
 
@@ -78,7 +77,7 @@ def stands_for(batch_size: int) -> int | None:
     return next((size for size in TIMED_SIZES if batch_size <= size), None)
 
 
-class Paths:
+class Autotune:
     """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
     paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed."""
 
@@ -88,25 +87,25 @@ class Paths:
         self.names = {size: name for size, name in names.items() if name in candidates}
 
     @classmethod
-    def wide_only(cls) -> "Paths":
+    def cublas_only(cls) -> "Autotune":
         """For weights that the kernels for few rows cannot read."""
-        return cls({"wide": Wide()}, None, dict.fromkeys(range(1, DEFAULT_NARROW_BATCH + 1), "wide"))
+        return cls({"cublas": Cublas()}, None, dict.fromkeys(range(1, DEFAULT_SMALL_BATCH + 1), "cublas"))
 
     @classmethod
-    def find(cls, config: ModelConfig, weight: torch.Tensor) -> "Paths":
+    def find(cls, config: ModelConfig, weight: torch.Tensor) -> "Autotune":
         """The choice kept for this shape and the weight's dtype and device, if there is one."""
         file = cache_file(config, weight) if weight.is_cuda else None
         usable = candidates(config)
-        if not fits_split_tiles(weight):
-            usable = {name: path for name, path in usable.items() if not isinstance(path, Split)}
+        if not fits_split_k_tiles(weight):
+            usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
         return cls(usable, file, read_names(file) if file else {})
 
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""
         name = self.names.get(batch_size) or self.names.get(stands_for(batch_size) or 0)
         if name is None:
-            is_narrow = batch_size <= DEFAULT_NARROW_BATCH and "narrow" in self._candidates
-            name = "narrow" if is_narrow else "wide"
+            is_small = batch_size <= DEFAULT_SMALL_BATCH and "small_batch" in self._candidates
+            name = "small_batch" if is_small else "cublas"
         return self._candidates[name]
 
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
@@ -128,7 +127,7 @@ class Paths:
         key = stands_for(batch_size)
         names = [name for name in timed_names(key) if name in self._candidates] if key else []
         if key is None or len(names) < 2:
-            yield "wide"
+            yield "cublas"
             return
         before = self.names.get(key)
         for name in names:
@@ -176,9 +175,10 @@ def cache_file(config: ModelConfig, weight: torch.Tensor) -> Path:
             "head_dim", "vocab_size",
         )
     }  # fmt: skip
-    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Wide)}
+    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Cublas)}
     device = torch.cuda.get_device_name(weight.device)
-    key = json.dumps([shape, str(weight.dtype), device, torch.__version__, triton.__version__, cuts], sort_keys=True)
+    kind = [config.family.model_type, str(weight.dtype), device, torch.__version__, triton.__version__]
+    key = json.dumps([shape, kind, cuts], sort_keys=True)
     return cache_folder("paths") / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
 

@@ -9,10 +9,10 @@ Legend: B sequences of the batch · R rows · N query heads · H head dim · D m
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.autotune import Narrow, Paths, Split, Wide
+from octavo.model.gpu.autotune import Autotune, Cublas, SmallBatch, SplitK
 from octavo.model.gpu.layers import Attend, LayerBuffers, Layers, PlainFinish, embed_tokens, finish_of, run_layers
-from octavo.model.gpu.small_batch_layers import NarrowLayers
-from octavo.model.gpu.split_k_layers import SplitFinish, split_room
+from octavo.model.gpu.small_batch_layers import SmallBatchLayers
+from octavo.model.gpu.split_k_layers import SplitKFinish, split_k_room
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention, partial_buffers
@@ -56,9 +56,10 @@ class DecodeStep:
         limits = WorkLimits.of(config.num_key_value_heads)
         self._work = DecodeWork.allocate(max_batch, config.num_key_value_heads, device, limits)
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
-        self._narrow = NarrowLayers(weights, state, kv, max_batch=max_batch)
-        self._finish, self._room = finish_of(weights, self.buffers), split_room(config, device)
-        self.paths = Paths.find(config, weights.embed_VD) if weights.has_plain_products else Paths.wide_only()
+        self._small_batch = SmallBatchLayers(weights, state, kv, max_batch=max_batch)
+        self._finish, self._room = finish_of(weights, self.buffers), split_k_room(config, device)
+        is_plain = weights.has_plain_products
+        self.autotune = Autotune.find(config, weights.embed_VD) if is_plain else Autotune.cublas_only()
         self._parts = SampleParts(max_batch, vocab_size, device)
 
     def run(self, batch_size: int) -> None:
@@ -66,14 +67,14 @@ class DecodeStep:
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
         # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
         embed_tokens(self.weights, self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
-        match self.paths.path(batch_size):
-            case Narrow(cuts=cuts):
+        match self.autotune.path(batch_size):
+            case SmallBatch(cuts=cuts):
                 logits_BV = self.logits_BV[:batch_size]
-                run_layers(self.weights, self._narrow.ops(rows_B, cuts), x_BD)
-                self._narrow.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
-            case Split(cuts=cuts):
-                self._run_planned(SplitFinish(self.weights, self.buffers, self._room, cuts), rows_B, x_BD)
-            case Wide():
+                run_layers(self.weights, self._small_batch.ops(rows_B, cuts), x_BD)
+                self._small_batch.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
+            case SplitK(cuts=cuts):
+                self._run_planned(SplitKFinish(self.weights, self.buffers, self._room, cuts), rows_B, x_BD)
+            case Cublas():
                 self._run_planned(self._finish, rows_B, x_BD)
         self._choose_tokens(rows_B)
 

@@ -1,7 +1,8 @@
 """The decoder layers of a decode step of a few rows: six kernels a layer that overlap
-(model/kernels/small_batch/launch.py).
+(model/kernels/small_batch/launch.py). A family that normalises heads, or has no bias, takes seven: a program of the
+product with QKV has parts of heads, so that another kernel finishes them.
 
-The wide counterpart of this path is model/gpu/layers.py with model/kernels/attention/decode.py; which of them a batch
+Larger batches go by model/gpu/layers.py with model/kernels/attention/decode.py; which of them a batch
 size takes is decided in model/gpu/autotune.py.
 
 Legend: B sequences · D model dim · N query heads · H head dim · I intermediate dim.
@@ -16,19 +17,25 @@ from octavo.model.config import ModelConfig
 from octavo.model.gpu.layers import SumsInPlace
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.checks import next_power_of_2
-from octavo.model.kernels.small_batch.attention import combine, narrow_attention, split_buffers
+from octavo.model.kernels.small_batch.attention import combine, small_batch_attention, split_buffers
 from octavo.model.kernels.small_batch.launch import Cut, Overlap
-from octavo.model.kernels.small_batch.mlp import narrow_add_product, narrow_gate_up, narrow_head
-from octavo.model.kernels.small_batch.qkv import narrow_qkv
+from octavo.model.kernels.small_batch.mlp import (
+    small_batch_add_product,
+    small_batch_gate_up,
+    small_batch_head,
+    small_batch_product,
+)
+from octavo.model.kernels.small_batch.qkv import small_batch_qkv
 
-MAX_NARROW_BATCH = 8
+MAX_SMALL_BATCH = 8
 MAX_ELEMENTS_OF_LANE = 160
 """Of a row of weights: more would not fit a thread's registers beside the vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowCuts:
+class SmallBatchCuts:
     """How each product of a layer is cut, and the head; attention_warps of each attention program."""
 
     qkv: Cut
@@ -39,13 +46,7 @@ class NarrowCuts:
     attention_warps: int = 4
 
 
-def fits_family(config: ModelConfig) -> bool:
-    """Whether these kernels compute a layer of the family: they add a bias, and a program of QKV has parts of heads,
-    so that it cannot normalise one."""
-    return config.family.has_qkv_bias and not config.family.has_qk_norm
-
-
-def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> NarrowCuts:
+def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> SmallBatchCuts:
     """Cuts by the weights that a program reads: what was fastest for 0.5B on an H100, times the factor."""
 
     def cut(length: int, matrices: int, program_bytes: int, warps: int) -> Cut:
@@ -54,7 +55,7 @@ def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> NarrowCuts:
         return Cut(rows=1 << max(0, wanted.bit_length() - 1), warps=max(warps, next_power_of_2(-(-lanes // 32))))
 
     D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
-    return NarrowCuts(
+    return SmallBatchCuts(
         qkv=cut(D, 2, 8192, 4),
         output=cut(A, 1, 16384, 8),
         gate_up=cut(D, 2, 16384, 2),
@@ -63,41 +64,47 @@ def cuts_of(config: ModelConfig, *, factor: float = 1.0) -> NarrowCuts:
     )
 
 
-class NarrowLayers:
-    """Buffers for up to MAX_NARROW_BATCH rows, and the head."""
+class SmallBatchLayers:
+    """Buffers for up to MAX_SMALL_BATCH rows, and the head."""
 
     def __init__(self, weights: GpuWeights, state: RowState, kv: KvPool, *, max_batch: int) -> None:
         config, device = weights.config, weights.embed_VD.device
-        rows = min(max_batch, MAX_NARROW_BATCH)
+        rows = min(max_batch, MAX_SMALL_BATCH)
         self.weights, self.state, self.kv = weights, state, kv
         self.overlap = Overlap.on(weights.embed_VD)
         shape = (rows, config.num_attention_heads, config.head_dim)
         self.q_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
         self.out_BNH = torch.empty(shape, dtype=weights.dtype, device=device)
         self.act_BI = torch.empty(rows, config.intermediate_size, dtype=weights.dtype, device=device)
+        num_columns = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+        self.qkv_BC = torch.empty(rows, num_columns, dtype=weights.dtype, device=device)
+        self.position_B = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.is_qkv_one_kernel = config.family.has_qkv_bias and not config.family.has_qk_norm
         self.part_BWNH, self.log_BWN = split_buffers(rows, config.num_attention_heads, config.head_dim, device)
 
-    def ops(self, rows_B: torch.Tensor, cuts: NarrowCuts) -> "NarrowOps":
+    def ops(self, rows_B: torch.Tensor, cuts: SmallBatchCuts) -> "SmallBatchOps":
         """The operations of a step that writes the caches of rows_B (int32)."""
-        return NarrowOps(self, rows_B, cuts)
+        if not self.is_qkv_one_kernel:
+            torch.index_select(self.state.position_R, 0, rows_B, out=self.position_B[: len(rows_B)])
+        return SmallBatchOps(self, rows_B, cuts)
 
-    def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, logits_BV: torch.Tensor, cuts: NarrowCuts) -> None:
+    def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, logits_BV: torch.Tensor, cuts: SmallBatchCuts) -> None:
         """Final norm and head of x_BD[index_B]."""
         weights = self.weights
-        narrow_head(
+        small_batch_head(
             x_BD, index_B, weights.norm_D, weights.head_VD, logits_BV, weights.config.rms_norm_eps,
             cut=cuts.head, overlap=self.overlap,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NarrowOps(SumsInPlace):
+class SmallBatchOps(SumsInPlace):
     """The operations of a layer (`LayerOps`; a layer is its index) over the buffers of `layers`; x is changed in
     place."""
 
-    layers: NarrowLayers
+    layers: SmallBatchLayers
     rows_B: torch.Tensor
-    cuts: NarrowCuts
+    cuts: SmallBatchCuts
 
     @property
     def weights(self) -> GpuWeights:  # type: ignore[override]
@@ -105,26 +112,37 @@ class NarrowOps(SumsInPlace):
         return self.layers.weights
 
     def multiply_qkv(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
-        """See LayerOps: passes x_BD on."""
-        return x_BD
+        """See LayerOps: qkv_BC; where `write_qkv` has the product, passes x_BD on."""
+        own = self.layers
+        if own.is_qkv_one_kernel:
+            return x_BD
+        qkv_BC = own.qkv_BC[: len(x_BD)]
+        small_batch_product(x_BD, self.weights.layers[layer].qkv_CD, qkv_BC, cut=self.cuts.qkv, overlap=own.overlap)
+        return qkv_BC
 
-    def write_qkv(self, layer: int, x_BD: torch.Tensor, _qkv: torch.Tensor) -> torch.Tensor:
-        """See LayerOps: q_BNH, with the product."""
-        own, matrices, state = self.layers, self.weights.layers[layer], self.layers.state
-        assert matrices.qkv_bias_C is not None  # fits_family
-        q_BNH = own.q_BNH[: len(x_BD)]
-        narrow_qkv(
-            x_BD, matrices.qkv_CD, matrices.qkv_bias_C, q_BNH, own.kv.k_pools[layer], own.kv.v_pools[layer],
-            self.rows_B, state.position_R, state.table_RM, self.weights.cos_LH, self.weights.sin_LH,
-            self.weights.config.rms_norm_eps, cut=self.cuts.qkv, overlap=own.overlap,
-        )  # fmt: skip
+    def write_qkv(self, layer: int, x_BD: torch.Tensor, qkv_BC: torch.Tensor) -> torch.Tensor:
+        """See LayerOps: q_BNH."""
+        own, weights, matrices, state = self.layers, self.weights, self.weights.layers[layer], self.layers.state
+        q_BNH, pools = own.q_BNH[: len(x_BD)], (own.kv.k_pools[layer], own.kv.v_pools[layer])
+        angles, eps = (weights.cos_LH, weights.sin_LH), weights.config.rms_norm_eps
+        if own.is_qkv_one_kernel:
+            assert matrices.qkv_bias_C is not None
+            small_batch_qkv(
+                x_BD, matrices.qkv_CD, matrices.qkv_bias_C, q_BNH, *pools, self.rows_B, state.position_R,
+                state.table_RM, *angles, eps, cut=self.cuts.qkv, overlap=own.overlap,
+            )  # fmt: skip
+        else:
+            rope_write(
+                qkv_BC, x_BD, matrices.qkv_bias_C, q_BNH, *pools, self.rows_B, own.position_B[: len(x_BD)],
+                state.table_RM, *angles, eps, matrices.qk_norm_2H,
+            )  # fmt: skip
         return q_BNH
 
     def attend(self, layer: int, x_BD: torch.Tensor, q_BNH: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
         own, state, rows_B = self.layers, self.layers.state, self.rows_B
         parts = (own.part_BWNH, own.log_BWN)
-        narrow_attention(
+        small_batch_attention(
             q_BNH, own.kv.k_pools[layer], own.kv.v_pools[layer], *parts, rows_B, state.position_R, state.table_RM,
             self.weights.config.scale, warps=self.cuts.attention_warps, overlap=own.overlap,
         )  # fmt: skip
@@ -135,18 +153,18 @@ class NarrowOps(SumsInPlace):
     def add_output(self, layer: int, x_BD: torch.Tensor, attended_BNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
         matrix, overlap = self.layers.weights.layers[layer].o_DA, self.layers.overlap
-        narrow_add_product(x_BD, attended_BNH.flatten(1), matrix, cut=self.cuts.output, overlap=overlap)
+        small_batch_add_product(x_BD, attended_BNH.flatten(1), matrix, cut=self.cuts.output, overlap=overlap)
         return x_BD
 
     def activate(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
         own, act_BI = self.layers, self.layers.act_BI[: len(x_BD)]
         matrix, eps = own.weights.layers[layer].gate_up_ED, own.weights.config.rms_norm_eps
-        narrow_gate_up(x_BD, matrix, act_BI, eps, cut=self.cuts.gate_up, overlap=own.overlap)
+        small_batch_gate_up(x_BD, matrix, act_BI, eps, cut=self.cuts.gate_up, overlap=own.overlap)
         return act_BI
 
     def add_down(self, layer: int, x_BD: torch.Tensor, act_BI: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
         matrix, overlap = self.layers.weights.layers[layer].down_DI, self.layers.overlap
-        narrow_add_product(x_BD, act_BI, matrix, cut=self.cuts.down, overlap=overlap)
+        small_batch_add_product(x_BD, act_BI, matrix, cut=self.cuts.down, overlap=overlap)
         return x_BD

@@ -11,58 +11,64 @@ import torch
 from octavo.model.config import ModelConfig
 from octavo.model.gpu.layers import LayerBuffers, PlainFinish
 from octavo.model.gpu.weights import GpuWeights
-from octavo.model.kernels.products.split_k import SplitCut, SplitRoom, dot_gate_up, split_add_product, split_product
+from octavo.model.kernels.products.split_k import (
+    SplitKCut,
+    SplitKRoom,
+    dot_gate_up,
+    split_k_add_product,
+    split_k_product,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitCuts:
+class SplitKCuts:
     """How each product of a layer is cut; None leaves it to cuBLAS."""
 
-    qkv: SplitCut | None = None
-    output: SplitCut | None = None
-    gate_up: SplitCut | None = None
-    down: SplitCut | None = None
+    qkv: SplitKCut | None = None
+    output: SplitKCut | None = None
+    gate_up: SplitKCut | None = None
+    down: SplitKCut | None = None
 
 
-SPLIT_SIZES = (16, 32, 64)
+SPLIT_K_SIZES = (16, 32, 64)
 """Batch sizes that have cuts of their own: each serves those below it. Beyond, cuBLAS has won every product."""
 WANTED_PROGRAMS = 140
 
 
-def split_cuts_of(config: ModelConfig, size: int) -> SplitCuts:
-    """Cuts for a batch of one of SPLIT_SIZES: what was fastest for 0.5B on an H100 (bench/RESULTS.md)."""
+def split_k_cuts_of(config: ModelConfig, size: int) -> SplitKCuts:
+    """Cuts for a batch of one of SPLIT_K_SIZES: what was fastest for 0.5B on an H100 (bench/RESULTS.md)."""
 
-    def cut(num_outputs: int, outputs: int) -> SplitCut:
+    def cut(num_outputs: int, outputs: int) -> SplitKCut:
         tiles = -(-num_outputs // outputs)
-        return SplitCut(outputs=outputs, tokens=size, splits=max(1, WANTED_PROGRAMS // tiles))
+        return SplitKCut(outputs=outputs, tokens=size, splits=max(1, WANTED_PROGRAMS // tiles))
 
     if size == 64:
-        return SplitCuts(gate_up=SplitCut(tokens=64, inputs=64))
+        return SplitKCuts(gate_up=SplitKCut(tokens=64, inputs=64))
     qkv = cut((config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim, 32)
-    return SplitCuts(
-        qkv=qkv if size == 16 else SplitCut(tokens=size),
-        gate_up=SplitCut(tokens=size),
+    return SplitKCuts(
+        qkv=qkv if size == 16 else SplitKCut(tokens=size),
+        gate_up=SplitKCut(tokens=size),
         down=cut(config.hidden_size, 32),
     )
 
 
-def split_room(config: ModelConfig, device: torch.device | str) -> SplitRoom:
+def split_k_room(config: ModelConfig, device: torch.device | str) -> SplitKRoom:
     """Room for all products of all sizes, which run one after the other."""
     num_elements = num_tiles = 1
-    for size in SPLIT_SIZES:
-        cuts = split_cuts_of(config, size)
+    for size in SPLIT_K_SIZES:
+        cuts = split_k_cuts_of(config, size)
         heads = config.num_attention_heads + 2 * config.num_key_value_heads
         for cut, num_outputs in ((cuts.qkv, heads * config.head_dim), (cuts.down, config.hidden_size)):
             if cut is not None:
                 num_elements = max(num_elements, cut.part_elements(size, num_outputs))
                 num_tiles = max(num_tiles, cut.num_tiles(size, num_outputs))
-    return SplitRoom.allocate(num_elements=num_elements, num_tiles=num_tiles, device=device)
+    return SplitKRoom.allocate(num_elements=num_elements, num_tiles=num_tiles, device=device)
 
 
-class SplitFinish(PlainFinish):
+class SplitKFinish(PlainFinish):
     """`PlainFinish` with products cut this way; room for the parts of sums."""
 
-    def __init__(self, weights: GpuWeights, buffers: LayerBuffers, room: SplitRoom, cuts: SplitCuts) -> None:
+    def __init__(self, weights: GpuWeights, buffers: LayerBuffers, room: SplitKRoom, cuts: SplitKCuts) -> None:
         super().__init__(weights, buffers)
         self._room, self._cuts = room, cuts
 
@@ -71,14 +77,14 @@ class SplitFinish(PlainFinish):
         if self._cuts.qkv is None:
             super().multiply_qkv(layer, x_TD, qkv_TC)
         else:
-            split_product(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, self._room, self._cuts.qkv)
+            split_k_product(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, self._room, self._cuts.qkv)
 
     def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
         if self._cuts.output is None:
             return super().add_output(layer, x_TD, attended_TNH)
         weight = self.weights.layers[layer].o_DA
-        split_add_product(x_TD, attended_TNH.flatten(1), weight, self._room, self._cuts.output)
+        split_k_add_product(x_TD, attended_TNH.flatten(1), weight, self._room, self._cuts.output)
         return x_TD
 
     def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
@@ -93,5 +99,5 @@ class SplitFinish(PlainFinish):
         """See FinishOps."""
         if self._cuts.down is None:
             return super().add_down(layer, x_TD, act_TI)
-        split_add_product(x_TD, act_TI, self.weights.layers[layer].down_DI, self._room, self._cuts.down)
+        split_k_add_product(x_TD, act_TI, self.weights.layers[layer].down_DI, self._room, self._cuts.down)
         return x_TD

@@ -87,10 +87,10 @@ class Linear(nn.Module):
         y = F.linear(x, self.weight, self.bias) if self._packed is None else self._packed.multiply(x)
         return y if self.addend is None else y + self.addend(x)
 
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_float32(self, x: torch.Tensor) -> torch.Tensor:
         """`forward` as float32."""
         if self.panels is not None and self.addend is None:
-            return self.panels.multiply_wide(x)
+            return self.panels.multiply_float32(x)
         return self(x).float()
 
     def pack(self, wanted: WeightFormat = WeightFormat.BF16) -> None:

@@ -22,7 +22,7 @@ from octavo.model.kernels.rows import rms_scale_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitCut:
+class SplitKCut:
     """Outputs and tokens of a tile, inputs taken at once, splits of the inputs; a program's warps and stages."""
 
     outputs: int = 64
@@ -42,14 +42,14 @@ class SplitCut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SplitRoom:
+class SplitKRoom:
     """What products need beside their result: parts float32, and arrived int32, zero between launches."""
 
     parts: torch.Tensor
     arrived: torch.Tensor
 
     @classmethod
-    def allocate(cls, *, num_elements: int, num_tiles: int, device: torch.device | str) -> "SplitRoom":
+    def allocate(cls, *, num_elements: int, num_tiles: int, device: torch.device | str) -> "SplitKRoom":
         """For products of at most so many elements of parts and tiles."""
         return cls(
             parts=torch.empty(num_elements, dtype=torch.float32, device=device),
@@ -58,12 +58,12 @@ class SplitRoom:
 
 
 def add_product_reference(x_TO: torch.Tensor, y_TK: torch.Tensor, weight_OK: torch.Tensor) -> torch.Tensor:
-    """The obvious reference of `split_add_product`, float32."""
+    """The obvious reference of `split_k_add_product`, float32."""
     return x_TO.float() + y_TK.float() @ weight_OK.float().T
 
 
 @triton.jit
-def _split_product_kernel(
+def _split_k_product_kernel(
     y_TK, weight_OK, out_TO, parts, arrived, T,
     O: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr,
@@ -106,7 +106,7 @@ def _split_product_kernel(
 
 
 def _launch(
-    y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor, room: SplitRoom, cut: SplitCut, *, adds: int
+    y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor, room: SplitKRoom, cut: SplitKCut, *, adds: int
 ) -> None:
     (T, K), O, dtype = y_TK.shape, weight_OK.shape[0], out_TO.dtype
     check_tensor("y_TK", y_TK, shape=(T, K), dtype=dtype)
@@ -115,15 +115,15 @@ def _launch(
     tiles = cut.num_tiles(T, O)
     if cut.splits > 1 and (room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
         raise ValueError(f"room has {room.parts.numel()} elements and {len(room.arrived)} tiles, too few for {cut}")
-    _split_product_kernel[(tiles, cut.splits)](
+    _split_k_product_kernel[(tiles, cut.splits)](
         y_TK, weight_OK, out_TO, room.parts, room.arrived, T,
         O=O, K=K, OUTPUTS=cut.outputs, TOKENS=cut.tokens, INPUTS=cut.inputs, SPLITS=cut.splits, STAGES=cut.stages,
         ADD=adds, num_warps=cut.warps,
     )  # fmt: skip
 
 
-def split_product(
-    y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor, room: SplitRoom, cut: SplitCut
+def split_k_product(
+    y_TK: torch.Tensor, weight_OK: torch.Tensor, out_TO: torch.Tensor, room: SplitKRoom, cut: SplitKCut
 ) -> None:
     """out_TO = y_TK @ weight_OK^T, summed in float32 and rounded once. All of one dtype.
 
@@ -132,8 +132,8 @@ def split_product(
     _launch(y_TK, weight_OK, out_TO, room, cut, adds=0)
 
 
-def split_add_product(
-    x_TO: torch.Tensor, y_TK: torch.Tensor, weight_OK: torch.Tensor, room: SplitRoom, cut: SplitCut
+def split_k_add_product(
+    x_TO: torch.Tensor, y_TK: torch.Tensor, weight_OK: torch.Tensor, room: SplitKRoom, cut: SplitKCut
 ) -> None:
     """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once. All of one dtype.
 
@@ -179,7 +179,7 @@ def _dot_gate_up_kernel(
     tl.store(at, out.to(act_TI.dtype.element_ty), mask=is_token[:, None] & is_output[None, :])
 
 
-def dot_gate_up(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, eps: float, cut: SplitCut) -> None:
+def dot_gate_up(x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, eps: float, cut: SplitKCut) -> None:
     """act_TI = silu(gate) * up of RMSNorm(x_TD), its weight folded into gate_up_ED [2I, D]. All of one dtype; the cut's
     splits do not count.
 

@@ -43,7 +43,7 @@ def cut_context(position: int) -> tuple[int, int]:
     return chunk, max(1, -(-position // chunk))
 
 
-def narrow_attention_reference(
+def small_batch_attention_reference(
     q_BNH: torch.Tensor,
     k_pool_PKSH: torch.Tensor,
     v_pool_PKSH: torch.Tensor,
@@ -79,7 +79,7 @@ def num_parts(position, SPLITS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _narrow_attention_kernel(
+def _small_batch_attention_kernel(
     q_BNH, k_pool, v_pool, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_width, log2_scale,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -126,7 +126,7 @@ def _narrow_attention_kernel(
     tl.store(log_BWN + at, most + tl.log2(total), mask=is_head)
 
 
-def narrow_attention(
+def small_batch_attention(
     q_BNH: torch.Tensor,
     k_pool_PKSH: torch.Tensor,
     v_pool_PKSH: torch.Tensor,
@@ -156,7 +156,7 @@ def narrow_attention(
     if N % K or H & (H - 1) or H < 16 or len(part_BWNH) < B:
         raise ValueError(f"{B} rows of {N} heads over {K} KV heads of {H} do not fit the kernel or its buffers")
     most_parts = min(MAX_SPLITS, triton.cdiv(table_RM.shape[1] * S, TILE_TOKENS))
-    _narrow_attention_kernel[(most_parts, K, B)](
+    _small_batch_attention_kernel[(most_parts, K, B)](
         q_BNH, k_pool_PKSH, v_pool_PKSH, part_BWNH, log_BWN, rows_B, position_R, table_RM, table_RM.shape[1],
         scale * LOG2_E,
         N=N, K=K, H=H, S=S, GROUP=max(16, next_power_of_2(N // K)), SPLITS=MAX_SPLITS, TILE=TILE_TOKENS, STAGES=STAGES,

@@ -1,7 +1,7 @@
-"""Products of a few rows with a matrix, read once: gate and up with SiLU, a product added to the residual stream, the
-head.
+"""Products of a few rows with a matrix, read once: gate and up with SiLU, a product added to the residual stream, one
+alone, the head.
 
-Legend: B sequences · D model dim · I intermediate dim · Q inner dim of a product · V rows of the head.
+Legend: B sequences · D model dim · I intermediate dim · Q inner dim of a product · O its outputs · V rows of the head.
 """
 
 import torch
@@ -23,15 +23,15 @@ from octavo.model.kernels.small_batch.launch import (
 )
 
 
-def narrow_gate_up_reference(x_BD: torch.Tensor, gate_up_ED: torch.Tensor, eps: float) -> torch.Tensor:
-    """The obvious reference of `narrow_gate_up`, float32."""
+def small_batch_gate_up_reference(x_BD: torch.Tensor, gate_up_ED: torch.Tensor, eps: float) -> torch.Tensor:
+    """The obvious reference of `small_batch_gate_up`, float32."""
     x = x_BD.float() * torch.rsqrt(x_BD.float().square().mean(dim=-1, keepdim=True) + eps)
     gate_BI, up_BI = (x @ gate_up_ED.float().T).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_BI) * up_BI
 
 
 @triton.jit
-def _narrow_gate_up_kernel(
+def _small_batch_gate_up_kernel(
     x_BD, gate_up_ED, act_BI, eps,
     B: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _narrow_gate_up_kernel(
         tl.store(act_BI + b * I + r, (gate / (1.0 + tl.exp(-gate)) * up).to(act_BI.dtype.element_ty))
 
 
-def narrow_gate_up(
+def small_batch_gate_up(
     x_BD: torch.Tensor, gate_up_ED: torch.Tensor, act_BI: torch.Tensor, eps: float, *, cut: Cut, overlap: Overlap
 ) -> None:
     """act_BI = silu(gate) * up of RMSNorm(x_BD), its weight folded into gate_up_ED [2I, D]. All of one dtype.
@@ -62,14 +62,48 @@ def narrow_gate_up(
     check_tensor("act_BI", act_BI, shape=(B, I), dtype=dtype)
     check_size("gate_up_ED", gate_up_ED)
     rows = cut.rows_of(I)
-    _narrow_gate_up_kernel[(I // rows,)](
+    _small_batch_gate_up_kernel[(I // rows,)](
         x_BD, gate_up_ED, act_BI, eps, B=B, D=D, I=I, ROWS=rows, BLOCK=block_of(D), PDL=overlap.value,
         num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip
 
 
 @triton.jit
-def _narrow_add_product_kernel(
+def _small_batch_product_kernel(
+    y_BQ, matrix_OQ, out_BO,
+    B: tl.constexpr, O: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    COUNT: tl.constexpr = (Q + BLOCK - 1) // BLOCK
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tiles = load_rows(matrix_OQ, r, Q, BLOCK)
+    wait(PDL)
+    for b in tl.static_range(B):
+        y = load_vector(y_BQ + b * Q, Q, BLOCK)
+        tl.store(out_BO + b * O + r, product(tiles, y, ROWS, BLOCK, COUNT).to(out_BO.dtype.element_ty))
+
+
+def small_batch_product(
+    y_BQ: torch.Tensor, matrix_OQ: torch.Tensor, out_BO: torch.Tensor, *, cut: Cut, overlap: Overlap
+) -> None:
+    """out_BO = y_BQ @ matrix_OQ^T, in float32, rounded once. All of one dtype.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    (B, Q), O, dtype = y_BQ.shape, out_BO.shape[1], y_BQ.dtype
+    check_tensor("y_BQ", y_BQ, shape=(B, Q), dtype=dtype)
+    check_tensor("matrix_OQ", matrix_OQ, shape=(O, Q), dtype=dtype)
+    check_tensor("out_BO", out_BO, shape=(B, O), dtype=dtype)
+    check_size("matrix_OQ", matrix_OQ)
+    rows = cut.rows_of(O)
+    _small_batch_product_kernel[(O // rows,)](
+        y_BQ, matrix_OQ, out_BO, B=B, O=O, Q=Q, ROWS=rows, BLOCK=block_of(Q), PDL=overlap.value,
+        num_warps=cut.warps, launch_pdl=overlap.value,
+    )  # fmt: skip
+
+
+@triton.jit
+def _small_batch_add_product_kernel(
     x_BD, y_BQ, matrix_DQ,
     B: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +119,7 @@ def _narrow_add_product_kernel(
         tl.store(at, (x + product(tiles, y, ROWS, BLOCK, COUNT)).to(x_BD.dtype.element_ty))
 
 
-def narrow_add_product(
+def small_batch_add_product(
     x_BD: torch.Tensor, y_BQ: torch.Tensor, matrix_DQ: torch.Tensor, *, cut: Cut, overlap: Overlap
 ) -> None:
     """x_BD += y_BQ @ matrix_DQ^T, in float32, rounded once. All of one dtype.
@@ -98,14 +132,14 @@ def narrow_add_product(
     check_tensor("matrix_DQ", matrix_DQ, shape=(D, Q), dtype=dtype)
     check_size("matrix_DQ", matrix_DQ)
     rows = cut.rows_of(D)
-    _narrow_add_product_kernel[(D // rows,)](
+    _small_batch_add_product_kernel[(D // rows,)](
         x_BD, y_BQ, matrix_DQ, B=B, D=D, Q=Q, ROWS=rows, BLOCK=block_of(Q), PDL=overlap.value,
         num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip
 
 
 @triton.jit
-def _narrow_head_kernel(
+def _small_batch_head_kernel(
     x_TD, index_B, norm_D, head_VD, logits_BV, eps,
     B: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +160,7 @@ def _narrow_head_kernel(
         tl.store(logits_BV + b * V + r, out.to(logits_BV.dtype.element_ty))
 
 
-def narrow_head(
+def small_batch_head(
     x_TD: torch.Tensor,
     index_B: torch.Tensor,
     norm_D: torch.Tensor,
@@ -149,7 +183,7 @@ def narrow_head(
     check_tensor("logits_BV", logits_BV, shape=(B, V), dtype=dtype)
     check_size("head_VD", head_VD)
     rows = cut.rows_of(V)
-    _narrow_head_kernel[(V // rows,)](
+    _small_batch_head_kernel[(V // rows,)](
         x_TD, index_B, norm_D, head_VD, logits_BV, eps, B=B, D=D, V=V, ROWS=rows, BLOCK=block_of(D),
         PDL=overlap.value, num_warps=cut.warps, launch_pdl=overlap.value,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from octavo.model.kernels.small_batch.launch import (
 )
 
 
-def narrow_qkv_reference(
+def small_batch_qkv_reference(
     x_BD: torch.Tensor,
     qkv_CD: torch.Tensor,
     bias_C: torch.Tensor,
@@ -58,7 +58,7 @@ def narrow_qkv_reference(
 
 
 @triton.jit
-def _narrow_qkv_kernel(
+def _small_batch_qkv_kernel(
     x_BD, qkv_CD, bias_C, q_BNH, k_pool, v_pool, rows_B, position_R, table_RM, cos_LH, sin_LH, table_width, eps,
     B: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -104,7 +104,7 @@ def _narrow_qkv_kernel(
         tl.store(v_pool + at + H // 2, new_second.to(cached), mask=head >= N + K)
 
 
-def narrow_qkv(
+def small_batch_qkv(
     x_BD: torch.Tensor,
     qkv_CD: torch.Tensor,
     bias_C: torch.Tensor,
@@ -138,7 +138,7 @@ def narrow_qkv(
     check_tensor("table_RM", table_RM, shape=(len(position_R), None), dtype=torch.int32)
     check_size("qkv_CD", qkv_CD)
     pairs = cut.rows_of(H // 2)
-    _narrow_qkv_kernel[(C // 2 // pairs,)](
+    _small_batch_qkv_kernel[(C // 2 // pairs,)](
         x_BD, qkv_CD, bias_C, q_BNH, k_pool_PKSH, v_pool_PKSH, rows_B, position_R, table_RM, cos_LH, sin_LH,
         table_RM.shape[1], eps,
         B=B, N=N, K=K, H=H, D=D, S=S, PAIRS=pairs, BLOCK=block_of(D), PDL=overlap.value,

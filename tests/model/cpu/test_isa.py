@@ -143,7 +143,7 @@ def check_product(panels: PanelWeight, x: torch.Tensor, bias: torch.Tensor) -> N
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-4)
     for count in (1, 2, 3, 5, 6, 7, 12, 13, 14, 15, 18, 19, 28, 29, 112, 113, 215, 217, 503, 505):
         assert torch.equal(panels.multiply(x[:count]), whole[:count]), count
-        assert torch.equal(panels.multiply_wide(x[-count:]), whole[-count:].float()), count
+        assert torch.equal(panels.multiply_float32(x[-count:]), whole[-count:].float()), count
 
 
 def test_infinity_and_what_is_no_number_stay_in_their_row_and_column(of_class: str) -> None:

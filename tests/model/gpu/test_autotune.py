@@ -11,12 +11,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model import ModelConfig
 from octavo.model.gpu.autotune import (
     FACTORS,
-    Narrow,
-    Paths,
-    Split,
-    Wide,
+    Autotune,
+    Cublas,
+    SmallBatch,
+    SplitK,
+    cache_file,
     candidates,
-    fits_split_tiles,
+    fits_split_k_tiles,
     read_names,
     write_names,
 )
@@ -32,35 +33,36 @@ CONFIG = ModelConfig.from_dict(
 )  # fmt: skip
 
 
-def test_without_timings_the_smallest_batches_go_the_narrow_way() -> None:
-    paths = Paths(candidates(CONFIG), None, {})
-    assert [type(paths.path(size)) for size in (1, 2, 3, 8, 64)] == [Narrow, Narrow, Wide, Wide, Wide]
+def test_without_timings_the_smallest_batches_take_the_kernels_for_them() -> None:
+    autotune = Autotune(candidates(CONFIG), None, {})
+    assert [type(autotune.path(size)) for size in (1, 2, 3, 8, 64)] == [SmallBatch, SmallBatch, Cublas, Cublas, Cublas]
 
 
-def test_a_family_whose_heads_are_normalised_never_goes_the_narrow_way() -> None:
-    raw = {"head_dim": 64, "model_type": "qwen3"}
+def test_a_family_whose_heads_are_normalised_has_the_same_ways_and_choices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = {"head_dim": CONFIG.head_dim, "model_type": "qwen3", "num_key_value_heads": CONFIG.num_key_value_heads}
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     config = ModelConfig.from_dict(raw | {name: getattr(CONFIG, name) for name in shape})
-    paths = Paths(candidates(config), None, {1: "narrow-half", 16: "split-16"})
-    assert paths.names == {16: "split-16"}
-    assert [type(paths.path(size)) for size in (1, 2, 3, 16, 64)] == [Wide, Wide, Split, Split, Wide]
-    assert list(paths.try_all(1)) == ["wide"]
+    assert candidates(config) == candidates(CONFIG)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    assert cache_file(config, torch.empty(0)) != cache_file(CONFIG, torch.empty(0))
 
 
 def test_what_was_kept_decides_and_unknown_names_do_not() -> None:
-    paths = Paths(candidates(CONFIG), None, {1: "wide", 2: "of another version", 4: "narrow-half"})
-    assert paths.names == {1: "wide", 4: "narrow-half"}
-    assert [paths.path(size) for size in (1, 4)] == [Wide(), candidates(CONFIG)["narrow-half"]]
+    autotune = Autotune(candidates(CONFIG), None, {1: "cublas", 2: "of another version", 4: "small_batch-half"})
+    assert autotune.names == {1: "cublas", 4: "small_batch-half"}
+    assert [autotune.path(size) for size in (1, 4)] == [Cublas(), candidates(CONFIG)["small_batch-half"]]
 
 
 def test_names_come_back_from_disk_as_they_went(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "names.json"
-    write_names(file, {8: "wide", 1: "narrow"})
-    assert read_names(file) == {8: "wide", 1: "narrow"}
+    write_names(file, {8: "cublas", 1: "small_batch"})
+    assert read_names(file) == {8: "cublas", 1: "small_batch"}
     assert [entry.name for entry in file.parent.iterdir()] == ["names.json"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"paths": 3}', '{"paths": {"x": "wide"}}'])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"paths": 3}', '{"paths": {"x": "cublas"}}'])
 def test_a_file_that_is_not_ours_means_no_timings(tmp_path: Path, content: str) -> None:
     file = tmp_path / "names.json"
     file.write_text(content)
@@ -69,38 +71,40 @@ def test_a_file_that_is_not_ours_means_no_timings(tmp_path: Path, content: str) 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    write_names(tmp_path / "taken" / "names.json", {1: "wide"})
+    write_names(tmp_path / "taken" / "names.json", {1: "cublas"})
 
 
 def test_without_a_device_nothing_is_timed() -> None:
-    paths = Paths.find(CONFIG, torch.empty(0))
-    paths.choose([1, 2], lambda size: pytest.fail(f"ran {size}"))
-    assert paths.names == {}
+    autotune = Autotune.find(CONFIG, torch.empty(0))
+    autotune.choose([1, 2], lambda size: pytest.fail(f"ran {size}"))
+    assert autotune.names == {}
 
 
 def test_every_way_is_tried_and_then_forgotten() -> None:
-    paths, ways = Paths(candidates(CONFIG), None, {2: "wide", 16: "split-16"}), candidates(CONFIG)
-    for size, names in ((1, ("wide", *FACTORS)), (2, ("wide", *FACTORS)), (24, ("wide", "split-32"))):
-        assert [(name, paths.path(size)) for name in paths.try_all(size)] == [(name, ways[name]) for name in names]
-    assert [paths.path(65) for _ in paths.try_all(65)] == [Wide()]
-    assert paths.names == {2: "wide", 16: "split-16"}
+    autotune, ways = Autotune(candidates(CONFIG), None, {2: "cublas", 16: "split_k-16"}), candidates(CONFIG)
+    for size, names in ((1, ("cublas", *FACTORS)), (2, ("cublas", *FACTORS)), (24, ("cublas", "split_k-32"))):
+        assert [(name, autotune.path(size)) for name in autotune.try_all(size)] == [
+            (name, ways[name]) for name in names
+        ]
+    assert [autotune.path(65) for _ in autotune.try_all(65)] == [Cublas()]
+    assert autotune.names == {2: "cublas", 16: "split_k-16"}
 
 
 def test_a_timed_size_stands_for_those_below_it() -> None:
-    paths = Paths(candidates(CONFIG), None, {16: "split-16", 32: "wide", 5: "wide"})
+    autotune = Autotune(candidates(CONFIG), None, {16: "split_k-16", 32: "cublas", 5: "cublas"})
     ways = candidates(CONFIG)
-    assert [paths.path(size) for size in (3, 5, 8, 16, 17, 32)] == [
-        ways["split-16"],
-        Wide(),
-        *[ways["split-16"]] * 2,
-        Wide(),
-        Wide(),
+    assert [autotune.path(size) for size in (3, 5, 8, 16, 17, 32)] == [
+        ways["split_k-16"],
+        Cublas(),
+        *[ways["split_k-16"]] * 2,
+        Cublas(),
+        Cublas(),
     ]
 
 
-def test_the_wide_way_alone_is_tried_where_there_is_no_other() -> None:
-    paths = Paths.wide_only()
-    assert [paths.path(size) for size in (1, 2, 8, 90) for _ in paths.try_all(size)] == [Wide()] * 4
+def test_cublas_alone_is_tried_where_there_is_no_other() -> None:
+    autotune = Autotune.cublas_only()
+    assert [autotune.path(size) for size in (1, 2, 8, 90) for _ in autotune.try_all(size)] == [Cublas()] * 4
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class FakeWeight:
 def test_weights_of_32_bits_do_not_fit_into_split_tiles_of_a_device(
     is_cuda: bool, bytes_each: int, expected: bool
 ) -> None:
-    assert fits_split_tiles(FakeWeight(is_cuda, bytes_each)) is expected  # type: ignore[arg-type]
+    assert fits_split_k_tiles(FakeWeight(is_cuda, bytes_each)) is expected  # type: ignore[arg-type]
 
 
 def test_cuts_are_those_that_were_measured() -> None:
@@ -133,14 +137,16 @@ def test_cuts_are_those_that_were_measured() -> None:
 def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     weight = torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda")
-    paths = Paths.find(CONFIG, weight)
+    autotune = Autotune.find(CONFIG, weight)
 
     def run(size: int) -> None:
-        for _ in range(1 if isinstance(paths.path(size), Split) or paths.names.get(size) == "narrow-half" else 50):
+        for _ in range(
+            1 if isinstance(autotune.path(size), SplitK) or autotune.names.get(size) == "small_batch-half" else 50
+        ):
             weight.add_(1)
 
-    paths.choose([1, 2, 3, 8, 100], run)
-    assert paths.names == {1: "narrow-half", 2: "narrow-half", 16: "split-16"}
-    again = Paths.find(CONFIG, weight)
+    autotune.choose([1, 2, 3, 8, 100], run)
+    assert autotune.names == {1: "small_batch-half", 2: "small_batch-half", 16: "split_k-16"}
+    again = Autotune.find(CONFIG, weight)
     again.choose([1, 2, 8], lambda size: pytest.fail(f"ran {size}"))
-    assert again.names == paths.names
+    assert again.names == autotune.names

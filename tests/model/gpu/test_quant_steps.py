@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import CausalLM, KvPool, ModelConfig
 from octavo.model.attention.interface import get_backend, make_inputs
-from octavo.model.gpu.autotune import Narrow, Wide
+from octavo.model.gpu.autotune import Cublas, SmallBatch
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
@@ -103,7 +103,7 @@ def check_steps(
     kv_dtype: torch.dtype,
     limit: float,
 ) -> None:
-    """A prefill and a decode on the wide path have the logits of the model of floats."""
+    """A prefill and a decode by cuBLAS and our quantised products have the logits of the model of floats."""
     weights = GpuWeights.take(model, max_positions=S * M, weight_format=weight_format)
     if weights.products is not None:
         weights = replace(weights, products=replace(weights.products, few_tokens=few_tokens))
@@ -111,8 +111,8 @@ def check_steps(
     state.table_RM[:5] = ints([range(M)] * 5)
     kv = KvPool(CONFIG, 21, S, kv_dtype, DEVICE)
     decode = DecodeStep(weights, state, kv, max_batch=4, vocab_size=300)
-    paths = {type(decode.paths.path(size)) for size in range(1, 9)}
-    assert paths == ({Wide} if weights.is_quantized else {Wide, Narrow})
+    paths = {type(decode.autotune.path(size)) for size in range(1, 9)}
+    assert paths == ({Cublas} if weights.is_quantized else {Cublas, SmallBatch})
     mixed = MixedStep(decode, max_tokens=256)
     ids = np.random.default_rng(0).integers(0, 290, 37).tolist()
     mixed.run(

@@ -45,7 +45,7 @@ class Device:
         self.state.table_RM[:5] = ints(np.random.default_rng(0).permutation(P - 1)).view(5, M)
         weights = GpuWeights.take(model, max_positions=S * M)
         self.decode = DecodeStep(weights, self.state, self.kv, max_batch=8, vocab_size=300)
-        self.decode.paths.names = dict.fromkeys(range(1, 9), path)
+        self.decode.autotune.names = dict.fromkeys(range(1, 9), path)
         self.mixed = MixedStep(self.decode, max_tokens=256)
 
     def prefill(self, chunks: list[tuple[int, list[int], int, bool]], decodes: list[int]) -> list[int]:
@@ -79,13 +79,14 @@ class Device:
 @pytest.mark.parametrize(
     ("path", "changes"),
     [
-        ("wide", {}),
-        ("wide", {"tie_word_embeddings": False}),
-        ("wide", QWEN3),
-        pytest.param("split-16", {}, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
-        pytest.param("split-16", QWEN3, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
-        pytest.param("narrow", {}, marks=pytest.mark.slow),
-        pytest.param("narrow-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
+        ("cublas", {}),
+        ("cublas", {"tie_word_embeddings": False}),
+        ("cublas", QWEN3),
+        pytest.param("split_k-16", {}, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
+        pytest.param("split_k-16", QWEN3, marks=[pytest.mark.slow, NOT_ON_DEVICE]),
+        pytest.param("small_batch", {}, marks=pytest.mark.slow),
+        pytest.param("small_batch", QWEN3, marks=pytest.mark.slow),
+        pytest.param("small_batch-double", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_give_the_tokens_of_the_naive_model(path: str, changes: dict[str, object]) -> None:
@@ -129,7 +130,7 @@ def tokens_of_rank(ranks: Ranks, changes: dict[str, object]) -> dict[str, object
     views = destinations(whole)
     for name, view in destinations(model).items():
         view.copy_(views[name][part_of(name, tuple(views[name].shape), whole.config, ranks)])
-    device = Device(model, "wide")
+    device = Device(model, "cublas")
     tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
     tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
     tokens.append(device.step([0, 1]))

@@ -17,12 +17,12 @@ from octavo.model.kernels.attention.rope_write import rope_write, rope_write_ref
 from octavo.model.kernels.small_batch.attention import (
     combine,
     combine_reference,
-    narrow_attention,
-    narrow_attention_reference,
+    small_batch_attention,
+    small_batch_attention_reference,
     split_buffers,
 )
 from octavo.model.kernels.small_batch.launch import Cut, Overlap
-from octavo.model.kernels.small_batch.qkv import narrow_qkv, narrow_qkv_reference
+from octavo.model.kernels.small_batch.qkv import small_batch_qkv, small_batch_qkv_reference
 from octavo.model.quantization.rounding import FP8, to_fp8
 from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
 
@@ -103,25 +103,25 @@ def test_decode_attention(N: int, K: int, H: int, positions: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (4, 4, 128)])
-def test_narrow_kernels(N: int, K: int, H: int) -> None:
+def test_kernels_for_a_small_batch(N: int, K: int, H: int) -> None:
     positions, D = [0, 100, 64], 96
     cache, B, C = Cache(positions, K, H), len(positions), (N + 2 * K) * H
     x, qkv, bias = torch.randn(B, D).to(DTYPE), (torch.randn(C, D) * D**-0.5).to(DTYPE), torch.randn(C).to(DTYPE)
     shared = (cache.rows_B, cache.position_R, cache.table_RM)
     q = torch.full((B, N, H), float("nan"), dtype=DTYPE, device=DEVICE)
-    narrow_qkv(
+    small_batch_qkv(
         *on_device(x, qkv, bias), q, *cache.small, *on_device(*shared, cache.cos_LH, cache.sin_LH), EPS,
         cut=Cut(rows=4, warps=4), overlap=OVERLAP,
     )  # fmt: skip
-    expected_q = narrow_qkv_reference(x, qkv, bias, *cache.plain, *shared, cache.cos_LH, cache.sin_LH, EPS)
+    expected_q = small_batch_qkv_reference(x, qkv, bias, *cache.plain, *shared, cache.cos_LH, cache.sin_LH, EPS)
     close(q, expected_q)
     cache.check_written()
     part, log = (torch.full_like(t, float("nan")) for t in split_buffers(B, N, H, DEVICE))
-    narrow_attention(q, *cache.small, part, log, *on_device(*shared), H**-0.5, overlap=OVERLAP)
+    small_batch_attention(q, *cache.small, part, log, *on_device(*shared), H**-0.5, overlap=OVERLAP)
     out = torch.full((B, N, H), float("nan"), dtype=DTYPE, device=DEVICE)
     combine(part, log, out, *on_device(cache.rows_B, cache.position_R), overlap=OVERLAP)
     plain = [pool.cpu().float() for pool in cache.small]
-    parts = narrow_attention_reference(q.cpu(), *plain, *shared, H**-0.5)
+    parts = small_batch_attention_reference(q.cpu(), *plain, *shared, H**-0.5)
     close(out, combine_reference(*parts, cache.rows_B, cache.position_R))
 
 

@@ -11,18 +11,19 @@ from octavo.model.kernels.small_batch.attention import (
     combine,
     combine_reference,
     cut_context,
-    narrow_attention,
-    narrow_attention_reference,
+    small_batch_attention,
+    small_batch_attention_reference,
     split_buffers,
 )
 from octavo.model.kernels.small_batch.launch import Cut, Overlap, block_of
 from octavo.model.kernels.small_batch.mlp import (
-    narrow_add_product,
-    narrow_gate_up,
-    narrow_gate_up_reference,
-    narrow_head,
+    small_batch_add_product,
+    small_batch_gate_up,
+    small_batch_gate_up_reference,
+    small_batch_head,
+    small_batch_product,
 )
-from octavo.model.kernels.small_batch.qkv import narrow_qkv, narrow_qkv_reference
+from octavo.model.kernels.small_batch.qkv import small_batch_qkv, small_batch_qkv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
@@ -74,13 +75,25 @@ def test_qkv_equals_its_reference(N: int, K: int, H: int, D: int, positions: lis
     shared = (rows, position_R, table, angle.cos(), angle.sin())
     pools = [pool.clone().to(DEVICE) for pool in (k_pool, v_pool)]
     q = torch.full((B, N, H), float("nan"), dtype=dtype, device=DEVICE)
-    narrow_qkv(
+    small_batch_qkv(
         *(t.to(DEVICE) for t in (x, qkv, bias)), q, *pools, *(t.to(DEVICE) for t in shared), 1e-6,
         cut=Cut(rows=4, warps=4), overlap=OVERLAP,
     )  # fmt: skip
-    close(q, narrow_qkv_reference(x, qkv, bias, k_pool, v_pool, *shared, 1e-6), dtype)
+    close(q, small_batch_qkv_reference(x, qkv, bias, k_pool, v_pool, *shared, 1e-6), dtype)
     close(pools[0], k_pool, dtype)
     close(pools[1], v_pool, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("O", "Q", "B"), [(1152, 896, 1), (72, 40, 3), (640, 200, 8)])
+def test_a_product_alone_equals_torch(O: int, Q: int, B: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    y, weight = torch.randn(B, Q).to(dtype), matrix(O, Q, dtype)
+    out = torch.full((B, O), float("nan"), dtype=dtype, device=DEVICE)
+    small_batch_product(y.to(DEVICE), weight.to(DEVICE), out, cut=Cut(rows=8, warps=4), overlap=OVERLAP)
+    close(out, y.float() @ weight.float().T, dtype)
+    with pytest.raises(ValueError, match="matrix_OQ"):
+        small_batch_product(y.to(DEVICE), weight[:, :-1].to(DEVICE), out, cut=Cut(rows=8, warps=4), overlap=OVERLAP)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,7 +116,7 @@ def test_attention_equals_its_reference_part_by_part_and_added_up(
     q = torch.randn(B, N, H).to(dtype)
     part, log = (torch.full_like(t, float("nan")) for t in split_buffers(B + 1, N, H, DEVICE))
     pools = k_pool.to(DEVICE), v_pool.to(DEVICE)
-    narrow_attention(
+    small_batch_attention(
         q.to(DEVICE),
         *pools,
         part,
@@ -114,7 +127,7 @@ def test_attention_equals_its_reference_part_by_part_and_added_up(
         H**-0.5,
         overlap=OVERLAP,
     )
-    expected_part, expected_log = narrow_attention_reference(q, k_pool, v_pool, rows, position_R, table, H**-0.5)
+    expected_part, expected_log = small_batch_attention_reference(q, k_pool, v_pool, rows, position_R, table, H**-0.5)
     close(part[:B], expected_part, dtype)
     close(log[:B], expected_log, dtype)
     summed = combine_reference(expected_part, expected_log, rows, position_R)
@@ -136,16 +149,16 @@ def test_products_equal_their_references(B: int, D: int, I: int, dtype: torch.dt
     cut = Cut(rows=4, warps=4)
     x, gate_up, down = torch.randn(B, D).to(dtype), matrix(2 * I, D, dtype), matrix(D, I, dtype)
     act = torch.full((B, I), float("nan"), dtype=dtype, device=DEVICE)
-    narrow_gate_up(x.to(DEVICE), gate_up.to(DEVICE), act, 1e-6, cut=cut, overlap=OVERLAP)
-    expected = narrow_gate_up_reference(x, gate_up, 1e-6)
+    small_batch_gate_up(x.to(DEVICE), gate_up.to(DEVICE), act, 1e-6, cut=cut, overlap=OVERLAP)
+    expected = small_batch_gate_up_reference(x, gate_up, 1e-6)
     close(act, expected, dtype)
     added = x.clone().to(DEVICE)
-    narrow_add_product(added, act, down.to(DEVICE), cut=cut, overlap=OVERLAP)
+    small_batch_add_product(added, act, down.to(DEVICE), cut=cut, overlap=OVERLAP)
     close(added, x.float() + act.cpu().float() @ down.float().T, dtype)
     index = torch.arange(B).flip(0).int()
     norm, head = torch.randn(D).to(dtype), matrix(I * 2, D, dtype)
     logits = torch.full((B, I * 2), float("nan"), dtype=dtype, device=DEVICE)
-    narrow_head(
+    small_batch_head(
         x.to(DEVICE), index.to(DEVICE), norm.to(DEVICE), head.to(DEVICE), logits, 1e-6, cut=cut, overlap=OVERLAP
     )
     close(logits, rms_norm_reference(x, norm, 1e-6)[index.long()] @ head.float().T, dtype)
@@ -156,7 +169,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     x, down, y = torch.randn(4, 96), matrix(96, 40, torch.float32), torch.randn(4, 40)
     together, alone = x.clone().to(DEVICE), x[2:3].clone().to(DEVICE)
     for target, source in ((together, y), (alone, y[2:3])):
-        narrow_add_product(
+        small_batch_add_product(
             target, source.contiguous().to(DEVICE), down.to(DEVICE), cut=Cut(rows=2, warps=4), overlap=OVERLAP
         )
     assert torch.equal(together[2], alone[0])
@@ -165,8 +178,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 def test_a_launcher_names_the_tensor_that_does_not_fit() -> None:
     x, down = torch.randn(1, 32, device=DEVICE), torch.randn(32, 8, device=DEVICE)
     with pytest.raises(ValueError, match="matrix_DQ has shape"):
-        narrow_add_product(x, torch.randn(1, 9, device=DEVICE), down, cut=Cut(rows=2, warps=4), overlap=OVERLAP)
+        small_batch_add_product(x, torch.randn(1, 9, device=DEVICE), down, cut=Cut(rows=2, warps=4), overlap=OVERLAP)
     with pytest.raises(ValueError, match="gate_up_ED is torch"):
-        narrow_gate_up(
+        small_batch_gate_up(
             x, down.half(), torch.empty(1, 8, device=DEVICE), 1e-6, cut=Cut(rows=2, warps=4), overlap=OVERLAP
         )

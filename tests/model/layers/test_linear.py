@@ -59,9 +59,9 @@ def test_a_wide_product_has_the_same_values_in_fp32(num_rows: int, wanted: Weigh
     linear = Linear(weight)
     x = torch.randn(num_rows, 64).bfloat16()
     for _ in ("plain", "packed"):
-        wide = linear.wide(x)
-        assert wide.dtype == torch.float32
-        assert torch.equal(wide, linear(x).float())
+        found = linear.forward_float32(x)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, linear(x).float())
         linear.pack(wanted)
 
 
