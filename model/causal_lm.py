@@ -16,9 +16,8 @@ from octavo.model.attention.interface import AttentionBackend, AttentionInputs
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.checkpoint.fingerprint import fingerprint
 from octavo.model.config import ModelConfig
-from octavo.model.layers.decoder import DecoderLayer, PagedOps, RmsNorm
+from octavo.model.layers.decoder import DecoderLayer, PagedOps, RmsNorm, Rope
 from octavo.model.layers.linear import Addend, Linear, WeightFormat
-from octavo.model.layers.rope import Rope
 from octavo.model.parallel import ALONE, Ranks, config_of_rank
 
 TakeHidden = Callable[[int, torch.Tensor], None]

@@ -15,10 +15,9 @@ from octavo.model.config import ModelConfig
 from octavo.model.cpu import invariant
 from octavo.model.cpu.native import kernels_fingerprint, native_library, why_missing
 from octavo.model.cpu.ops import rms_norm, silu_mul
-from octavo.model.cpu.panels import pack_bf16
-from octavo.model.layers.decoder import Mlp, RmsNorm
+from octavo.model.cpu.products import pack_bf16
+from octavo.model.layers.decoder import Mlp, RmsNorm, Rope, RopeAngles
 from octavo.model.layers.linear import Linear, WeightFormat, packed
-from octavo.model.layers.rope import Rope, RopeAngles
 
 DTYPES = (torch.float32, torch.bfloat16)
 LANES = 32

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from octavo.model.causal_lm import CausalLM
-from octavo.model.cpu.layer import LayerRest
+from octavo.model.cpu.products import LayerRest
 
 LARGEST_USUAL = 1e6
 """Published Qwen2.5 models have a few activations of about 1e4; nothing that works has 1e6."""

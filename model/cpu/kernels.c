@@ -244,7 +244,7 @@ void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int n
     team_run(silu_some, &all, T, num_threads);
 }
 
-/* One head, rounded after each operation as model.layers.rope.rotate does. */
+/* One head, rounded after each operation as model.layers.decoder.rotate does. */
 static inline void turn(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *out, int64_t H) {
     int64_t half = H / 2;
     for (int64_t h = 0; h < half; h += LANES) {

@@ -1,14 +1,14 @@
 /* What follows attention in a decoder layer, in one call: between kernels of some ten microseconds, the way through Python
  * and back takes as long as they do.
  *
- * Each stage is the kernel that would be called alone, with as many threads, so the bits are the same (layer.py's reference
+ * Each stage is the kernel that would be called alone, with as many threads, so the bits are the same (the reference of LayerRest
  * is model.layers.decoder.DecoderLayer). Legend: T tokens · D model dim · I intermediate. Must not know: torch, Python.
  */
 
 #include "team.h"
 #include "vectors.h"
 
-/* A packed weight, as octavo_matmul takes it. N outputs, K inputs. Must match layer.py. */
+/* A packed weight, as octavo_matmul takes it. N outputs, K inputs. Must match products.py. */
 typedef struct {
     const void *panels;
     const float *scale, *bias;
@@ -16,14 +16,14 @@ typedef struct {
     int is_int8;
 } weight;
 
-/* Must match layer.py. */
+/* Must match products.py. */
 typedef struct {
     weight o, gate_up, down;
     const bf16 *norm;
     float epsilon;
 } layer_rest;
 
-/* How many threads each stage gets. stream: additions and norm. Must match layer.py. */
+/* How many threads each stage gets. stream: additions and norm. Must match products.py. */
 typedef struct {
     int o, gate_up, down, stream, silu;
 } stage_threads;

@@ -1,7 +1,7 @@
 """Checked launchers of the kernels in `kernels.c`, and of norm and SiLU in `invariant.c`; when they can be used.
 
-Each has a slow reference in torch: `rms_norm` model.layers.decoder.RmsNorm, `rope_write` model.layers.rope.rotate with
-KvPool's write, `silu_mul` the expression in model.layers.decoder.Mlp, `decode_attention` model.attention.reference.
+Each has a slow reference in torch: of model.layers.decoder, `rms_norm` RmsNorm, `rope_write` `rotate` with KvPool's
+write, `silu_mul` the expression in Mlp; `decode_attention` model.attention.reference.
 
 Legend: T tokens in this step · S sequences · N query heads · K kv heads · H head dim · D model dim · I intermediate ·
 P blocks · B block size · M table width. Must not know: layers, requests.

@@ -14,9 +14,8 @@ import torch
 
 from octavo.model.causal_lm import CausalLM
 from octavo.model.config import ModelConfig
-from octavo.model.layers.decoder import DecoderLayer
+from octavo.model.layers.decoder import DecoderLayer, rotary_frequencies, yarn_amplitude
 from octavo.model.layers.linear import Linear, WeightFormat
-from octavo.model.layers.rope import rotary_frequencies, yarn_amplitude
 from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.grouped import GroupedWeight, join_outputs
 from octavo.model.quantization.rounding import Fp8Weight, round_to_groups
@@ -207,7 +206,7 @@ def fold(matrix_OD: torch.Tensor, norm_D: torch.Tensor) -> None:
 def rope_tables(
     config: ModelConfig, max_positions: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 cosines and sines [max_positions, H / 2] (model/layers/rope.py)."""
+    """float32 cosines and sines [max_positions, H / 2] (model/layers/decoder.py)."""
     positions_L = torch.arange(max_positions, dtype=torch.float32)
     angle_LH = positions_L[:, None] * rotary_frequencies(config)[None, :]
     amplitude = yarn_amplitude(config.yarn) if config.yarn else 1.0

@@ -11,6 +11,7 @@ Must not know: what the matrices mean.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from octavo.model.cpu.isa import bound
 from octavo.model.cpu.native import kernels_arithmetic, why_missing
-from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
+from octavo.model.cpu.products import PanelWeight, can_panel, pack_bf16, pack_int8
 from octavo.model.quantization.grouped import GroupedWeight
 from octavo.model.quantization.rounding import Fp8Weight
 
@@ -90,7 +91,7 @@ class Linear(nn.Module):
     def forward_float32(self, x: torch.Tensor) -> torch.Tensor:
         """`forward` as float32."""
         if self.panels is not None and self.addend is None:
-            return self.panels.multiply_float32(x)
+            return self.panels.multiply(x, torch.float32)
         return self(x).float()
 
     def pack(self, wanted: WeightFormat = WeightFormat.BF16) -> None:
@@ -155,8 +156,10 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat
     return None
 
 
+@cache
 def has_amx() -> bool:
-    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do, and may."""
+    """Whether oneDNN multiplies bf16 tiles in hardware, many times faster than vectors do, and may. Once for a process,
+    as oneDNN itself decides."""
     return bound() is None and bool(torch.cpu._is_amx_tile_supported())
 
 

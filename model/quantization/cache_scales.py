@@ -18,9 +18,8 @@ import torch
 
 from octavo.model.causal_lm import CausalLM
 from octavo.model.config import ModelConfig
-from octavo.model.layers.decoder import DecoderLayer
+from octavo.model.layers.decoder import DecoderLayer, yarn_amplitude
 from octavo.model.layers.linear import Linear
-from octavo.model.layers.rope import yarn_amplitude
 from octavo.model.quantization.grouped import GroupedWeight
 from octavo.model.quantization.rounding import FP8_MAX
 

@@ -16,12 +16,11 @@ import torch
 
 from octavo.model.cpu.ops import largest as largest_of
 from octavo.model.sampling.filters import TOP_K_OFF, Filters, keep_typical, largest, masses, thresholds
+from octavo.model.sampling.logits_processors import AllowedIds, BadWords, LogitBias, Penalties, TokenHistory
 from octavo.model.sampling.logprobs import Logprobs, RawLogprobs
 from octavo.model.sampling.masks import TokenMasks
 from octavo.model.sampling.noise import log_exponential, row_keys
 from octavo.model.sampling.params import MASKS, Feature, SamplingParams, SamplingRows, features_of
-from octavo.model.sampling.penalties import Penalties, TokenHistory
-from octavo.model.sampling.token_rules import AllowedIds, BadWords, LogitBias
 
 _FEW_CANDIDATES = 64
 _MANY_CANDIDATES = 1024

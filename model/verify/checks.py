@@ -13,7 +13,7 @@ from torch import nn
 from octavo.model.attention.interface import AttentionBackend
 from octavo.model.attention.paged import PagedSequences, cut, paged_generate, paged_logits
 from octavo.model.causal_lm import CausalLM
-from octavo.model.layers.rope import rotate
+from octavo.model.layers.decoder import rotate
 
 CHUNK_LENS = (1, 7, 16, 33)
 NUM_ROPE_POSITIONS = 256

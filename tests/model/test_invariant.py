@@ -12,9 +12,8 @@ from octavo.model.cpu import invariant
 from octavo.model.cpu.native import kernels_fingerprint, native_library
 from octavo.model.cpu.ops import rms_norm, silu_mul
 from octavo.model.invariant import InvarianceUnavailable, TabulatedRope, arithmetic, make_invariant
-from octavo.model.layers.decoder import plain_rms_norm
+from octavo.model.layers.decoder import Rope, plain_rms_norm
 from octavo.model.layers.linear import WeightFormat
-from octavo.model.layers.rope import Rope
 from tests.support.model.invariant_model import CONFIG, random_model
 
 BLOCK = 4

@@ -17,8 +17,8 @@ from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.loading import load_model
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.cpu.native import native_library
+from octavo.model.layers.decoder import Rope
 from octavo.model.layers.linear import FormatUnavailable
-from octavo.model.layers.rope import Rope
 from octavo.model.verify.served import MISTAKE, ServedRow
 from octavo.worker.config import Deterministic
 from octavo.worker.loading import loader as runner_loading

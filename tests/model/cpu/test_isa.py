@@ -11,8 +11,8 @@ import torch
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu import isa, native
 from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
-from octavo.model.cpu.panels import PanelWeight, pack_bf16, pack_int8
-from octavo.model.layers.linear import WeightFormat
+from octavo.model.cpu.products import PanelWeight, pack_bf16, pack_int8
+from octavo.model.layers.linear import WeightFormat, has_amx
 from tests.model.cpu import test_layer, test_prefill
 from tests.support.model.invariant_model import random_model
 
@@ -121,10 +121,15 @@ def of_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(native, "compiler_flags", lambda: ())
     else:
         monkeypatch.setenv(isa.VARIABLE, request.param)
-    native.native_library.cache_clear()
+    forget_the_class()
     yield request.param
     monkeypatch.undo()
+    forget_the_class()
+
+
+def forget_the_class() -> None:
     native.native_library.cache_clear()
+    has_amx.cache_clear()
 
 
 def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:
@@ -143,7 +148,7 @@ def check_product(panels: PanelWeight, x: torch.Tensor, bias: torch.Tensor) -> N
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-4)
     for count in (1, 2, 3, 5, 6, 7, 12, 13, 14, 15, 18, 19, 28, 29, 112, 113, 215, 217, 503, 505):
         assert torch.equal(panels.multiply(x[:count]), whole[:count]), count
-        assert torch.equal(panels.multiply_float32(x[-count:]), whole[-count:].float()), count
+        assert torch.equal(panels.multiply(x[-count:], torch.float32), whole[-count:].float()), count
 
 
 def test_infinity_and_what_is_no_number_stay_in_their_row_and_column(of_class: str) -> None:

@@ -6,8 +6,7 @@ import torch
 from octavo.model import CausalLM, ModelConfig
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import PagedSequences
-from octavo.model.cpu.layer import LayerRest
-from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16
+from octavo.model.cpu.products import LayerRest, PanelWeight, can_panel, pack_bf16
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import WeightFormat
 from tests.support.model.checkpoints import tiny_config

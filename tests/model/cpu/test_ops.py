@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from octavo.model.attention.kv_pool import write_kv
 from octavo.model.cpu import ops
 from octavo.model.cpu.native import native_library
-from octavo.model.layers.decoder import plain_rms_norm
-from octavo.model.layers.rope import RopeAngles, rotate
+from octavo.model.layers.decoder import RopeAngles, plain_rms_norm, rotate
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.model import CausalLM, ModelConfig, dense_logits
-from octavo.model.cpu.panels import PanelWeight, can_panel, pack_bf16, pack_int8
+from octavo.model.cpu.products import PanelWeight, can_panel, pack_bf16, pack_int8
 from octavo.model.layers.linear import FormatUnavailable, Linear, OneDnnWeight, WeightFormat, can_pack, packed
 
 needs_packing = pytest.mark.skipif(

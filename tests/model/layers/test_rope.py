@@ -8,7 +8,7 @@ from transformers import Qwen2Config as TransformersConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from octavo.model import ModelConfig
-from octavo.model.layers.rope import Rope, rotary_frequencies, rotate, yarn_amplitude
+from octavo.model.layers.decoder import Rope, rotary_frequencies, rotate, yarn_amplitude
 from tests.support.model.checkpoints import tiny_config
 
 LIMIT = 1e-5

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.model.sampling.penalties import TokenHistory
+from octavo.model.sampling.logits_processors import TokenHistory
 from octavo.model.sampling.sampler import Sampler
 from octavo.wire.messages import SamplingParams
 from tests.support.model import slow_sampler

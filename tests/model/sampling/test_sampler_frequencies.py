@@ -5,8 +5,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from octavo.model.sampling.logits_processors import TokenHistory
 from octavo.model.sampling.noise import hash_bits, log_exponential, row_keys
-from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampler
 from octavo.wire.messages import SamplingParams
 from tests.support.model import slow_sampler

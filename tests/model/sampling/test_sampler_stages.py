@@ -19,10 +19,9 @@ from transformers.generation.logits_process import (
 )
 
 from octavo.model.sampling.filters import TOP_K_OFF, Filters, keep_typical, largest, masses, thresholds
+from octavo.model.sampling.logits_processors import AllowedIds, BadWords, LogitBias, Penalties, TokenHistory
 from octavo.model.sampling.params import SamplingRows
-from octavo.model.sampling.penalties import Penalties, TokenHistory
 from octavo.model.sampling.sampler import scaled
-from octavo.model.sampling.token_rules import AllowedIds, BadWords, LogitBias
 from octavo.wire.messages import SamplingParams
 
 V = 300

@@ -11,8 +11,8 @@ from octavo.model.gpu.sampling_state import DeviceMasks, SampledBatch, SamplingS
 from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
+from octavo.model.sampling.logits_processors import TokenHistory
 from octavo.model.sampling.masks import TokenMasks
-from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.sampler import Sampled, Sampler
 from octavo.wire.messages import SamplingParams
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.model import load_model, resolve_checkpoint
-from octavo.model.cpu.panels import can_panel
+from octavo.model.cpu.products import can_panel
 from octavo.model.errors import ConfigError
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.config import Deterministic, WorkerConfig

@@ -20,8 +20,8 @@ from octavo.model.gpu.sampling_columns import Stage, plan_row
 from octavo.model.gpu.sampling_state import SamplingState
 from octavo.model.gpu.state import SAMPLING_COLUMNS
 from octavo.model.kernels.sampling.logprobs import MAX_TOP
+from octavo.model.sampling.logits_processors import TokenHistory
 from octavo.model.sampling.params import Feature, features_of
-from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampled, Sampler
 from octavo.wire.messages import SamplingParams

@@ -23,8 +23,8 @@ from octavo.model.attention.invariant import InvariantAttention
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.causal_lm import CausalLM
 from octavo.model.numerics import NumericFinding, NumericsWatch
+from octavo.model.sampling.logits_processors import TokenHistory
 from octavo.model.sampling.masks import TokenMasks
-from octavo.model.sampling.penalties import TokenHistory
 from octavo.model.sampling.row_by_row import EachRowSampler
 from octavo.model.sampling.sampler import Sampled, Sampler
 from octavo.worker.runners.interface import RunnerError
