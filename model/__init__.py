@@ -81,7 +81,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is: to look at a checkpoint's files nobody needs torch."""
+    """Import what is asked for when it is: a look at a checkpoint's files needs no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -8,7 +8,7 @@ projection. The embedding needs one sum more, the head a concatenation. Of one r
 Every rank must run the same steps in the same order: a sum waits for all of them.
 
 Legend: T tokens · S rows · D model dim · V vocabulary · W rows of the embedding that a rank has.
-Must not know: layers, files, who tells a rank what to run.
+Must not know: layers, files, what makes a rank run a step.
 """
 
 import os

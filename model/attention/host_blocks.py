@@ -96,7 +96,7 @@ class HostBlocks:
 
 
 def gather_rows(kv: KvPool, blocks_N: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, W]: these blocks (int64) of the pool as rows. The obvious twin of model/kernels/block_rows.py."""
+    """uint8 [N, W]: these blocks (int64) of the pool as rows. The obvious reference of model/kernels/block_rows.py."""
     return torch.cat([_rows(pool_LPKBH)[:, blocks_N].transpose(0, 1).flatten(1) for pool_LPKBH in _pools(kv)], dim=1)
 
 

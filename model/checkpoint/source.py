@@ -126,7 +126,7 @@ def _plan_download(name: str, revision: str | None) -> int:
 
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)
-    except Exception:  # told, or made up for, by whoever downloads
+    except Exception:  # told, or made up for, by the download
         return 0
     files = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     for pattern in ("config.json", "*.safetensors") if files else ():

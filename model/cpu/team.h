@@ -1,7 +1,7 @@
 /* Threads that wait between the kernels, and how a kernel shares its work with them. Must not know: what the work is.
  *
  * A kernel's work is `count` jobs, numbered from 0. Each thread that takes part takes the next few until none are left, so a
- * thread that comes late or not at all holds nobody up; which thread does which job is left to chance.
+ * thread that comes late or not at all delays no other; which thread does which job is left to chance.
  */
 
 #ifndef OCTAVO_TEAM_H

@@ -77,7 +77,7 @@ def stands_for(batch_size: int) -> int | None:
     return next((size for size in TIMED_SIZES if batch_size <= size), None)
 
 
-class Autotune:
+class Autotuner:
     """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
     paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed."""
 
@@ -87,12 +87,12 @@ class Autotune:
         self.names = {size: name for size, name in names.items() if name in candidates}
 
     @classmethod
-    def cublas_only(cls) -> "Autotune":
+    def cublas_only(cls) -> "Autotuner":
         """For weights that the kernels for few rows cannot read."""
         return cls({"cublas": Cublas()}, None, dict.fromkeys(range(1, DEFAULT_SMALL_BATCH + 1), "cublas"))
 
     @classmethod
-    def find(cls, config: ModelConfig, weight: torch.Tensor) -> "Autotune":
+    def find(cls, config: ModelConfig, weight: torch.Tensor) -> "Autotuner":
         """The choice kept for this shape and the weight's dtype and device, if there is one."""
         file = cache_file(config, weight) if weight.is_cuda else None
         usable = candidates(config)
@@ -111,7 +111,7 @@ class Autotune:
     def choose(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
         """Time `run` of the largest size that each of TIMED_SIZES stands for, where it has not been chosen yet, on
         every path, and keep the fastest. Before serving: the device must be idle, and the rows that `run` moves on must
-        be nobody's. Without a CUDA device: the rule."""
+        belong to no request. Without a CUDA device: the rule."""
         largest = {stands_for(size): size for size in sorted(sizes)}
         missing = {key: size for key, size in largest.items() if key is not None and key not in self.names}
         if self._file is None or not missing:

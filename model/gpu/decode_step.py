@@ -9,7 +9,7 @@ Legend: B sequences of the batch · R rows · N query heads · H head dim · D m
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.autotune import Autotune, Cublas, SmallBatch, SplitK
+from octavo.model.gpu.autotune import Autotuner, Cublas, SmallBatch, SplitK
 from octavo.model.gpu.layers import Attend, LayerBuffers, Layers, PlainFinish, embed_tokens, finish_of, run_layers
 from octavo.model.gpu.small_batch_layers import SmallBatchLayers
 from octavo.model.gpu.split_k_layers import SplitKFinish, split_k_room
@@ -59,7 +59,7 @@ class DecodeStep:
         self._small_batch = SmallBatchLayers(weights, state, kv, max_batch=max_batch)
         self._finish, self._room = finish_of(weights, self.buffers), split_k_room(config, device)
         is_plain = weights.has_plain_products
-        self.autotune = Autotune.find(config, weights.embed_VD) if is_plain else Autotune.cublas_only()
+        self.autotuner = Autotuner.find(config, weights.embed_VD) if is_plain else Autotuner.cublas_only()
         self._parts = SampleParts(max_batch, vocab_size, device)
 
     def run(self, batch_size: int) -> None:
@@ -67,7 +67,7 @@ class DecodeStep:
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
         # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
         embed_tokens(self.weights, self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
-        match self.autotune.path(batch_size):
+        match self.autotuner.path(batch_size):
             case SmallBatch(cuts=cuts):
                 logits_BV = self.logits_BV[:batch_size]
                 run_layers(self.weights, self._small_batch.ops(rows_B, cuts), x_BD)

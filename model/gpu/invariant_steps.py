@@ -7,7 +7,7 @@ Legend: B sequences of the batch · T tokens · D model dim.
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.autotune import Autotune
+from octavo.model.gpu.autotune import Autotuner
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.invariant_layers import InvariantLayers
 from octavo.model.gpu.layers import embed_tokens
@@ -37,7 +37,7 @@ class InvariantDecodeStep(DecodeStep):
         if weights.addends is not None:
             raise InvarianceUnavailable("deterministic mode adds nothing to products on a GPU")
         super().__init__(weights, state, kv, max_batch=max_batch, vocab_size=vocab_size, rows_B=rows_B)
-        self.autotune = Autotune.cublas_only()  # nothing to choose, nothing to measure
+        self.autotuner = Autotuner.cublas_only()  # nothing to choose, nothing to measure
         device = weights.embed_VD.device
         self.layers = InvariantLayers(
             weights, state, kv, self.buffers, max_tokens=max_batch, max_decodes=max_batch, max_chunks=0

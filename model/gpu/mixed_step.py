@@ -74,8 +74,8 @@ class MixedStep:
         return hidden_SD
 
     def finish(self, index_S: torch.Tensor) -> torch.Tensor:
-        """The residual stream x_SD after the last layer, of some tokens (int32) of the step that ran last. Nobody reads
-        a prompt's other tokens there, so what follows the last attention is computed for these alone."""
+        """The residual stream x_SD after the last layer, of some tokens (int32) of the step that ran last. A prompt's
+        other tokens are not read there, so what follows the last attention is computed for these alone."""
         x_SD = self._buffers.x_TD.index_select(0, index_S)
         out_SNH = self._buffers.out_TNH.index_select(0, index_S)
         finished: torch.Tensor = self.weights.config.family.finish(

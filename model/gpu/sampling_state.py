@@ -179,6 +179,6 @@ def packed_counts(token_ids_T: np.ndarray, num_prompt_tokens: int) -> tuple[np.n
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on the device, behind what is enqueued there; by way of pinned memory, so that nobody waits."""
+    """The array on the device, behind what is enqueued there; by way of pinned memory, so that nothing waits."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()

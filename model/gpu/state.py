@@ -1,7 +1,7 @@
 """What a step knows of every row, kept on the device from step to step.
 
 A row is a request's stable place. A decode step reads and moves the rows by kernels; the host sends only what changes:
-joins, new blocks, another batch. The last row is scratch: batches are padded with it, and its block belongs to nobody.
+joins, new blocks, another batch. The last row is scratch: batches are padded with it, and no request has its block.
 
 Everything lies in one buffer of 32-bit words, so that the host's changes are (index, value) pairs of one form
 (model/kernels/row_changes.py).

@@ -63,7 +63,7 @@ def joined(groups: Sequence[np.ndarray], found: Sequence[Sampled]) -> Sampled:
 
 
 def _joined_logprobs(parts: list[tuple[np.ndarray, Logprobs]]) -> Logprobs:
-    """Shorter lists are filled up with what nobody reads."""
+    """Shorter lists are filled up with what is never read."""
     width = max(logprobs.top_NK.shape[1] for _, logprobs in parts)
 
     def widened(array_NK: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model import ModelConfig
 from octavo.model.gpu.autotune import (
     FACTORS,
-    Autotune,
+    Autotuner,
     Cublas,
     SmallBatch,
     SplitK,
@@ -34,7 +34,7 @@ CONFIG = ModelConfig.from_dict(
 
 
 def test_without_timings_the_smallest_batches_take_the_kernels_for_them() -> None:
-    autotune = Autotune(candidates(CONFIG), None, {})
+    autotune = Autotuner(candidates(CONFIG), None, {})
     assert [type(autotune.path(size)) for size in (1, 2, 3, 8, 64)] == [SmallBatch, SmallBatch, Cublas, Cublas, Cublas]
 
 
@@ -50,7 +50,7 @@ def test_a_family_whose_heads_are_normalised_has_the_same_ways_and_choices_of_it
 
 
 def test_what_was_kept_decides_and_unknown_names_do_not() -> None:
-    autotune = Autotune(candidates(CONFIG), None, {1: "cublas", 2: "of another version", 4: "small_batch-half"})
+    autotune = Autotuner(candidates(CONFIG), None, {1: "cublas", 2: "of another version", 4: "small_batch-half"})
     assert autotune.names == {1: "cublas", 4: "small_batch-half"}
     assert [autotune.path(size) for size in (1, 4)] == [Cublas(), candidates(CONFIG)["small_batch-half"]]
 
@@ -75,13 +75,13 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_without_a_device_nothing_is_timed() -> None:
-    autotune = Autotune.find(CONFIG, torch.empty(0))
+    autotune = Autotuner.find(CONFIG, torch.empty(0))
     autotune.choose([1, 2], lambda size: pytest.fail(f"ran {size}"))
     assert autotune.names == {}
 
 
 def test_every_way_is_tried_and_then_forgotten() -> None:
-    autotune, ways = Autotune(candidates(CONFIG), None, {2: "cublas", 16: "split_k-16"}), candidates(CONFIG)
+    autotune, ways = Autotuner(candidates(CONFIG), None, {2: "cublas", 16: "split_k-16"}), candidates(CONFIG)
     for size, names in ((1, ("cublas", *FACTORS)), (2, ("cublas", *FACTORS)), (24, ("cublas", "split_k-32"))):
         assert [(name, autotune.path(size)) for name in autotune.try_all(size)] == [
             (name, ways[name]) for name in names
@@ -91,7 +91,7 @@ def test_every_way_is_tried_and_then_forgotten() -> None:
 
 
 def test_a_timed_size_stands_for_those_below_it() -> None:
-    autotune = Autotune(candidates(CONFIG), None, {16: "split_k-16", 32: "cublas", 5: "cublas"})
+    autotune = Autotuner(candidates(CONFIG), None, {16: "split_k-16", 32: "cublas", 5: "cublas"})
     ways = candidates(CONFIG)
     assert [autotune.path(size) for size in (3, 5, 8, 16, 17, 32)] == [
         ways["split_k-16"],
@@ -103,7 +103,7 @@ def test_a_timed_size_stands_for_those_below_it() -> None:
 
 
 def test_cublas_alone_is_tried_where_there_is_no_other() -> None:
-    autotune = Autotune.cublas_only()
+    autotune = Autotuner.cublas_only()
     assert [autotune.path(size) for size in (1, 2, 8, 90) for _ in autotune.try_all(size)] == [Cublas()] * 4
 
 
@@ -137,7 +137,7 @@ def test_cuts_are_those_that_were_measured() -> None:
 def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     weight = torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda")
-    autotune = Autotune.find(CONFIG, weight)
+    autotune = Autotuner.find(CONFIG, weight)
 
     def run(size: int) -> None:
         for _ in range(
@@ -147,6 +147,6 @@ def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
 
     autotune.choose([1, 2, 3, 8, 100], run)
     assert autotune.names == {1: "small_batch-half", 2: "small_batch-half", 16: "split_k-16"}
-    again = Autotune.find(CONFIG, weight)
+    again = Autotuner.find(CONFIG, weight)
     again.choose([1, 2, 8], lambda size: pytest.fail(f"ran {size}"))
     assert again.names == autotune.names

@@ -111,7 +111,7 @@ def check_steps(
     state.table_RM[:5] = ints([range(M)] * 5)
     kv = KvPool(CONFIG, 21, S, kv_dtype, DEVICE)
     decode = DecodeStep(weights, state, kv, max_batch=4, vocab_size=300)
-    paths = {type(decode.autotune.path(size)) for size in range(1, 9)}
+    paths = {type(decode.autotuner.path(size)) for size in range(1, 9)}
     assert paths == ({Cublas} if weights.is_quantized else {Cublas, SmallBatch})
     mixed = MixedStep(decode, max_tokens=256)
     ids = np.random.default_rng(0).integers(0, 290, 37).tolist()

@@ -176,7 +176,7 @@ class GraphRunner:
         start_s, total = time.perf_counter(), self.num_shapes
         on_progress(0, total)
         if self._autotune is Autotune.MEASURED:
-            self.step.autotune.choose(self._sizes, self.step.run)
+            self.step.autotuner.choose(self._sizes, self.step.run)
         for layout in self._shapes.layouts():
             on_progress(len(self._mixed), total)
             self._mixed[layout] = self._recorder.record(self._mixed_work(layout))
@@ -193,7 +193,7 @@ class GraphRunner:
         for layout in self._shapes.layouts():
             self._mixed_work(layout)()
         for size in self._sizes:
-            for _ in self.step.autotune.try_all(size):
+            for _ in self.step.autotuner.try_all(size):
                 self._decode_work(size)()
             self.run_sampling(self.step.rows_B[:size])
 
