@@ -250,5 +250,6 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
     of_others |= {"--from-file", "--from-literal", "--replicas", "--namespace", "--timeout"}  # kubectl
     of_others |= {"--build-arg"}  # docker
+    of_others |= {"--debug"}  # of every command, taken off before the command sees it
     of_others |= {"--commit"}  # python -m tests.structure.figures
     assert shown - known <= of_others | {"--flag"}
