@@ -31,8 +31,14 @@ from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
-from octavo.gateway.rpc.connections import ConnectionLimiter, connection_limits, descriptor_limit
-from octavo.gateway.rpc.interceptor import StatusInterceptor, UnreadEndings
+from octavo.gateway.rpc.connections import (
+    ConnectionLimiter,
+    OpenCalls,
+    UnreadEndings,
+    connection_limits,
+    descriptor_limit,
+)
+from octavo.gateway.rpc.interceptor import StatusInterceptor
 from octavo.gateway.rpc.readiness import Readiness
 from octavo.gateway.rpc.server import bind, new_server
 from octavo.gateway.servicers.admin import AdminServicer
@@ -188,10 +194,9 @@ class Gateway:
             check_exposure(config.metrics_address, config.exposure, setting="--metrics-port")
             self._metrics = MetricsEndpoint(config.metrics_address, registry_of(self.collector))
             self.metrics_port = self._metrics.port
-        self.listen_address = self._listen_at(config.listen_address, self._interceptor, setting="--port")
+        self.listen_address = self._listen_at(config.listen_address, setting="--port")
         for name, address in config.model_addresses:
-            interceptor = self._new_interceptor(self.reloader.authenticator, model=name, tracing=self._tracing)
-            self.model_addresses[name] = self._listen_at(address, interceptor, setting="--model-port")
+            self.model_addresses[name] = self._listen_at(address, setting="--model-port", model=name)
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         if config.status_address is not None:
@@ -199,12 +204,15 @@ class Gateway:
         for each in self._servers:
             await each.start()
 
-    def _listen_at(self, address: str, interceptor: StatusInterceptor, *, setting: str) -> str:
-        """All that callers may call, at one more address; as it was bound."""
+    def _listen_at(self, address: str, *, setting: str, model: str = "") -> str:
+        """All that callers may call, at one more address; as it was bound. model: of requests that name none."""
         config = self.config
         num_listeners = num_addresses_of(config.listen_address) * (1 + len(config.model_addresses))
         max_connections = max(1, self._limiter.limits.total // num_listeners)
-        server = new_server(config, self._endings, interceptor, max_connections=max_connections)
+        interceptor = self._new_interceptor(
+            self.reloader.authenticator, model=model, tracing=self._tracing, open_calls=self._endings.calls
+        )
+        server = new_server(config, interceptor, max_connections=max_connections)
         self._servers.append(server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference_servicer(), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
@@ -280,7 +288,12 @@ class Gateway:
         return server
 
     def _new_interceptor(
-        self, authenticator: Authenticator, *, model: str = "", tracing: Tracing | None = None
+        self,
+        authenticator: Authenticator,
+        *,
+        model: str = "",
+        tracing: Tracing | None = None,
+        open_calls: OpenCalls | None = None,
     ) -> StatusInterceptor:
         limits = self.config.limits
         return StatusInterceptor(
@@ -291,6 +304,7 @@ class Gateway:
             message_timeout_s=self.config.connection.message_timeout_s,
             model=model,
             tracing=tracing,
+            open_calls=open_calls,
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:

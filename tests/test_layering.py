@@ -56,7 +56,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         "validation": {"text"},
         "auth": set(),
         "rpc": {"auth", "observability", "validation"},
-        "streams": {"rpc", "text"},
+        "streams": {"text"},
         "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
         "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
         "watching": {"observability", "peers", "requests", "workers"},

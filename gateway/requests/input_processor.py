@@ -7,18 +7,22 @@ What takes long runs in the text threads. Must not know admission, workers or st
 
 import asyncio
 import json
+import math
 import secrets
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from octavo.gateway.config import RequestLimits
-from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.errors import DeadlinePassed, InvalidRequest, Violation
 from octavo.gateway.models import ServedModels
-from octavo.gateway.rpc.scope import Deadline, RpcScope
+from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Echo, OutputFormat, StopText
+from octavo.gateway.streams.stream import AtDeadline
 from octavo.gateway.text.model_text import Bounds, Encoded, MarkedChat, ModelText
 from octavo.gateway.text.render_pool import Renderer, chat_json
 from octavo.gateway.text.service import Share, TextService
@@ -39,6 +43,14 @@ from octavo.wire.messages import Grammar, GrammarKind, ModelCard
 _QUICK_STOP_CHARACTERS = 512  # building the largest automaton takes milliseconds
 _MARKED = 13  # a text with marks has at most so many times its bytes: one for each control token, escaped as JSON
 _MAX_KNOWN = 256  # valid grammars are not checked again
+PARTIAL_MARGIN_S = 0.05
+"""A partial output is sent so long before the wire's deadline: for its way through the loop, the network and the
+caller's library. Callers that are further away set `timeout_s` themselves."""
+BACKSTOP_S = 0.03
+"""So long after the worker should have ended the output, the gateway does: a step of the model may be long."""
+FIGURES_S = 0.2
+"""So long after that a partial answer waits for the worker's figures, where the wire's deadline is further away: its
+text is with the caller by then."""
 
 
 class ConstraintChecker:
@@ -126,6 +138,53 @@ def _violation(request: pb.GenerateRequest, refused: GrammarRefused, prefix: str
     if kind == "choice":
         return Violation(field=f"{prefix}constraint.choice.options{refused.path}", description=refused.description)
     return Violation(field=f"{prefix}constraint.{kind}", description=str(refused))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """end_s: monotonic seconds at which the worker stops; None: never. needs_backstop: the gateway has to end the
+    request where the worker is late (the gRPC library ends calls at the wire's deadline, with the status). figures_s:
+    seconds that the end of a partial answer then waits for the worker's figures."""
+
+    end_s: float | None = None
+    at_end: AtDeadline = AtDeadline.STATUS
+    needs_backstop: bool = False
+    figures_s: float = 0.0
+
+
+def deadline_of(
+    *, arrived_s: float, wire_timeout_s: float | None, timeout_s: float | None, at_end: AtDeadline
+) -> Deadline:
+    """The earlier one of the wire's and the request's own. Both are seconds from arrival; None: not given."""
+    is_partial = at_end is AtDeadline.PARTIAL
+    ends = []
+    if wire_timeout_s is not None:
+        ends.append(arrived_s + wire_timeout_s - (min(PARTIAL_MARGIN_S, wire_timeout_s / 2) if is_partial else 0.0))
+    wire_s = ends[0] if ends else math.inf
+    if timeout_s is not None:
+        ends.append(arrived_s + timeout_s)
+    end_s = min(ends, default=None)
+    return Deadline(
+        end_s=end_s,
+        at_end=at_end,
+        needs_backstop=end_s is not None and (timeout_s is not None or is_partial),
+        figures_s=max(0.0, min(FIGURES_S, wire_s - end_s - BACKSTOP_S)) if end_s is not None and is_partial else 0.0,
+    )
+
+
+@asynccontextmanager
+async def until(end_s: float | None) -> AsyncIterator[None]:
+    """end_s: monotonic; None: never. Raises DeadlinePassed where the time is over before the block."""
+    try:
+        async with asyncio.timeout(None if end_s is None else max(0.0, end_s - time.monotonic())):
+            yield
+    except TimeoutError:
+        raise unsent() from None
+
+
+def unsent() -> DeadlinePassed:
+    """The time was over before a worker had the request."""
+    return DeadlinePassed("the deadline passed before the request was sent to a worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.gateway.observability.tracing import Attributes, CallTrace
-from octavo.gateway.rpc.scope import RpcScope
+from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.stream import Move, OutputStream
 from octavo.wire.messages import Finished, ModelCard, SamplingParams
 

@@ -17,11 +17,20 @@ from octavo.gateway.auth.authenticator import PrefixSalt
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.requests.input_processor import InputProcessor, Prepared, share_of
+from octavo.gateway.requests.input_processor import (
+    BACKSTOP_S,
+    Deadline,
+    InputProcessor,
+    Prepared,
+    deadline_of,
+    share_of,
+    unsent,
+    until,
+)
 from octavo.gateway.requests.tracker import RequestTracker, TrackedRequest, current_task
-from octavo.gateway.rpc.scope import BACKSTOP_S, AtDeadline, Deadline, RpcScope, deadline_of, unsent, until
+from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import OutputProcessor
-from octavo.gateway.streams.stream import Coalescer, Notifier, OutputStream
+from octavo.gateway.streams.stream import AtDeadline, Coalescer, Notifier, OutputStream
 from octavo.gateway.text.service import TextService
 from octavo.gateway.validation.generate import check_capacity, check_outputs
 from octavo.gateway.workers.errors import WorkerGone

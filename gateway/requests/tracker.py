@@ -21,7 +21,7 @@ from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowCo
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
 from octavo.gateway.requests.admission import Admission, TenantQuotas
 from octavo.gateway.requests.spans import trace_request
-from octavo.gateway.rpc.scope import RpcScope
+from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams
 from octavo.gateway.workers.pool import WorkerPool

@@ -6,6 +6,12 @@ A connection costs a descriptor, whatever its caller does with it. gRPC's core c
 the least useful connections are closed here, by shutting their sockets down as if their callers had gone: first those
 that never had a request, then those whose last request is longest ago. Requests in flight protect their connections.
 
+A call that has its status is not over while its caller does not read what was sent before it: HTTP/2 sends a status
+behind the messages of its stream, and these wait for the caller's window. Until then the library keeps the call, and
+its place among those that the server lets in at once; it has no way to end one call from here, and pings do not help,
+because the caller's library answers them. When there are too many such calls, the connections with the most of them
+are closed too.
+
 Must not know what requests are. A connection on a unix socket has no name by which it could be distinguished, and its
 file has permissions: it is left alone.
 """
@@ -22,13 +28,15 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote
 
+import grpc
 import structlog
 
 from octavo.gateway.config import ConnectionConfig
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 log = structlog.get_logger(__name__)
 
 MIN_DESCRIPTORS = 128
@@ -39,6 +47,9 @@ PRESSED_INTERVAL_S = 0.05
 REST_PER_WORK = 19.0  # looking takes a twentieth of one core at most
 EASED_AFTER_S = 5.0  # without a connection closed here
 COUNT_MAX_AGE_S = 5.0
+MAX_UNREAD = 512  # below what the server lets in besides requests in flight: these calls keep no others out
+PATIENCE_S = 2.0  # how long a status may be on its way before it counts as unread
+UNREAD_INTERVAL_S = 0.5
 _DESCRIPTORS = "/proc/self/fd"
 
 
@@ -328,3 +339,56 @@ def num_descriptors() -> int:
     """How many files this process has open."""
     # Linux 6.2 and later give it as the folder's size; before that it is 0.
     return os.stat(_DESCRIPTORS).st_size or len(os.listdir(_DESCRIPTORS))
+
+
+# ---------------------------------------------------------------- ends that callers do not read
+
+
+OpenCalls = dict[Context, None]
+
+
+class UnreadEndings:
+    """Closes connections of callers that leave too many ends of calls unread. One per gateway, on all listeners of
+    callers. calls: those that have begun and are not over; the interceptor keeps it. Times are monotonic seconds."""
+
+    def __init__(self, *, max_unread: int = MAX_UNREAD, patience_s: float = PATIENCE_S) -> None:
+        self.calls: OpenCalls = {}
+        self.num_hung_up = 0  # connections
+        self._max_unread = max_unread
+        self._patience_s = patience_s
+        self._unread_since_s: dict[Context, float] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(UNREAD_INTERVAL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Close connections where too many calls wait for their callers."""
+        worst = self.choose(time.monotonic())
+        if not worst:
+            return
+        num_hung_up = await asyncio.to_thread(hang_up, worst)
+        self.num_hung_up += num_hung_up
+        structlog.get_logger(__name__).warning(
+            "unread_endings", unread=len(self._unread_since_s), connections=num_hung_up
+        )
+
+    def choose(self, now_s: float) -> set[Address]:
+        """Connections to close: those with the most calls that waited too long, until few enough are left."""
+        self._unread_since_s = {each: since_s for each, since_s in self._unread_since_s.items() if each in self.calls}
+        for context in self.calls:
+            if context.done():  # its status was handed to the library
+                self._unread_since_s.setdefault(context, now_s)
+        late = [context for context, since_s in self._unread_since_s.items() if now_s - since_s >= self._patience_s]
+        num_left, worst = len(late), set[Address]()
+        if num_left <= self._max_unread:
+            return worst
+        counts = Counter(address for context in late if (address := address_of(context.peer())) is not None)
+        for address, count in counts.most_common():
+            if num_left <= self._max_unread:
+                break
+            worst.add(address)
+            num_left -= count
+        return worst

@@ -1,27 +1,22 @@
-"""What stands around every RPC, handlers of libraries (health, reflection) included: two interceptors.
+"""What is around every RPC, handlers of libraries (health, reflection) included: its scope, and the interceptor.
 
-`StatusInterceptor`: the caller is identified, the message is read, and whatever the handler raises becomes exactly one
-status, never UNKNOWN. It is the one place where an RPC's end is counted and logged.
-
-`UnreadEndings`: calls that have their status and are not over, because their callers do not read what was sent before
-it. HTTP/2 sends a status behind the messages of its stream, and these wait for the caller's window. Until then the
-library keeps the call, and its place among those that the server lets in at once; it has no way to end one call from
-here, and pings do not help, because the caller's library answers them. When there are too many such calls, the
-connections with the most of them are closed: their sockets are shut down, as if their callers had gone. A connection on
-a unix socket has no name by which it could be distinguished, and is left alone.
+The interceptor identifies the caller and reads the message; whatever the handler raises becomes exactly one status,
+never UNKNOWN. It is the one place where an RPC's end is counted and logged. The scope is a context variable, because
+the signatures of libraries' handlers have no room for it. Must not know requests, nor workers.
 """
 
 import asyncio
 import inspect
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
 
-from octavo.gateway.auth.authenticator import Authenticator
+from octavo.gateway.auth.authenticator import ANYBODY, Authenticator, Caller
 from octavo.gateway.errors import (
     DeadlinePassed,
     ExceedsCapacity,
@@ -31,20 +26,17 @@ from octavo.gateway.errors import (
     Violation,
 )
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.observability.tracing import Tracing
-from octavo.gateway.rpc.connections import Address, address_of, hang_up
-from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.observability.tracing import CallTrace, Tracing
+from octavo.gateway.rpc.connections import OpenCalls
 from octavo.gateway.rpc.status import is_expected, status_of
+from octavo.gateway.validation.fields import REQUEST_ID
 
 log = structlog.get_logger("gateway.request")
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-# Calls whose request has not come, and calls whose end is not read. Both are below what the server lets in besides
-# requests in flight, so that callers that only begin calls, or never read, keep no others out.
+# Calls whose request has not come; when there are more, the oldest has waited long enough. Below what the server lets
+# in besides requests in flight, so that callers that only begin calls keep no others out.
 MAX_WAITS = 512
-MAX_UNREAD = 512
-PATIENCE_S = 2.0  # how long a status may be on its way before it counts as unread
-INTERVAL_S = 0.5
 MODEL_HEADER = "x-model"  # of calls whose contract has no field for it; read where a request names none
 _MAX_MODEL = 256  # characters
 _EXPIRED, _LEFT = ("DEADLINE_EXCEEDED", "DEADLINE"), ("CANCELLED", "CLIENT")
@@ -55,6 +47,44 @@ _EARLY_S, _EARLY_SHARE = 0.05, 0.02
 
 Parse = Callable[[Any], Any]
 Take = Callable[[Any, Context], Awaitable[Any]]  # of the library's request iterator
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RpcScope:
+    """One RPC. Filled in on the way; the interceptor reads it for trailers, metrics and the log line at the end.
+
+    started_s: monotonic. wire_timeout_s: the call's own deadline, in seconds from its start; None: none.
+    model: by its metadata or its listener, for requests that name none.
+    tokens_delivered: generated tokens in messages that were sent. peer: what gRPC calls the connection's other end.
+    """
+
+    method: str
+    caller: Caller = ANYBODY
+    peer: str = ""
+    model: str = ""
+    wire_timeout_s: float | None = None
+    # A lambda, so that `time.monotonic` is looked up at each call: a simulation replaces it.
+    started_s: float = field(default_factory=lambda: time.monotonic())
+    request_id: str = ""
+    tokens_delivered: int = 0
+    reason: str = ""  # why the request failed, of a call that its contract ends with OK all the same
+    log_fields: dict[str, object] = field(default_factory=dict)
+    trace: CallTrace | None = None  # where traces are on
+    traceparent: str = ""  # of its span, for a worker
+
+    def name_by(self, request_id: str) -> None:
+        """Use the caller's request id before the request was checked. A malformed one stays out of trailers, which gRPC
+        would refuse to send, and out of the log; the check of the request's fields refuses it by name."""
+        if REQUEST_ID(request_id) is None:
+            self.request_id = request_id
+
+    @property
+    def key(self) -> str:
+        """The request's id as no other tenant can have it."""
+        return self.caller.key_of(self.request_id)
+
+
+current_rpc: ContextVar[RpcScope] = ContextVar("current_rpc")
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -70,10 +100,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         message_timeout_s: float = 20.0,
         model: str = "",
         tracing: Tracing | None = None,
+        open_calls: OpenCalls | None = None,
     ) -> None:
         """authenticator None: every caller may call everything. message_timeout_s: how long a unary request may take to
-        arrive. model: the model of calls that name none. tracing: None where nobody asked for traces."""
+        arrive. model: the model of calls that name none. tracing: None where there are no traces. open_calls: calls are
+        in it from their beginning until nothing of them is left to send; None: nowhere."""
         self._tracing = tracing
+        self._open_calls = open_calls
         self._model = model
         self._message_timeout_s = message_timeout_s
         self._waits: dict[asyncio.Timeout, None] = {}  # for requests; the oldest first
@@ -159,10 +192,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _coroutine(self, behaviour: Callable[..., Any], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
-            scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
-            current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
-            if self._tracing is not None:
-                self._trace(self._tracing, scope, context)
+            scope = self._begin(method, context)
             try:
                 scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
@@ -177,10 +207,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _generator(self, behaviour: Callable[..., AsyncIterator[Any]], method: str, take: Take) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
-            current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
-            if self._tracing is not None:
-                self._trace(self._tracing, scope, context)
+            scope = self._begin(method, context)
             try:
                 scope.caller = self._authenticator.authenticate(method, context)
                 scope.model = _named_model(context) or self._model
@@ -193,11 +220,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _trace(self, tracing: Tracing, scope: RpcScope, context: Context) -> None:
-        if not scope.method.startswith(_QUIET_PREFIXES):
-            scope.trace = tracing.begin(scope.method, context.invocation_metadata() or (), scope.started_s)
+    def _begin(self, method: str, context: Context) -> RpcScope:
+        if self._open_calls is not None:
+            self._open_calls[context] = None
+            context.add_done_callback(self._open_calls.pop)  # type: ignore[arg-type]
+        scope = RpcScope(method=method, peer=context.peer(), wire_timeout_s=context.time_remaining())
+        current_rpc.set(scope)  # the RPC has a task, and so a context, of its own
+        if self._tracing is not None and not method.startswith(_QUIET_PREFIXES):
+            scope.trace = self._tracing.begin(method, context.invocation_metadata() or (), scope.started_s)
             scope.traceparent = scope.trace.traceparent
             structlog.contextvars.bind_contextvars(trace_id=scope.trace.trace_id)
+        return scope
 
     async def _end(self, error: BaseException, scope: RpcScope, context: Context) -> None:
         """Answer an exception. Raises AbortError where a status was sent, CancelledError where the call is over."""
@@ -300,92 +333,3 @@ def _parser(deserializer: Callable[[bytes], Any] | None) -> Parse:
             raise MalformedMessage("the request is no valid message of its type") from None
 
     return parse
-
-
-# ---------------------------------------------------------------- ends that callers do not read
-
-
-class UnreadEndings(grpc.aio.ServerInterceptor):
-    """One per gateway, on all servers of callers, outside of all other interceptors. Times are monotonic seconds."""
-
-    def __init__(self, *, max_unread: int = MAX_UNREAD, patience_s: float = PATIENCE_S) -> None:
-        self.num_hung_up = 0  # connections
-        self._max_unread = max_unread
-        self._patience_s = patience_s
-        self._open: dict[Context, None] = {}
-        self._unread_since_s: dict[Context, float] = {}
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Follow the call from its handler's beginning until nothing of it is left to send."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming is False:
-            return handler  # StatusInterceptor makes all of them streams of requests
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                self._followed(handler.stream_stream), handler.request_deserializer, handler.response_serializer
-            )
-        return grpc.stream_unary_rpc_method_handler(
-            self._followed(handler.stream_unary), handler.request_deserializer, handler.response_serializer
-        )
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            await self.look()
-
-    async def look(self) -> None:
-        """Close connections where too many calls wait for their callers."""
-        worst = self.choose(time.monotonic())
-        if not worst:
-            return
-        num_hung_up = await asyncio.to_thread(hang_up, worst)
-        self.num_hung_up += num_hung_up
-        structlog.get_logger(__name__).warning(
-            "unread_endings", unread=len(self._unread_since_s), connections=num_hung_up
-        )
-
-    def choose(self, now_s: float) -> set[Address]:
-        """Connections to close: those with the most calls that waited too long, until few enough are left."""
-        for context in self._open:
-            if context.done():  # its status was handed to the library
-                self._unread_since_s.setdefault(context, now_s)
-        late = [context for context, since_s in self._unread_since_s.items() if now_s - since_s >= self._patience_s]
-        num_left, worst = len(late), set[Address]()
-        if num_left <= self._max_unread:
-            return worst
-        counts = Counter(address for context in late if (address := address_of(context.peer())) is not None)
-        for address, count in counts.most_common():
-            if num_left <= self._max_unread:
-                break
-            worst.add(address)
-            num_left -= count
-        return worst
-
-    def _followed(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        if asyncio.iscoroutinefunction(behaviour):
-
-            async def answer(request: Any, context: Context) -> Any:
-                self._follow(context)
-                return await behaviour(request, context)
-
-            return answer
-
-        async def stream(request: Any, context: Context) -> Any:
-            self._follow(context)
-            async for response in behaviour(request, context):
-                yield response
-
-        return stream
-
-    def _follow(self, context: Context) -> None:
-        self._open[context] = None
-        context.add_done_callback(self._forget)  # type: ignore[arg-type]
-
-    def _forget(self, context: Any) -> None:
-        self._open.pop(context, None)
-        self._unread_since_s.pop(context, None)

@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from octavo.gateway.errors import INTERNAL, ErrorRow, InvalidRequest, Retry, row_of
-from octavo.gateway.rpc.scope import RpcScope
 
 DOMAIN = "octavo"
 REASON_TRAILER = "x-error-reason"
@@ -22,6 +22,13 @@ _MAX_VIOLATIONS = 16
 _PATH = re.compile(r"(?:ipc|tcp)://[^\s,;)]+|(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class AnsweredRpc(Protocol):
+    """What a status has of its RPC (`gateway.rpc.interceptor.RpcScope`)."""
+
+    request_id: str
+    tokens_delivered: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,7 @@ def public_message(error: Exception, row: ErrorRow) -> str:
     return _PATH.sub("<path>", str(error))[:_MAX_MESSAGE]
 
 
-def status_of(error: Exception, scope: RpcScope, *, pushback_ms: int) -> RpcStatus:
+def status_of(error: Exception, scope: AnsweredRpc, *, pushback_ms: int) -> RpcStatus:
     """The status of an RPC that ends with this exception."""
     row = row_of(error)
     pushback_ms = getattr(error, "retry_after_ms", None) or pushback_ms
@@ -63,7 +70,7 @@ def _code_number(code: grpc.StatusCode) -> "code_pb2.Code.ValueType":
     return code_pb2.Code.Value(code.name)
 
 
-def _details(error: Exception, row: ErrorRow, scope: RpcScope, pushback_ms: int) -> list[any_pb2.Any]:
+def _details(error: Exception, row: ErrorRow, scope: AnsweredRpc, pushback_ms: int) -> list[any_pb2.Any]:
     info = error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN)
     if scope.request_id:
         info.metadata["request_id"] = scope.request_id

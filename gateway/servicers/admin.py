@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from octavo.gateway.peers.control import Control
-from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.validation.fields import check
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.views import WorkerView

@@ -13,7 +13,7 @@ from octavo.gateway.requests.embedding import Embedded, Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest, stream_response, stream_responses
-from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.rpc.status import REQUEST_ID_TRAILER
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams

@@ -24,7 +24,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
-from octavo.gateway.rpc.scope import AtDeadline
 from octavo.gateway.streams.output_processor import OutputProcessor, Piece
 from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 
@@ -123,6 +122,13 @@ class Coalescer:
             self._interval_s /= STEP
             if self._interval_s < LEAST_INTERVAL_S:
                 self._interval_s = 0.0
+
+
+class AtDeadline(Enum):
+    """What the caller gets at the deadline."""
+
+    STATUS = "status"  # DEADLINE_EXCEEDED
+    PARTIAL = "partial"  # what there is, as a complete answer with reason DEADLINE
 
 
 class StreamState(Enum):

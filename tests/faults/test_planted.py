@@ -93,7 +93,7 @@ async def a_message_for_nobody_is_an_error() -> None:
 
 async def a_clock_that_is_set_ends_nothing() -> None:
     """The clocks of the gateway's deadlines, while somebody sets the machine's an hour ahead."""
-    from octavo.gateway.rpc import scope as deadline
+    from octavo.gateway.requests import input_processor as deadline
 
     start_s, wall_s = deadline.time.monotonic(), time.time
     time.time = lambda: wall_s() + 3600  # type: ignore[assignment]
@@ -183,7 +183,7 @@ def m20_deadlines_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
         def monotonic() -> float:
             return time.time() + offset_s
 
-    patch.setattr("octavo.gateway.rpc.scope.time", WallClock)
+    patch.setattr("octavo.gateway.requests.input_processor.time", WallClock)
 
 
 def m21_a_queue_without_a_bound(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
-from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.rpc.interceptor import RpcScope, current_rpc
 from octavo.gateway.rpc.status import is_expected, status_of
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, OutputStreams, StreamState

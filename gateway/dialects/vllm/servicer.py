@@ -31,8 +31,7 @@ from octavo.gateway.requests.embedding import Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest, stream_response, stream_responses
-from octavo.gateway.rpc.interceptor import MODEL_HEADER
-from octavo.gateway.rpc.scope import RpcScope, current_rpc
+from octavo.gateway.rpc.interceptor import MODEL_HEADER, RpcScope, current_rpc
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStreams
 from octavo.gateway.workers.views import WorkerView

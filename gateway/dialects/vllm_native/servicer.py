@@ -14,8 +14,7 @@ from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
-from octavo.gateway.rpc.interceptor import MODEL_HEADER
-from octavo.gateway.rpc.scope import current_rpc
+from octavo.gateway.rpc.interceptor import MODEL_HEADER, current_rpc
 from octavo.gateway.streams.stream import OutputStreams
 from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.vllm import vllm_pb2 as vllm

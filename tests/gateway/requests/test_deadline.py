@@ -9,9 +9,9 @@ import grpc
 import pytest
 import structlog
 
-import octavo.gateway.rpc.scope
-from octavo.gateway.rpc.scope import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, AtDeadline, Deadline, deadline_of
-from octavo.gateway.streams.stream import OutputStream
+import octavo.gateway.requests.input_processor
+from octavo.gateway.requests.input_processor import BACKSTOP_S, FIGURES_S, PARTIAL_MARGIN_S, Deadline, deadline_of
+from octavo.gateway.streams.stream import AtDeadline, OutputStream
 from octavo.gateway.text.model_text import ModelText
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -82,7 +82,7 @@ async def test_a_partial_answer_comes_before_the_wires_deadline(
 ) -> None:
     """The margin is two seconds here, not 50 ms: on a busy machine the answer may be long under way."""
     wire_s, margin_s = 4.0, 2.0
-    monkeypatch.setattr(octavo.gateway.rpc.scope, "PARTIAL_MARGIN_S", margin_s)
+    monkeypatch.setattr(octavo.gateway.requests.input_processor, "PARTIAL_MARGIN_S", margin_s)
     request = pb.GenerateRequest(text="x", return_partial_on_deadline=True, timeout_s=own_s)
     async with serve(pool := hello(tiny_text, ends=ends)) as served:
 

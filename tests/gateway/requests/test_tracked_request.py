@@ -7,7 +7,7 @@ import pytest
 from octavo.gateway.errors import Draining, RequestError, WorkerLost
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.requests.tracker import TrackedRequest
-from octavo.gateway.rpc.scope import RpcScope
+from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import OutputFormat, OutputProcessor
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.wire.messages import Finished, SamplingParams, WireFinishReason

@@ -12,8 +12,7 @@ from octavo.gateway.auth.authenticator import AccessList, Authenticator, KeyRing
 from octavo.gateway.config import Dialects
 from octavo.gateway.errors import QueueFull
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.rpc.interceptor import StatusInterceptor
-from octavo.gateway.rpc.scope import RpcScope
+from octavo.gateway.rpc.interceptor import RpcScope, StatusInterceptor
 from octavo.gateway.rpc.status import status_of
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.fake_pool import FakePool
@@ -245,11 +244,12 @@ async def test_reflection_lists_what_is_served_and_not_the_admin_service(serve: 
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         return {service.name async for reply in call for service in reply.list_services_response.service}
 
-    public = {"octavo.v1.InferenceService", "octavo.v1.ModelService", "grpc.health.v1.Health"}
+    watched = {"octavo.v1.LoadService", "grpc.health.v1.Health"}
+    public = {"octavo.v1.InferenceService", "octavo.v1.ModelService"} | watched
     reflection = {"grpc.reflection.v1alpha.ServerReflection"}
     async with serve(admin_address=f"unix:{tmp_path}/admin.sock", dialects=Dialects.NONE) as served:
         assert await services(served.channel) == public | reflection
-        assert await services(served.admin_channel) == {"octavo.v1.AdminService", "grpc.health.v1.Health"} | reflection
+        assert await services(served.admin_channel) == {"octavo.v1.AdminService"} | watched | reflection
 
 
 async def test_a_message_above_the_limit_never_reaches_a_handler(serve: Any) -> None:

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from octavo.gateway.observability.meters import GatewayMeters
-from octavo.gateway.rpc.connections import Address, address_of
-from octavo.gateway.rpc.interceptor import StatusInterceptor, UnreadEndings
+from octavo.gateway.rpc.connections import Address, UnreadEndings, address_of
+from octavo.gateway.rpc.interceptor import StatusInterceptor
 from tests.support.http2.unread_caller import GENERATE, UnreadingCaller
 
 PLACES = 8
@@ -73,7 +73,7 @@ async def until_hung_up(endings: UnreadEndings) -> None:
 async def until_ended(endings: UnreadEndings, count: int) -> None:
     """So many calls have their status, and none of them is over."""
     async with asyncio.timeout(30):
-        while sum(context.done() for context in endings._open) < count:  # noqa: ASYNC110
+        while sum(context.done() for context in endings.calls) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -86,7 +86,8 @@ async def until_closed(caller: UnreadingCaller) -> None:
 @asynccontextmanager
 async def serving(endings: UnreadEndings) -> AsyncIterator[Served]:
     server = grpc.aio.server(
-        interceptors=(endings, StatusInterceptor(GatewayMeters(), pushback_ms=7)), maximum_concurrent_rpcs=PLACES
+        interceptors=(StatusInterceptor(GatewayMeters(), pushback_ms=7, open_calls=endings.calls),),
+        maximum_concurrent_rpcs=PLACES,
     )
     server.add_generic_rpc_handlers((Talking(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -162,15 +163,12 @@ def test_patience_is_for_those_whose_status_is_on_its_way() -> None:
         def peer(self) -> str:
             return "ipv4:10.0.0.1:80"
 
-        def add_done_callback(self, callback: Any) -> None:
-            self.callback = callback
-
     call = Call()
-    endings._follow(call)  # type: ignore[arg-type]
+    endings.calls[call] = None  # type: ignore[index]
     assert endings.choose(10.0) == set()
     assert endings.choose(11.9) == set()
     assert endings.choose(12.0) == {Address("10.0.0.1", 80)}
-    call.callback(call)
+    del endings.calls[call]  # type: ignore[arg-type]
     assert endings.choose(13.0) == set()
 
 
