@@ -78,8 +78,12 @@ def assemble(
     prefix_cache: PrefixCache,
     eos_token_ids: tuple[int, ...] = (),
     max_waiting: int = 1024,
+    num_host_blocks: int = 0,
+    max_copies_in: int = 64,
+    copy_s_per_block: float | None = None,
 ) -> Assembly:
-    """sizes: the runner's room. Raises ValueError where they do not fit one another."""
+    """sizes: the runner's room. num_host_blocks, max_copies_in, copy_s_per_block: of its second tier. Raises ValueError
+    where they do not fit one another."""
     blocks = BlockManager(
         BlockManagerConfig(
             num_blocks=sizes.num_blocks,
@@ -88,6 +92,8 @@ def assemble(
             max_blocks_per_slot=blocks_of(sizes.max_model_len, sizes.block_size),
             fingerprint=b"bench",
             prefix_cache=prefix_cache,
+            num_host_blocks=num_host_blocks,
+            max_copies_in=max_copies_in,
         )
     )
     config = SchedulerConfig(
@@ -98,6 +104,7 @@ def assemble(
         max_waiting=max_waiting,
         max_batch_tokens=max_batch_tokens,
         max_in_flight=runner.max_in_flight,
+        copy_s_per_block=copy_s_per_block,
     )
     scheduler = Scheduler(config, blocks)
     engine = Engine(
@@ -149,7 +156,7 @@ class KeptMail(Mailbox):
 
 
 class InProcess:
-    """An engine over one runner. Handles count from 1."""
+    """An engine over one runner. Handles count from 1. tier: what `assemble` takes of a second tier."""
 
     def __init__(
         self,
@@ -158,10 +165,12 @@ class InProcess:
         *,
         max_batch_tokens: int,
         prefix_cache: PrefixCache = PrefixCache.ON,
+        mail: KeptMail | None = None,
+        **tier: Any,
     ) -> None:
-        self.mail, self.num_asked = KeptMail(), 0
+        self.mail, self.num_asked = mail or KeptMail(), 0
         budget = max(max_batch_tokens, sizes.max_slots)  # the least that a scheduler takes
-        parts = assemble(runner, sizes, self.mail, max_batch_tokens=budget, prefix_cache=prefix_cache)
+        parts = assemble(runner, sizes, self.mail, max_batch_tokens=budget, prefix_cache=prefix_cache, **tier)
         self.blocks, self.scheduler, self.engine = parts.blocks, parts.scheduler, parts.engine
 
     def ask(self, prompt_ids_T: np.ndarray, **sampling: Any) -> int:

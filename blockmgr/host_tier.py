@@ -147,8 +147,12 @@ class HostTier:
     def begin_step(self, step: int) -> None:
         """A plan is launched: what was taken for it is protected by its fence."""
         self.pool.fence.begin(step)
-        for source in self.ins.pop_taken():
-            self.pool.drop(np.array([source], np.int32))
+        sources = np.array(self.ins.pop_taken(), np.int32)
+        if len(np.unique(sources)) == len(sources):
+            self.pool.drop(sources)
+        else:  # two device blocks got the content of one
+            for source in sources.tolist():
+                self.pool.drop(np.array([source], np.int32))
 
     def end_step(self, step: int) -> None:
         """It has run."""

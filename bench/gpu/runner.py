@@ -11,10 +11,13 @@ import torch
 
 from bench.gpu.models import random_model
 from bench.shapes import NUM_IDS, PUBLISHED
+from octavo.model.attention.host_blocks import HostBlocks
+from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
 from octavo.worker.loading.memory import size_pool
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
+from octavo.worker.runners.cuda.host_copies import staging_bytes, staging_rows
 from octavo.worker.runners.cuda.loading import compile_kernels
 from octavo.worker.runners.cuda.memory import cuda_memory_needs
 from octavo.worker.runners.cuda.runner import CudaRunner
@@ -40,8 +43,17 @@ class Phases:
         return {name: end_s - begin_s for (name, end_s), begin_s in zip(self.ends_s.items(), begins_s, strict=False)}
 
 
-def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_len: int) -> CudaRunner:
-    """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left."""
+def make_runner(
+    shape: str,
+    *,
+    max_slots: int,
+    max_batch_tokens: int,
+    max_model_len: int,
+    host_bytes: int = 0,
+    autotune: Autotune = Autotune.MEASURED,
+) -> CudaRunner:
+    """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left.
+    host_bytes: of pinned memory for a second tier."""
     phases = Phases()
     model = random_model(PUBLISHED[shape].config)
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -52,17 +64,22 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
         max_model_len=max_model_len,
         vocab_size=min(NUM_IDS, model.config.vocab_size),
         max_batch_tokens=max_batch_tokens,
-        autotune=Autotune.MEASURED,
+        autotune=autotune,
     )
     weights = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE)
     phases.end("weights")
     compile_kernels(weights, config, lambda done, total: None)
     phases.end("kernels")
-    needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9)
+    row_bytes = kv_block_bytes(model.config, block_size=BLOCK_SIZE, dtype=weights.dtype)
+    rows = staging_rows(row_bytes, torch.cuda.mem_get_info()[0])
+    staging = staging_bytes(rows, row_bytes) if host_bytes else 0
+    needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9, staging_bytes=staging)
     pool = size_pool(needs)
     phases.end("rehearsal")
+    host = HostBlocks(host_bytes // row_bytes, row_bytes, is_pinned=True) if host_bytes else None
+    phases.end("host memory")
     free_bytes = torch.cuda.mem_get_info()[0] - pool.num_bytes
-    runner = CudaRunner(weights, replace(config, num_blocks=pool.num_blocks))
+    runner = CudaRunner(weights, replace(config, num_blocks=pool.num_blocks, max_copies_in=rows), host_blocks=host)
     recorded_s = runner.record(lambda done, total: None)
     warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)
     gc.collect()
@@ -70,7 +87,7 @@ def make_runner(shape: str, *, max_slots: int, max_batch_tokens: int, max_model_
     took_s, in_all_s = phases.seconds, time.perf_counter() - phases.begin_s
     print(
         f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights {took_s['weights']:.1f} s, kernels "
-        f"{took_s['kernels']:.1f} s, rehearsal {took_s['rehearsal']:.1f} s, "
+        f"{took_s['kernels']:.1f} s, rehearsal {took_s['rehearsal']:.1f} s, host memory {took_s['host memory']:.1f} s, "
         f"{runner.graphs.num_shapes} graphs {recorded_s:.1f} s, in all "
         f"{in_all_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB by rehearsal, "
         f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {pool.num_tokens} tokens",

@@ -142,7 +142,9 @@ class HostCopies:
         lane, turn = self._out, self._out.next_turn()
         buffer_NW, host_blocks_N = lane.buffers_NW[turn], copies_C2[:, 1]
         self._let_steps_wait(lane.reusable[turn])
-        gather_block_rows(self._pools, to_device(copies_C2[:, 0].astype(np.int32), self._device), buffer_NW)
+        gather_block_rows(
+            self._pools, to_device(np.ascontiguousarray(copies_C2[:, 0], np.int32), self._device), buffer_NW
+        )
         self._let_lane_wait(lane, self._in.touches(host_blocks_N))
         runs = [(rows_NW, buffer_NW[where]) for where, rows_NW in self.host.runs(host_blocks_N)]
         lane.reusable[turn] = self._transfer(lane, host_blocks_N, runs)
@@ -151,7 +153,7 @@ class HostCopies:
         """(host, device), by rising host block."""
         lane, turn = self._in, self._in.next_turn()
         buffer_NW, host_blocks_N = lane.buffers_NW[turn], copies_C2[:, 0]
-        targets_N = to_device(copies_C2[:, 1].astype(np.int32), self._device)
+        targets_N = to_device(np.ascontiguousarray(copies_C2[:, 1], np.int32), self._device)
         if lane.stream is not None and (reusable := lane.reusable[turn]) is not None:
             lane.stream.wait_event(reusable)
         if lane.stream is not None:
