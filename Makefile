@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-isa test-interop test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -65,6 +65,9 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 # with the others: what must be free within seconds is looked at here.
 test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, gRPC for Node
 	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra tests/interop
+
+test-wheels: dev ## the wheels in new environments of each Python that is found here, and `octavo tour` there, in some ten minutes
+	@$(BIN)/python deploy/try_wheels.py
 
 GPU_TESTS := tests/gpu tests/model/kernels tests/model/gpu
 JOBS ?= 8

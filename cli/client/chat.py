@@ -114,7 +114,10 @@ def _print_answer(stream: TextStream) -> str:
 
 
 def _model_line(models: list[model_pb2.ModelInfo], settings: ClientSettings) -> str:
+    from octavo.model.checkpoint.source import embedded_names
+
     for model in models:
         if not settings.model_name or model.name == settings.model_name:
-            return f"{model.name} ({model.dtype}, {model.max_model_len:,} tokens)"
+            kind = ", a small demo model" if model.name in embedded_names() else ""
+            return f"{model.name}{kind} ({model.dtype}, {model.max_model_len:,} tokens)"
     return settings.model_name
