@@ -197,6 +197,8 @@ class Gateway:
         self.listen_address = self._listen_at(config.listen_address, setting="--port")
         for name, address in config.model_addresses:
             self.model_addresses[name] = self._listen_at(address, setting="--model-port", model=name)
+        if config.front_address is not None:
+            self._listen_at(config.front_address, setting="the front's socket")
         if config.admin_address is not None:
             self._servers.append(self._admin_server(config.admin_address))
         if config.status_address is not None:
@@ -220,7 +222,9 @@ class Gateway:
         self.readiness.attach(server)
         dialects = self._attach_dialects(server)
         reflection.enable_server_reflection((*_PUBLIC, *dialects, reflection.SERVICE_NAME), server)
-        bound = bind(server, config, address, self.reloader.listener(), setting=setting)
+        # The front's socket is closed to other users by the run directory; TLS would be of a name that it has not.
+        tls = None if address == config.front_address else self.reloader.listener()
+        bound = bind(server, config, address, tls, setting=setting)
         if not bound.startswith("unix:"):
             self._limiter.watch(split_host_port(bound)[1])
         return bound

@@ -131,8 +131,10 @@ class GatewayConfig:
     Addresses are ``host:port``, ``[ipv6]:port`` or ``unix:/path``; port 0 lets the system choose (the log line
     ``listening`` has it). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
     HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
-    models without TLS and keys. ``expected_models``: names of those that have to be ready before health says so; none:
-    any is enough. ``model_addresses``: further addresses, each with the model of requests that name none.
+    models without TLS and keys. ``front_address``: another one, where the front for HTTP passes its callers' calls on,
+    with their keys and without TLS. ``expected_models``: names of those that have to be ready before health says so;
+    none: any is enough. ``model_addresses``: further addresses, each with the model that its callers mean who name
+    none.
     """
 
     workers: WorkerPoolConfig
@@ -143,6 +145,7 @@ class GatewayConfig:
     admin_address: str | None = None
     metrics_address: str | None = "127.0.0.1:9090"
     status_address: str | None = None
+    front_address: str | None = None
     exposure: Exposure = Exposure.LOOPBACK_ONLY
     access: AccessConfig = field(default_factory=AccessConfig)
     port_sharing: PortSharing = PortSharing.EXCLUSIVE

@@ -76,6 +76,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         "dialects/vllm_native": {"dialects", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
         "dialects/vllm": {"peers", "requests", "rpc", "streams", "validation", "workers"},
         "observability": {"rpc", "workers"},
+        "front": set(),  # a process of its own: a client of the service
     },
     "model": {
         "": {"attention", "checkpoint", "cpu", "families", "layers", "quantization"},

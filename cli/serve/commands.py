@@ -1,10 +1,10 @@
-"""The commands that run the service: serve, gateway, worker."""
+"""The commands that run the service: serve, gateway, worker, and openai, which serve starts."""
 
 import typer
 
 from octavo.cli.help import PlainCommand
 from octavo.cli.serve.parent import EXIT_DRAINED, die_with_supervisor, has_supervisor
-from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.settings.groups import ALL_KEYS, FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved
 
@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("serve", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(ServeSettings, ALL_KEYS)(serve))
     app.command("gateway", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(GatewaySettings, ALL_KEYS)(gateway))
+    app.command("openai", cls=PlainCommand, hidden=True)(with_settings(FrontSettings, ALL_KEYS)(openai))
     app.command("worker", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(WorkerSettings, ALL_KEYS)(worker))
 
 
@@ -40,6 +41,27 @@ def gateway(resolved: Resolved[GatewaySettings]) -> int:
     warn_of_variables()
     check_access(resolved.settings)
     return main(gateway_config(resolved.settings), drained_code=drained_code)
+
+
+def openai(resolved: Resolved[FrontSettings]) -> int:
+    """OpenAI's HTTP interface in front of gateways of this host."""
+    die_with_supervisor()
+    from octavo.gateway.front.main import FrontConfig, main
+
+    settings = resolved.settings
+    return main(
+        FrontConfig(
+            targets=settings.front_target,
+            host=settings.openai_host,
+            port=settings.openai or 0,
+            cert_file=settings.tls_cert_file,
+            key_file=settings.tls_key_file,
+            max_body_bytes=settings.max_message_bytes,
+            drain_grace_s=settings.drain_grace_s,
+            log_format=settings.log_format,
+            log_level=settings.log_level,
+        )
+    )
 
 
 def worker(resolved: Resolved[WorkerSettings]) -> int:

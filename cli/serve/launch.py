@@ -19,7 +19,8 @@ from typing import Any
 
 from octavo.cli.errors import CliError
 from octavo.cli.serve.parent import PARENT_VARIABLE
-from octavo.cli.settings.groups import GatewaySettings, ServeSettings, WorkerSettings
+from octavo.cli.settings.gateway_config import join_address, reachable
+from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.setting import ENV_PREFIX, Settings, flag_of
 from octavo.wire.run_dir import RunDirError, ensure_run_dir
 
@@ -61,18 +62,20 @@ class Role(Enum):
 
     GATEWAY = "gateway"
     WORKER = "worker"
+    FRONT = "openai"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process: its name, its settings, where its metrics are, and where a gateway that guards its door can be
-    asked for health and models all the same."""
+    """One process: its name, its settings, where its metrics are, where a gateway that guards its door can be asked
+    for health and models all the same, and the address of one that speaks HTTP to callers."""
 
     name: str
     role: Role
     settings: dict[str, Any]
-    metrics_port: int
+    metrics_port: int | None
     status_socket: Path | None = None
+    url: str | None = None
 
     @property
     def model(self) -> str:
@@ -94,8 +97,10 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
     ]
 
 
-def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: list[int]) -> tuple[ProcessPlan, ...]:
-    """Gateways, then workers. port: of the gRPC service. ports: of the metrics, none of them 0."""
+def plan_processes(
+    settings: ServeSettings, *, run_dir: Path, port: int, ports: list[int], openai_port: int | None = None
+) -> tuple[ProcessPlan, ...]:
+    """Gateways, then workers, then the front. port: of the gRPC service. ports: of the metrics; none of them 0."""
     endpoints = [f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.gateways)]
     controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.gateways)]
     gateways = [
@@ -106,6 +111,7 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
                 settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
             )
             | {"status_socket": status_socket(settings, run_dir, n)}
+            | {"front_socket": None if openai_port is None else front_socket(run_dir, n)}
             | _peers(controls, n)
             | {"expected_model": list(settings.model)},
             metrics_port=ports[n],
@@ -123,7 +129,29 @@ def plan_processes(settings: ServeSettings, *, run_dir: Path, port: int, ports: 
         )
         for n, model in enumerate(models)
     ]
-    return (*gateways, *workers)
+    fronts = [] if openai_port is None else [_plan_front(settings, run_dir, openai_port)]
+    return (*gateways, *workers, *fronts)
+
+
+def _plan_front(settings: ServeSettings, run_dir: Path, port: int) -> ProcessPlan:
+    scheme = "http" if settings.tls_cert_file is None else "https"
+    own = {
+        "run_dir": str(run_dir),
+        "openai": port,
+        "front_target": [f"unix:{front_socket(run_dir, n).absolute()}" for n in range(settings.gateways)],
+    }
+    return ProcessPlan(
+        name="openai",
+        role=Role.FRONT,
+        settings=_shared(settings, FrontSettings) | own | _logs(settings),
+        metrics_port=None,
+        url=f"{scheme}://{join_address(reachable(settings.openai_host), port)}",
+    )
+
+
+def front_socket(run_dir: Path, n: int) -> Path:
+    """Where gateway n takes calls from the front."""
+    return run_dir / f"front-{n}.sock"
 
 
 def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None:

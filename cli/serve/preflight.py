@@ -3,6 +3,7 @@
 A mistake that every worker would die of costs a second here, and a quarter of a minute and two errors there.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
+from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
+from octavo.gateway.config import Exposure
+from octavo.gateway.rpc.addresses import check_exposure
 
 OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"
@@ -58,6 +62,22 @@ def check_traces() -> None:
         asks_for_traces()
     except TracingError as error:
         raise usage("traces cannot be had", str(error), "or set OTEL_SDK_DISABLED=true") from None
+
+
+def check_front(settings: ServeSettings) -> None:
+    """That OpenAI's HTTP interface can be served as asked. Raises CliError, AddressError."""
+    if settings.openai is None:
+        return
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        advice = "pip install ./proto '.[openai]' in the checkout brings them; or leave --openai out"
+        raise usage("OpenAI's HTTP interface is not installed", "--openai needs starlette and uvicorn", advice)
+    if settings.tls_client_ca_file is not None and settings.api_keys_file is None:
+        numbers = "--tls-client-ca-file is given, and certificates of HTTP callers cannot be passed on to gateways"
+        raise usage("--openai does not go with client certificates alone", numbers, "add --api-keys-file")
+    if settings.tls_cert_file is None:
+        check_exposure(
+            join_address(settings.openai_host, settings.openai), Exposure(settings.exposure), setting="--openai-host"
+        )
 
 
 def check_isa(cpu_isa: str) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import http.client
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -36,11 +38,14 @@ async def wait_until_ready(
     async with AsyncClient(address, options=IMPATIENT) as client:
         while True:
             models = await _models(client)
-            if sum(each.num_workers for each in models) >= num_workers and await _all_know(
-                [join_address(metrics_host, each.metrics_port) for each in gateways], num_workers
-            ):
-                return models
+            pages = [join_address(metrics_host, each.metrics_port) for each in gateways if each.metrics_port]
+            if sum(each.num_workers for each in models) >= num_workers and await _all_know(pages, num_workers):
+                break
             await asyncio.sleep(5 * POLL_S)  # each of these calls is a line in the gateway's log
+    urls = [each.url for each in plans if each.url is not None]
+    while not all([await asyncio.to_thread(answers_http, url) for url in urls]):  # noqa: ASYNC110  (another process)
+        await asyncio.sleep(POLL_S)
+    return models
 
 
 async def _wait_until_serving(address: str) -> None:
@@ -54,6 +59,18 @@ async def _wait_until_serving(address: str) -> None:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(POLL_S)
+
+
+def answers_http(url: str) -> bool:
+    """Whether a front is there. It is one of ours, on this machine: nobody vouches for its certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    try:
+        with opener.open(f"{url}/health", timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def read_metrics(url: str) -> Samples:
@@ -98,7 +115,8 @@ def service_summary(
     return ServiceSummary(
         address=address,
         admin_address=join_address(settings.host, settings.admin_port) if settings.admin_port else None,
-        metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans],
+        metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans if each.metrics_port],
+        openai_url=next((f"{each.url}/v1" for each in plans if each.url is not None), None),
         models=models,
         ready_after_s=ready_after_s,
         access=_access(settings),

@@ -23,13 +23,15 @@ CLOCK_SLACK_S = 2.0  # a process that began at another time is another one with 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
-    """One process: its name, what it is (gateway, worker, …), a worker's model, where its /metrics are, the file of
-    its settings, which its command line names."""
+    """One process: its name, what it is (gateway, worker, openai), a worker's model, where its /metrics are, the
+    address of one that speaks HTTP to callers, and the file of its settings, which its command line names. Empty:
+    none."""
 
     name: str
     role: str
     model: str
     metrics: str
+    url: str
     settings_file: str
 
 
@@ -66,7 +68,8 @@ def record_of(address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metr
                 name=plan.name,
                 role=plan.role.value,
                 model=plan.model,
-                metrics=join_address(reachable(metrics_host), plan.metrics_port),
+                metrics=join_address(reachable(metrics_host), plan.metrics_port) if plan.metrics_port else "",
+                url=plan.url or "",
                 settings_file=str(run_dir / f"{plan.name}.toml"),
             )
             for plan in plans

@@ -25,7 +25,7 @@ from octavo.cli.serve.launch import (
     write_settings,
 )
 from octavo.cli.serve.ports import free_port, held_port, require_free
-from octavo.cli.serve.preflight import check_traces, check_workers, warn_of_variables
+from octavo.cli.serve.preflight import check_front, check_traces, check_workers, warn_of_variables
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
 from octavo.cli.serve.record import record_of, recorded
 from octavo.cli.serve.service import Notice, Service, Stage, keep
@@ -43,6 +43,7 @@ def serve(settings: ServeSettings) -> int:
     Raises CliError, AccessFileError, CheckpointError, CardError for what is wrong before anything was started.
     """
     warn_of_variables()
+    check_front(settings)
     check_access(settings)
     check_workers(settings)
     check_traces()
@@ -53,11 +54,17 @@ def serve(settings: ServeSettings) -> int:
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
         ports = choose_ports(settings)
-        others = {*ports, settings.admin_port or 0, *(of_model for _, of_model in model_ports(settings))}
+        others = {
+            *ports,
+            settings.admin_port or 0,
+            settings.openai or 0,
+            *(of_model for _, of_model in model_ports(settings)),
+        }
         port = settings.port or free_port(settings.host, others)
         if settings.gateways > 1:
             stack.enter_context(held_port(settings.host, port))
-        plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports)
+        openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
+        plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port)
         address = join_address(reachable(settings.host), port)
         stack.enter_context(recorded(record_of(address, run_dir, plans, metrics_host=settings.metrics_host)))
         return asyncio.run(_serve(settings, plans, run_dir, port))
@@ -148,6 +155,7 @@ def choose_ports(settings: ServeSettings) -> list[int]:
     The ports that were asked for come first: one that the system chooses is none of them.
     """
     chosen = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
+    chosen += [(settings.openai_host, settings.openai, "openai")]
     chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings)]
     chosen += [(settings.metrics_host, port, name) for name, port in metrics_ports(settings)]
     numbers = [port for _, port, _ in chosen if port]
@@ -155,7 +163,7 @@ def choose_ports(settings: ServeSettings) -> list[int]:
         raise CliError(
             "two listeners want one port",
             f"ports are {sorted(numbers)}",
-            "change --port, --admin-port, --model-port, --metrics-port or --worker-metrics-port",
+            "change --port, --admin-port, --model-port, --openai, --metrics-port or --worker-metrics-port",
         )
     for host, port, name in chosen:
         if port:

@@ -55,7 +55,8 @@ class Service:
         """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""
         keepers = {asyncio.create_task(self._keep(each), name=each.plan.name): each.plan.role for each in self._kept}
         try:
-            while self.stage is Stage.RUNNING and set(keepers.values()) == {Role.GATEWAY, Role.WORKER}:
+            roles = set(keepers.values())
+            while self.stage is Stage.RUNNING and set(keepers.values()) == roles:
                 for task in await self._next_ended(keepers):
                     task.result()
                     keepers.pop(task)
@@ -108,8 +109,8 @@ class Service:
                     await self._sleep(delay_s)
 
     async def _end(self) -> None:
-        """Gateways first, while the workers finish their requests; then the workers; then what is left."""
-        gateways = [each.child for each in self._kept if each.plan.role is Role.GATEWAY]
+        """Fronts and gateways first, while the workers finish their requests; then these; then what is left."""
+        gateways = [each.child for each in self._kept if each.plan.role is not Role.WORKER]
         workers = [each.child for each in self._kept if each.plan.role is Role.WORKER]
         if self.stage is Stage.DRAINING:
             await self._terminate(gateways, timeout_s=self._drain_grace_s + STOP_TIMEOUT_S, until=Stage.STOPPING)

@@ -54,6 +54,7 @@ class ServiceSummary:
     models: Sequence[ModelSummary]
     ready_after_s: float
     access: Sequence[str] = ()
+    openai_url: str | None = None
 
     @property
     def client_line(self) -> str:
@@ -68,6 +69,7 @@ class ServiceSummary:
 def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
     """Label and text of each line."""
     rows = [("gRPC", summary.address)]
+    rows += [("OpenAI", summary.openai_url)] if summary.openai_url else []
     rows += [("admin", summary.admin_address)] if summary.admin_address else []
     rows += [("access", " + ".join(summary.access))] if summary.access else []
     rows += [("metrics", f"http://{address}/metrics  ({name})") for name, address in summary.metrics]

@@ -35,6 +35,10 @@ class AccessSettings(Settings):
         None, "Where the supervisor asks for health and models", panel=PANEL, visibility="hidden"
     )
 
+    front_socket: Path | None = setting(
+        None, "Where the front for HTTP passes calls on", panel=PANEL, visibility="hidden"
+    )
+
     @property
     def guards_its_door(self) -> bool:
         """Whether plain calls without a key may be refused."""

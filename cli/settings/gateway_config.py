@@ -103,6 +103,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
         metrics_address=join_address(settings.metrics_host, settings.metrics_port),
         status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
+        front_address=None if settings.front_socket is None else f"unix:{settings.front_socket.absolute()}",
         exposure=Exposure(settings.exposure),
         access=access_config(settings),
         dialects=Dialects(settings.dialects),

@@ -112,7 +112,30 @@ class GatewaySettings(
     """`octavo gateway`."""
 
 
+class FrontAddressSettings(Settings):
+    """Where OpenAI's HTTP interface is."""
+
+    openai: int | None = setting(
+        None,
+        "Port of OpenAI's HTTP interface; 0 takes a free one; unset: not served",
+        panel="Addresses",
+        ge=0,
+        le=65535,
+    )
+    openai_host: str = setting("127.0.0.1", "Address of OpenAI's HTTP interface", panel="Addresses")
+
+
+class FrontSettings(ProcessSettings, FrontAddressSettings):
+    """`octavo openai`, which serve starts."""
+
+    front_target: Names = setting((), "Where the gateways are", panel="Addresses", visibility="hidden")
+    tls_cert_file: Path | None = setting(None, "Certificate chain (PEM); with it it speaks HTTPS", panel="Access")
+    tls_key_file: Path | None = setting(None, "Key of that certificate (PEM)", panel="Access")
+    max_message_bytes: int = setting(4 * 2**20, "Bytes of a request", panel="Limits", ge=1024)
+
+
 class ServeSettings(
+    FrontAddressSettings,
     OracleSettings,
     WorkerWatchSettings,
     ProcessSettings,
@@ -165,6 +188,8 @@ class HealthSettings(WorkerMetricsSettings, ClientSettings):
 
 class AllSettings(ClientSettings, WorkerSettings, GatewaySettings, ServeSettings):
     """Every setting, for `octavo config show`."""
+
+    front_target: Names = setting((), "Where the gateways are", panel="Addresses", visibility="hidden")
 
 
 COMMANDS: dict[str, type[Settings]] = {

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from octavo.cli.client.connect import connect
 from octavo.cli.serve.launch import Role
-from octavo.cli.serve.readiness import Samples, read_metrics
+from octavo.cli.serve.readiness import Samples, answers_http, read_metrics
 from octavo.cli.serve.record import ProcessRecord, ServiceRecord, running_services
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import CallSettings
@@ -38,6 +38,7 @@ class ProcessState:
     role: str
     state: str
     model: str = ""
+    url: str = ""
     pid: int | None = None
     uptime_s: float | None = None
     requests: int | None = None
@@ -106,12 +107,13 @@ def _overall(processes: Sequence[ProcessState]) -> str:
 
 def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
     """Asks its /metrics, and a worker's /ready."""
-    samples = read_metrics(f"http://{process.metrics}/metrics") if pid is not None else {}
+    samples = read_metrics(f"http://{process.metrics}/metrics") if pid is not None and process.metrics else {}
     is_worker = process.role == Role.WORKER.value
     counted = ("octavo_num_requests_running", "octavo_num_requests_waiting", "octavo_num_requests_paused")
     return ProcessState(
         name=process.name,
         role=process.role,
+        url=process.url,
         state=_state(process, pid, samples),
         model=process.model,
         pid=pid,
@@ -130,6 +132,8 @@ def _uptime_s(pid: int) -> float | None:
 def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
     if pid is None:
         return "down"
+    if process.url:
+        return "ready" if answers_http(process.url) else "loading"
     if not samples:
         return "loading"
     if process.role != Role.WORKER.value:
@@ -176,7 +180,7 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
     for each in service.processes:
         usage = "-" if each.kv_usage is None else f"{each.kv_usage:.0%}"
         what = (each.name, _shown(each.pid), each.model or "-", each.state, _shown(each.requests), usage)
-        rows.append((pid, service.address, *what, shown_duration(each.uptime_s)))
+        rows.append((pid, each.url or service.address, *what, shown_duration(each.uptime_s)))
     return rows
 
 

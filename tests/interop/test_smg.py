@@ -34,7 +34,8 @@ def endpoint(smg_python: Path, service: Service, tmp_path_factory: pytest.TempPa
 
 
 def test_the_openai_client_gets_what_it_asks_for(smg_python: Path, endpoint: str, service: Service) -> None:
-    run_inside(smg_python, "openai_client", timeout_s=240, OPENAI_BASE_URL=endpoint)
+    for driver in ("openai_client", "openai_smg"):
+        run_inside(smg_python, driver, timeout_s=240, OPENAI_BASE_URL=endpoint)
     service.wait_until_idle()
     assert [list(audit.violations) for audit in service.audit()] == [[]]
 

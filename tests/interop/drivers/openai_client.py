@@ -1,4 +1,5 @@
-"""The openai client against an OpenAI-compatible endpoint at OPENAI_BASE_URL; run by test_smg.py."""
+"""The openai client against an OpenAI-compatible endpoint at OPENAI_BASE_URL; run by test_smg.py and by
+test_openai.py, so what holds here holds with smg in front and with our own front."""
 
 import json
 from typing import Any
@@ -97,21 +98,6 @@ def test_an_embedding_is_a_vector_of_length_one(client: openai.OpenAI) -> None:
     assert sum(value * value for value in one.data[0].embedding) == pytest.approx(1.0, rel=1e-3)
     assert one.usage.prompt_tokens > 0
     assert one.data[0].embedding != two.data[0].embedding
-
-
-def test_a_list_of_texts_becomes_one_vector_of_all_of_them(client: openai.OpenAI) -> None:
-    """smg's doing, as docs/interop.md says; test_smg.py shows what it sends. Once this fails, the page can change."""
-    listed = client.embeddings.create(model=MODEL, input=["A fox.", "A crow."])
-    joined = client.embeddings.create(model=MODEL, input="A fox. A crow.")
-    assert [each.embedding for each in listed.data] == [each.embedding for each in joined.data]
-    assert listed.usage.prompt_tokens == joined.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="cannot be empty"):
-        client.embeddings.create(model=MODEL, input=[[1, 2], [3]])
-
-
-def test_what_octavo_refuses_is_a_bad_request_that_names_the_field(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="sampling_params"):
-        ask(client, extra_body={"stop_token_ids": [10_000_000]})
 
 
 def test_a_prompt_that_is_too_long_is_a_bad_request(client: openai.OpenAI) -> None:

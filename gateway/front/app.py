@@ -1,0 +1,265 @@
+"""The HTTP application: routes, keys, streams that end with their callers, errors as objects."""
+
+import asyncio
+import base64
+import json
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from octavo.client.aio import AsyncTextStream
+from octavo.client.embeddings import EmbedFields, embed_request
+from octavo.client.errors import OctavoError
+from octavo.client.options import call_metadata
+from octavo.gateway.front.calls import EMBED_BATCH, Metadata, Service, collect
+from octavo.gateway.front.chat import Heading, chat_chunks, whole_chat
+from octavo.gateway.front.completions import collect_all, completion_chunks, whole_completion
+from octavo.gateway.front.errors import ApiError, api_error
+from octavo.gateway.front.fields import ChatBody, CompletionBody, EmbeddingBody, inputs_of, parse
+from octavo.v1 import inference_pb2, model_pb2
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+Chunks = AsyncIterator[dict[str, Any]]
+_CLOSED = 499  # the caller left: nobody reads this status
+RETRY_AFTER_S = "1"
+
+
+def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
+    """The application in front of a service's gateways."""
+    front = _Front(max_body_bytes)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        front.service = Service(targets)
+        try:
+            yield
+        finally:
+            await front.service.close()
+
+    routes = [
+        Route("/v1/chat/completions", front.chat, methods=["POST"]),
+        Route("/v1/completions", front.completions, methods=["POST"]),
+        Route("/v1/embeddings", front.embeddings, methods=["POST"]),
+        Route("/v1/models", front.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", front.model, methods=["GET"]),
+        Route("/health", front.health, methods=["GET"]),
+    ]
+    handlers: dict[Any, Callable[[Request, Exception], Response]] = {
+        ApiError: _on_error,
+        OctavoError: _on_error,
+        HTTPException: _on_http_error,
+        ClientDisconnect: lambda request, error: Response(status_code=_CLOSED),
+        Exception: _on_defect,
+    }
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+
+class _Front:
+    """The handlers. service: there while the application runs."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.service: Service
+        self._max_body_bytes = max_body_bytes
+
+    async def chat(self, request: Request) -> Response:
+        """A conversation goes on."""
+        body = parse(ChatBody, await self._body(request))
+        fields, heading = body.fields(), _heading("chatcmpl", body.model)
+        stream = self.service.stream({**fields, "request_id": heading.id}, _metadata(request))
+        has_logprobs = bool(body.logprobs)
+        if body.stream:
+            chunks = chat_chunks(heading, stream, has_logprobs=has_logprobs, has_usage=_has_usage(body))
+            return await _streamed(request, heading, chunks, [stream])
+        outputs = await _unless_gone(request, collect(stream))
+        return _whole(whole_chat(heading.answered_by(stream), outputs, has_logprobs=has_logprobs))
+
+    async def completions(self, request: Request) -> Response:
+        """Texts go on."""
+        body = parse(CompletionBody, await self._body(request))
+        wanted, heading = body.fields(), _heading("cmpl", body.model)
+        if not wanted:
+            raise ApiError(400, "prompt: there is none", param="prompt")
+        metadata = _metadata(request)
+        ids = [heading.id, *(f"{heading.id}-{number}" for number in range(1, len(wanted)))]
+        pairs = zip(wanted, ids, strict=True)
+        streams = [self.service.stream({**fields, "request_id": each}, metadata) for fields, each in pairs]
+        has_logprobs = body.logprobs is not None
+        if body.stream:
+            chunks = completion_chunks(heading, streams, has_logprobs=has_logprobs, has_usage=_has_usage(body))
+            return await _streamed(request, heading, chunks, streams)
+        outputs = await _unless_gone(request, collect_all(streams))
+        return _whole(whole_completion(heading.answered_by(streams[0]), outputs, has_logprobs=has_logprobs))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Texts become vectors."""
+        body = parse(EmbeddingBody, await self._body(request))
+        inputs = inputs_of(body.input)
+        if not inputs:
+            raise ApiError(400, "input: there is none", param="input")
+        names = ("truncate_prompt_tokens", "priority", "cache_salt")
+        fields = EmbedFields(**body.model_dump(exclude_none=True, include=set(names)))  # type: ignore[typeddict-item]
+        if body.model:
+            fields["model"] = body.model
+        batches = [inputs[start : start + EMBED_BATCH] for start in range(0, len(inputs), EMBED_BATCH)]
+        requests = [embed_request(batch, **fields) for batch in batches]
+        vectors = await _unless_gone(request, self.service.embed(requests, _metadata(request)))
+        return JSONResponse(_embeddings(body, vectors))
+
+    async def models(self, request: Request) -> Response:
+        """What is served."""
+        found = await self.service.models(_metadata(request))
+        return JSONResponse({"object": "list", "data": [_model(each) for each in found]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        for each in await self.service.models(_metadata(request)):
+            if each.name == name:
+                return JSONResponse(_model(each))
+        raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+
+    async def health(self, request: Request) -> Response:
+        """For probes: that this process answers."""
+        return PlainTextResponse("ok\n")
+
+    async def _body(self, request: Request) -> bytes:
+        pieces, num_bytes = [], 0
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            if num_bytes > self._max_body_bytes:
+                raise ApiError(413, f"the body has more than {self._max_body_bytes:,} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _heading(prefix: str, model: str) -> Heading:
+    return Heading(id=f"{prefix}-{uuid4().hex}", created=int(time.time()), model=model)
+
+
+def _metadata(request: Request) -> Metadata:
+    """The caller's key, as gateways want it."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    try:
+        return call_metadata(key.strip()) if kind.lower() == "bearer" else None
+    except ValueError as error:
+        raise ApiError(401, str(error), type="authentication_error", code="invalid_api_key") from None
+
+
+def _has_usage(body: ChatBody | CompletionBody) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _whole(answer: dict[str, Any]) -> Response:
+    return JSONResponse(answer, headers={"x-request-id": answer["id"]})
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result; the work is cancelled where the caller hangs up, which frees its memory at the next step."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _streamed(request: Request, heading: Heading, chunks: Chunks, streams: Sequence[AsyncTextStream]) -> Response:
+    """Server-sent events. A request that is refused before its first token gets a status, not a stream."""
+    try:
+        begun = await _unless_gone(request, _first(chunks))
+    except BaseException:
+        for stream in streams:
+            stream.cancel()
+        raise
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async with aclosing(chunks):  # type: ignore[type-var]
+                if begun is not None:
+                    yield _event(begun)
+                async for chunk in chunks:
+                    yield _event(chunk)
+            yield b"data: [DONE]\n\n"
+        except OctavoError as error:
+            yield _event(api_error(error).body())
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    headers = {"x-request-id": heading.id, "cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+async def _first(chunks: Chunks) -> dict[str, Any] | None:
+    return await anext(chunks, None)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _embeddings(body: EmbeddingBody, vectors: Sequence[inference_pb2.Embedding]) -> dict[str, Any]:
+    size = len(vectors[0].values)
+    if body.dimensions not in (None, size):
+        why = f"dimensions: vectors of this model have {size}, and are not made shorter"
+        raise ApiError(400, why, param="dimensions")
+    num_tokens = sum(vector.usage.prompt_tokens for vector in vectors)
+    is_base64 = body.encoding_format == "base64"
+    return {
+        "object": "list",
+        "model": body.model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _base64(vector) if is_base64 else list(vector.values)}
+            for index, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _base64(vector: inference_pb2.Embedding) -> str:
+    """Little-endian float32."""
+    return base64.b64encode(struct.pack(f"<{len(vector.values)}f", *vector.values)).decode()
+
+
+def _model(info: model_pb2.ModelInfo) -> dict[str, Any]:
+    return {"id": info.name, "object": "model", "created": 0, "owned_by": "octavo", "max_model_len": info.max_model_len}
+
+
+def _on_error(request: Request, error: Exception) -> Response:
+    told = api_error(error) if isinstance(error, OctavoError) else error
+    assert isinstance(told, ApiError)
+    headers = {"retry-after": RETRY_AFTER_S} if told.status in (429, 503) else {}
+    return JSONResponse(told.body(), status_code=told.status, headers=headers)
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
+    told = ApiError(error.status_code, what.get(error.status_code, error.detail))
+    return JSONResponse(told.body(), status_code=told.status, headers=error.headers)
+
+
+def _on_defect(request: Request, error: Exception) -> Response:
+    log.error("defect", path=request.url.path, exc_info=error)
+    told = ApiError(500, "something broke in the server", type="server_error", code="internal_error")
+    return JSONResponse(told.body(), status_code=500)

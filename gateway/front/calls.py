@@ -1,0 +1,67 @@
+"""The service behind: its gateways, and calls of one caller with the caller's own key."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import cycle
+
+import grpc
+
+from octavo.client.aio import AsyncTextStream
+from octavo.client.errors import error_from
+from octavo.client.events import OutputSoFar
+from octavo.client.options import open_aio_channel
+from octavo.client.requests import GenerateFields, generate_request
+from octavo.gateway.front.errors import ApiError
+from octavo.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+
+EMBED_BATCH = 256  # inputs that one call takes
+Metadata = tuple[tuple[str, str], ...] | None
+
+
+class Service:
+    """Channels to every gateway, taken in turns. Make and close it on one event loop."""
+
+    def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._channels = [open_aio_channel(target, credentials) for target in targets]
+        self._turns = cycle(self._channels)
+
+    async def close(self) -> None:
+        """What is in flight ends."""
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    def stream(self, fields: GenerateFields, metadata: Metadata) -> AsyncTextStream:
+        """A request that begins. Raises ApiError for fields that no request can have."""
+        try:
+            request = generate_request(**fields)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ApiError(400, f"the request cannot be made: {error}") from None
+        call = inference_pb2_grpc.InferenceServiceStub(next(self._turns)).Generate(request, metadata=metadata)
+        return AsyncTextStream(call, num_outputs=request.num_outputs or 1)
+
+    async def models(self, metadata: Metadata) -> list[model_pb2.ModelInfo]:
+        """What is served. Raises OctavoError."""
+        stub = model_pb2_grpc.ModelServiceStub(next(self._turns))
+        try:
+            answer = await stub.ListModels(model_pb2.ListModelsRequest(), metadata=metadata, timeout=10.0)
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+        return list(answer.models)
+
+    async def embed(
+        self, requests: Sequence[inference_pb2.EmbedRequest], metadata: Metadata
+    ) -> list[inference_pb2.Embedding]:
+        """All vectors, in order. Raises OctavoError."""
+        stub = inference_pb2_grpc.InferenceServiceStub(next(self._turns))
+        try:
+            answers = [await stub.Embed(request, metadata=metadata) for request in requests]
+        except grpc.RpcError as error:
+            raise error_from(error) from None
+        return [vector for answer in answers for vector in answer.embeddings]
+
+
+async def collect(stream: AsyncTextStream) -> list[OutputSoFar]:
+    """All outputs, whole. Raises OctavoError; ends the request where its caller leaves."""
+    async with stream:
+        async for _ in stream.deltas():
+            pass
+    return stream.outputs

@@ -1,0 +1,268 @@
+"""What callers may ask: OpenAI's fields, and those of octavo.v1 that it has no names for, checked and turned into the
+fields of a request. What cannot be done is refused by name, never ignored; what only labels a request is let pass.
+
+Must not know: HTTP, gRPC.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from octavo.client.requests import GenerateFields
+from octavo.gateway.front.errors import ApiError
+
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+_RENAMED = {"n": "num_outputs", "grammar": "ebnf", "guided_choice": "choice", "guided_regex": "regex"}
+_RENAMED |= {"guided_grammar": "ebnf", "guided_json": "json_schema", "include_stop_str_in_output": "include_stop"}
+
+
+class Body(BaseModel):
+    """Of any request. None is the same as unset."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str = ""
+    user: str | None = None  # labels, which change nothing
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding: nothing here is padded
+
+
+class GenerateBody(Body):
+    """What chats and completions share: the names of octavo.v1 but for those in `_RENAMED`."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # Beyond OpenAI's, by the names that vLLM has for them, or octavo.v1.
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    regex: str | None = None
+    guided_regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    guided_grammar: str | None = None
+    choice: list[str] | None = None
+    guided_choice: list[str] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    response_format: dict[str, Any] | None = None
+
+    def request_fields(self) -> dict[str, Any]:
+        """Those of octavo.v1, without input and logprobs. Raises ApiError."""
+        given = self.model_dump(exclude_none=True, include=set(_PLAIN) | set(_RENAMED))
+        fields = {_RENAMED.get(name, name): value for name, value in given.items()}
+        if self.stop is not None:
+            fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.seed is not None:
+            fields["seed"] = self.seed % 2**64  # they have signed ones
+        if self.model:
+            fields["model"] = self.model
+        return fields | _constraint(self.response_format)
+
+
+_PLAIN = (
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens", "logit_bias", "top_k", "min_p"),
+    *(
+        "typical_p",
+        "top_n_sigma",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "skip_special_tokens",
+    ),
+    *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "priority", "cache_salt", "regex", "ebnf", "choice"),
+)
+
+
+class ChatBody(GenerateBody):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    def fields(self) -> GenerateFields:
+        """Of the request. Raises ApiError."""
+        fields = self.request_fields()
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise ApiError(400, "top_logprobs belongs to logprobs true", param="top_logprobs")
+        fields["messages"] = [_message(index, message) for index, message in enumerate(self.messages)]
+        if self.tools:
+            fields["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
+            fields["tool_choice"] = choice = _tool_choice(self.tool_choice)
+            if self.parallel_tool_calls is False and choice in ("", "auto", "required"):
+                why = "parallel_tool_calls false is not supported but for a tool_choice that names a tool, or none"
+                raise ApiError(400, why, param="parallel_tool_calls")
+        elif self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice belongs to tools, and there are none", param="tool_choice")
+        return cast("GenerateFields", fields)
+
+
+Ids = list[Annotated[int, Field(ge=0)]]
+Prompt = str | Ids | list[str] | list[Ids]
+
+
+class CompletionBody(GenerateBody):
+    """/v1/completions."""
+
+    prompt: Prompt = "<|endoftext|>"
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Literal[""] | None = None
+
+    def fields(self) -> list[GenerateFields]:
+        """Of one request for each prompt. Raises ApiError."""
+        if self.best_of not in (None, self.n or 1):
+            raise ApiError(400, "best_of other than n is not supported", param="best_of")
+        fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | self.request_fields()
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+        if self.echo:
+            fields["echo"] = True
+            if self.logprobs is not None:
+                raise ApiError(400, "echo with logprobs is not supported", param="echo")
+        prompts = [{"text": each} if isinstance(each, str) else {"token_ids": each} for each in inputs_of(self.prompt)]
+        return [cast("GenerateFields", fields | prompt) for prompt in prompts]
+
+
+class EmbeddingBody(Body):
+    """/v1/embeddings."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+def inputs_of(given: Prompt) -> list[str | list[int]]:
+    """One entry for each text or list of ids."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(each, int) for each in given):
+        return [given]  # type: ignore[list-item]
+    return list(given)  # type: ignore[arg-type]
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """The body of a request. Raises ApiError that names the field."""
+    try:
+        return kind.model_validate(json.loads(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if str(part) in kind.model_fields or isinstance(part, int)]
+        name = ".".join(place) or ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            name = ".".join(map(str, first["loc"]))
+            raise ApiError(400, f"unknown or unsupported field: {name}", param=name, code="unknown_parameter") from None
+        raise ApiError(400, f"{name or 'the body'}: {first['msg'].lower()}", param=name or None) from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON") from None
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where, role = f"messages[{index}]", message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        why = f"{where}.role: {role!r} is none of system, developer, user, assistant, tool"
+        raise ApiError(400, why, param=f"{where}.role")
+    turn = {"role": "system" if role == "developer" else role, "content": _content(where, message.get("content"))}
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ApiError(400, f"{where}.tool_calls: not a list of calls", param=f"{where}.tool_calls")
+        turn["tool_calls"] = calls
+    if message.get("tool_call_id"):
+        turn["tool_call_id"] = str(message["tool_call_id"])
+    return turn
+
+
+def _content(where: str, content: Any) -> str:
+    """Text, or parts that are all text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            param = f"{where}.content[{number}]"
+            raise ApiError(400, f"{param}: only text is supported", param=param)
+    return "".join(part["text"] for part in parts)
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"tools[{index}]: only functions with a name are supported", param=f"tools[{index}]")
+    return tool
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
+    if choice is None or choice in ("auto", "none", "required"):
+        return str(choice or "")
+    name = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ApiError(400, "tool_choice: it is auto, none, required, or names a function", param="tool_choice")
+    return name
+
+
+def _constraint(wanted: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of response_format."""
+    kind = (wanted or {}).get("type")
+    if wanted is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    given: Any = wanted.get("json_schema")
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if kind == "json_schema" and isinstance(schema, Mapping):
+        return {"json_schema": schema}
+    why = "response_format: its type is text, json_object, or json_schema with json_schema.schema"
+    raise ApiError(400, why, param="response_format")

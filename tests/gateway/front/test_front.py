@@ -1,0 +1,295 @@
+"""`octavo serve --openai`: the front as a process of the service, asked by plain HTTP."""
+
+import http.client
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from tests.support.gateway.certificates import Authority
+from tests.support.services.guarded import guarded_service, octavo
+from tests.support.services.service import Service, environment, free_port, launch
+
+ORACLE = ("--runner=oracle", "--num-blocks=256", "--oracle-eos-every=1000000")
+CHAT = {"messages": [{"role": "user", "content": "once upon"}], "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def fronted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, int]]:
+    port = free_port()
+    arguments = (*ORACLE, "--oracle-step-delay-s=0.005", "--gateways=2", f"--openai={port}")
+    with launch(tmp_path_factory.mktemp("fronted"), *arguments) as service:
+        service.wait_until_supervised()
+        yield service, port
+
+
+def ask(
+    port: int, path: str, body: object = None, *, key: str = "", context: ssl.SSLContext | None = None
+) -> tuple[int, Any, http.client.HTTPMessage]:
+    """Status, JSON and headers of an answer."""
+    connection = _connection(port, context)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    data = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
+    connection.request("GET" if data is None else "POST", path, data, headers)
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text) if text.startswith(b"{") else text, answer.headers
+
+
+def _connection(port: int, context: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+    if context is None:
+        return http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    return http.client.HTTPSConnection("localhost", port, timeout=60, context=context)
+
+
+def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
+    """Of a stream, as they come; the last one is the text [DONE]."""
+    for line in answer:
+        if line.startswith(b"data: "):
+            data = line[6:].strip()
+            yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+
+def open_stream(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = _connection(port)
+    data = json.dumps(body | {"stream": True})
+    connection.request("POST", "/v1/chat/completions", data, {"content-type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def front_pid(service: Service) -> int | None:
+    found = [child.pid for child in psutil.Process(service.process.pid).children() if "openai" in child.cmdline()]
+    return found[0] if found else None
+
+
+def test_the_summary_tells_the_address(fronted: tuple[Service, int]) -> None:
+    service, port = fronted
+    assert f"OpenAI:   http://127.0.0.1:{port}/v1" in service.log.read_text()
+
+
+def test_a_stream_says_what_one_answer_says(fronted: tuple[Service, int]) -> None:
+    _, port = fronted
+    status, whole, headers = ask(port, "/v1/chat/completions", CHAT | {"max_tokens": 12})
+    assert (status, whole["object"], whole["model"]) == (200, "chat.completion", "folio-chat")
+    assert headers["x-request-id"] == whole["id"]
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "length"
+    usage = whole["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 12
+    connection, answer = open_stream(port, CHAT | {"max_tokens": 12, "stream_options": {"include_usage": True}})
+    assert (answer.status, answer.headers.get_content_type()) == (200, "text/event-stream")
+    *chunks, used, done = events(answer)
+    connection.close()
+    assert done == "[DONE]"
+    assert (used["choices"], used["usage"]["completion_tokens"]) == ([], 12)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk["id"] for chunk in chunks} == {answer.headers["x-request-id"]}
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == choice["message"]["content"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_caller_that_hangs_up_frees_its_memory(stream: bool, fronted: tuple[Service, int]) -> None:
+    service, port = fronted
+    service.wait_until_idle()
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as caller:
+        data = json.dumps(CHAT | {"max_tokens": 1900, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        caller.sendall(head.encode() + data)
+        wait_for(lambda: any(load.num_running for load in service.load()))
+        steps = sum(load.num_steps for load in service.load())
+    service.wait_until_idle()
+    assert sum(load.num_steps for load in service.load()) - steps < 1000  # not the 1,900 that it asked for
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "said"),
+    [
+        ("/v1/chat/completions", b"{", 400, None, "the body is not JSON"),
+        ("/v1/chat/completions", b"[" * 100_000, 400, None, "the body is not JSON"),
+        ("/v1/chat/completions", [], 400, None, "the body: input should be a valid dictionary"),
+        ("/v1/chat/completions", {}, 400, "messages", "messages: field required"),
+        ("/v1/chat/completions", CHAT | {"frob": 1}, 400, "frob", "unknown or unsupported field: frob"),
+        ("/v1/chat/completions", CHAT | {"n": "many"}, 400, "n", "n: input should be a valid integer"),
+        ("/v1/chat/completions", b"x" * (5 << 20), 413, None, "the body has more than 4,194,304 bytes"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "best_of other than n is not supported"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt", "prompt: there is none"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, 400, "encoding_format", "encoding_format: "),
+        ("/v1/nothing", {}, 404, None, "there is no /v1/nothing here"),
+        ("/v1/embeddings", None, 405, None, "GET is not for /v1/embeddings"),
+    ],
+)
+def test_mistakes_are_objects_of_openais_kind(
+    path: str, body: object, status: int, param: str | None, said: str, fronted: tuple[Service, int]
+) -> None:
+    found, answer, _ = ask(fronted[1], path, body)
+    assert found == status
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert answer["error"]["param"] == param
+    assert answer["error"]["message"].startswith(said)
+
+
+def test_a_front_that_dies_is_started_again(fronted: tuple[Service, int]) -> None:
+    service, port = fronted
+    before = front_pid(service)
+    assert before is not None
+    psutil.Process(before).kill()
+    wait_for(lambda: front_pid(service) not in (None, before))
+
+    def answers() -> bool:
+        try:
+            return ask(port, "/v1/models")[0] == 200
+        except OSError:
+            return False
+
+    wait_for(answers)
+    assert [model["id"] for model in ask(port, "/v1/models")[1]["data"]] == ["folio-chat"]
+
+
+def test_ps_tells_of_the_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    port = free_port()
+    with launch(tmp_path, *ORACLE, f"--openai={port}") as service:
+        service.wait_until_supervised()
+        done = octavo("ps", "--json", folder=tmp_path)
+        (found,) = map(json.loads, done.stdout.splitlines())
+        front = found["processes"][-1]
+        assert (front["name"], front["state"], front["url"]) == ("openai", "ready", f"http://127.0.0.1:{port}")
+
+
+def test_a_drain_lets_a_stream_end(tmp_path: Path) -> None:
+    port = free_port()
+    with launch(tmp_path, *ORACLE, "--oracle-step-delay-s=0.02", f"--openai={port}") as service:
+        service.wait_until_supervised()
+        connection, answer = open_stream(port, CHAT | {"max_tokens": 80})
+        chunks = events(answer)
+        next(chunks)
+        service.process.send_signal(signal.SIGTERM)
+        rest = list(chunks)
+        connection.close()
+        assert rest[-1] == "[DONE]"
+        assert rest[-2]["choices"][0]["finish_reason"] == "length"
+        assert service.process.wait(60) == 0
+
+
+def test_a_stream_whose_service_ends_gets_an_error_object(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = (*ORACLE, "--oracle-step-delay-s=0.02", "--max-migrations=0", f"--openai={port}")
+    with launch(tmp_path, *arguments) as service:
+        service.wait_until_supervised()
+        connection, answer = open_stream(port, CHAT | {"max_tokens": 1900})
+        chunks = events(answer)
+        next(chunks)
+        service.children("worker")[0].kill()
+        *_, last = chunks
+        connection.close()
+        assert last["error"]["type"] == "server_error"
+        assert last["error"]["code"] == "worker_lost"
+
+
+def test_keys_are_passed_on_and_tls_is_spoken(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    keys = tmp_path / "keys" / "api-keys.toml"
+    key = octavo("keys", "new-api", "ann", "--file", keys, folder=tmp_path).stdout.strip()
+    lesser = octavo("keys", "new-api", "bob", "--scope", "health", "--file", keys, folder=tmp_path).stdout.strip()
+    port = free_port()
+    doors = [f"--tls-cert-file={pair.cert}", f"--tls-key-file={pair.key}", f"--api-keys-file={keys}"]
+    with guarded_service(tmp_path, *ORACLE, f"--openai={port}", *doors):
+        context = ssl.create_default_context(cafile=str(authority.cert))
+        body = CHAT | {"max_tokens": 3}
+        wanted = [("", 401, "invalid_api_key"), ("wrong", 401, "invalid_api_key"), (lesser, 403, "permission_denied")]
+        for given, status, code in wanted:
+            found, answer, _ = ask(port, "/v1/chat/completions", body, key=given, context=context)
+            assert (found, answer["error"]["code"]) == (status, code)
+        found, answer, _ = ask(port, "/v1/chat/completions", body, key=key, context=context)
+        assert (found, answer["usage"]["completion_tokens"]) == (200, 3)
+        with pytest.raises((http.client.HTTPException, OSError)):
+            ask(port, "/v1/models", key=key)  # in the clear
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["--tls-client-ca-file=ca.pem", "--tls-cert-file=c.pem", "--tls-key-file=k.pem"],
+            ["error: --openai does not go with client certificates alone"],
+        ),
+        (["--openai-host=0.0.0.0"], ["error: "]),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_anything_starts(
+    arguments: list[str], lines: list[str], tmp_path: Path
+) -> None:
+    for name in ("ca", "c", "k"):
+        (tmp_path / f"{name}.pem").write_text("x")
+    done = octavo("serve", *ORACLE, "--openai=0", "--port=0", "--metrics-port=0", *arguments, folder=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[0].startswith(lines[0]), done.stderr
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_a_busy_port_names_its_flag(fronted: tuple[Service, int], tmp_path: Path) -> None:
+    ports = ["--port=0", "--metrics-port=0", "--worker-metrics-port=0", f"--openai={fronted[1]}"]
+    done = octavo("serve", *ORACLE, *ports, folder=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, f"error: port {fronted[1]} is busy")
+    assert "choose another port with --openai" in done.stderr
+
+
+def test_without_the_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
+    hidden = (
+        "import importlib.util as u, sys; find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'uvicorn' else find(name, *rest)\n"
+        "from octavo.cli.main import main; sys.exit(main(['serve', '--runner=oracle', '--openai=0']))"
+    )
+    command = [sys.executable, "-c", hidden]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    assert (done.returncode, lines[0]) == (2, "error: OpenAI's HTTP interface is not installed")
+    assert "pip install ./proto '.[openai]'" in lines[2]
+
+
+def test_slow_readers_and_many_callers_do_not_mix(fronted: tuple[Service, int]) -> None:
+    _, port = fronted
+    texts: dict[int, str] = {}
+
+    def one(seed: int) -> None:
+        connection, answer = open_stream(port, CHAT | {"max_tokens": 20, "seed": seed})
+        texts[seed] = "".join(
+            each["choices"][0]["delta"].get("content") or "" for each in events(answer) if each != "[DONE]"
+        )
+        connection.close()
+
+    readers = [threading.Thread(target=one, args=(seed,)) for seed in range(12)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    for seed in (0, 11):
+        whole = ask(port, "/v1/chat/completions", CHAT | {"max_tokens": 20, "seed": seed})[1]
+        assert texts[seed] == whole["choices"][0]["message"]["content"]
+    assert len(texts) == 12

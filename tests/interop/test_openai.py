@@ -1,0 +1,57 @@
+"""OpenAI's HTTP interface as `octavo serve --openai` has it, driven by the `openai` client."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.services.interop import PINS, run_inside
+from tests.support.services.service import Service, free_port, serve
+
+
+@pytest.fixture(scope="module")
+def fronted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, str]]:
+    """A service of two gateways, and the base URL of its front."""
+    pytest.importorskip("uvicorn")
+    port = free_port()
+    arguments = ("--num-blocks=512", "--gateways=2", f"--openai={port}")
+    with serve(tmp_path_factory.mktemp("fronted"), *arguments) as running:
+        running.wait_until_supervised()
+        yield running, f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.mark.parametrize("driver", ["openai_client", "openai_front"])
+def test_the_openai_client_drives_our_own_front(driver: str, smg_python: Path, fronted: tuple[Service, str]) -> None:
+    service, url = fronted
+    run_inside(smg_python, driver, timeout_s=240, OPENAI_BASE_URL=url)
+    service.wait_until_idle()
+    assert [list(audit.violations) for audit in service.audit()] == [[]]
+
+
+def test_an_openai_caller_that_leaves_frees_its_blocks(smg_python: Path, fronted: tuple[Service, str]) -> None:
+    service, url = fronted
+    command = [str(smg_python), str(PINS / "drivers" / "leaving.py")]
+    service.wait_until_idle()
+    with subprocess.Popen(
+        command,
+        env={"OPENAI_BASE_URL": url},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as caller:
+        assert caller.stdin is not None
+        assert caller.stdout is not None
+        try:
+            assert caller.stdout.readline() == "streaming\n", caller.stdout.read()
+            (before,) = service.audit()
+            assert before.num_active_blocks > 0
+            caller.stdin.write("leave\n")
+            caller.stdin.flush()
+            assert caller.stdout.readline() == "left\n"
+            service.wait_until_idle()
+        finally:
+            caller.kill()
+    (after,) = service.audit()
+    assert (list(after.violations), after.num_active_blocks) == ([], 0)
