@@ -20,6 +20,10 @@ DATES = {
     "gateway/auth/authenticator.py": ["time.time"],  # an API key's expiry
     "gateway/dialects/vllm/info.py": ["datetime.now", "datetime.now"],  # the dialect's own timestamps
     "gateway/dialects/vllm/messages.py": ["time.time"],
+    "gateway/dialects/openengine/info.py": ["time.time_ns"],  # and of that one
+    "gateway/dialects/openengine/messages.py": ["time.time_ns"],
+    "gateway/observability/tracing.py": ["time.time_ns"],  # spans begin at a date
+    "gateway/watching/watch.py": ["time.time"],  # when a snapshot was taken
     "gateway/workers/router.py": ["time.time_ns"],  # where numbers of KV events begin, above those of a former life
 }
 
