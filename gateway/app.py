@@ -75,7 +75,7 @@ class Gateway:
         renderer: Renderer | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """pool, renderer: for tests; made from the configuration otherwise. tracing: closed by whoever made it."""
+        """pool, renderer: for tests; made from the configuration otherwise. tracing: closed by the caller."""
         self.config = config
         self._tracing = tracing
         self.meters = GatewayMeters()

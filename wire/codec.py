@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from octavo.wire.messages import AdminReply, KvEvents, Message, PeerReply, Run, StepOutput, ToGateway, ToPeer, ToWorker
+from octavo.wire.messages import AdminReply, KvEvents, Message, Run, StepOutput, ToGateway, ToWorker
+from octavo.wire.peer_messages import PeerReply, ToPeer
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024  # a tokenizer bundle is the largest message

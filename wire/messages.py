@@ -1,4 +1,4 @@
-"""The messages between gateway and worker, and between the gateways of a service, grouped by receiver.
+"""The messages between gateway and worker, grouped by receiver (between gateways: `wire.peer_messages`).
 
 Plain msgspec structs: no behaviour, no sockets, no text of prompts. Arrays travel as little-endian bytes
 (``int32`` for tokens, ``int64`` for handles), so that numpy reads them without a copy.
@@ -291,7 +291,7 @@ class Run(Message, frozen=True, kw_only=True):
     prompt_ids are output that a worker gave before it was lost: they count as output, and more follows them.
     tenant: a label of the gateway's making, not the tenant's name; requests with the same one share one place in the
     worker's fair queue. weight: of that tenant's share, 1 to 1000. traceparent: of the span that the request belongs to
-    (W3C Trace Context); empty where nobody traces.
+    (W3C Trace Context); empty without traces.
     """
 
     handle: int
@@ -345,107 +345,5 @@ class Drain(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
-# ---------------------------------------------------------------- gateway -> gateway
-
-
-class PeerAbort(Message, frozen=True, kw_only=True):
-    """End the requests of this id, of any tenant, as an operator does."""
-
-    call_id: int
-    request_id: str
-
-
-class PeerCancel(Message, frozen=True, kw_only=True):
-    """End the requests of these keys, as their caller asked. A key is tenant and id in one (`Caller.key_of`)."""
-
-    call_id: int
-    keys: tuple[str, ...]
-
-
-class PeerCancelAll(Message, frozen=True, kw_only=True):
-    """End all requests of one tenant, for its own sake. tenant None: of everybody, where callers are not identified."""
-
-    call_id: int
-    tenant: str | None = None
-
-
-class PeerDrain(Message, frozen=True, kw_only=True):
-    """Take no new request, finish the others, then stop. grace_s None: the receiver's own."""
-
-    call_id: int
-    grace_s: float | None = None
-
-
-class PeerAskLoad(Message, frozen=True, kw_only=True):
-    """Ask for the load."""
-
-    call_id: int
-
-
-class PeerWatch(Message, frozen=True, kw_only=True):
-    """Say what your requests are doing, and list the oldest of them, so many at most."""
-
-    call_id: int
-    max_requests: int = 0
-
-
-class LoadPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Requests of one model, or of one tenant, at one gateway: how they stand, and what was counted in the last
-    `GatewayPart.window_s` seconds. Counts by bucket are those of `gateway.observability.meters`."""
-
-    name: str
-    num_in_flight: int = 0
-    num_preparing: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    num_paused: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    num_finished: int = 0
-    time_to_first_token: tuple[int, ...] = ()
-    inter_token: tuple[int, ...] = ()
-    queue: tuple[int, ...] = ()
-
-
-class RequestPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request in flight. phase: of octavo.v1.RequestPhase. num_blocks None: its worker has not said."""
-
-    request_id: str
-    phase: int
-    age_s: float
-    model: str = ""
-    tenant: str = ""
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_blocks: int | None = None
-    worker_id: str = ""
-    num_outputs: int = 1
-
-
-class GatewayPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one gateway knows of the load. total: of all requests; its counts are left to the models."""
-
-    window_s: float
-    total: LoadPart
-    models: tuple[LoadPart, ...] = ()
-    tenants: tuple[LoadPart, ...] = ()
-    requests: tuple[RequestPart, ...] = ()
-
-
-class PeerReply(Message, frozen=True, kw_only=True):
-    """Answer to each of these, after what was asked has been done. gateway_id: new at each start of a gateway. part:
-    where a PeerWatch asked for it."""
-
-    call_id: int
-    gateway_id: str
-    num_ended: int = 0
-    num_in_flight: int = 0
-    num_preparing: int = 0  # of these, with no worker yet
-    tokens_per_s: float = 0.0
-    is_draining: bool = False
-    part: GatewayPart | None = None
-
-
 ToGateway = Register | TokenizerBundle | Heartbeat | StepOutput | KvEvents | AdminReply | Leaving
 ToWorker = Welcome | Refused | NeedTokenizer | Run | Cancel | Pause | Resume | AdminQuery | Drain
-ToPeer = PeerAbort | PeerCancel | PeerCancelAll | PeerDrain | PeerAskLoad | PeerWatch

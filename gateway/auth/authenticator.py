@@ -176,7 +176,7 @@ def id_in(key: str) -> str:
     return key.rpartition("\n")[2]
 
 
-ANYBODY = Caller(name="", tenant=None, scopes=frozenset(Scope))
+UNIDENTIFIED = Caller(name="", tenant=None, scopes=frozenset(Scope))
 """Where neither keys nor client certificates are asked for."""
 
 PUBLIC = Caller(name="public", tenant="", scopes=frozenset())
@@ -265,7 +265,7 @@ class Authenticator:
     def authenticate(self, method: str, call: Credentials) -> Caller:
         """Who calls. Raises Unauthenticated, PermissionDenied."""
         if self.is_open:
-            return ANYBODY
+            return UNIDENTIFIED
         caller, needed = self._identify(call), SCOPE_OF.get(method)
         if needed in self.public:
             return caller or PUBLIC

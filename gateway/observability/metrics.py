@@ -114,7 +114,7 @@ class GatewayCollector(Collector):
         spans: SpanCounts | None = None,
     ) -> None:
         self._connections = connections
-        self._spans = spans or SpanCounts()  # zeros where nobody traces
+        self._spans = spans or SpanCounts()  # zeros without traces
         self._reloads = {} if reloads is None else reloads
         self._meters = meters
         self._stats = stats

@@ -1,6 +1,6 @@
 """Spans of this gateway's RPCs, handed to OpenTelemetry: what the standard variables (`OTEL_…`) ask for, or nothing.
 
-The only file that imports OpenTelemetry, which is optional (extra `otel`), and only once somebody asks for traces.
+The only file that imports OpenTelemetry, which is optional (extra `otel`), and only where traces are configured.
 Spans are given away when a request has ended, in one go; a collector that is slow or gone costs spans, which are
 counted, and no caller's time. Knows no requests (`gateway.requests.spans` tells what happened to one).
 """
@@ -69,7 +69,7 @@ def asks_for_traces(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def start_tracing(environ: Mapping[str, str] = os.environ) -> Tracing | None:
-    """None where nobody asks for traces. Raises TracingError."""
+    """None where no traces are configured. Raises TracingError."""
     if not asks_for_traces(environ):
         return None
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -201,7 +201,7 @@ class Tracing:
 class CallTrace:
     """The span of one RPC. All its times are of one clock, the monotonic one, which is behind_ns behind 1970's.
 
-    trace_id: 32 hex digits. traceparent: of the span, for whoever goes on with the request. is_kept: whether spans are
+    trace_id: 32 hex digits. traceparent: of the span, for the worker. is_kept: whether spans are
     wanted at all. operation: of the GenAI conventions."""
 
     __slots__ = ("_behind_ns", "_span", "_tracer", "is_kept", "operation", "trace_id", "traceparent")

@@ -16,7 +16,7 @@ from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
 from octavo.gateway.peers.peers import Asked, Peers
 from octavo.gateway.requests.tracker import RequestTracker
-from octavo.wire.messages import (
+from octavo.wire.peer_messages import (
     GatewayPart,
     PeerAbort,
     PeerAskLoad,

@@ -24,8 +24,8 @@ from octavo.wire.codec import ProtocolError, decode_peer_reply, decode_to_peer, 
 from octavo.wire.curve import secure_client
 from octavo.wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint
 from octavo.wire.keys import KeyPair, load_keys
-from octavo.wire.messages import PeerReply, PeerWatch, ToPeer
 from octavo.wire.options import new_dealer
+from octavo.wire.peer_messages import PeerReply, PeerWatch, ToPeer
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)

@@ -17,6 +17,7 @@ from octavo.gateway.errors import DuplicateRequest, ExceedsCapacity, QueueFull, 
 
 _UNITS_PER_TOKEN = 60_000_000_000  # one unit comes in per nanosecond and token a minute: whole numbers, no rounding
 _NS_PER_MS = 1_000_000
+MAX_KNOWN_PEERS = 16_384
 
 
 class NotEnough(Exception):
@@ -256,3 +257,37 @@ class Admission:
     def on_worker(self, worker_id: str) -> int:
         """Outputs that this worker has."""
         return self._placed.get(worker_id, 0)
+
+
+class Peers:
+    """Which peers have requests in flight, and in which order the others last had one. Peers as gRPC calls them."""
+
+    def __init__(self) -> None:
+        self._in_flight: Counter[str] = Counter()
+        self._last_used: dict[str, None] = {}
+
+    def begin(self, peer: str) -> None:
+        """One of its requests enters."""
+        self._in_flight[peer] += 1
+        self._touch(peer)
+
+    def end(self, peer: str) -> None:
+        """One of its requests left."""
+        self._in_flight[peer] -= 1
+        if self._in_flight[peer] <= 0:
+            del self._in_flight[peer]
+        self._touch(peer)
+
+    def busy(self) -> list[str]:
+        """Those with requests in flight."""
+        return list(self._in_flight)
+
+    def used(self) -> list[str]:
+        """Those that had one, the latest last."""
+        return list(self._last_used)
+
+    def _touch(self, peer: str) -> None:
+        self._last_used.pop(peer, None)
+        self._last_used[peer] = None
+        if len(self._last_used) > MAX_KNOWN_PEERS:
+            del self._last_used[next(iter(self._last_used))]

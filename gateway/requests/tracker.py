@@ -7,7 +7,6 @@ workers (`gateway.requests.submit`, `gateway.requests.embedding`), nor text (`ga
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from octavo.gateway.auth.authenticator import id_in, is_of_tenant
 from octavo.gateway.config import RequestLimits
 from octavo.gateway.errors import Draining, RequestAborted, RequestError, SlowConsumer, TenantLimit
 from octavo.gateway.observability.meters import GatewayMeters, ModelMeters, TenantMeters
-from octavo.gateway.requests.admission import Admission, TenantQuotas
+from octavo.gateway.requests.admission import Admission, Peers, TenantQuotas
 from octavo.gateway.requests.spans import trace_request
 from octavo.gateway.rpc.interceptor import RpcScope
 from octavo.gateway.streams.output_processor import Piece
@@ -29,7 +28,6 @@ from octavo.gateway.workers.views import WorkerView
 from octavo.wire.messages import ModelCard, SamplingParams
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-MAX_KNOWN_PEERS = 16_384
 
 
 @dataclass(slots=True, eq=False)
@@ -200,40 +198,6 @@ async def stream_responses(
             await tracked.write_piece(context, to_message(index, piece), piece)
 
 
-class Peers:
-    """Which peers have requests in flight, and in which order the others last had one. Peers as gRPC calls them."""
-
-    def __init__(self) -> None:
-        self._in_flight: Counter[str] = Counter()
-        self._last_used: dict[str, None] = {}
-
-    def begin(self, peer: str) -> None:
-        """One of its requests enters."""
-        self._in_flight[peer] += 1
-        self._touch(peer)
-
-    def end(self, peer: str) -> None:
-        """One of its requests left."""
-        self._in_flight[peer] -= 1
-        if self._in_flight[peer] <= 0:
-            del self._in_flight[peer]
-        self._touch(peer)
-
-    def busy(self) -> list[str]:
-        """Those with requests in flight."""
-        return list(self._in_flight)
-
-    def used(self) -> list[str]:
-        """Those that had one, the latest last."""
-        return list(self._last_used)
-
-    def _touch(self, peer: str) -> None:
-        self._last_used.pop(peer, None)
-        self._last_used[peer] = None
-        if len(self._last_used) > MAX_KNOWN_PEERS:
-            del self._last_used[next(iter(self._last_used))]
-
-
 class RequestTracker:
     """One per gateway process; every method on its event loop. Iterating gives the requests that workers have.
 
@@ -364,7 +328,7 @@ class RequestTracker:
         return True
 
     def abort_all(self, tenant: str | None) -> int:
-        """The same for every request of a tenant (None: of everybody); how many."""
+        """The same for every request of a tenant (None: of all); how many."""
         return sum(map(self.abort, [key for key in (*self._by_key, *self._preparing) if is_of_tenant(key, tenant)]))
 
     @contextmanager

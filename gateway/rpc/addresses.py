@@ -63,6 +63,6 @@ def check_admin(address: str, access: AccessConfig, exposure: Exposure, *, setti
     """Raises AddressError where other hosts could administer this one without an API key."""
     if exposure is Exposure.LOOPBACK_ONLY and not access.knows_callers and not is_local(address):
         raise AddressError(
-            f"{setting} {address} can be reached from other hosts, and nobody is asked who they are: "
+            f"{setting} {address} can be reached from other hosts, and its callers are not identified: "
             "give --api-keys-file, use a loopback address, or allow it with --exposure insecure"
         )

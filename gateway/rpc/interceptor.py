@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 
-from octavo.gateway.auth.authenticator import ANYBODY, Authenticator, Caller
+from octavo.gateway.auth.authenticator import UNIDENTIFIED, Authenticator, Caller
 from octavo.gateway.errors import (
     DeadlinePassed,
     ExceedsCapacity,
@@ -59,7 +59,7 @@ class RpcScope:
     """
 
     method: str
-    caller: Caller = ANYBODY
+    caller: Caller = UNIDENTIFIED
     peer: str = ""
     model: str = ""
     wire_timeout_s: float | None = None

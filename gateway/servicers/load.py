@@ -1,4 +1,4 @@
-"""LoadService: what the service is doing, for whoever routes or watches."""
+"""LoadService: what the service is doing, for routers and people."""
 
 import asyncio
 from contextlib import aclosing

@@ -25,7 +25,7 @@ from octavo.gateway.text.service import FairQueue, Share
 
 log = structlog.get_logger(__name__)
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "HOME")  # no secrets for foreign code
-_ANYBODY = Share()
+_NO_TENANT = Share()
 _END_S = 5.0
 
 
@@ -57,7 +57,7 @@ class InProcessRenderer:
     async def start(self) -> None:
         """Nothing to start."""
 
-    async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share = _ANYBODY) -> str:
+    async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share = _NO_TENANT) -> str:
         """At once."""
         return template.render(ChatInput(**json.loads(chat)), max_bytes=max_bytes)
 
@@ -112,7 +112,7 @@ class RenderPool:
         if not self._idle and not self._tasks:
             self._keep(self._make_idle())
 
-    async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share = _ANYBODY) -> str:
+    async def render(self, template: ChatTemplate, chat: bytes, *, max_bytes: int, share: Share = _NO_TENANT) -> str:
         """A caller that is cancelled leaves at once; what has begun ends by itself."""
         job = _Job(template, chat, max_bytes, asyncio.get_running_loop().create_future())
         self._queue.push(job, num_bytes=len(chat), share=share)

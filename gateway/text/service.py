@@ -138,7 +138,7 @@ class FairQueue(Generic[T]):
             del self._tenants[name]
 
 
-_ANYBODY = Share()
+_NO_TENANT = Share()
 
 
 @dataclass(slots=True, eq=False)
@@ -172,15 +172,15 @@ class TextService:
         self._queue = FairQueue[_Job]()
         self._num_long = 0  # long steps that run
 
-    async def run(self, work: Callable[[], T], *, num_bytes: int = 0, share: Share = _ANYBODY) -> T:
+    async def run(self, work: Callable[[], T], *, num_bytes: int = 0, share: Share = _NO_TENANT) -> T:
         """The result of work(), made in a thread in one step. num_bytes: what it is about. Raises as `run_steps`."""
         return await self._run(_one_step(work), num_bytes=num_bytes, next_bytes=num_bytes, share=share)
 
-    async def run_by_size(self, work: Callable[[], T], *, num_bytes: int, share: Share = _ANYBODY) -> T:
+    async def run_by_size(self, work: Callable[[], T], *, num_bytes: int, share: Share = _NO_TENANT) -> T:
         """work() here and now where its input is small, in a thread else. Raises as `run`."""
         return work() if num_bytes <= _QUICK_BYTES else await self.run(work, num_bytes=num_bytes, share=share)
 
-    async def run_steps(self, steps: Steps[T], *, num_bytes: int, share: Share = _ANYBODY) -> T:
+    async def run_steps(self, steps: Steps[T], *, num_bytes: int, share: Share = _NO_TENANT) -> T:
         """The result of the steps, each made in some thread. Raises TextQueueFull, and what they raise.
 
         A cancelled caller leaves at once; a step that has begun ends by itself, no other one follows, and the place is

@@ -1,1 +1,1 @@
-"""What the service is doing, for whoever watches: figures of a window, this gateway's part, and whole snapshots."""
+"""What the service is doing, for those who watch: figures of a window, this gateway's part, and whole snapshots."""

@@ -16,11 +16,12 @@ from octavo.gateway.watching.window import Counts, LoadWindow, ModelCounts
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.queries import WorkerLook
 from octavo.v1 import load_pb2 as pb
-from octavo.wire.messages import GatewayPart, LoadPart, OutputPhase, RequestPart
+from octavo.wire.messages import OutputPhase
+from octavo.wire.peer_messages import GatewayPart, LoadPart, RequestPart
 
 log = structlog.get_logger(__name__)
 LOOK_TIMEOUT_S = 0.25  # a worker that takes longer is left out of this snapshot
-REST_S = 0.15  # between two looks, whoever asks
+REST_S = 0.15  # between two looks
 FRESH_S = 2.5  # what workers said is not told any longer than that
 MAX_TENANTS = 100  # told by each gateway
 _PHASES = {
@@ -34,7 +35,7 @@ _FURTHEST_FIRST = (OutputPhase.DECODE, OutputPhase.PREFILL, OutputPhase.PAUSED, 
 
 
 class WorkerLooks:
-    """What workers said of their blocks and of our outputs when they were asked last. They are asked while somebody
+    """What workers said of their blocks and of our outputs when they were asked last. They are asked while someone
     watches, and by one question for all who do."""
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -46,7 +47,7 @@ class WorkerLooks:
         self._task: asyncio.Task[None] | None = None
 
     def of(self, worker_id: str, epoch: str) -> WorkerLook | None:
-        """None where it has said nothing in this life, or not lately."""
+        """None where it has not answered under this epoch, or not lately."""
         look = self._looks.get(worker_id) if self._is_fresh() else None
         return look if look is not None and look.epoch == epoch else None
 
@@ -55,8 +56,8 @@ class WorkerLooks:
         return self._held if self._is_fresh() else {}
 
     async def refresh(self, *, max_cells: int, max_outputs: int) -> None:
-        """Ask them, unless that was done a moment ago; returns when they have answered, or had their time. Whoever asks
-        for less than others do gets as much as they."""
+        """Ask them, unless that was done a moment ago; returns when they have answered, or had their time. A caller
+        that asks for less than others do gets as much as they."""
         wanted = max_cells or max_outputs
         task = self.begin(max_cells=max_cells, max_outputs=max_outputs) if wanted else None
         if task is not None:

@@ -22,7 +22,7 @@ from octavo.gateway.workers.pool import WorkerPool
 from octavo.gateway.workers.queries import WorkerLook
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.v1 import load_pb2 as pb
-from octavo.wire.messages import GatewayPart, LoadPart, RequestPart
+from octavo.wire.peer_messages import GatewayPart, LoadPart, RequestPart
 
 Snapshots = AsyncGenerator[pb.WatchLoadResponse, None]
 MAX_WATCHERS = 32
@@ -70,8 +70,8 @@ class LoadWatch:
         self._tracker = tracker
         self._pool = pool
         self._watchers: list[pb.WatchLoadRequest] = []
-        self._closing, self._nobody = asyncio.Event(), asyncio.Event()
-        self._nobody.set()
+        self._closing, self._is_unwatched = asyncio.Event(), asyncio.Event()
+        self._is_unwatched.set()
         self._gathering: asyncio.Task[_Taken] | None = None
         self._last: _Taken | None = None
         self._known: dict[str, WorkerView] = {}
@@ -83,7 +83,7 @@ class LoadWatch:
         return len(self._watchers)
 
     def see(self, workers: Sequence[WorkerView]) -> None:
-        """The workers now; about once a second, whether somebody watches or not."""
+        """The workers now; about once a second, watched or not."""
         now_s = time.monotonic()
         self._window.sample(workers, now_s)
         self._note_lost(workers, now_s)
@@ -97,7 +97,7 @@ class LoadWatch:
         self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_S):
-                await self._nobody.wait()
+                await self._is_unwatched.wait()
         if self._gathering is not None:
             self._gathering.cancel()
             await asyncio.gather(self._gathering, return_exceptions=True)
@@ -111,7 +111,7 @@ class LoadWatch:
         if self._closing.is_set():
             raise Draining("this gateway is shutting down")
         self._watchers.append(request)
-        self._nobody.clear()
+        self._is_unwatched.clear()
         interval_s = request.interval_s if request.HasField("interval_s") else DEFAULT_INTERVAL_S
         due_s = time.monotonic()
         try:
@@ -120,12 +120,12 @@ class LoadWatch:
                 yield self._message(await self._take(control, request), request, control.name)
                 if is_last:
                     raise Draining("this gateway is shutting down")
-                due_s = max(due_s + interval_s, time.monotonic())  # whoever reads slowly has missed what came meanwhile
+                due_s = max(due_s + interval_s, time.monotonic())  # a slow reader has missed what came meanwhile
                 await self._sleep_until(due_s)
         finally:
             self._watchers.remove(request)
             if not self._watchers:
-                self._nobody.set()
+                self._is_unwatched.set()
 
     # ------------------------------------------------------------ what is gathered
 

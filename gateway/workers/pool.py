@@ -79,7 +79,7 @@ class WorkerPool:
             self._outputs,
             self.stats,
             send=self._send_again,
-            check=self._check,
+            check=lambda incarnation: self._executor.watch.check(incarnation),
             max_moves=config.max_migrations,
             timeout_s=config.migration_timeout_s,
         )
@@ -154,12 +154,8 @@ class WorkerPool:
         ready = [record for record in ready if record.incarnation not in on_probation] or ready
         cached = self._prefixes.match(ready, prompt_ids, salt)
         candidates = [
-            Candidate(
-                incarnation=record.incarnation,
-                load=record.load,
-                cached_tokens=cached.get(record.incarnation, 0),
-            )
-            for record in ready
+            Candidate(incarnation=each.incarnation, load=each.load, cached_tokens=cached.get(each.incarnation, 0))
+            for each in ready
         ]
         self._turn += 1
         best, reason = choose(candidates, turn=self._turn)
@@ -177,7 +173,9 @@ class WorkerPool:
     def submit(self, worker: WorkerView, run: Run, sinks: Sequence[OutputSink]) -> None:
         """Send a request with the handles that were drawn for it, one for each sink. Raises WorkerBusy, WorkerGone
         (nothing was sent, the sinks are not used), and wire.codec.MessageTooLarge."""
-        record = self._present(worker)
+        record = self._registry.find(worker.worker_id)
+        if record is None or record.epoch != worker.epoch:
+            raise WorkerGone(worker.worker_id)
         if record.in_flight + len(sinks) > record.max_requests:
             raise WorkerBusy(worker.worker_id, f"it has {record.in_flight} requests of this gateway")
         now_s = time.monotonic()
@@ -374,21 +372,12 @@ class WorkerPool:
         if output.is_paused and not output.is_on_probation:
             self._outbox.pace(record.incarnation, output.handle, Pause)
 
-    def _check(self, incarnation: int) -> None:
-        self._executor.watch.check(incarnation)
-
     def _output_ended(self, output: Output) -> None:
         record = self._registry.get(output.incarnation)
         if record is not None:
             record.in_flight -= 1
             if output.is_faulted:
                 self._outbox.cancel(output.incarnation, output.handle)
-
-    def _present(self, worker: WorkerView) -> WorkerRecord:
-        record = self._registry.find(worker.worker_id)
-        if record is None or record.epoch != worker.epoch:
-            raise WorkerGone(worker.worker_id)
-        return record
 
     async def _tick_forever(self) -> None:
         while True:

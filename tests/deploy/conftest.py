@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, registry_of
-from octavo.gateway.requests.tracker import Peers
+from octavo.gateway.requests.admission import Peers
 from octavo.gateway.rpc.connections import ConnectionLimiter, ConnectionLimits
 from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.messages import Capacity, ModelCard

@@ -78,7 +78,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
             try:
                 await self._stream(tracked, events, context)
             except (SlowConsumer, DeadlinePassed):
-                raise  # nobody reads an event any more
+                raise  # no event can be read any more
             except RequestError as error:
                 scope.reason = row_of(error).reason
                 await tracked.write(context, events.error(error))

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from octavo.gateway.auth.authenticator import (
-    ANYBODY,
     NOT_ADMIN,
     PUBLIC,
     SCOPE_OF,
+    UNIDENTIFIED,
     AccessList,
     Authenticator,
     Caller,
@@ -60,7 +60,7 @@ def bearer(key: str) -> Call:
 
 
 def test_without_keys_and_certificates_everybody_may_do_everything() -> None:
-    assert Authenticator().authenticate("/any.Service/Method", Call()) is ANYBODY
+    assert Authenticator().authenticate("/any.Service/Method", Call()) is UNIDENTIFIED
 
 
 HEADERS = (

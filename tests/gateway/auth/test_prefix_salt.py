@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.gateway.auth.authenticator import ANYBODY, PUBLIC, Caller, PrefixSalt
+from octavo.gateway.auth.authenticator import PUBLIC, UNIDENTIFIED, Caller, PrefixSalt
 
 NAMES = st.text("ab\n", max_size=3) | st.text(max_size=6)  # few letters, so that parts often join to the same
 
@@ -15,7 +15,7 @@ def caller(tenant: str, group: str | None = None) -> Caller:
 
 
 def test_where_nobody_is_asked_who_they_are_salts_are_left_alone() -> None:
-    assert PrefixSalt("secret").of(ANYBODY, "mine") == "mine"
+    assert PrefixSalt("secret").of(UNIDENTIFIED, "mine") == "mine"
 
 
 def test_the_same_secret_gives_the_same_salts_and_another_one_others() -> None:
@@ -50,7 +50,7 @@ def test_different_owners_or_salts_never_meet(parts: list[tuple[str, str | None,
 
 def test_a_tenants_label_is_its_own_the_same_everywhere_and_says_nothing() -> None:
     one, again, other = PrefixSalt("a"), PrefixSalt("a"), PrefixSalt("b")
-    assert one.label_of(ANYBODY) == ""
+    assert one.label_of(UNIDENTIFIED) == ""
     assert one.label_of(caller("acme")) == again.label_of(caller("acme", "family")) != other.label_of(caller("acme"))
     labels = {one.label_of(each) for each in (caller("acme"), caller("zen"), caller("family"), PUBLIC)}
     assert len(labels) == 4

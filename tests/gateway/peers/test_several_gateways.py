@@ -19,7 +19,7 @@ from octavo.v1 import admin_pb2, common_pb2, load_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
-from octavo.wire.messages import PeerAskLoad, PeerReply, ToPeer
+from octavo.wire.peer_messages import PeerAskLoad, PeerReply, ToPeer
 from tests.support.gateway.fake_pool import FakePool
 from tests.support.gateway.rpc_errors import Refusal, refused
 

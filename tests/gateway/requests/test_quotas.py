@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.gateway.auth.authenticator import ANYBODY, Caller, TenantLimits
+from octavo.gateway.auth.authenticator import UNIDENTIFIED, Caller, TenantLimits
 from octavo.gateway.errors import ExceedsCapacity, TenantLimit
 from octavo.gateway.requests.admission import NotEnough, TenantCounts, TenantQuotas, TokenBucket
 
@@ -84,7 +84,7 @@ def test_tenants_do_not_feel_each_other_and_strangers_are_not_counted() -> None:
     quotas.enter("a", caller("one", max_requests=1), 0)
     quotas.enter("b", caller("two", max_requests=1), 0)
     for _ in range(3):
-        quotas.enter("c", ANYBODY, 0)
+        quotas.enter("c", UNIDENTIFIED, 0)
         quotas.reserve("c", 10**9, 0)
     with pytest.raises(TenantLimit):
         quotas.enter("d", caller("one", max_requests=1), 0)

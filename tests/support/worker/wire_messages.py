@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from octavo.wire import messages as m
+from octavo.wire import peer_messages as p
 
 int32s = st.integers(-(2**31), 2**31 - 1)
 counts = st.integers(0, 2**40)
@@ -127,14 +128,14 @@ to_worker = st.one_of(
     st.builds(m.Drain, grace_s=finite),
 )
 to_peer = st.one_of(
-    st.builds(m.PeerAbort, call_id=counts, request_id=texts),
-    st.builds(m.PeerCancelAll, call_id=counts, tenant=st.none() | texts),
-    st.builds(m.PeerCancel, call_id=counts, keys=st.lists(texts, max_size=3).map(tuple)),
-    st.builds(m.PeerDrain, call_id=counts, grace_s=st.none() | finite),
-    st.builds(m.PeerAskLoad, call_id=counts),
+    st.builds(p.PeerAbort, call_id=counts, request_id=texts),
+    st.builds(p.PeerCancelAll, call_id=counts, tenant=st.none() | texts),
+    st.builds(p.PeerCancel, call_id=counts, keys=st.lists(texts, max_size=3).map(tuple)),
+    st.builds(p.PeerDrain, call_id=counts, grace_s=st.none() | finite),
+    st.builds(p.PeerAskLoad, call_id=counts),
 )
 peer_replies = st.builds(
-    m.PeerReply,
+    p.PeerReply,
     call_id=counts,
     gateway_id=texts,
     num_ended=counts,
