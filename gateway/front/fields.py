@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from octavo.client.requests import GenerateFields
 from octavo.gateway.front.errors import ApiError
+from octavo.v1 import inference_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _RENAMED = {"n": "num_outputs", "grammar": "ebnf", "guided_choice": "choice", "guided_regex": "regex"}
@@ -43,12 +44,11 @@ class StreamOptions(BaseModel):
 
 
 class GenerateBody(Body):
-    """What chats and completions share: the names of octavo.v1 but for those in `_RENAMED`."""
+    """What chats and completions share: the names of octavo.v1 but for those in `_RENAMED`. The numbers of its
+    SamplingParams are taken by their names, without a row here."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -57,11 +57,6 @@ class GenerateBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Beyond OpenAI's, by the names that vLLM has for them, or octavo.v1.
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -86,6 +81,7 @@ class GenerateBody(Body):
         """Those of octavo.v1, without input and logprobs. Raises ApiError."""
         given = self.model_dump(exclude_none=True, include=set(_PLAIN) | set(_RENAMED))
         fields = {_RENAMED.get(name, name): value for name, value in given.items()}
+        fields |= {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         if self.stop is not None:
             fields["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.seed is not None:
@@ -96,18 +92,14 @@ class GenerateBody(Body):
 
 
 _PLAIN = (
-    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens", "logit_bias", "top_k", "min_p"),
-    *(
-        "typical_p",
-        "top_n_sigma",
-        "repetition_penalty",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "skip_special_tokens",
-    ),
-    *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "priority", "cache_salt", "regex", "ebnf", "choice"),
+    *("max_tokens", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "skip_special_tokens", "bad_words"),
+    *("allowed_token_ids", "truncate_prompt_tokens", "priority", "cache_salt", "regex", "ebnf", "choice"),
 )
+_SAMPLING = {
+    field.name: int if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) else float
+    for field in inference_pb2.SamplingParams.DESCRIPTOR.fields
+    if not field.is_repeated
+}
 
 
 class ChatBody(GenerateBody):
@@ -196,17 +188,27 @@ def inputs_of(given: Prompt) -> list[str | list[int]]:
 def parse(kind: type[B], body: bytes) -> B:
     """The body of a request. Raises ApiError that names the field."""
     try:
-        return kind.model_validate(json.loads(body))
+        parsed = kind.model_validate(json.loads(body))
     except ValidationError as error:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"] if str(part) in kind.model_fields or isinstance(part, int)]
         name = ".".join(place) or ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            name = ".".join(map(str, first["loc"]))
-            raise ApiError(400, f"unknown or unsupported field: {name}", param=name, code="unknown_parameter") from None
+            raise _unknown(".".join(map(str, first["loc"]))) from None
         raise ApiError(400, f"{name or 'the body'}: {first['msg'].lower()}", param=name or None) from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not JSON") from None
+    for name, value in (parsed.model_extra or {}).items():
+        if name not in _SAMPLING:
+            raise _unknown(name)
+        is_number = isinstance(value, int | _SAMPLING[name]) and not isinstance(value, bool)
+        if not is_number and value is not None:
+            raise ApiError(400, f"{name}: input should be a valid number", param=name)
+    return parsed
+
+
+def _unknown(name: str) -> ApiError:
+    return ApiError(400, f"unknown or unsupported field: {name}", param=name, code="unknown_parameter")
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
