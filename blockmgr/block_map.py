@@ -31,8 +31,8 @@ class BlockMap:
 
 
 def map_blocks(pool: BlockPool, max_cells: int) -> BlockMap:
-    """O(blocks), without Python per block. A cell has the state that most of its blocks have; of equally many the
-    highest. ValueError for no cells."""
+    """O(blocks), without Python per block. A cell has the highest state that any of its blocks has, so that nothing
+    that is in use is hidden. ValueError for no cells."""
     if max_cells < 1:
         raise ValueError(f"a map of {max_cells} cells")
     states_P = np.full(pool.num_blocks, BlockState.ACTIVE, np.uint8)
@@ -41,10 +41,5 @@ def map_blocks(pool: BlockPool, max_cells: int) -> BlockMap:
     states_P[pool.blank_blocks()] = BlockState.FREE
     num_shared = int(np.count_nonzero(states_P == BlockState.SHARED))
     blocks_per_cell = max(1, -(-pool.num_blocks // max_cells))
-    if blocks_per_cell == 1:
-        return BlockMap(blocks_per_cell=1, cells_C=states_P, num_shared=num_shared)
-    starts_C = np.arange(0, pool.num_blocks, blocks_per_cell)
-    highest_first = sorted(BlockState, reverse=True)
-    counts = np.stack([np.add.reduceat(states_P == state, starts_C, dtype=np.int64) for state in highest_first])
-    cells_C = np.array(highest_first, np.uint8)[counts.argmax(axis=0)]
+    cells_C = np.maximum.reduceat(states_P, np.arange(0, pool.num_blocks, blocks_per_cell))
     return BlockMap(blocks_per_cell=blocks_per_cell, cells_C=cells_C, num_shared=num_shared)

@@ -7,6 +7,7 @@ stop:  listeners (GOAWAY) -> tasks -> pool -> metrics
 
 import asyncio
 import contextlib
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -14,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from octavo.gateway.auth.authenticator import Authenticator, PrefixSalt
 from octavo.gateway.auth.reloader import AccessReloader
-from octavo.gateway.config import Dialects, GatewayConfig
+from octavo.gateway.config import Dialects, GatewayConfig, PageConfig
 from octavo.gateway.dialects import kserve, openengine, vllm, vllm_native
 from octavo.gateway.dialects.kserve.servicer import KserveServicer
 from octavo.gateway.dialects.openengine.servicer import OpenEngineControl, OpenEngineInference
@@ -30,7 +31,7 @@ from octavo.gateway.requests.embedding import Embedder
 from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import RequestTracker
-from octavo.gateway.rpc.addresses import check_admin, check_exposure, num_addresses_of, split_host_port
+from octavo.gateway.rpc.addresses import check_admin, check_exposure, join_host_port, num_addresses_of, split_host_port
 from octavo.gateway.rpc.connections import (
     ConnectionLimiter,
     OpenCalls,
@@ -52,8 +53,11 @@ from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.pool import WorkerPool
 from octavo.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from octavo.openengine import openengine_pb2_grpc
-from octavo.v1 import admin_pb2_grpc, inference_pb2_grpc, load_pb2_grpc, model_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2_grpc
 from octavo.vllm import vllm_pb2_grpc
+
+if TYPE_CHECKING:
+    from octavo.gateway.page.server import Page
 
 log = structlog.get_logger(__name__)
 _HEALTH = "grpc.health.v1.Health"
@@ -65,7 +69,7 @@ _POLL_S = 0.02
 
 class Gateway:
     """Create, start and stop it on one event loop. listen_address, model_addresses, admin_address,
-    metrics_port: what was bound."""
+    metrics_port, page_url: what was bound."""
 
     def __init__(
         self,
@@ -128,6 +132,8 @@ class Gateway:
         self.listen_address = ""
         self.model_addresses: dict[str, str] = {}
         self.admin_address = ""
+        self.page_url = ""
+        self._page: Page | None = None
         self.metrics_port: int | None = None
         self.drained = asyncio.Event()
         self.is_drained_by_operator = False
@@ -177,6 +183,7 @@ class Gateway:
             address=self.listen_address,
             admin=self.admin_address or None,
             metrics_port=self.metrics_port,
+            page=self.page_url or None,
             max_connections=self._limiter.limits.total,
         )
 
@@ -205,6 +212,23 @@ class Gateway:
             self._servers.append(self._status_server(config.status_address))
         for each in self._servers:
             await each.start()
+        if config.page is not None:
+            self._start_page(config.page)
+
+    def _start_page(self, config: PageConfig) -> None:
+        # Only where there is a page: its libraries cost every other gateway memory and time.
+        from octavo.gateway.page.calls import Method
+        from octavo.gateway.page.server import Page
+
+        check_exposure(join_host_port(config.host, config.port or 0), self.config.exposure, setting="--page-host")
+        watch, generate = self._load_servicer().WatchLoad, self._inference_servicer().Generate
+        methods = (
+            Method(f"/{_LOAD}/WatchLoad", load_pb2.WatchLoadRequest, watch, self._interceptor),
+            Method(f"/{_PUBLIC[0]}/Generate", inference_pb2.GenerateRequest, generate, self._interceptor),
+        )
+        self._page = Page(config, methods)
+        self._page.start()
+        self.page_url = f"http://{join_host_port(config.host, self._page.port)}/"
 
     def _listen_at(self, address: str, *, setting: str, model: str = "") -> str:
         """All that callers may call, at one more address; as it was bound. model: of requests that name none."""
@@ -359,6 +383,9 @@ class Gateway:
             await self._empty_within(_END_S)
         await self.readiness.close()
         await self.load_watch.close()
+        if self._page is not None:
+            await self._page.close()
+            self._page = None
         await asyncio.gather(*(server.stop(0.5) for server in self._servers))
         self._servers.clear()
         await self._cancel_tasks()

@@ -125,6 +125,16 @@ class PeerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageConfig:
+    """The live page. port None: 50080, or a free one where that is busy; 0: a free one. names: by which browsers reach
+    it, beside addresses and localhost."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """One gateway process.
 
@@ -133,8 +143,8 @@ class GatewayConfig:
     HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
     models without TLS and keys. ``front_address``: another one, where the front for HTTP passes its callers' calls on,
     with their keys and without TLS. ``expected_models``: names of those that have to be ready before health says so;
-    none: any is enough. ``model_addresses``: further addresses, each with the model that its callers mean who name
-    none.
+    none: any is enough. ``page`` None: there is none. ``model_addresses``: further addresses, each with the model of
+    requests that name none.
     """
 
     workers: WorkerPoolConfig
@@ -144,6 +154,7 @@ class GatewayConfig:
     model_addresses: tuple[tuple[str, str], ...] = ()
     admin_address: str | None = None
     metrics_address: str | None = "127.0.0.1:9090"
+    page: PageConfig | None = None
     status_address: str | None = None
     front_address: str | None = None
     exposure: Exposure = Exposure.LOOPBACK_ONLY

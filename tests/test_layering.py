@@ -48,6 +48,7 @@ INNER: dict[str, dict[str, set[str]]] = {
             "dialects/vllm_native",
             "requests",
             "rpc",
+            "page",
         }
         | {"observability", "servicers", "streams", "peers", "text", "watching", "workers"},  # app puts parts together
         "workers": set(),
@@ -59,6 +60,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         "streams": {"text"},
         "requests": {"auth", "observability", "rpc", "streams", "text", "validation", "workers"},
         "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
+        "page": {"rpc"},
         "watching": {"observability", "peers", "requests", "workers"},
         "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm", "dialects/vllm_native"},
         "dialects/kserve": {"requests", "rpc", "streams", "validation"},

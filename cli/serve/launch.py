@@ -113,6 +113,7 @@ def plan_processes(
             | {"status_socket": status_socket(settings, run_dir, n)}
             | {"front_socket": None if openai_port is None else front_socket(run_dir, n)}
             | _peers(controls, n)
+            | {"page": "off" if n or settings.page == "off" else "on"}
             | {"expected_model": list(settings.model)},
             metrics_port=ports[n],
             status_socket=status_socket(settings, run_dir, n),

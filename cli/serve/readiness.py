@@ -108,13 +108,15 @@ def service_summary(
     plans: Sequence[ProcessPlan],
     models: Sequence[ModelSummary],
     *,
+    page: str | None,
     ready_after_s: float,
 ) -> ServiceSummary:
-    """What the box shows."""
+    """What the box shows. page: address of the live page, as its gateway said."""
     host = settings.metrics_host
     return ServiceSummary(
         address=address,
         admin_address=join_address(settings.host, settings.admin_port) if settings.admin_port else None,
+        page=page,
         metrics=[(each.name, join_address(host, each.metrics_port)) for each in plans if each.metrics_port],
         openai_url=next((f"{each.url}/v1" for each in plans if each.url is not None), None),
         models=models,

@@ -125,7 +125,8 @@ async def _announce(
     ready_after_s = time.monotonic() - started_s
     models = model_summaries(served, list(view.loaded.values()))
     with contextlib.suppress(OSError):  # nobody reads stdout
-        show_summary(service_summary(settings, address, plans, models, ready_after_s=ready_after_s))
+        summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
+        show_summary(summary)
     (run_dir / READY_FILE).write_text(address + "\n")
 
 
@@ -156,6 +157,7 @@ def choose_ports(settings: ServeSettings) -> list[int]:
     """
     chosen = [(settings.host, settings.port, "port"), (settings.host, settings.admin_port, "admin_port")]
     chosen += [(settings.openai_host, settings.openai, "openai")]
+    chosen += [(settings.page_host, settings.page_port or 0, "page_port")] if settings.page != "off" else []
     chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings)]
     chosen += [(settings.metrics_host, port, name) for name, port in metrics_ports(settings)]
     numbers = [port for _, port, _ in chosen if port]
@@ -163,7 +165,7 @@ def choose_ports(settings: ServeSettings) -> list[int]:
         raise CliError(
             "two listeners want one port",
             f"ports are {sorted(numbers)}",
-            "change --port, --admin-port, --model-port, --openai, --metrics-port or --worker-metrics-port",
+            "change --port, --admin-port, --page-port, --model-port, --openai, --metrics-port or --worker-metrics-port",
         )
     for host, port, name in chosen:
         if port:

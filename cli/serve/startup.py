@@ -76,11 +76,13 @@ class StartupView:
 
     Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. For programs (log
     format json, or no terminal) lines pass through unchanged; for people without a terminal what is counted is told in
-    plain lines, one every two seconds. loaded: what each worker said of its model, by worker.
+    plain lines, one every two seconds. loaded: what each worker said of its model, by worker. page: address of the live
+    page, as its gateway said; None for none.
     """
 
     def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, level: str, style: LineStyle) -> None:
         self.loaded: dict[str, dict[str, Any]] = {}
+        self.page: str | None = None
         self._console = console
         self._level = level
         self._style = style
@@ -93,6 +95,8 @@ class StartupView:
         line = parse_line(raw)
         if line.event == "loaded":
             self.loaded[name] = line.fields
+        if line.event == "listening":
+            self.page = line.fields.get("page") or self.page
         step = _step(line)
         if self._bars is not None and step is not None:
             with contextlib.suppress(OSError):  # as below

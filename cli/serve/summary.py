@@ -55,6 +55,7 @@ class ServiceSummary:
     ready_after_s: float
     access: Sequence[str] = ()
     openai_url: str | None = None
+    page: str | None = None
 
     @property
     def client_line(self) -> str:
@@ -71,6 +72,7 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
     rows = [("gRPC", summary.address)]
     rows += [("OpenAI", summary.openai_url)] if summary.openai_url else []
     rows += [("admin", summary.admin_address)] if summary.admin_address else []
+    rows += [("page", summary.page)] if summary.page else []
     rows += [("access", " + ".join(summary.access))] if summary.access else []
     rows += [("metrics", f"http://{address}/metrics  ({name})") for name, address in summary.metrics]
     for model in summary.models:

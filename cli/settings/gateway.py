@@ -128,3 +128,25 @@ class PeerSettings(Settings):
     peer_endpoint: Names = setting(
         (), "Control endpoints of the other gateways; repeat; its own may be among them", panel="Gateways"
     )
+
+
+class PageSettings(Settings):
+    """The live page."""
+
+    page: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Live page of the service, over HTTP; auto: serve has one, octavo gateway where --page-port is given",
+        panel="Watching",
+    )
+    page_port: int | None = setting(
+        None,
+        "Port of the live page, which the first gateway of serve has; 0 takes a free one; unset: 50080, or a free one "
+        "where that is busy",
+        panel="Watching",
+        ge=0,
+        le=65535,
+    )
+    page_host: str = setting("127.0.0.1", "Address of the live page", panel="Watching")
+    page_name: Names = setting(
+        (), "Host name by which browsers reach the live page, beside addresses and localhost; repeat", panel="Watching"
+    )

@@ -18,6 +18,7 @@ from octavo.gateway.config import (
     Exposure,
     GatewayConfig,
     LogFormat,
+    PageConfig,
     PeerConfig,
     PortSharing,
     RequestLimits,
@@ -102,6 +103,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         model_addresses=tuple((name, join_address(settings.host, port)) for name, port in model_ports(settings)),
         admin_address=None if settings.admin_port is None else join_address(settings.host, settings.admin_port),
         metrics_address=join_address(settings.metrics_host, settings.metrics_port),
+        page=_page_config(settings),
         status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
         front_address=None if settings.front_socket is None else f"unix:{settings.front_socket.absolute()}",
         exposure=Exposure(settings.exposure),
@@ -133,6 +135,12 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         log_format=LogFormat(settings.log_format),
         log_level=settings.log_level,
     )
+
+
+def _page_config(settings: GatewaySettings) -> PageConfig | None:
+    if settings.page == "off" or (settings.page == "auto" and settings.page_port is None):
+        return None
+    return PageConfig(host=settings.page_host, port=settings.page_port, names=settings.page_name)
 
 
 def _pool_config(settings: GatewaySettings) -> WorkerPoolConfig:

@@ -9,6 +9,7 @@ from octavo.cli.settings.gateway import (
     AddressSettings,
     LimitSettings,
     ListenSettings,
+    PageSettings,
     PeerSettings,
     SupervisionSettings,
     WorkerDoorSettings,
@@ -100,6 +101,7 @@ class WorkerSettings(
 
 class GatewaySettings(
     MetricsHostSettings,
+    PageSettings,
     ProcessSettings,
     SupervisionSettings,
     ConstraintCheckSettings,
@@ -138,6 +140,7 @@ class ServeSettings(
     FrontAddressSettings,
     OracleSettings,
     WorkerWatchSettings,
+    PageSettings,
     ProcessSettings,
     SupervisionSettings,
     ConstraintCheckSettings,

@@ -65,7 +65,7 @@ class ModelMeters:
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason: stop, length, tool_calls, deadline
     time_to_first_token: Histogram = field(default_factory=_latency)
     inter_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_GAP_BUCKETS_S))
-    queue: Histogram = field(default_factory=_latency)  # with a worker, until it began
+    queue: Histogram = field(default_factory=_latency)  # of a worker, as it says
     end_to_end: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BUCKETS))

@@ -157,8 +157,6 @@ class TrackedRequest:
                 meters.inter_token.observe((now_s - self.last_message_s) / num_tokens, num_tokens)
         else:
             meters.time_to_first_token.observe(now_s - self.scope.started_s)
-            begun_s = self.stream.scheduled_s or self.stream.first_token_s
-            meters.queue.observe(max(0.0, begun_s - self.sent_s))
         self.last_message_s = now_s
 
     def count_finished(self, reason: str, index: int = 0) -> None:
@@ -166,6 +164,8 @@ class TrackedRequest:
         meters = self.meters
         meters.finished[reason] += 1
         meters.end_to_end.observe(time.monotonic() - self.scope.started_s)
+        if (figures := self.streams[index].finished) is not None:
+            meters.queue.observe(figures.queue_s)
         meters.request_prompt_tokens.observe(self.num_prompt_tokens)
         meters.request_generation_tokens.observe(self.streams[index].processor.num_tokens)
         self.num_complete += 1

@@ -25,6 +25,11 @@ def split_host_port(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
+def join_host_port(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def num_addresses_of(address: str) -> int:
     """How many listeners gRPC makes of it: one for each address that the host's name has."""
     if address.startswith("unix:"):

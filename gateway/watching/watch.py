@@ -353,9 +353,8 @@ def _block_map(look: WorkerLook, num_blocks: int, max_cells: int) -> pb.BlockMap
     cells_C, blocks_per_cell = look.cells_C, look.blocks_per_cell
     factor = -(-len(cells_C) // max_cells)
     if factor > 1:
-        padded = np.concatenate([cells_C, np.zeros(-len(cells_C) % factor, np.uint8)]).reshape(-1, factor)
-        counts = np.stack([(padded == state).sum(axis=1) for state in (4, 3, 2, 1)])
-        cells_C, blocks_per_cell = np.array([4, 3, 2, 1], np.uint8)[counts.argmax(axis=0)], blocks_per_cell * factor
+        cells_C = np.maximum.reduceat(cells_C, np.arange(0, len(cells_C), factor))
+        blocks_per_cell *= factor
     starts = np.flatnonzero(np.diff(cells_C, prepend=0))
     lengths = np.diff(starts, append=len(cells_C))
     return pb.BlockMap(blocks_per_cell=blocks_per_cell, states=cells_C[starts].tolist(), lengths=lengths.tolist())

@@ -69,7 +69,7 @@ class _BlockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockState
     """Held by several requests."""
 
 class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
-    """What a block is, or most of the blocks of a cell are."""
+    """What a block is; of a cell of several blocks the highest that any of them is."""
 
 BLOCK_STATE_UNSPECIFIED: BlockState.ValueType  # 0
 """Never sent."""
@@ -272,7 +272,7 @@ class LoadFigures(_message.Message):
 
     @_builtins.property
     def queue_s(self) -> Global___Percentiles:
-        """Seconds from the moment that a worker was sent a request until it began."""
+        """Seconds that complete outputs had waited in the queue of a worker, as it says itself."""
 
     def __init__(
         self,
@@ -573,9 +573,7 @@ class BlockMap(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     blocks_per_cell: _builtins.int
-    """Blocks in a cell; the last cell may have fewer. Where it is above 1, a cell has the state that most of its blocks
-    have; of equally many the one that is named last above.
-    """
+    """Blocks in a cell; the last cell may have fewer."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___BlockState.ValueType]:
         """State of each run."""

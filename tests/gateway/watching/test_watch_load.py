@@ -119,7 +119,7 @@ async def test_a_block_map_comes_in_runs_and_within_what_was_asked_for(serve: An
         assert worker.blocks.num_shared == 2
         assert pool.queries[-1] == {"max_cells": 64, "max_outputs": 0}
         (worker,) = (await snapshot(served, max_block_cells=10)).workers
-        assert worker.block_map == load.BlockMap(blocks_per_cell=7, states=states[::2], lengths=[1, 9])
+        assert worker.block_map == load.BlockMap(blocks_per_cell=7, states=states, lengths=[1, 1, 8])
 
 
 async def test_maps_of_a_former_life_and_of_the_silent_are_not_shown(serve: Any) -> None:
