@@ -165,6 +165,7 @@ class Gateway:
         self.reloader.load()
         self.pool.on_change(self.readiness.changed)
         self.models.on_change(self.readiness.changed)
+        self.pool.on_change(self.load_watch.changed)
         await self.pool.start()
         await self.control.peers.start()
         self._tasks = [

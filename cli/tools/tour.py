@@ -1,7 +1,9 @@
 """`octavo tour`: starts a service, asks it three questions, shows receipts and a few metrics, stops it."""
 
+import contextlib
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -82,17 +84,29 @@ def tour(settings: ServeSettings) -> int:
     """Run the tour on free ports; 0 where every step worked. Raises CliError where the service does not start."""
     console = Console()
     taken: set[int] = set()
-    port, gateway_metrics, worker_metrics = (free_port(HOST, taken) for _ in range(3))
+    port, gateway_metrics, worker_metrics, page = (free_port(HOST, taken) for _ in range(4))
     changes = {"port": port, "metrics_port": gateway_metrics, "worker_metrics_port": worker_metrics}
+    changes |= {"page_port": page}
     with _service(_tour_settings(settings, changes)) as process, Client(f"{HOST}:{port}") as client:
         for question in QUESTIONS:
             _ask(client, question, console)
         pages = [read_metrics(f"http://{HOST}:{each}/metrics") for each in (gateway_metrics, worker_metrics)]
         console.print(metrics_table(pages))
+        _show_page(f"http://{HOST}:{page}/", console)
         process.send_signal(signal.SIGTERM)
         code = process.wait(STOP_TIMEOUT_S)
     console.print(f"[dim]the service has drained and stopped with exit code {code}[/]")
     return 0 if code == 0 else 1
+
+
+def _show_page(address: str, console: Console) -> None:
+    """On a terminal the service goes on until Enter, so that the page can be looked at."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        console.print(f"the live page was at {address} while this ran; `octavo serve` has it for as long as you like")
+        return
+    console.print(f"[bold]look at the live page:[/] [bold green]{address}[/]")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        console.input("[dim]Enter stops the service[/] ")
 
 
 def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSettings:
@@ -102,7 +116,14 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
     quiet = {"log_level": "error"} if settings.log_level == "info" else {}
     quiet |= {"log_format": "console"} if settings.log_format == "auto" else {}
     return settings.model_copy(
-        update={"host": HOST, "metrics_host": HOST, "admin_port": None, "model_port": ()}
+        update={
+            "host": HOST,
+            "metrics_host": HOST,
+            "page_host": HOST,
+            "page": "on",
+            "admin_port": None,
+            "model_port": (),
+        }
         | OPEN_DOOR
         | small
         | quiet

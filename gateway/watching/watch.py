@@ -72,6 +72,7 @@ class LoadWatch:
         self._watchers: list[pb.WatchLoadRequest] = []
         self._closing, self._is_unwatched = asyncio.Event(), asyncio.Event()
         self._is_unwatched.set()
+        self._news = asyncio.Event()  # a new one each time
         self._gathering: asyncio.Task[_Taken] | None = None
         self._last: _Taken | None = None
         self._known: dict[str, WorkerView] = {}
@@ -91,6 +92,12 @@ class LoadWatch:
     def drain(self) -> None:
         """End every watch with a last snapshot. Idempotent."""
         self._closing.set()
+        self.changed()
+
+    def changed(self) -> None:
+        """Workers or models came or went: watchers are told at once."""
+        news, self._news, self._last = self._news, asyncio.Event(), None
+        news.set()
 
     async def close(self) -> None:
         """Idempotent."""
@@ -104,8 +111,9 @@ class LoadWatch:
         await self.own.looks.close()
 
     async def snapshots(self, control: Control, request: pb.WatchLoadRequest) -> Snapshots:
-        """A snapshot at once, then one an interval, as it is when it is asked for; the last one when this gateway
-        drains. request: checked. Raises QueueFull before the first where too many watch, Draining behind the last."""
+        """A snapshot at once, then one an interval, and one when workers come or go; each as it is when it is asked
+        for. The last one comes when this gateway drains. request: checked. Raises QueueFull before the first where too
+        many watch, Draining behind the last."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise QueueFull(f"{MAX_WATCHERS} watch the load already, which is all that this gateway takes")
         if self._closing.is_set():
@@ -117,11 +125,13 @@ class LoadWatch:
         try:
             while True:
                 is_last = self._closing.is_set()
+                news = self._news
                 yield self._message(await self._take(control, request), request, control.name)
                 if is_last:
                     raise Draining("this gateway is shutting down")
                 due_s = max(due_s + interval_s, time.monotonic())  # a slow reader has missed what came meanwhile
-                await self._sleep_until(due_s)
+                await self._sleep_until(due_s, news)
+                due_s = min(due_s, time.monotonic())
         finally:
             self._watchers.remove(request)
             if not self._watchers:
@@ -129,10 +139,12 @@ class LoadWatch:
 
     # ------------------------------------------------------------ what is gathered
 
-    async def _sleep_until(self, due_s: float) -> None:
+    async def _sleep_until(self, due_s: float, news: asyncio.Event) -> None:
+        """Or until workers came or went, or the watch is over."""
+        await asyncio.sleep(min(SHARE_S, max(0.0, due_s - time.monotonic())))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
-                await self._closing.wait()
+                await news.wait()
 
     async def _take(self, control: Control, request: pb.WatchLoadRequest) -> _Taken:
         """One for all who ask in the same moment, with as much as the most demanding of them wants."""

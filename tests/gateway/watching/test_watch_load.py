@@ -173,6 +173,19 @@ async def test_snapshots_come_an_interval_apart_until_the_caller_leaves(serve: A
         await served.until(lambda: served.gateway.load_watch.num_watchers == 0)
 
 
+async def test_a_worker_that_comes_or_goes_is_told_at_once(serve: Any) -> None:
+    pool = FakePool()
+    async with serve(pool) as served:
+        call = served.load.WatchLoad(load.WatchLoadRequest(interval_s=60))
+        snapshots = aiter(call)
+        assert [each.condition for each in (await anext(snapshots)).workers] == [load.WORKER_CONDITION_READY]
+        pool.set_views()
+        assert [each.condition for each in (await anext(snapshots)).workers] == [load.WORKER_CONDITION_LOST]
+        pool.set_views(worker_view("w0", epoch="e2"))
+        assert [each.epoch for each in (await anext(snapshots)).workers] == ["e2"]
+        call.cancel()
+
+
 async def first(call: Any, num: int) -> AsyncIterator[Any]:
     """So many messages, then the caller leaves."""
     async for each in call:
