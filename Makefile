@@ -38,11 +38,13 @@ test: dev ## the whole CPU suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds -n 2 --dist loadfile -m "not gpu and not alone"
 	@$(BIN)/python -m pytest --record-seconds -m "alone and not gpu"
 
+# Without kernels for GPUs, which coverage cannot follow, and their tests.
 COVERAGE := --cov --cov-report= --cov-append
-coverage: dev ## how much of the code the tests pass through, by file in out/coverage.md; takes longer than make test
-	@mkdir -p out && rm -f .coverage
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COVERAGE) -n 2 --dist loadfile -m "not gpu and not alone"
-	@$(BIN)/python -m pytest $(COVERAGE) -m "alone and not gpu"
+NO_KERNELS := --ignore tests/model/gpu --ignore tests/model/kernels --ignore tests/worker/runners/cuda
+coverage: dev ## how much of the code the tests pass through, by file in out/coverage.md; three quarters of an hour on a busy machine
+	@mkdir -p out && rm -f .coverage .coverage.*
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COVERAGE) -n 2 --dist loadfile -m "not gpu and not alone and not long" $(NO_KERNELS)
+	@$(BIN)/python -m pytest $(COVERAGE) -m "alone and not gpu and not long" --ignore tests/interop
 	@$(BIN)/python -m coverage report --format=markdown --skip-covered > out/coverage.md
 	@tail -n 1 out/coverage.md
 
