@@ -113,7 +113,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The service. Step time: step_base_s + step_prefill_s per prompt token + step_seq_s per decode, all times
     1 ± jitter. is_watched: the gateways see a worker's process end at once. poisons: freed blocks are overwritten.
-    tenants: with keys; none: nobody is asked who they are, and tenants keep apart by salts that they choose."""
+    num_host_blocks: of a second tier; copy_s: that a block takes to it or back. tenants: with keys; none: nobody is
+    asked who they are, and tenants keep apart by salts that they choose."""
 
     num_workers: int = 1
     num_gateways: int = 1
@@ -151,6 +152,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     poisons: bool = True
     audit_every_steps: int = 10
     tenants: tuple[Tenant, ...] = ()
+    num_host_blocks: int = 0
+    max_copies_in: int = 64
+    copy_s: float = 0.0001
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):

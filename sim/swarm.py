@@ -15,6 +15,7 @@ from sim.scenario import LURKING, Fault, FaultKind, RequestSpec, Scenario, SimCo
 MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
 POINTS = ("engine.launched", "engine.applied", "engine.added", "engine.paused")
+COPYING_POINT = "engine.copying"  # only where there is a second tier
 DEFECT_POINTS = ("pool.opening", "delivery.written")
 _K = FaultKind
 _STALLS = ((_K.STALL, "begun"),) * 6
@@ -61,9 +62,11 @@ def scenario_of(seed: int, *, num_requests: int) -> Scenario:
     rate = capacity * rng.choice((0.1, 0.3, 0.6, 0.9, 1.5))
     horizon_s = max(num_requests / rate, rng.choice((0.0, 5.0, 20.0)))  # downtimes must not be all of it
     config = msgspec.structs.replace(config, tenants=_tenants(config, random.Random(f"{seed}:tenants")))
+    config = _with_host_tier(config, random.Random(f"{seed}:host"))
     num_rushing = min(num_requests // 8, MAX_RUSHING) * len(_LURKING)
     requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests - num_rushing)
     faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
+    faults = _some_while_copying(faults, config, random.Random(f"{seed}:copying"))
     rush, lurking = _rushes(config, random.Random(f"{seed}:rush"), num_rushing, horizon_s + RUSH_AFTER_S)
     requests += tuple(msgspec.structs.replace(spec, index=len(requests) + spec.index) for spec in rush)
     faults = tuple(sorted((*faults, *lurking), key=lambda fault: fault.at_s))
@@ -116,6 +119,29 @@ def _config(rng: random.Random) -> SimConfig:
         poisons=rng.random() < 0.7,
         audit_every_steps=1 if num_blocks < 100 else rng.choice((10, 50)),
         pause_pending_tokens=rng.choice((1, 1, 1, 1, 3, 3, 3, 512)),
+    )
+
+
+def _some_while_copying(faults: tuple[Fault, ...], config: SimConfig, rng: random.Random) -> tuple[Fault, ...]:
+    """Where there is a second tier, some workers die in the middle of copies to it or back."""
+    return tuple(
+        msgspec.structs.replace(fault, detail=COPYING_POINT)
+        if config.num_host_blocks and fault.kind is FaultKind.CRASH_AT and rng.random() < 0.5
+        else fault
+        for fault in faults
+    )
+
+
+def _with_host_tier(config: SimConfig, rng: random.Random) -> SimConfig:
+    """In half of the seeds: too small for what is evicted or ample, and copies that are sooner than computing or
+    not."""
+    if rng.random() < 0.5:
+        return config
+    return msgspec.structs.replace(
+        config,
+        num_host_blocks=max(1, round(config.num_blocks * rng.choice((0.2, 1.0, 5.0)))),
+        max_copies_in=rng.choice((1, 4, 64)),
+        copy_s=config.step_prefill_s * config.block_size * rng.choice((0.01, 0.1, 3.0)),
     )
 
 

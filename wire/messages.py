@@ -40,6 +40,13 @@ class KvEventKind(IntEnum):
     CLEARED = 3  # every block
 
 
+class KvTier(IntEnum):
+    """Which memory of the worker a block is in."""
+
+    DEVICE = 1
+    HOST = 2
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, forbid_unknown_fields=True):
     """Base of all messages; the tag is the class name."""
 
@@ -161,13 +168,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A change of the prefix cache. STORED carries the block's tokens, so that a router can match prompts without
-    knowing how the worker hashes."""
+    knowing how the worker hashes. STORED for a block that is known already: it is on another tier now."""
 
     kind: KvEventKind
     block_hash: bytes = b""
     parent_hash: bytes = b""  # empty for a first block
     token_ids: bytes = b""  # int32, block_size of them
     salt: str = ""
+    tier: KvTier = KvTier.DEVICE  # of STORED
 
 
 # ---------------------------------------------------------------- worker -> gateway

@@ -14,6 +14,7 @@ from enum import Enum
 from itertools import islice
 
 from octavo.gateway.workers.errors import FeedCut, FeedFull
+from octavo.wire.messages import KvTier
 
 MAX_FOLLOWERS = 64
 MAX_WAITING_CHANGES = 65_536  # per follower
@@ -30,12 +31,14 @@ class ChangeKind(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChange:
     """block_id: unique while the block is there. parent_id: None for the first of a prompt. token_ids: int32,
-    little-endian. Of REMOVED only kind and block_id."""
+    little-endian. tier: the device where any worker has it there. Of REMOVED only kind, block_id and tier: a block that
+    changes its tier is removed from one and stored on the other."""
 
     kind: ChangeKind
     block_id: int
     parent_id: int | None = None
     token_ids: bytes = b""
+    tier: KvTier = KvTier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind
 from octavo.gateway.workers.registry import WorkerRecord
-from octavo.wire.messages import KvEvent, KvEventKind, KvEvents
+from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 
 MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
 IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
@@ -65,7 +65,7 @@ def _is_overloaded(candidate: Candidate, least_load: float) -> bool:
 
 
 class _Node:
-    __slots__ = ("block_id", "children", "key", "owners", "parent")
+    __slots__ = ("block_id", "children", "key", "on_host", "owners", "parent")
 
     def __init__(self, parent: "_Node | None", key: bytes) -> None:
         self.block_id = next(_block_ids)
@@ -73,6 +73,11 @@ class _Node:
         self.key = key
         self.children: dict[bytes, _Node] = {}
         self.owners: dict[int, bytes] = {}  # worker incarnation -> its hash of this block
+        self.on_host: set[int] = set()  # those that have it in host memory
+
+    @property
+    def tier(self) -> KvTier:
+        return KvTier.HOST if self.owners and len(self.on_host) == len(self.owners) else KvTier.DEVICE
 
 
 class PrefixIndex:
@@ -156,7 +161,12 @@ class PrefixIndex:
         hashes = self._by_hash.setdefault(incarnation, {})
         if len(event.token_ids) != self.block_size * np.dtype(np.int32).itemsize or not event.block_hash:
             return
-        if event.block_hash in hashes:
+        known = hashes.get(event.block_hash)
+        if known is not None and known.key == event.token_ids and self._is_child(known, hashes, event):
+            self._change_tier(known, incarnation, event.tier)
+            self._touch([known])
+            return
+        if known is not None:
             self._disown(incarnation, event.block_hash)
             hashes = self._by_hash.setdefault(incarnation, {})
         parent = hashes.get(event.parent_hash) if event.parent_hash else self._root(event.salt)
@@ -169,10 +179,13 @@ class PrefixIndex:
         former = node.owners.get(incarnation)
         if former is not None:
             hashes.pop(former, None)
-        is_first = not node.owners
+        is_first, former_tier = not node.owners, node.tier
         node.owners[incarnation] = event.block_hash
+        self._place(node, incarnation, event.tier)
         hashes[event.block_hash] = node
         self._recent[node] = salt
+        if not is_first:
+            self._tell_tier(node, former_tier)
         if is_first:
             self._num_owned[salt] += 1
             if self._feed is not None and self._feed.is_followed:
@@ -180,6 +193,32 @@ class PrefixIndex:
         self._touch([node])
         if len(self._recent) > self._max_nodes:
             self._shrink()
+
+    def _is_child(self, node: _Node, hashes: dict[bytes, _Node], event: KvEvent) -> bool:
+        """Whether it follows what the event says."""
+        if event.parent_hash:
+            return node.parent is hashes.get(event.parent_hash)
+        return node.parent is self._roots.get(event.salt)
+
+    def _change_tier(self, node: _Node, incarnation: int, tier: KvTier) -> None:
+        former = node.tier
+        self._place(node, incarnation, tier)
+        self._tell_tier(node, former)
+
+    @staticmethod
+    def _place(node: _Node, incarnation: int, tier: KvTier) -> None:
+        if tier is KvTier.HOST:
+            node.on_host.add(incarnation)
+        else:
+            node.on_host.discard(incarnation)
+
+    def _tell_tier(self, node: _Node, former: KvTier) -> None:
+        """Followers who know no tiers have it in the end."""
+        if node.tier is former or self._feed is None or not self._feed.is_followed:
+            return
+        salt = self._recent[node]
+        self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id, tier=former))
+        self._feed.tell(salt, _stored(node))
 
     def _root(self, salt: str) -> _Node:
         root = self._roots.get(salt)
@@ -212,18 +251,22 @@ class PrefixIndex:
             self._by_hash.pop(incarnation, None)
         if node is None:
             return
+        former = node.tier
         del node.owners[incarnation]
+        node.on_host.discard(incarnation)
         if not node.owners:
-            self._lost_last_owner(node)
+            self._lost_last_owner(node, former)
+        else:
+            self._tell_tier(node, former)
         self._prune(node)
 
-    def _lost_last_owner(self, node: _Node) -> None:
+    def _lost_last_owner(self, node: _Node, tier: KvTier) -> None:
         salt = self._recent[node]
         self._num_owned[salt] -= 1
         if not self._num_owned[salt]:
             del self._num_owned[salt]
         if self._feed is not None and self._feed.is_followed:
-            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id))
+            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id, tier=tier))
 
     def _prune(self, node: _Node) -> None:
         """Drop nodes without owners and children, up to the root."""
@@ -239,7 +282,9 @@ def _stored(node: _Node) -> BlockChange:
     parent = node.parent
     is_first = parent is None or parent.parent is None  # a root is no block
     parent_id = None if is_first or parent is None else parent.block_id
-    return BlockChange(kind=ChangeKind.STORED, block_id=node.block_id, parent_id=parent_id, token_ids=node.key)
+    return BlockChange(
+        kind=ChangeKind.STORED, block_id=node.block_id, parent_id=parent_id, token_ids=node.key, tier=node.tier
+    )
 
 
 def _now_us() -> int:

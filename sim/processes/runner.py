@@ -56,6 +56,7 @@ class SimRunner(OracleRunner):
             max_slots=config.max_num_seqs,
             max_blocks_per_slot=-(-config.max_model_len // config.block_size),
             max_in_flight=config.max_in_flight,
+            num_host_blocks=config.num_host_blocks,
             faults=OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=NAN_OUTPUT_INDEX, collect_errors=self._errors),
         )
         self.slow_until_s = 0.0
@@ -73,9 +74,16 @@ class SimRunner(OracleRunner):
         self.on_plan(plan)
         super().launch(plan)
         fault_point("engine.launched")
+        if len(plan.copies_out_C2) or len(plan.copies_in_C2):
+            fault_point("engine.copying")
         if self.next_error is not None:
             self._errors[plan.step], self.next_error = self.next_error, None
         self._durations.append(self._duration_s(plan))
+
+    @property
+    def leaving(self) -> list[int]:
+        """Device blocks that launched plans have still to copy out."""
+        return [block for plan in self._launched for block in plan.copies_out_C2[:, 0].tolist()]
 
     def collect(self) -> StepResult:
         self._clock.ahead_s += self._durations.popleft()
@@ -88,6 +96,7 @@ class SimRunner(OracleRunner):
         config, num_decodes = self._config, len(plan.decode_slots_S)
         steady_s = config.step_base_s + config.step_seq_s * num_decodes
         steady_s += config.step_prefill_s * (plan.num_tokens - num_decodes)
+        steady_s += config.copy_s * max(len(plan.copies_out_C2), len(plan.copies_in_C2))
         slowness = SLOWNESS if self._clock() < self.slow_until_s else 1.0
         return float(steady_s * slowness * self._rng.uniform(1 - config.jitter, 1 + config.jitter))
 
@@ -102,5 +111,8 @@ class SimRunner(OracleRunner):
         slots = [*plan.decode_slots_S.tolist(), *(chunk.slot for chunk in plan.prefill)]
         journal.counts["steps"] += 1
         journal.note(f"step {plan.step} {num_tokens} {slots}")
-        journal.check(0 < num_tokens <= self._config.max_batch_tokens, lambda: f"a step of {num_tokens} tokens")
+        has_other_work = bool(plan.new_requests) or len(plan.copies_in_C2) > 0
+        is_of_use = num_tokens > 0 or has_other_work
+        journal.check(is_of_use, "a step of nothing")
+        journal.check(num_tokens <= self._config.max_batch_tokens, lambda: f"a step of {num_tokens} tokens")
         journal.check(len(set(slots)) == len(slots) <= self._config.max_num_seqs, lambda: f"a step of slots {slots}")

@@ -96,6 +96,7 @@ def _misplaced(table: RequestTable) -> Iterator[str]:
     decoding = {slot for slot, is_on in enumerate(table.slots.is_decoding_S.tolist()) if is_on}
     for name, found, said in (
         ("prefilling", table.prefilling, of_phase[Phase.PREFILLING]),
+        ("loading", table.loading.values(), of_phase[Phase.LOADING]),
         ("paused", table.paused.values(), of_phase[Phase.PAUSED]),
         ("parked", table.parked.values(), of_phase[Phase.PARKED]),
     ):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
@@ -100,6 +102,7 @@ def scheduler_config(scenario: Scenario) -> SchedulerConfig:
         max_in_flight=config.max_in_flight,
         aging_s=config.aging_s,
         preempt_every_steps=config.preempt_every_steps,
+        copy_s_per_block=config.copy_s,
     )
 
 
@@ -141,6 +144,8 @@ class Life:
                 fingerprint=b"sim",
                 prefix_cache=PrefixCache.ON if config.has_prefix_cache else PrefixCache.OFF,
                 secret=b"sim",
+                num_host_blocks=config.num_host_blocks,
+                max_copies_in=config.max_copies_in,
             )
         )
         self.scheduler = SimScheduler(scheduler_config(scenario), self.blocks)
@@ -268,7 +273,9 @@ class Life:
 
     def _check(self, num_steps: int) -> None:
         if self._config.poisons:
-            self.runner.poison(self.blocks._pool.blank_blocks())
+            leaving = {*self.blocks.host.outs.values(), *self.runner.leaving}  # the next plans copy them out first
+            blank = self.blocks._pool.blank_blocks()
+            self.runner.poison(blank[~np.isin(blank, list(leaving))] if leaving else blank)
         if self._config.tenants:
             self.fairness.look()
         every = self._config.audit_every_steps
@@ -286,6 +293,13 @@ class Life:
         journal.check(not violations, lambda: f"audit of {self.name}: {violations}")
         total = blocks.num_free + blocks.num_cached + blocks.num_active
         journal.check(total == self._config.num_blocks, lambda: f"{total} blocks of {self._config.num_blocks}")
+        host, wait = blocks.host, {request.block_owner for request in self.scheduler.requests if request.slot is None}
+        journal.check(
+            host.parcels.keys() <= wait, lambda: f"{sorted(host.parcels.keys() - wait)} left blocks on the host"
+        )
+        journal.counts["copied out"] = max(journal.counts["copied out"], host.num_copied_out)
+        journal.counts["copied in"] = max(journal.counts["copied in"], host.num_copied_in)
+        journal.counts["swaps"] = max(journal.counts["swaps"], counters.num_swaps)
         unfinished = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_paused
         ended = counters.num_ended.total()
         is_whole = counters.num_accepted == ended + unfinished
@@ -297,6 +311,8 @@ class Life:
         journal, scheduler = self._journal, self.scheduler
         journal.check(scheduler.is_empty, f"{self.name} still has {list(scheduler.requests)}")
         journal.check(self.blocks.num_active == 0, f"{self.name} holds {self.blocks.num_active} blocks for nobody")
+        num_held = self._config.num_host_blocks - self.blocks.host.pool.num_available
+        journal.check(num_held == 0, f"{self.name} holds {num_held} host blocks for nobody")
 
 
 class Seat:

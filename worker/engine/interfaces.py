@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.blockmgr.ids import Tier
 from octavo.blockmgr.manager import BlockManager
 from octavo.blockmgr.prefix_index import BlockEvent, EventKind, IndexWalk
 from octavo.wire.messages import (
@@ -21,6 +22,7 @@ from octavo.wire.messages import (
     KvEvent,
     KvEventKind,
     KvEvents,
+    KvTier,
     Leaving,
     Pause,
     Resume,
@@ -185,6 +187,7 @@ def _kv_event(event: BlockEvent) -> KvEvent:
         parent_hash=event.parent_hash,
         token_ids=event.token_ids,
         salt=event.salt,
+        tier=KvTier.HOST if event.tier is Tier.HOST else KvTier.DEVICE,
     )
 
 

@@ -13,7 +13,7 @@ from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
 from octavo.openengine import openengine_pb2 as oe
-from octavo.wire.messages import TokenLogprobs, WireFinishReason
+from octavo.wire.messages import KvTier, TokenLogprobs, WireFinishReason
 
 BytesById = Sequence[bytes]
 _CODES = {
@@ -142,6 +142,9 @@ def _match(stream: OutputStream, tracked: TrackedRequest) -> oe.StopMatch | None
     return oe.StopMatch(eos_token_id=token_id)
 
 
+_MEDIUMS = {KvTier.DEVICE: oe.STORAGE_MEDIUM_GPU, KvTier.HOST: oe.STORAGE_MEDIUM_CPU_PINNED}
+
+
 def kv_batch(batch: BlockBatch) -> oe.KvEventBatch:
     """The present state begins with AllBlocksCleared: the subscriber may hold what is over."""
     message = oe.KvEventBatch(sequence_number=batch.sequence, timestamp_unix_nanos=time.time_ns())
@@ -150,12 +153,12 @@ def kv_batch(batch: BlockBatch) -> oe.KvEventBatch:
     for change in batch.changes:
         if change.kind is ChangeKind.STORED:
             _add_stored(message, change)
-        elif message.events and message.events[-1].HasField("block_removed"):
-            message.events[-1].block_removed.block_hashes.append(_hash(change.block_id))
-        else:
-            removed = message.events.add().block_removed
-            removed.medium = oe.STORAGE_MEDIUM_GPU
-            removed.block_hashes.append(_hash(change.block_id))
+            continue
+        last = message.events[-1] if message.events and message.events[-1].HasField("block_removed") else None
+        if last is None or last.block_removed.medium != _MEDIUMS[change.tier]:
+            last = message.events.add()
+            last.block_removed.medium = _MEDIUMS[change.tier]
+        last.block_removed.block_hashes.append(_hash(change.block_id))
     return message
 
 
@@ -164,9 +167,11 @@ def _add_stored(message: oe.KvEventBatch, change: BlockChange) -> None:
     token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
     parent = None if change.parent_id is None else _hash(change.parent_id)
     last = message.events[-1].block_stored if message.events and message.events[-1].HasField("block_stored") else None
-    if last is None or last.block_hashes[-1] != parent or last.block_size != len(token_ids):
+    medium = _MEDIUMS[change.tier]
+    joins = last is not None and last.medium == medium and last.block_size == len(token_ids)
+    if last is None or not joins or last.block_hashes[-1] != parent:
         last = message.events.add().block_stored
-        last.medium = oe.STORAGE_MEDIUM_GPU
+        last.medium = medium
         last.block_size = len(token_ids)
         if parent is not None:
             last.parent_block_hash.CopyFrom(parent)

@@ -11,9 +11,12 @@ from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
-from octavo.wire.messages import TokenLogprobs, WireFinishReason
+from octavo.wire.messages import KvTier, TokenLogprobs, WireFinishReason
 
 Positions = list[tuple[int, TokenLogprobs]]
+
+_TIERS = {KvTier.DEVICE: common.KV_CACHE_TIER_DEVICE, KvTier.HOST: common.KV_CACHE_TIER_HOST}
+_MEDIUMS = {KvTier.DEVICE: "GPU", KvTier.HOST: "CPU"}  # vLLM's words, whatever the device is
 
 
 class KvBatches:
@@ -41,19 +44,22 @@ class KvBatches:
     def _add(self, message: common.KvEventBatch, change: BlockChange) -> None:
         if change.kind is ChangeKind.STORED:
             _add_stored(message, change)
-        elif message.events and message.events[-1].HasField("removed"):
-            message.events[-1].removed.block_hashes.append(change.block_id)
-        else:
-            message.events.add().removed.block_hashes.append(change.block_id)
+            return
+        last = message.events[-1] if message.events else None
+        if last is None or not last.HasField("removed") or last.removed.tier != _TIERS[change.tier]:
+            last = message.events.add()
+            last.removed.tier, last.removed.medium = _TIERS[change.tier], _MEDIUMS[change.tier]
+        last.removed.block_hashes.append(change.block_id)
 
 
 def _add_stored(message: common.KvEventBatch, change: BlockChange) -> None:
     """A block that follows the one before it joins its event, as engines send a prompt's blocks."""
     token_ids = np.frombuffer(change.token_ids, "<i4").tolist()
     last = message.events[-1].stored if message.events and message.events[-1].HasField("stored") else None
-    if last is None or last.blocks[-1].block_hash != change.parent_id:
+    tier = _TIERS[change.tier]
+    if last is None or last.blocks[-1].block_hash != change.parent_id or last.tier != tier:
         last = message.events.add().stored
-        last.tier = common.KV_CACHE_TIER_DEVICE
+        last.tier, last.medium = tier, _MEDIUMS[change.tier]
         if change.parent_id is not None:
             last.parent_block_hash = change.parent_id
     last.blocks.add(block_hash=change.block_id, token_ids=token_ids, block_size=len(token_ids))

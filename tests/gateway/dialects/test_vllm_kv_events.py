@@ -137,3 +137,23 @@ async def test_without_a_worker_there_is_nothing_to_follow_yet(serve: Any, vllm_
         served.pool.set_views()
         refusal = await refused(vllm_stub(served.channel).SubscribeKvEvents(common.SubscribeKvEventsRequest()))
     assert refusal.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_tiers_are_told_in_the_contracts_words() -> None:
+    from octavo.gateway.dialects.vllm.messages import KvBatches
+    from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
+    from octavo.wire.messages import KvTier
+
+    ids = np.arange(BLOCK, dtype="<i4").tobytes()
+    changes = (
+        BlockChange(kind=ChangeKind.STORED, block_id=1, token_ids=ids),
+        BlockChange(kind=ChangeKind.STORED, block_id=2, parent_id=1, token_ids=ids, tier=KvTier.HOST),
+        BlockChange(kind=ChangeKind.REMOVED, block_id=2),
+        BlockChange(kind=ChangeKind.REMOVED, block_id=1, tier=KvTier.HOST),
+    )
+    message = KvBatches().of(BlockBatch(sequence=1, changes=changes))
+    parts = [getattr(event, event.WhichOneof("data")) for event in message.events]
+    device, host = common.KV_CACHE_TIER_DEVICE, common.KV_CACHE_TIER_HOST
+    assert [(part.tier, part.medium) for part in parts] == [
+        (device, "GPU"), (host, "CPU"), (device, "GPU"), (host, "CPU"),
+    ]  # fmt: skip

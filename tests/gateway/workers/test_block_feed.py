@@ -9,7 +9,7 @@ from octavo.gateway.workers import events
 from octavo.gateway.workers.errors import FeedCut, FeedFull
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind, Chunk
 from octavo.gateway.workers.router import PrefixIndex
-from octavo.wire.messages import KvEvent, KvEventKind
+from octavo.wire.messages import KvEvent, KvEventKind, KvTier
 
 BLOCK = 2
 
@@ -18,13 +18,14 @@ def tokens(*ids: int) -> bytes:
     return np.array(ids, "<i4").tobytes()
 
 
-def stored(name: str, ids: tuple[int, int], parent: str = "", salt: str = "") -> KvEvent:
+def stored(name: str, ids: tuple[int, int], parent: str = "", salt: str = "", tier: KvTier = KvTier.DEVICE) -> KvEvent:
     return KvEvent(
         kind=KvEventKind.STORED,
         block_hash=name.encode(),
         parent_hash=parent.encode(),
         token_ids=tokens(*ids),
         salt="" if parent else salt,
+        tier=tier,
     )
 
 
@@ -156,16 +157,35 @@ def test_followers_are_counted_and_leave_twice_without_harm(monkeypatch: pytest.
     rig.follow()
 
 
+async def test_a_block_that_goes_to_the_host_and_back_is_removed_from_one_tier_and_stored_on_the_other() -> None:
+    rig = Rig()
+    rig.apply(1, stored("head", (1, 2)), stored("tail", (3, 4), parent="head"))
+    follower = rig.follow()
+    await follower.hear()
+    rig.apply(1, stored("tail", (3, 4), parent="head", tier=KvTier.HOST))
+    rig.apply(1, stored("head", (1, 2), tier=KvTier.HOST))
+    await follower.hear()
+    assert [change.tier for change in follower.blocks.values()] == [KvTier.HOST, KvTier.HOST]
+    rig.apply(2, stored("other's", (1, 2)))  # one worker has it on its device: so it is told
+    await follower.hear()
+    assert sorted(change.tier for change in follower.blocks.values()) == [KvTier.DEVICE, KvTier.HOST]
+    rig.apply(2, removed("other's"))
+    await follower.hear()
+    assert [change.tier for change in follower.blocks.values()] == [KvTier.HOST, KvTier.HOST]
+    assert len(rig.index) == 2
+
+
 NAMES = [f"b{index}" for index in range(6)]
 steps = st.lists(
     st.tuples(
         st.integers(1, 2),
         st.one_of(
             st.builds(
-                lambda name, ids, parent: stored(name, (ids, ids), parent=parent),
+                lambda name, ids, parent, tier: stored(name, (ids, ids), parent=parent, tier=tier),
                 st.sampled_from(NAMES),
                 st.integers(0, 2),
                 st.sampled_from(["", *NAMES]),
+                st.sampled_from(list(KvTier)),
             ),
             st.builds(removed, st.sampled_from(NAMES)),
             st.just(KvEvent(kind=KvEventKind.CLEARED)),
