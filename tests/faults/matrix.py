@@ -1,4 +1,4 @@
-"""The fault matrix: sixty things that go wrong, and the tests that show what callers see of each.
+"""The fault matrix: sixty-two things that go wrong, and the tests that show what callers see of each.
 
 `python -m tests.faults.page` writes docs/reliability.md from it. A file of `tests/faults/rows` has the rows of a part.
 """

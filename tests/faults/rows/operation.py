@@ -1,7 +1,9 @@
-"""Rows 57 to 60: checkpoints, the host, and the soak."""
+"""Rows 57 to 62: checkpoints, the host, the soak, and the host's memory for blocks."""
 
 from tests.faults.rows.row import Row, row
 
+MEMORY = "tests/worker/loading/test_host_memory.py::test_"
+TIER = "tests/sim/test_host_tier.py::test_"
 HOST = "tests/faults/test_rows_host.py::test_row_"
 
 ROWS: dict[int, Row] = {
@@ -42,5 +44,22 @@ ROWS: dict[int, Row] = {
         "tests/sim/test_seeds.py::test_every_seed_ends_balances_and_repeats",
         figures=("60", "60 leak"),
         awaits="60",
+    ),
+    61: row(
+        "memory of the host for blocks is refused, or is not there",
+        MEMORY + "memory_that_the_system_refuses_ends_the_start_where_it_was_asked_for",
+        MEMORY + "where_nobody_asked_the_start_goes_on_without",
+        MEMORY + "more_than_the_machine_has_is_refused_in_a_sentence_with_what_would_do",
+        MEMORY + "less_than_a_block_is_refused_in_a_sentence_with_what_would_do",
+    ),
+    62: row(
+        "a worker is killed, or its step fails, while blocks are copied to the host or back",
+        TIER + "a_worker_that_is_killed_while_it_copies_blocks_costs_nobody_a_token",
+        TIER + "a_failed_step_with_copies_is_trusted_by_nobody",
+        TIER + "a_block_that_is_read_before_it_is_back_is_found",
+        "tests/worker/scheduler/test_host_traffic.py::"
+        "test_any_traffic_over_two_tiers_gives_the_tokens_of_one_that_never_evicts",
+        "tests/worker/scheduler/test_host_traffic.py::test_a_planted_bug_is_found",
+        "tests/blockmgr/test_host_tier.py::test_a_failed_plan_did_none_of_its_copies",
     ),
 }
