@@ -1,5 +1,5 @@
-"""The whole service over two tiers of blocks: small pools, copies that take their time, workers that die in the middle of
-them, steps with copies that fail."""
+"""The whole service over two tiers of blocks: small pools, copies that take their time, workers that die in the middle
+of them, steps with copies that fail."""
 
 import random
 
@@ -13,7 +13,8 @@ from sim.swarm import COPYING_POINT, scenario_of
 
 
 def with_tier(seed: int, *faults: FaultKind) -> Scenario:
-    """A seed of the swarm with a pool that is too small, a tier behind it, prompts that come again, and these faults."""
+    """A seed of the swarm with a pool that is too small, a tier behind it, prompts that come again, and these
+    faults."""
     scenario, rng = scenario_of(seed, num_requests=60), random.Random(seed)
     config: SimConfig = msgspec.structs.replace(
         scenario.config,
