@@ -46,6 +46,14 @@ class Ranks:
         distributed.all_reduce(partial, group=self.group)
         return partial
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        if self.size == 1:
+            return number
+        numbers = torch.tensor([number])
+        distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN, group=self.group)
+        return int(numbers)
+
     def concatenate(self, part_SW: torch.Tensor) -> torch.Tensor:
         """[S, V] of all ranks' columns, in the order of the ranks."""
         parts = [torch.empty_like(part_SW) for _ in range(self.size)]

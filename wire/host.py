@@ -1,8 +1,14 @@
-"""A process and its host: whether two processes share a host, and how many descriptors one may have."""
+"""A process and its host: whether two processes share a host, how many descriptors one may have, and with which other
+process it ends."""
 
+import ctypes
 import os
 import resource
+import signal
+import sys
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
 
 
 def pid_namespace() -> str:
@@ -26,3 +32,13 @@ def raise_descriptor_limit() -> int:
         return soft if soft != resource.RLIM_INFINITY else MAX_DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when the one that started it ends, by whatever means. Linux only (prctl
+    PR_SET_PDEATHSIG); elsewhere it does nothing."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)

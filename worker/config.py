@@ -121,6 +121,8 @@ class WorkerConfig:
     kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
     deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
         check_numerics with it.
+    tensor_parallel_size: processes that have a part of the model each and compute every step together; 1: this one has
+        all of it.
     cpu_isa: the best CPU instructions to use (model/cpu/isa.py); None: as OCTAVO_CPU_ISA says, else all that there are.
     check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
     audit_every_steps 0: never; 1: every step (debugging).
@@ -143,6 +145,7 @@ class WorkerConfig:
     check_numerics: CheckNumerics = CheckNumerics.OFF
     check_numerics_limit: float | None = None
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     cpu_isa: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None

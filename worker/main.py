@@ -120,13 +120,17 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
 
 
 def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
-    if config.runner is RunnerKind.ORACLE:
+    if config.runner is RunnerKind.ORACLE and config.tensor_parallel_size == 1:
         return load_oracle(config, on_progress)
     # Read when torch loads OpenMP. Threads that spin while they wait would take the cores from the gateway beside them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if config.cpu_isa is not None:
         os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
     importlib.import_module("octavo.model")  # before torch: it hides instructions from it
+    if config.tensor_parallel_size > 1:
+        from octavo.worker.loading.group import load_group
+
+        return load_group(config, on_progress)
     from octavo.worker.loading.loader import load_torch  # torch: only where it is wanted
 
     return load_torch(config, on_progress)

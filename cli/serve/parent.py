@@ -1,18 +1,16 @@
 """Ties a process to the supervisor that started it: when that dies, by whatever means, the process dies too.
 
-Linux only (prctl PR_SET_PDEATHSIG); elsewhere a supervisor that is killed with -9 leaves its processes running.
+Linux only; elsewhere a supervisor that is killed with -9 leaves its processes running.
 """
 
-import ctypes
 import os
-import signal
-import sys
+
+from octavo.wire.host import die_with
 
 PARENT_VARIABLE = "OCTAVO_SUPERVISOR_PID"
 EXIT_DRAINED = 77
 """How a gateway ends for its supervisor that an operator has drained: not to be started again, other than one that a
 signal ended. Without a supervisor that is 0."""
-_PR_SET_PDEATHSIG = 1
 
 
 def has_supervisor() -> bool:
@@ -26,8 +24,5 @@ def die_with_supervisor() -> None:
     SIGKILL, since an orphan that drains for half a minute would hold ports and memory against the next start.
     """
     supervisor = os.environ.pop(PARENT_VARIABLE, "")
-    if not supervisor or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(supervisor):  # it died before the line above
-        os._exit(1)
+    if supervisor:
+        die_with(int(supervisor))

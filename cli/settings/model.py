@@ -69,6 +69,10 @@ class ModelSettings(Settings):
         None, "Prompt and output tokens together, at most; unset: the model's own limit", panel="Model", ge=1
     )
     num_threads: int | None = setting(None, "CPU threads of the model; unset: torch decides", panel="Model", ge=1)
+    tensor_parallel_size: int = setting(
+        1, "Processes of a worker that compute each step together, each with a part of the weights; on CPUs so far",
+        panel="Model", ge=1, le=64,
+    )  # fmt: skip
     cpu_isa: Literal["auto", "avx2", "avx512", "vnni", "bf16", "amx"] = setting(
         "auto",
         "Best CPU instructions to use; hides better ones, to test what lesser CPUs do. auto: all that there are",

@@ -38,6 +38,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         check_numerics=CheckNumerics(settings.check_numerics),
         check_numerics_limit=settings.check_numerics_limit,
         num_threads=settings.num_threads,
+        tensor_parallel_size=settings.tensor_parallel_size,
         memory_fraction=settings.memory_fraction,
         num_blocks=settings.num_blocks,
         host_kv_gib=settings.host_kv_gib,

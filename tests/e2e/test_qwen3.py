@@ -15,7 +15,11 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("flags", [(), ("--deterministic",)], ids=["as it is", "deterministic"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--deterministic",), ("--tensor-parallel-size=2",)],
+    ids=["as it is", "deterministic", "two ranks"],
+)
 def test_a_service_generates_what_transformers_does(tmp_path: Path, flags: tuple[str, ...]) -> None:
     folder = write_qwen3(tmp_path / "qwen3", vocab_size=320)
     theirs = make_qwen3(vocab_size=320)

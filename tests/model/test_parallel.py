@@ -11,9 +11,13 @@ import torch
 from octavo.model import CausalLM, ConfigError, ModelConfig, get_backend, load_model
 from octavo.model.attention.paged import PagedSequences, paged_generate, paged_logits
 from octavo.model.checkpoint.weight_names import destinations
+from octavo.model.cpu.products import can_panel
 from octavo.model.families.registry import FAMILIES
 from octavo.model.invariant import InvarianceUnavailable, make_invariant
+from octavo.model.layers.linear import WeightFormat
 from octavo.model.parallel import Ranks, config_of_rank, part_of
+from octavo.model.quantization.cache_scales import fold_cache_scales
+from octavo.model.quantization.rounding import FP8
 from tests.support.model.checkpoints import QWEN3, tiny_config, write_tiny_checkpoint
 from tests.support.model.ranks import alone, on_ranks
 
@@ -43,7 +47,16 @@ def compute(ranks: Ranks, folder: Path) -> dict[str, Any]:
             "fingerprint": model.fingerprint,
             **{mode: paged_logits(model, backend, IDS, lens) for mode, lens in CHUNKS.items()},
         }
+    found["8 bits"] = logits_of_8_bits(folder / "qwen2", ranks)
     return found
+
+
+def logits_of_8_bits(folder: Path, ranks: Ranks) -> torch.Tensor:
+    """Of bfloat16 with weights of 8 bits, where there is a compiler, and an 8-bit cache."""
+    model = load_model(folder, dtype=torch.bfloat16, ranks=ranks)
+    fold_cache_scales(model)
+    model.pack_weights(WeightFormat.INT8 if can_panel(model.lm_head.weight) else WeightFormat.BF16)
+    return paged_logits(model, get_backend("sdpa"), IDS, CHUNKS["chunks and decodes"], kv_dtype=FP8)
 
 
 def hidden_states(model: CausalLM) -> dict[int, torch.Tensor]:
@@ -94,6 +107,13 @@ def test_logits_and_greedy_tokens_are_those_of_one_rank_on_every_rank(
             assert np.abs(rank[name][mode] - one[name][mode]).max() < LIMIT
         assert rank[name]["outputs"] == one[name]["outputs"]
     assert all(np.array_equal(rank[name]["whole"], group[0][name]["whole"]) for rank in group)
+
+
+def test_weights_and_cache_of_8_bits_are_as_near_as_on_one_rank(one: dict[str, Any], group: list[Any]) -> None:
+    exact_TV = one["qwen2"]["whole"]
+    error = np.linalg.norm(one["8 bits"] - exact_TV)
+    for rank in group:
+        assert 0 < np.linalg.norm(rank["8 bits"] - exact_TV) < 1.5 * error < 0.3 * np.linalg.norm(exact_TV)
 
 
 def test_hidden_states_can_be_taken_behind_every_layer(one: dict[str, Any], group: list[Any]) -> None:

@@ -7,7 +7,7 @@ sockets or requests.
 import hashlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -34,10 +34,11 @@ from octavo.model.errors import ConfigError
 from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.model.numerics import NumericFinding, default_limit
+from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8
 from octavo.model.quantization.settings import GroupSettings
-from octavo.worker.config import CheckNumerics, Deterministic, WorkerConfig
+from octavo.worker.config import CheckNumerics, Deterministic, SchedulerConfig, WorkerConfig
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
 from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
@@ -140,21 +141,30 @@ def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:
     return hashlib.blake2b(fingerprint + said, digest_size=32).digest() if said else fingerprint
 
 
-def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
-    """Resolve (download), load, size the pool, warm up. Raises model.CheckpointError, worker.loading.memory.DoesNotFit,
-    worker.loading.model_card.CardError, model.cache_folder.CacheUnusable, ValueError."""
-    check_deterministic(config)
-    if wants_cuda_runner(config):
-        require_executable(triton_folder(), "TRITON_CACHE_DIR")
-    prefer_huge_pages()
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    folder = _resolve(config, on_progress)
-    described = describe(folder)
-    make_runner = _make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
-    scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
-    model = _load_weights(config, folder, on_progress)
-    runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A runner that has run nothing yet, and what it was made from."""
+
+    runner: WarmRunner
+    model: CausalLM
+    described: Described
+    scheduler: SchedulerConfig
+
+
+def load_torch(
+    config: WorkerConfig,
+    on_progress: OnProgress,
+    *,
+    ranks: Ranks = ALONE,
+    wrap: Callable[[WarmRunner], WarmRunner] = lambda runner: runner,
+) -> Loaded:
+    """Resolve (download), load, size the pool, warm up. ranks: of a tensor-parallel group, whose others do all but the
+    warm-up by `prepare`. wrap: makes the runner that is driven, the warm-up's steps included. Raises
+    model.CheckpointError, worker.loading.memory.DoesNotFit, worker.loading.model_card.CardError,
+    model.cache_folder.CacheUnusable, ValueError."""
+    prepared = prepare(config, on_progress, ranks=ranks)
+    model, described, scheduler = prepared.model, prepared.described, prepared.scheduler
+    runner = wrap(prepared.runner)
     warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=_staged("warming_up", on_progress))
     host = runner.host_blocks
     if host is not None:
@@ -185,9 +195,29 @@ def load_torch(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     )
 
 
+def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALONE) -> Prepared:
+    """`load_torch` up to the first step. Raises what it raises."""
+    check_deterministic(config)
+    if wants_cuda_runner(config):
+        require_executable(triton_folder(), "TRITON_CACHE_DIR")
+    prefer_huge_pages()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif ranks.size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
+    folder = _resolve(config, on_progress)
+    described = describe(folder)
+    make_runner = _make_cuda_runner if wants_cuda_runner(config) else _make_torch_runner
+    scheduler = scheduler_config(config, described, max_in_flight=2 if wants_cuda_runner(config) else 1)
+    model = _load_weights(config, folder, on_progress, ranks)
+    runner = make_runner(config, model, described, scheduler.max_model_len, on_progress)
+    return Prepared(runner=runner, model=model, described=described, scheduler=scheduler)
+
+
 def _device(config: WorkerConfig, model: CausalLM) -> str:
     """The device, and what is out of the ordinary on it."""
     said = spoken(config.quantization, config.kv_cache_dtype, model.config.quantization)
+    said += f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
     return str(model.device) + said + (", deterministic" if config.deterministic is Deterministic.ON else "")
 
 
@@ -224,7 +254,7 @@ def _resolve(config: WorkerConfig, on_progress: OnProgress) -> Path:
     )
 
 
-def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -> CausalLM:
+def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, ranks: Ranks) -> CausalLM:
     dtype = parse_dtype(config.dtype)
     wanted, has_cuda_runner = weight_format(config.quantization), wants_cuda_runner(config)
     model_config = load_config(folder)
@@ -243,6 +273,7 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress) -
         on_progress=_staged("loading_weights", on_progress),
         # Deterministic steps multiply with plain weights only.
         packed=Packed.KEPT if has_cuda_runner and not is_deterministic else Packed.UNPACKED,
+        ranks=ranks,
     )
     if config.kv_cache_dtype is not None:
         fold_cache_scales(model)
@@ -266,10 +297,14 @@ def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> 
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
-        memory_fraction=config.memory_fraction,
+        memory_fraction=config.memory_fraction / model.ranks.size,  # ranks on CPUs share the host's memory
         kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
-    return size_pool(needs, num_blocks=config.num_blocks)
+    pool = size_pool(needs, num_blocks=config.num_blocks)
+    num_blocks = model.ranks.least(pool.num_blocks)  # a block is the same on every rank
+    return PoolSize(
+        num_blocks=num_blocks, num_tokens=num_blocks * config.block_size, num_bytes=num_blocks * needs.block_bytes
+    )
 
 
 def wants_cuda_runner(config: WorkerConfig) -> bool:

@@ -1,0 +1,75 @@
+"""The processes of a worker with several ranks end together, however one of them ends."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from octavo.wire.messages import SamplingParams
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading.group import load_group
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.runners.group import GroupLost
+from octavo.worker.runners.interface import Runner
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from tests.support.model.checkpoints import write_tiny_checkpoint
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Iterator[Loaded]:
+    config = WorkerConfig(
+        model=str(write_tiny_checkpoint(tmp_path / "model")), gateway_endpoints=(), num_blocks=64, num_threads=1,
+        max_num_seqs=4, max_batch_tokens=16, max_model_len=48, tensor_parallel_size=2,
+    )  # fmt: skip
+    loaded = load_group(config, lambda _stage, _done, _total: None)
+    yield loaded
+    loaded.runner.close()
+    loaded.runner.close()
+    assert followers() == []
+
+
+def followers() -> list[psutil.Process]:
+    """Children of this process that are ranks."""
+    return [child for child in psutil.Process().children() if "octavo.worker.loading.group" in child.cmdline()]
+
+
+def step(runner: Runner) -> None:
+    """A prompt of five tokens."""
+    join = NewRequest(
+        slot=Slot(0), request_id="x", token_ids_T=np.arange(5, dtype=np.int32), num_prompt_tokens=5,
+        sampling=SamplingParams(temperature=0.0),
+    )  # fmt: skip
+    chunk = Chunk(slot=Slot(0), start=0, num_tokens=5, is_last=True)
+    updates = np.array([[0, 0, 1]], np.int32)
+    runner.launch(StepPlan(step=1, new_requests=(join,), block_updates_U3=updates, prefill=(chunk,)))
+    runner.collect()
+
+
+def test_signals_are_the_business_of_rank_0(loaded: Loaded) -> None:
+    (follower,) = followers()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(follower.pid, number)
+    step(loaded.runner)
+    step(loaded.runner)
+    assert follower.is_running()
+
+
+def test_a_follower_that_is_killed_between_steps_ends_the_group(loaded: Loaded) -> None:
+    (follower,) = followers()
+    step(loaded.runner)
+    follower.kill()
+    with pytest.raises(GroupLost, match=r"rank 1 of 2 ended with status -9; its log says why"):
+        step(loaded.runner)
+
+
+def test_a_follower_that_is_killed_in_a_step_ends_the_group(loaded: Loaded) -> None:
+    """It stands still when the step begins, so that rank 0 waits for its sums."""
+    (follower,) = followers()
+    follower.suspend()
+    os.kill(follower.pid, signal.SIGKILL)
+    with pytest.raises(GroupLost, match="rank 1 of 2 ended with status -9"):
+        step(loaded.runner)

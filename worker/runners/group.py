@@ -1,0 +1,139 @@
+"""The runner of a worker that is a tensor-parallel group: rank 0, which the engine drives, and followers, which do the
+same with parts of their own (model/parallel.py).
+
+    engine -> GroupRunner -> the runner of rank 0
+                   |---- orders ----> follower: the runner of rank 1, and so on
+
+A follower needs each step's plan and the masks for it, and nothing else: every rank has all logits and chooses the same
+tokens. Scheduler, block manager and gateways know nothing of it. A rank that ends takes the group with it.
+
+Must not know: models, devices, how a follower was started.
+"""
+
+from collections.abc import Callable
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+
+from octavo.worker.runners.interface import Runner, RunnerError
+from octavo.worker.scheduler.plan import StepMasks, StepPlan, StepResult
+
+LENGTH_BYTES = 4
+LOST_WAIT_S = 2.0
+"""After a step that failed, for a follower to end: what fails on one rank alone ends it."""
+
+
+class GroupLost(ConnectionError):
+    """A follower has ended. The worker must end too: no rank can go on alone."""
+
+
+class Launch(msgspec.Struct, frozen=True, tag="launch"):
+    """See Runner.launch."""
+
+    plan: StepPlan
+
+
+class Constrain(msgspec.Struct, frozen=True, tag="constrain"):
+    """See Runner.constrain."""
+
+    masks: StepMasks
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    """See Runner.collect."""
+
+
+Order = Launch | Constrain | Collect
+
+
+class Followers(Protocol):
+    """The other ranks, as rank 0 sees them."""
+
+    def send(self, frame: bytes) -> None:
+        """To all of them. Raises GroupLost."""
+
+    def check(self, *, wait_s: float) -> None:
+        """Raises GroupLost where one has ended, or does within so many seconds."""
+
+
+class GroupRunner:
+    """Implements `Runner` for the engine of rank 0. close: what ends the group, after rank 0's own runner."""
+
+    def __init__(self, runner: Any, followers: Followers, *, close: Callable[[], None]) -> None:
+        self.max_in_flight: int = runner.max_in_flight
+        self.config = runner.config  # every rank has the same
+        self.host_blocks, self.max_copies_in = None, runner.max_copies_in  # of a second tier, which groups have none of
+        self.measure_copies = runner.measure_copies
+        self._runner, self._followers, self._close = runner, followers, close
+
+    def launch(self, plan: StepPlan) -> None:
+        """See Runner.launch. Raises GroupLost too."""
+        self._followers.send(encode(Launch(plan)))
+        self._runner.launch(plan)
+
+    def constrain(self, masks: StepMasks) -> None:
+        """See Runner.constrain. Raises GroupLost too."""
+        self._followers.send(encode(Constrain(masks)))
+        self._runner.constrain(masks)
+
+    def collect(self) -> StepResult:
+        """See Runner.collect. Raises GroupLost too."""
+        self._followers.send(encode(Collect()))
+        try:
+            result: StepResult = self._runner.collect()
+        except RunnerError:
+            self._followers.check(wait_s=LOST_WAIT_S)
+            raise
+        return result
+
+    def close(self) -> None:
+        """Give the device back, and end the followers. Idempotent."""
+        self._runner.close()
+        self._close()
+
+
+def follow(runner: Runner, orders: BinaryIO) -> None:
+    """Do what rank 0 does until it ends. Raises RunnerError for a step that failed: the group ends then."""
+    while (frame := read_frame(orders)) is not None:
+        match decode(frame):
+            case Launch(plan=plan):
+                runner.launch(plan)
+            case Constrain(masks=masks):
+                runner.constrain(masks)
+            case Collect():
+                runner.collect()
+
+
+def write_frame(stream: BinaryIO, frame: bytes) -> None:
+    """A frame and its length. Raises OSError where the reader has ended."""
+    stream.write(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next one; None where the writer has ended."""
+    length = stream.read(LENGTH_BYTES)
+    if len(length) < LENGTH_BYTES:
+        return None
+    frame = stream.read(int.from_bytes(length, "little"))
+    return frame if len(frame) == int.from_bytes(length, "little") else None
+
+
+def _from_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    raise NotImplementedError(type(value))
+
+
+def _to_array(wanted: type, value: Any) -> Any:
+    if wanted is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)  # which may be written to
+    raise NotImplementedError(wanted)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
+"""Of an Order."""
+decode = msgspec.msgpack.Decoder(Order, dec_hook=_to_array).decode
+"""Raises msgspec.DecodeError."""
