@@ -204,7 +204,7 @@ class Engine:
         """Everything that can be done now; blocks only while the device works."""
         for gateway, message in self._inbox.drain():
             self._handle(gateway, message)
-        if self._grammars is not None:
+        if self._grammars is not None and self._grammars.waiting:
             self._grammars.deliver(self._scheduler, self._clock())
         self._apply_drain()
         if self._scheduler.has_work and not self.stats.has_work:

@@ -172,7 +172,7 @@ class GrammarManager:
         self._observer = observer
         self._wake = wake
         self._filler = MaskFiller()
-        self._waiting: deque[_Compiling] = deque()  # in the order of their timeouts
+        self.waiting: deque[_Compiling] = deque()  # in the order of their timeouts
         self._ready: deque[_Compiling] = deque()
 
     def submit(self, gateway: GatewayIndex, run: Run, now_s: float) -> None:
@@ -180,15 +180,15 @@ class GrammarManager:
         grammar = run.sampling.grammar
         assert grammar is not None
         waiting = _Compiling(gateway, run, grammar, now_s + self._timeout_s)
-        self._waiting.append(waiting)
+        self.waiting.append(waiting)
         self._compiler.submit(grammar, lambda outcome: self._take(waiting, outcome))
 
     def deliver(self, scheduler: Scheduler, now_s: float) -> None:
         """Hand over what is compiled, and end what took too long."""
         while self._ready:
             self._answer(self._ready.popleft(), scheduler, now_s)
-        while self._waiting and (self._waiting[0].is_answered or self._waiting[0].until_s <= now_s):
-            waiting = self._waiting.popleft()
+        while self.waiting and (self.waiting[0].is_answered or self.waiting[0].until_s <= now_s):
+            waiting = self.waiting.popleft()
             if not waiting.is_answered:
                 late = GrammarRefused(Refusal.TIMEOUT, f"took longer than {self._timeout_s:g} s to compile")
                 waiting.outcome = late if waiting.outcome is None else waiting.outcome
