@@ -29,6 +29,7 @@ from octavo.blockmgr.prefix_index import BlockEvent, Chain, HashBlock, IndexWalk
 from octavo.blockmgr.tables import Growth, SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)
+_NO_MOVES = np.empty((0, 2), np.int32)
 
 
 NumToUse = Callable[[np.ndarray], int]
@@ -150,7 +151,8 @@ class BlockManager:
             chain = chain.fork(num_used)
         self._check_room(hits[~is_on_host], len(hits), reserve_tokens or 0)
         self._pool.share(hits[~is_on_host])
-        self._host.hold(hits[is_on_host])
+        if is_on_host.any():
+            self._host.hold(hits[is_on_host])
         admission = self._place(request_id, chain, hits, len(hits) * self.config.block_size, reserve_tokens or 0)
         self.num_queried_tokens += len(token_ids_T)
         self.num_hit_tokens += admission.num_cached_tokens
@@ -187,7 +189,8 @@ class BlockManager:
         row = np.concatenate([blocks, new[len(new) - num_more :]])
         row[: len(blocks)][is_on_host] = new[: len(new) - num_more]
         slot = self._open(request_id, chain, row)
-        self._host.bring(blocks[is_on_host], row[: len(blocks)][is_on_host])
+        if is_on_host.any():
+            self._host.bring(blocks[is_on_host], row[: len(blocks)][is_on_host])
         return Admission(slot=slot, num_cached_tokens=num_tokens, num_awaited_blocks=int(is_on_host.sum()))
 
     @property
@@ -303,13 +306,15 @@ class BlockManager:
         """A plan is launched. What is released from now on waits for it. ValueError where steps do not rise."""
         self._pool.fence.begin(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
-        self._host.begin_step(step)
+        if self.config.num_host_blocks:
+            self._host.begin_step(step)
 
     def end_step(self, step: int) -> None:
         """The oldest plan in flight has run. ValueError for any other."""
         self._pool.end_step(step)
         self._growth.drop_sources(self._growth.copies.pop_taken())
-        self._host.end_step(step)
+        if self.config.num_host_blocks:
+            self._host.end_step(step)
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 [U, 3] (slot, column, block) written to the table since the last call, in order; and int32 [C, 2]
@@ -321,7 +326,7 @@ class BlockManager:
         """int32 [C, 2] twice, copies between the tiers for the plan that is begun next: (device, host block) before
         everything else of it, and (host, device block) before anything of the plan after it. Host blocks count from
         0."""
-        return self._host.take()
+        return self._host.take() if self.config.num_host_blocks else (_NO_MOVES, _NO_MOVES)
 
     def distrust(self, copies_out_C2: np.ndarray, copies_in_C2: np.ndarray) -> list[int]:
         """A plan with these copies failed: nothing that they were to fill is found or comes back any more. The slots
