@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from octavo.model.cpu.native import loaded_library
-from octavo.model.cpu.ops import LANES, require, require_attention, threads_for, threads_for_product
+from octavo.model.cpu.ops import LANES, loaded_library, require, require_attention, threads_for, threads_for_product
 
 PANEL = 32
 """Outputs of a panel, as in invariant.c."""

@@ -87,14 +87,6 @@ def why_missing() -> str | None:
     return f"{compiler} could not compile them, or this system cannot load them"
 
 
-def loaded_library() -> ctypes.CDLL:
-    """The kernels, for callers who know that `native_library` has them. Raises RuntimeError where it has not."""
-    library = native_library()
-    if library is None:
-        raise RuntimeError("the native kernels are not there: ask `native_library` first")
-    return library
-
-
 def kernels_arithmetic() -> str:
     """For people: what the products of bf16 weights are computed by. Empty where there is no library."""
     library = native_library()

@@ -7,9 +7,11 @@ Legend: T tokens in this step · S sequences · N query heads · K kv heads · H
 P blocks · B block size · M table width. Must not know: layers, requests.
 """
 
+import ctypes
+
 import torch
 
-from octavo.model.cpu.native import loaded_library, native_library
+from octavo.model.cpu.native import native_library
 
 _ENOUGH_BYTES = 128 * 1024
 """One thread reads them in some five microseconds. Below it, sharing costs as much as it saves even with threads that
@@ -44,6 +46,14 @@ def require_attention(
     require(q_SNH.dtype == k_pool_PKBH.dtype == v_pool_PKBH.dtype == dtype, "dtype")
     for tensor in (q_SNH, k_pool_PKBH, v_pool_PKBH, table_SM, context_S):
         require(tensor.is_contiguous(), "strides")
+
+
+def loaded_library() -> ctypes.CDLL:
+    """The kernels, for callers who know that `native_library` has them. Raises RuntimeError where it has not."""
+    library = native_library()
+    if library is None:
+        raise RuntimeError("the native kernels are not there: ask `native_library` first")
+    return library
 
 
 def takes(x: torch.Tensor, *, width: int) -> bool:

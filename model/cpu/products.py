@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from octavo.model.cpu.native import loaded_library, native_library
-from octavo.model.cpu.ops import LANES, require, threads_for, threads_for_product
+from octavo.model.cpu.native import native_library
+from octavo.model.cpu.ops import LANES, loaded_library, require, threads_for, threads_for_product
 
 PANEL = 32
 """Outputs of a panel, as in matmul.c."""

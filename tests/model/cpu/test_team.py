@@ -127,7 +127,7 @@ def test_an_interpreter_ends_while_a_thread_works() -> None:
     """The thread calls nothing of torch's, whose functions may abort when their interpreter has ended."""
     script = (
         "import threading, time, torch\n"
-        "from octavo.model.cpu.native import loaded_library\n"
+        "from octavo.model.cpu.ops import loaded_library\n"
         "norm, x, out = loaded_library().octavo_rms_norm_f32, torch.randn(512, 512), torch.empty(512, 512)\n"
         "arguments = (x.data_ptr(), x.data_ptr(), out.data_ptr(), 512, 512, 1e-6, 2)\n"
         "def work():\n"
