@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 # What a newcomer reads to follow one request. These bounds go down, never up.
-MAX_FILES = 58
+MAX_FILES = 50
 MAX_WRAPS = 4
-MAX_FUNCTIONS = 540
+MAX_FUNCTIONS = 525
 
 _HOP = re.compile(r"^\| \d+ \| `(?P<file>[\w/]+\.py)` \| `(?P<function>\w+)` \|", re.MULTILINE)
 
