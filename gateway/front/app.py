@@ -148,10 +148,12 @@ def _heading(prefix: str, model: str) -> Heading:
 
 
 def _metadata(request: Request) -> Metadata:
-    """The caller's key, as gateways want it."""
+    """The caller's key, as gateways want it, and the span that the call belongs to."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
+    given = ((name, request.headers.get(name, "")) for name in ("traceparent", "tracestate"))
+    spans = tuple((name, value) for name, value in given if value and value.isascii() and value.isprintable())
     try:
-        return call_metadata(key.strip()) if kind.lower() == "bearer" else None
+        return ((call_metadata(key.strip()) if kind.lower() == "bearer" else None) or ()) + spans or None
     except ValueError as error:
         raise ApiError(401, str(error), type="authentication_error", code="invalid_api_key") from None
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import grpc
 import pytest
 
 from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.support.services.collector import Collector, Span, collecting
-from tests.support.services.service import REPOSITORY, Service, environment, serve
+from tests.support.services.service import REPOSITORY, Service, environment, free_port, serve
 
 ORACLE = ("--runner=oracle", "--model=one=x", "--oracle-eos-every=1000000")
 CALL = "octavo.v1.InferenceService/Generate"
@@ -146,6 +147,22 @@ async def test_a_lost_worker_is_a_migration_between_two_workers(tmp_path: Path, 
         assert ways["octavo.worker.next_id"] == next_.attributes["octavo.worker.id"]
     lines = [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
     assert {line["trace_id"] for line in lines if line.get("event") == "output_moved"} == {trace_id}
+
+
+async def test_a_call_of_openais_interface_is_a_child_of_its_callers_span(tmp_path: Path, collector: Collector) -> None:
+    pytest.importorskip("uvicorn")
+    trace_id, port = secrets.token_hex(16), free_port()
+    with serve(tmp_path, "--runner=oracle", "--num-blocks=64", f"--openai={port}") as service:
+        service.wait_until_supervised()
+        body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4})
+        headers = {"content-type": "application/json", "traceparent": f"00-{trace_id}-{'b' * 16}-01"}
+        request = Request(f"http://127.0.0.1:{port}/v1/chat/completions", body.encode(), headers)
+        status = await asyncio.to_thread(lambda: urlopen(request, timeout=60).status)
+        spans = await asyncio.to_thread(collector.trace, trace_id)
+    assert status == 200
+    (call,) = (span for span in spans if span.kind == 2)
+    assert (call.name, call.parent_id) == (CALL, "b" * 16)
+    assert (call.attributes["gen_ai.operation.name"], call.attributes["gen_ai.usage.output_tokens"]) == ("chat", 4)
 
 
 def test_serve_says_in_one_sentence_how_to_get_the_extra(tmp_path: Path) -> None:
