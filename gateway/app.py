@@ -16,10 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from octavo.gateway.auth.authenticator import Authenticator, PrefixSalt
 from octavo.gateway.auth.reloader import AccessReloader
 from octavo.gateway.config import Dialects, GatewayConfig, PageConfig
-from octavo.gateway.dialects import kserve, openengine, vllm, vllm_native
-from octavo.gateway.dialects.kserve.servicer import KserveServicer
-from octavo.gateway.dialects.openengine.servicer import OpenEngineControl, OpenEngineInference
-from octavo.gateway.dialects.vllm_native.servicer import VllmControl, VllmInference
+from octavo.gateway.dialects.services import add_dialects
 from octavo.gateway.errors import Draining
 from octavo.gateway.models import ServedModels
 from octavo.gateway.observability.meters import GatewayMeters
@@ -51,10 +48,7 @@ from octavo.gateway.text.service import TextService
 from octavo.gateway.ticker import GarbageWatch, Ticker, measure_loop_lag
 from octavo.gateway.watching.watch import LoadWatch
 from octavo.gateway.workers.pool import WorkerPool
-from octavo.kserve import inference_pb2_grpc as kserve_pb2_grpc
-from octavo.openengine import openengine_pb2_grpc
 from octavo.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, load_pb2, load_pb2_grpc, model_pb2_grpc
-from octavo.vllm import vllm_pb2_grpc
 
 if TYPE_CHECKING:
     from octavo.gateway.page.server import Page
@@ -265,46 +259,21 @@ class Gateway:
     def _load_servicer(self) -> LoadServicer:
         return LoadServicer(self.load_watch, self.control, write_stall_s=self.config.limits.write_stall_s)
 
-    def _kserve_servicer(self) -> KserveServicer:
-        return KserveServicer(self._collaborators, submitter=self.submitter, is_ready=self.is_ready)
-
-    def _attach_vllm(self, server: grpc.aio.Server) -> None:
-        """Raises ImportError without the dialect's stubs."""
-        from smg_grpc_proto import vllm_engine_pb2_grpc
-
-        from octavo.gateway.dialects.vllm.servicer import VllmServicer
-
-        servicer = VllmServicer(
+    def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        """Names of the services that were added."""
+        if self.config.dialects is Dialects.NONE:
+            return ()
+        services = add_dialects(
+            server,
             self._collaborators,
             submitter=self.submitter,
             embedder=self.embedder,
             control=self.control,
             is_ready=self.is_ready,
         )
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
-
-    def _attach_openengine(self, server: grpc.aio.Server) -> None:
-        inference = OpenEngineInference(self._collaborators, submitter=self.submitter)
-        control = OpenEngineControl(self._collaborators, submitter=self.submitter, control=self.control)
-        openengine_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-        openengine_pb2_grpc.add_ControlServicer_to_server(control, server)
-
-    def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
-        """Names of the services that were added."""
-        if self.config.dialects is Dialects.NONE:
-            return ()
-        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._kserve_servicer(), server)
-        self._attach_openengine(server)
-        inference = VllmInference(self._collaborators, submitter=self.submitter)
-        vllm_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-        vllm_pb2_grpc.add_ControlServicer_to_server(VllmControl(self._collaborators, control=self.control), server)
-        services = [kserve.SERVICE, *openengine.SERVICES, *vllm_native.SERVICES]
-        if vllm.is_installed():
-            self._attach_vllm(server)
-            services.append(vllm.SERVICE)
         for service in services:
             self.readiness.add(service)
-        return tuple(services)
+        return services
 
     def _admin_server(self, address: str) -> grpc.aio.Server:
         check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")

@@ -42,10 +42,7 @@ INNER: dict[str, dict[str, set[str]]] = {
     "gateway": {
         "": {
             "auth",
-            "dialects/kserve",
-            "dialects/openengine",
-            "dialects/vllm",
-            "dialects/vllm_native",
+            "dialects",
             "requests",
             "rpc",
             "page",
@@ -62,7 +59,8 @@ INNER: dict[str, dict[str, set[str]]] = {
         "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
         "page": {"rpc"},
         "watching": {"observability", "peers", "requests", "workers"},
-        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm", "dialects/vllm_native"},
+        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm", "dialects/vllm_native"}
+        | {"peers", "requests"},
         "dialects/kserve": {"requests", "rpc", "streams", "validation"},
         "dialects/openengine": {
             "auth",

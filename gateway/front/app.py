@@ -31,7 +31,7 @@ from octavo.v1 import inference_pb2, model_pb2
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Chunks = AsyncIterator[dict[str, Any]]
-_CLOSED = 499  # the caller left: nobody reads this status
+_CLOSED = 499  # the caller left: this status is not read
 RETRY_AFTER_S = "1"
 
 

@@ -96,7 +96,7 @@ class Method:
 
 
 async def _run(behaviour: Callable[..., Any], context: "_Context") -> None:
-    """Cancelled only where the browser has left: then nobody waits for the end."""
+    """Cancelled only where the browser has left: then no caller waits for the end."""
     with contextlib.suppress(grpc.aio.AbortError):  # the context has its status
         await behaviour(None, context)
     await context.messages.put(None)

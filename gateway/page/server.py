@@ -1,9 +1,9 @@
 """The page's HTTP server: files that are read once, and the calls that the page makes. Starlette on uvicorn, on the
 gateway's own event loop.
 
-Bounds: connections, the time until a request is here, the bytes of its head and body. A browser is believed to be ours
-only where the request's Host is an address, localhost or a name that was given (a name of somebody else's that leads
-here is DNS rebinding), and, for calls, where its Origin is this very page.
+Bounds: connections, the time until a request is here, the bytes of its head and body. A browser is trusted only where
+the request's Host is an address, localhost or a name that was given (a foreign name that leads here is DNS rebinding),
+and, for calls, where its Origin is this very page.
 """
 
 import asyncio
@@ -164,7 +164,7 @@ def _plain(status: int, text: str) -> Response:
 
 class _Protocol(H11Protocol):
     """With an end for those who send nothing: a connection without a request is closed after REQUEST_TIMEOUT_S, and
-    where there are MAX_CONNECTIONS the oldest gives way to the next, so that nobody is kept out."""
+    where there are MAX_CONNECTIONS the oldest is closed for the next."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
