@@ -1,4 +1,4 @@
-"""The commands around a service: ps, pull, tour, sizing, verify, doctor, config, keys."""
+"""The commands around a service: top, ps, pull, tour, sizing, verify, doctor, config, keys."""
 
 import sys
 from pathlib import Path
@@ -23,6 +23,7 @@ AS_SERVED = "As served"
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("tour", cls=PlainCommand, rich_help_panel=TOUR_PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
+    app.command("top", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(CallSettings, ALL_KEYS)(top))
     app.command("ps", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(CallSettings, ALL_KEYS)(ps))
     app.command("pull", cls=PlainCommand, rich_help_panel=PANEL)(pull)
     app.command("sizing", cls=PlainCommand, rich_help_panel=PANEL)(sizing)
@@ -44,6 +45,23 @@ def tour(resolved: Resolved[ServeSettings]) -> int:
     from octavo.cli.tools.tour import tour as run
 
     return run(resolved.settings)
+
+
+def top(
+    resolved: Resolved[CallSettings],
+    interval_s: Annotated[
+        float, typer.Option("--interval-s", help="Seconds between snapshots.", min=0.2, max=60)
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one plain snapshot, as into a pipe.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON.")] = False,
+) -> int:
+    """Watch a service: workers with their KV blocks, queues, rates, TTFT, requests now, tenants. q quits.
+
+    Keys sort the requests: a age, o output, p prompt, b blocks, s state, t tenant, w worker; r turns the order round.
+    """
+    from octavo.cli.tools.top import top as run
+
+    return run(resolved.settings, interval_s=interval_s, once=once, as_json=json)
 
 
 def ps(

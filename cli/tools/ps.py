@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
+import grpc
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -20,8 +21,16 @@ from octavo.cli.serve.readiness import Samples, answers_http, read_metrics
 from octavo.cli.serve.record import ProcessRecord, ServiceRecord, running_services
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import CallSettings
+from octavo.client.errors import OctavoError
+from octavo.v1 import load_pb2, model_pb2
 
 TIMEOUT_S = 2.0
+REMOTE_TIMEOUT_S = 10.0
+_CONDITIONS = {
+    load_pb2.WORKER_CONDITION_READY: "ready",
+    load_pb2.WORKER_CONDITION_DRAINING: "draining",
+    load_pb2.WORKER_CONDITION_LOST: "down",
+}
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 HEADS = ("service", "address", "process", "pid", "model", "state", "requests", "kv", "uptime")
 
@@ -71,17 +80,53 @@ def show_local(*, as_json: bool) -> int:
 
 
 def show_remote(settings: CallSettings, *, as_json: bool) -> int:
-    """The service at one address. Raises OctavoError where none answers."""
+    """The service at one address: its workers where it tells of them, else its models. Raises OctavoError where none
+    answers."""
+    address = join_address(settings.host, settings.port)
     with connect(settings) as client:
-        models = client.models(timeout_s=TIMEOUT_S)
+        try:
+            with contextlib.closing(client.watch_load(timeout_s=REMOTE_TIMEOUT_S)) as watch:
+                found = _of_snapshot(address, next(watch))
+        except OctavoError as error:
+            if error.code not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED):
+                raise
+            found = _of_models(address, client.models(timeout_s=REMOTE_TIMEOUT_S))
+    _show([found], as_json=as_json)
+    return 0
+
+
+def _of_snapshot(address: str, snapshot: load_pb2.WatchLoadResponse) -> ServiceState:
+    gateways = [
+        ProcessState(
+            name=gateway.gateway,
+            role=Role.GATEWAY.value,
+            state="draining" if gateway.is_draining else "ready",
+            requests=gateway.num_in_flight,
+        )
+        for gateway in snapshot.gateways
+    ]
+    workers = [
+        ProcessState(
+            name=worker.worker_id,
+            role=Role.WORKER.value,
+            state=_CONDITIONS.get(worker.condition, "loading"),
+            model=worker.model,
+            requests=worker.num_running + worker.num_waiting + worker.num_paused,
+            kv_usage=worker.blocks.num_active / max(1, worker.blocks.num_blocks),
+        )
+        for worker in snapshot.workers
+    ]
+    processes = (*gateways, *workers)
+    state = _overall(processes) if workers else "loading"
+    return ServiceState(address=address, state=state, requests=snapshot.total.num_in_flight, processes=processes)
+
+
+def _of_models(address: str, models: Sequence[model_pb2.ModelInfo]) -> ServiceState:
     processes = tuple(
         ProcessState(name=f"{model.num_workers} workers", role=Role.WORKER.value, state="ready", model=model.name)
         for model in models
     )
-    state = "ready" if models else "loading"
-    address = join_address(settings.host, settings.port)
-    _show([ServiceState(address=address, state=state, processes=processes)], as_json=as_json)
-    return 0
+    return ServiceState(address=address, state="ready" if models else "loading", processes=processes)
 
 
 def _look(record: ServiceRecord, asking: ThreadPoolExecutor) -> ServiceState:

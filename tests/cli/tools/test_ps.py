@@ -118,7 +118,12 @@ def test_a_worker_that_died_is_down_until_another_is_there(service: Service) -> 
 def test_the_service_at_an_address_is_asked_itself(service: Service, tmp_path: Path) -> None:
     (found,) = listed(f"--port={service.port}")
     assert (found["address"], found["state"], found["pid"]) == (service.target, "ready", None)
-    assert [each["model"] for each in found["processes"]] == ["folio-chat"]
+    assert [(each["name"], each["model"], each["state"]) for each in found["processes"]] == [
+        ("gateway-0", "", "ready"),
+        ("worker-0", "folio-chat", "ready"),
+        ("worker-1", "folio-chat", "ready"),
+    ]
+    assert found["requests"] == 0
     done = ps("--port=1")
     assert (done.returncode, done.stdout, done.stderr.splitlines()[0]) == (1, "", "error: no service answers")
 
