@@ -22,7 +22,7 @@ class BlockAudit:
     """Counts as found, and what is wrong: empty where all is well. Of the device's blocks where a name does not say
     otherwise.
 
-    num_leaked: blocks of either tier that are in no place at all, or referenced more often than anybody holds them.
+    num_leaked: blocks of either tier that are in no place at all, or have more references than holders.
     """
 
     num_blocks: int

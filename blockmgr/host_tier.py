@@ -64,7 +64,7 @@ class HostTier:
     def pack(self, request_id: str, blocks: np.ndarray, origins: list[int], chain: Chain, num_tokens: int) -> None:
         """A parcel of a row's device blocks, int32, which the caller releases afterwards. OutOfBlocks.
 
-        origins: where the content of each is now. The entry of a block that nobody else holds goes with it.
+        origins: where the content of each is now. The entry of a block that no other slot holds goes with it.
         """
         is_awaited = self.is_awaited_P[blocks]
         sources = np.array([self.ins.origin(block) for block in blocks[is_awaited].tolist()], np.int32)
@@ -86,7 +86,7 @@ class HostTier:
     # ------------------------------------------------------------ in
 
     def hold(self, blocks: np.ndarray) -> None:
-        """References to host blocks that are about to be copied in: nobody else may take them meanwhile."""
+        """References to host blocks that are about to be copied in, so that they are not given away meanwhile."""
         self._share_each(blocks)
 
     def bring(self, sources: np.ndarray, targets: np.ndarray) -> None:
@@ -116,7 +116,7 @@ class HostTier:
         return self.parcels.pop(request_id, None)
 
     def throw_away(self, request_id: str) -> None:
-        """Nobody will come for this parcel. Idempotent."""
+        """This parcel is not wanted any more. Idempotent."""
         parcel = self.unpack(request_id)
         if parcel is not None:
             self.drop_each(parcel.blocks[::-1])
@@ -159,7 +159,7 @@ class HostTier:
         self.pool.end_step(step)
 
     def distrust(self, host_blocks: np.ndarray) -> None:
-        """These blocks, counted from 0, do not hold what was to be copied into them: nobody finds them any more, and
+        """These blocks, counted from 0, do not hold what was to be copied into them: they are not found any more, and
         parcels with them are thrown away."""
         blocks = (host_blocks + self.pool.first).astype(np.int32)
         self.pool.forget(blocks)
@@ -174,7 +174,7 @@ class HostTier:
         return np.sort(self.pool.allocate(num)) if num else np.empty(0, np.int32)
 
     def _queue_out(self, source: int, target: int) -> None:
-        self.outs.pop(target, None)  # what it was to get before is nobody's any more
+        self.outs.pop(target, None)  # what it was to get before is not needed any more
         self.outs[target] = source
 
     def _share_each(self, blocks: np.ndarray) -> None:

@@ -8,9 +8,10 @@ Every refusal (OutOfBlocks, OutOfSlots, ValueError) leaves everything as it was.
 
 Why a block may be hit before it is written: plans run in order, copies before tokens, and in each layer keys and values
 of all tokens are written before any token attends. So `commit` may be called when the plan is made or when its result
-is known: whoever is admitted afterwards reads these blocks in the same plan or in a later one, after the write. If the
-plan fails, the scheduler taints its slots, which takes their blocks out of the index; those admitted on the promise end
-with it. A scheduler that commits after the result has none of those. Commit nothing that no plan will carry out.
+is known: a request that is admitted afterwards reads these blocks in the same plan or in a later one, after the write.
+If the plan fails, the scheduler taints its slots, which takes their blocks out of the index; those admitted on the
+promise end with it. A scheduler that commits after the result has none of those. Commit nothing that no plan will carry
+out.
 """
 
 from collections.abc import Callable
@@ -136,8 +137,8 @@ class BlockManager:
         """Take a slot, reference the cached prefix, and grow to ``reserve_tokens``; all or nothing. What is cached on
         the host is queued to be copied in; what was swapped out for this request comes back whole.
 
-        token_ids_T: int32, at least one. num_to_use: told where the blocks of a hit are. OutOfSlots; OutOfBlocks;
-        ValueError for an id that holds a slot, an empty prompt, or one that fits no row.
+        token_ids_T: int32, at least one. num_to_use: called with where the blocks of a hit are. OutOfSlots;
+        OutOfBlocks; ValueError for an id that holds a slot, an empty prompt, or one that fits no row.
         """
         self._tables.check_new(request_id)
         if not self._growth.blocks_for(len(token_ids_T)):
@@ -346,7 +347,7 @@ class BlockManager:
         return self._index.events.take()
 
     def walk_events(self) -> IndexWalk:
-        """STORED for every indexed block, parents first, in parts: for a listener that joins late and hears every
+        """STORED for every indexed block, parents first, in parts: for a listener that joins late and gets every
         change from now on. The index may change between two parts."""
         return IndexWalk(self._index)
 

@@ -173,7 +173,7 @@ class BlockPool:
     Order in which free blocks are handed out: blank ones first, last released first (at the start: rising ids); then
     cached ones, least recently released first, within one release the tail of the row before its head.
 
-    keep: told of cached blocks, still in the index, before they leave it to be handed out; it may carry their
+    keep: called with cached blocks, still in the index, before they leave it to be handed out; it may carry their
     entries elsewhere.
     """
 

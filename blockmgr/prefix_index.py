@@ -42,7 +42,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
-    """One change of the prefix index. STORED for a block that is known already tells that it is on another tier now.
+    """One change of the prefix index. STORED for a block that is known already: it is on another tier now.
 
     parent_hash: empty for the first block of a chain, so that the secret root stays secret.
     token_ids: int32, little-endian, block_size of them; STORED only, as are parent_hash, salt and tier.
@@ -59,7 +59,7 @@ class BlockEvent:
 class EventLog:
     """Events since the last `take`, in order.
 
-    Nobody may be listening: beyond ``max_events`` the log is thrown away, and the next `take` gives CLEARED and then
+    There may be no listener: beyond ``max_events`` the log is thrown away, and the next `take` gives CLEARED and then
     everything that is stored now, which leaves a listener at the same state.
     """
 
@@ -251,7 +251,7 @@ class PrefixIndex:
 
         token_ids_T: int32, len(blocks) * block_size of them. Stops at a barred block: what follows could never be hit.
         A block whose content the host has takes the entry over. Returns other blocks that had to leave the index,
-        int32, for their pools to look after.
+        int32, whose pools the caller updates.
         """
         self._forget_unreachable(chain)
         data, width = token_ids_T[len(chain) * self._block_size :].tobytes(), 4 * self._block_size
@@ -374,11 +374,11 @@ class PrefixIndex:
 
 
 class IndexWalk:
-    """Tells one listener everything that is in the index, in parts, while the index goes on changing.
+    """Gives one listener everything that is in the index, in parts, while the index goes on changing.
 
     Parts come in the order of entries, parents before children, and each says what is in the index when it is taken.
-    A listener that hears every change as well has the whole index at the end: what entered behind the walk comes with
-    it, perhaps again; what left before its turn does not come, and what left after it was heard as a change.
+    A listener that gets every change as well has the whole index at the end: what entered behind the walk comes with
+    it, perhaps again; what left before its turn does not come, and what left after it came as a change.
     """
 
     def __init__(self, index: "PrefixIndex") -> None:

@@ -94,7 +94,7 @@ class UpdateLog:
         self._count = end
 
     def drop_slot(self, slot: int) -> None:
-        """Forget what was written for a slot: its owner is gone before anybody saw it."""
+        """Forget what was written for a slot: its owner is gone before a plan had it."""
         if not self._count:
             return
         rows = self._rows_U3[: self._count]

@@ -1,4 +1,4 @@
-"""Whether a grammar can be served at all, before a model is asked."""
+"""Checks that a grammar can be served, before it goes to a worker."""
 
 from llguidance import LLMatcher
 
@@ -12,7 +12,7 @@ _UNSUPPORTED_WORDS = ("not supported", "unimplemented", "unknown format", "not p
 
 
 def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
-    """Takes milliseconds, at the very most seconds; gives the interpreter free meanwhile. Raises GrammarRefused."""
+    """Raises GrammarRefused. Takes milliseconds, seconds at most, and releases the interpreter's lock meanwhile."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
         to_llguidance(grammar, limits), limits=limits.for_parser()
     )
@@ -21,7 +21,7 @@ def check_grammar(grammar: Grammar, limits: GrammarLimits) -> None:
 
 
 def refused(message: str) -> GrammarRefused:
-    """What the library says, sorted by kind."""
+    """The library's message as a refusal of its kind."""
     message = next((line for line in message.splitlines() if line.startswith("error: ")), message)
     message = message.removeprefix("error: ").partition("\n<")[0]
     lower = message.lower()

@@ -29,6 +29,6 @@ class GrammarRefused(Exception):
 
 
 def one_line(message: str) -> str:
-    """A message of a library, short enough for a status."""
+    """A library's message on one line, short enough for a status."""
     text = _NOISE.sub(" ", message).strip()
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"

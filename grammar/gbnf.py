@@ -18,7 +18,7 @@ from octavo.grammar.limits import GrammarLimits
 ROOT = "root"
 MAX_DIVISIONS = 8  # each looks at the whole grammar
 MAX_RULE_DEPTH = 128
-# Of grammars with recursion: llguidance's limits do not bound the seconds that these take.
+# For grammars with recursion: llguidance's limits do not bound the seconds that these take.
 MAX_PARTS = 1_000
 MAX_TEXT = 512
 
@@ -45,7 +45,7 @@ def _check_names(rules: dict[str, Node]) -> None:
 
 
 def _check_depth(rules: dict[str, Node]) -> None:
-    """Rules within rules, recursion apart: a compiler calls itself for each."""
+    """Bounds how deep rules name rules, recursion apart: llguidance's compiler calls itself for each level."""
     depths: dict[str, int] = {}
     for name in _regular_rules(rules):
         depths[name] = 1 + max((depths[used] for used in _references(rules[name])), default=0)
@@ -103,7 +103,7 @@ def _regular_rules(rules: dict[str, Node]) -> list[str]:
 
 
 class _Planner:
-    """Cuts rules into runs, and runs that cannot stay whole into smaller ones."""
+    """Cuts rules into runs, and those runs that the longest match would decide wrongly into smaller ones."""
 
     def __init__(self, rules: dict[str, Node], regular: list[str]) -> None:
         self._rules = rules
@@ -112,7 +112,7 @@ class _Planner:
         self._divided: set[Node] = set()
 
     def plans(self) -> dict[str, Plan]:
-        """Of the root and of every rule that is no part of a run, by name."""
+        """By name, for the root and for every rule that is not within a run."""
         reaches: dict[str, Reach] = {}
         for name in self._ordered:
             reaches[name] = reach(self._rules[name], reaches)
@@ -152,7 +152,7 @@ class _Planner:
         return Series(tuple(self._plan(part) for part in broken_up(node)))
 
     def _gathered(self, items: tuple[Node, ...]) -> Iterator[Node]:
-        """Neighbours that are regular as one."""
+        """The items, with neighbours that are regular joined into one."""
         run: list[Node] = []
         for item in (*items, None):
             if item is not None and self._is_regular(item):

@@ -1,6 +1,6 @@
 """Where the parts of a recursive grammar meet so that the longest match would decide wrongly.
 
-A **run** is a part without recursion, which is matched as one. After a run, or at the beginning, several runs may
+A **run** is a part without recursion, which is matched as a whole. After a run, or at the beginning, several runs may
 come. It must be clear where a run ends: no run that may follow begins with a character that could go on with it, and of
 those that may begin at one place no two begin alike.
 """
@@ -12,7 +12,7 @@ from itertools import combinations
 from octavo.grammar.gbnf_parser import Choice, Class, Node, Reference, Repeat, Sequence, Text
 from octavo.grammar.gbnf_reach import Reach, overlap, reach
 
-# Of larger grammars the borders are not looked at: this must stay a matter of milliseconds.
+# Larger grammars are not checked: this must take milliseconds.
 MAX_RUNS = 64
 MAX_RULES = 100
 _MAX_DIVIDED_TEXT = 64
@@ -20,7 +20,7 @@ _MAX_DIVIDED_TEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A leaf of a plan: a part that is matched as one."""
+    """A leaf of a plan: a part that is matched as a whole."""
 
     node: Node
 
@@ -60,7 +60,7 @@ Plan = Run | Series | Either | Many | Call
 
 @dataclass(slots=True)
 class _Edge:
-    """Of a plan: the runs that it may begin and end with."""
+    """The runs that a plan may begin and end with."""
 
     is_nullable: bool = False
     first: frozenset[Run] = frozenset()
@@ -128,7 +128,7 @@ class _Meetings:
 
 
 def unclear(plans: Mapping[str, Plan], root: str, regular: Mapping[str, Reach]) -> set[Node]:
-    """Runs that cannot stay whole. regular: reaches of the rules that runs name."""
+    """The runs that must be divided. regular: the reach of each rule that runs name."""
     runs = {run for plan in plans.values() for run in _runs(plan)}
     if len(runs) > MAX_RUNS or len(plans) > MAX_RULES:
         return set()
@@ -147,7 +147,7 @@ def unclear(plans: Mapping[str, Plan], root: str, regular: Mapping[str, Reach]) 
 
 
 def _longer(one: Node, other: Node) -> set[Node]:
-    """Of two that begin alike: those that are more than a character, unless they part company before either ends."""
+    """Of two that begin alike: those that are more than a character, unless they differ before either ends."""
     if isinstance(one, Text) and isinstance(other, Text):
         is_beginning = one.text.startswith(other.text) or other.text.startswith(one.text)
         return {one, other} if is_beginning else set()
@@ -170,7 +170,7 @@ def _runs(plan: Plan) -> set[Run]:
 
 
 def broken_up(node: Node) -> tuple[Node, ...]:
-    """The parts of a run that cannot stay whole, one level down; a rule's name stands for itself."""
+    """The parts of a run that must be divided, one level down; a rule's name stays as it is."""
     match node:
         case Text(text):
             return tuple(Text(character) for character in text)

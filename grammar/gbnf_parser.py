@@ -37,21 +37,21 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One after the other; none is the empty text."""
+    """Items one after the other; without items, the empty text."""
 
     items: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of them."""
+    """One of the options."""
 
     options: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """high None: without end."""
+    """The item, low to high times; high None: without a limit."""
 
     item: "Node"
     low: int

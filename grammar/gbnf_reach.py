@@ -1,6 +1,6 @@
-"""Which characters a part of a grammar begins with, and which may go on with it once it is complete.
+"""Which characters a part of a grammar begins with, and which may continue it once it is complete.
 
-For parts without recursion. Where a part is ambiguous within itself the answer errs on the side of too many.
+For parts without recursion. Where a part is ambiguous within itself, the answer may have too many.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,8 @@ _MAX_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """first: of its texts. further: what may follow a complete text within a longer one. every: all its characters."""
+    """Characters of a part. first: that its texts begin with. further: that may follow a complete text within a longer
+    one. every: all of them."""
 
     is_nullable: bool
     first: Ranges
@@ -29,7 +30,7 @@ NOTHING = Reach(True, (), (), ())
 
 
 def reach(node: Node, rules: Mapping[str, Reach]) -> Reach:
-    """rules: of those that the node names."""
+    """The reach of a node. rules: that of each rule that the node names."""
     match node:
         case Text(text):
             spans = _short(dict.fromkeys((ord(character), ord(character)) for character in text))
@@ -57,7 +58,7 @@ def overlap(one: Ranges, other: Ranges) -> bool:
 def _then(one: Reach, other: Reach) -> Reach:
     every = _joined(one.every, other.every)
     first = _joined(one.first, other.first) if one.is_nullable else one.first
-    if overlap(one.further, other.first):  # where one ends is open
+    if overlap(one.further, other.first):  # it is not clear where the first one ends
         return Reach(one.is_nullable and other.is_nullable, first, every, every)
     further = _joined(one.further, other.first, other.further) if other.is_nullable else other.further
     return Reach(one.is_nullable and other.is_nullable, first, further, every)
@@ -81,7 +82,7 @@ def _times(item: Reach, low: int, high: int | None) -> Reach:
     is_open = overlap(item.further, item.first)
     further = item.every if is_open else _joined(item.further, item.first)
     if low == high and not item.is_nullable and not is_open:
-        further = item.further  # always as many: nothing is complete before the last one
+        further = item.further  # always the same number: no text is complete before the last one
     return Reach(is_nullable, item.first, further, item.every)
 
 
@@ -90,7 +91,7 @@ def _joined(*ranges: Ranges) -> Ranges:
 
 
 def _short(spans: Iterable[tuple[int, int]]) -> Ranges:
-    """Very many as one that covers them: comparing them must not become work."""
+    """More than _MAX_SPANS as one range that covers them, so that comparing stays cheap."""
     spans = tuple(spans)
     if len(spans) <= _MAX_SPANS:
         return spans

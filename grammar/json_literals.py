@@ -1,8 +1,8 @@
-"""Numbers, texts and references of JSON schemas: what llguidance takes exactly; all else is refused by its path.
+"""Numbers, texts and references of JSON schemas: what llguidance takes exactly; anything else is refused by its path.
 
 llguidance holds every number of a schema as a double, reads decimals to the last place but one, writes the shortest
 decimal that names the double, and forms ranges of integers with 64 bits; of texts that it matches it drops control
-characters that have no short escape. Whatever would come out as something else is refused here.
+characters that have no short escape. A value that it would change is refused here.
 """
 
 import math
@@ -39,7 +39,7 @@ _REGEX_PART = re.compile(rf"(?P<control>{_CONTROL})|\\.|\[\^?\]?(?P<class>(?:\\.
 
 
 def encode(schema: Any) -> str:
-    """JSON text that the library reads as the numbers that are meant."""
+    """JSON text in which the library reads each number as it is meant."""
     return _ENCODER.encode(_spelled(schema)).decode()
 
 
@@ -57,7 +57,7 @@ def check_encoding(value: Any, path: str) -> None:
 
 
 def check_pattern(pattern: Any, path: str) -> None:
-    """The library would match control characters by nothing where they stand alone. Raises GrammarRefused."""
+    """The library drops control characters that stand alone in a pattern. Raises GrammarRefused."""
     for part in _REGEX_PART.finditer(pattern) if isinstance(pattern, str) else ():
         if part["control"] or (part["class"] and re.fullmatch(_CONTROL, part["class"])):
             raise _refused(path, "matches a control character by itself, which is not supported")
@@ -78,7 +78,7 @@ def check_literal(value: Any, path: str) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[Number]:
-    """true and false are none."""
+    """True and False are not numbers."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 
@@ -90,8 +90,8 @@ def count(value: Any, path: str) -> int:
 
 
 class Divisors:
-    """Every `multipleOf` of a schema: any of them may meet on one value, and the library multiplies them in 32 bits.
-    schema: the whole; where it includes schemas in others, each may meet itself."""
+    """Every `multipleOf` of a schema: several may apply to one value, and the library multiplies them in 32 bits.
+    schema: the whole; where it includes schemas in others, one may apply to a value twice."""
 
     def __init__(self, schema: Any) -> None:
         self._most = 2**16 - 1 if mentions(schema, ("allOf", "$ref")) else _MAX_DIVISOR
@@ -100,7 +100,7 @@ class Divisors:
         self._exponent = 0
 
     def add(self, value: Any, path: str) -> Number:
-        """One more; a path that was seen before changes nothing. Raises GrammarRefused."""
+        """Adds one; a path that was added before changes nothing. Raises GrammarRefused."""
         if not is_number(value) or value <= 0:
             raise GrammarRefused(Refusal.SYNTAX, "must be a number greater than 0", path=path)
         divisor, exponent = _divisor(value)
@@ -118,17 +118,17 @@ class Divisors:
 
 
 def bounds(schema: Json, path: str, *, nearest: bool) -> Json:
-    """The schema's bounds as the library has to be told them, numeric ones only. nearest: an exclusive whole bound
+    """The schema's bounds as the library needs them, numeric ones only. nearest: an exclusive whole bound
     becomes the next double, since the library takes the bound itself for a number within where the other one is a
     fraction. Raises GrammarRefused."""
-    told = {key: schema[key] for key in BOUNDS if key in schema and not isinstance(schema[key], bool)}
+    given = {key: schema[key] for key in BOUNDS if key in schema and not isinstance(schema[key], bool)}
     for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if schema.get(exclusive) is True and inclusive in told:  # as in draft 4
-            told[exclusive] = told.pop(inclusive)
+        if schema.get(exclusive) is True and inclusive in given:  # as in draft 4
+            given[exclusive] = given.pop(inclusive)
     is_integer = schema.get("type") == "integer"
     lowest, highest = _INTEGERS if is_integer else _NUMBERS
     result: Json = {}
-    for key, value in told.items():
+    for key, value in given.items():
         if not is_number(value):
             raise GrammarRefused(Refusal.SYNTAX, "must be a number", path=f"{path}{key}")
         is_lower = key.endswith("inimum")
@@ -154,7 +154,7 @@ def mentions(schema: Any, keywords: tuple[str, ...]) -> bool:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of every object in a value."""
+    """Keys and values of every object in a value."""
     if isinstance(value, dict):
         yield from value.items()
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -165,7 +165,7 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bound(key: str, value: Number, *, is_integer: bool, nearest: bool) -> tuple[str, Number | None]:
-    """The keyword and the number to tell; None where there is none."""
+    """The keyword and the number for the library; None where it can hold no such number."""
     is_exclusive, is_lower = key.startswith("exclusive"), key.endswith("inimum")
     if not _is_whole(value):
         return key, value if abs(Decimal(value)) >= _LEAST and _names_a_double(value) else None

@@ -1,4 +1,4 @@
-"""What follows from JSON schemas: whether several can hold for one value, and what holds where one does not.
+"""Conclusions from JSON schemas: whether one value can be valid under several, and a schema's opposite.
 
 Made for schemas in the form that `grammar.json_schema` gives out, so each keyword here is one that is enforced. Both
 answers are only given where they are certain.
@@ -22,13 +22,14 @@ _MAX_WAYS = 64
 _MAX_ARRANGEMENTS = 400  # of distinct items: all of five values
 _ANNOTATIONS = ("$schema", "$id", "id", "$anchor", "$defs", "definitions")
 _INCLUDING = ("allOf", "anyOf", "oneOf", "$ref")
-_EXCLUDED = "x-excluded"  # what a pattern of ours leaves out; the library knows no such keyword
+_EXCLUDED = "x-excluded"  # what a pattern made here leaves out; the library knows no such keyword
 _INFINITE = float("inf")
 
 
 @dataclass
 class _Facts:
-    """What several schemas that hold at once say together. bases: their own keywords; groups: of each `anyOf`."""
+    """Several schemas that one value must be valid under. bases: their own keywords; groups: the options of each
+    `anyOf`."""
 
     bases: list[Json] = field(default_factory=list)
     groups: list[list[Schema]] = field(default_factory=list)
@@ -114,7 +115,7 @@ class Logic:
         others = [name for name in TYPES if name != "array"]
         return {"anyOf": [{"enum": arrangements}, {"type": others}]}
 
-    # ------------------------------------------------------------ what several schemas say
+    # ------------------------------------------------------------ several schemas together
 
     def _facts(self, schemas: Iterable[Schema]) -> _Facts:
         facts, seen = _Facts(), set[str]()
@@ -140,7 +141,7 @@ class Logic:
         self._pay(1 if isinstance(schema, bool) else 1 + len(schema) + len(schema.get("enum", ())) // 4)
 
     def _pay(self, work: int) -> None:
-        """All work on the schemas of a caller has one limit."""
+        """Counts work: there is one limit for all schemas of a caller."""
         self._work += work
         if self._work > _MAX_WORK:
             raise GrammarRefused(
@@ -167,7 +168,7 @@ class Logic:
         return Logic(lambda reference: None)._types(_Facts(bases=[option]))
 
     def _values(self, facts: _Facts) -> list[Any] | None:
-        """All that can be valid, and maybe some that are not; None where there are too many."""
+        """All values that can be valid, and maybe some that are not; None where there are too many."""
         lists = [*facts.of("enum"), *([value] for value in facts.of("const"))]
         types = self._types(facts)
         if not lists and types <= {"null", "boolean"}:
@@ -208,7 +209,7 @@ class Logic:
                 )
         return False
 
-    # ------------------------------------------------------------ what holds where a schema does not
+    # ------------------------------------------------------------ opposites
 
     def _negation(self, schema: Schema, depth: int) -> Schema | None:
         if isinstance(schema, bool):
@@ -227,7 +228,7 @@ class Logic:
         return False if not parts else parts[0] if len(parts) == 1 else {"anyOf": parts}
 
     def _negations(self, keyword: str, value: Any, depth: int) -> list[Schema] | None:
-        """Schemas of which one holds where the keyword does not; None where there are no such."""
+        """Schemas of which a value is valid under one where it breaks the keyword; None where none can be written."""
         match keyword:
             case "type":
                 named = {value} if isinstance(value, str) else {*value}
@@ -260,7 +261,7 @@ class Logic:
 
 
 def _beyond(keyword: str, value: Any) -> list[Schema] | None:
-    """On the other side of a bound."""
+    """Schemas for the values on the other side of a bound; None for other keywords."""
     opposite = dict(zip(BOUNDS, reversed(BOUNDS), strict=True))
     if keyword in opposite:
         return _range({opposite[keyword]: value})
@@ -273,7 +274,7 @@ def _beyond(keyword: str, value: Any) -> list[Schema] | None:
 
 
 def _range(ends: Json) -> list[Schema] | None:
-    """Numbers between two ends; None where the library could not hold those."""
+    """A schema for the numbers between two ends; None where the library cannot hold those."""
     try:
         return [{"type": "number"} | bounds(ends, "", nearest=True)]
     except GrammarRefused:
@@ -285,7 +286,7 @@ def _having(key: str, schema: Schema) -> Schema:
 
 
 def _others(values: list[Any]) -> list[Schema] | None:
-    """All values but these."""
+    """Schemas for all values but these; None where none can be written."""
     types = {_type_of(value) for value in values}
     if types & {"array", "object"}:
         return None
@@ -306,7 +307,7 @@ def _others(values: list[Any]) -> list[Schema] | None:
 
 
 def _other_texts(texts: list[str]) -> str:
-    """A regular expression for every text but these: none leaves them, or goes on, at every character."""
+    """A regular expression for every text but these: at each character it leaves them all, or follows some."""
     following: dict[str, list[str]] = {}
     for text in texts:
         if text:
@@ -333,7 +334,7 @@ def _type_of(value: Any) -> str:
 
 
 def _key(value: Any) -> Any:
-    """The same for values that JSON takes for equal, and for no others."""
+    """Equal for values that are equal in JSON, and for no others."""
     if isinstance(value, list):
         return ("array", *map(_key, value))
     if isinstance(value, dict):
@@ -358,7 +359,7 @@ def _may_be(value: Any, base: Json) -> bool:
 
 
 def _property(base: Json, key: str) -> Schema:
-    """What a schema says of one property; True where that is not clear."""
+    """The schema of one property; True where that is not clear."""
     properties = base.get("properties", {})
     if key in properties:
         return properties[key]  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Checks a JSON schema and brings it into the form that llguidance enforces completely.
 
-Whatever validates something and is not enforced is refused by its name and its path in the schema; annotations and
-unknown keywords mean nothing, as the specification has it. Conditions, dependencies and the like become `anyOf` and
+A keyword that validates and cannot be enforced is refused by its path in the schema; annotations and unknown keywords
+mean nothing, as the specification has it. Conditions, dependencies and the like become `anyOf` and
 `allOf` of schemas that the library has. Properties come in the order of the schema.
 """
 
@@ -41,7 +41,7 @@ _REFUSED_WORDS = (
     "$recursiveAnchor $vocabulary extends disallow"
 )
 _REFUSED = frozenset(_REFUSED_WORDS.split())
-# Whatever else a reference points to is moved to the definitions: it may stand where nothing is kept.
+# What other references point to is moved to the definitions: the place where it stands may be dropped.
 _PLAIN_REFERENCE = re.compile(r"#|#/(?:\$defs|definitions)/[\w-]+")
 _MOVED = "moved:"
 _MAX_NESTING = 120  # of the library's reader, less what is put around a schema
@@ -49,12 +49,8 @@ _MAX_NESTING = 120  # of the library's reader, less what is put around a schema
 # key is written with \u, which could hide its name.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,32})?", "json_allowed_escapes": 'nrtbf\\"'}
 
-
-# Formats of strings that are promised, and the regular expressions of those that llguidance takes too loosely.
-#
-# RFC 3339 without leap seconds and without the year 0, so that every date exists in every calendar library.
-
-
+# Dates and times of RFC 3339, without leap seconds and without the year 0, so that every date exists in every calendar
+# library.
 _DIVISIBLE_BY_4 = "(?:0[48]|[2468][048]|[13579][26])"
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_DIVISIBLE_BY_4}|{_DIVISIBLE_BY_4}00)"
@@ -67,7 +63,7 @@ _CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_CLOCK}:[0-5][0-9](?:\\.[0-9]{{1,6}})?(?:Z|[+-]{_CLOCK})"
 
 OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""By name: a pattern of the whole string."""
+"""Formats that llguidance takes too loosely, by name: a pattern of the whole string."""
 
 LIBRARY_FORMATS = frozenset(("email", "hostname", "ipv4", "ipv6", "uri", "uuid", "duration"))
 """Formats whose expressions are llguidance's."""
@@ -75,8 +71,7 @@ LIBRARY_FORMATS = frozenset(("email", "hostname", "ipv4", "ipv6", "uri", "uuid",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a schema stands. root: in the schema for the library, where its references are led to. path: in what the
-    caller sent."""
+    """Where a schema stands. root: in the schema for the library, for its references. path: in what the caller sent."""
 
     root: str = "#"
     path: str = ""
@@ -94,7 +89,7 @@ def schema_text(text: str, limits: GrammarLimits, *, format_as_annotation: bool 
 
 
 def read_json(text: str, limits: GrammarLimits) -> Any:
-    """Numbers that are not whole as Decimal. Raises GrammarRefused."""
+    """The value, with numbers that are not whole as Decimal. Raises GrammarRefused."""
     try:
         value = json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
     except RecursionError:
@@ -224,7 +219,7 @@ class _Walk:
         return reference
 
     def _target(self, reference: str) -> Schema | None:
-        """What a rewritten reference points to, rewritten; None where that is not known, or being found out."""
+        """What a rewritten reference points to, rewritten; None where that is not known, or not yet."""
         if reference not in self._targets:
             self._targets[reference] = None
             pointer = self._pointers.get(reference)
@@ -235,22 +230,22 @@ class _Walk:
         return self._targets[reference]
 
     def _outline(self, reference: str) -> Json:
-        """Of a schema that includes itself: what is to be seen before it is rewritten."""
+        """The part of a schema that includes itself that is known before it is rewritten."""
         return _outline(pointed_to(self._whole, self._pointers.get(reference, "")), 2)
 
     def _without_base(self, schema: Json) -> Json:
-        """Names that would make references mean something else once the schema stands inside another."""
+        """Without the names that would change what references mean once the schema stands inside another."""
         inner = () if self._place.root == "#" else ("$schema",)
         return {key: value for key, value in schema.items() if key not in ("$id", "id", *inner)}
 
     def _with_bounds(self, schema: Json, path: str) -> Json:
         if not any(key in schema for key in BOUNDS):
             return schema
-        told = bounds(schema, f"{path}." if path else "", nearest=self._nearest)
-        return {key: value for key, value in schema.items() if key not in BOUNDS} | told
+        held = bounds(schema, f"{path}." if path else "", nearest=self._nearest)
+        return {key: value for key, value in schema.items() if key not in BOUNDS} | held
 
     def _with_format(self, schema: Json, path: str) -> Json:
-        """The format as a pattern, where its expression is ours."""
+        """The format as a pattern, where it is one of OWN_FORMATS."""
         name = schema.get("format")
         if "format" not in schema or (isinstance(name, str) and name in LIBRARY_FORMATS):
             return schema
@@ -310,7 +305,7 @@ class _Walk:
         return self._with_closed_names(copy, schema["unevaluatedProperties"], path, depth)
 
     def _with_fewer_ways(self, schema: Json) -> Json:
-        """Conditions one after another as the few ways through them all: the library would follow every combination."""
+        """Several conditions as the few combinations that can be valid: the library would follow every one."""
         included = schema.get("allOf", [])
         groups = [options for each in included if (options := _alternatives(each)) is not None]
         beside = {key: value for key, value in schema.items() if key != "allOf"}

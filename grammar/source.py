@@ -12,11 +12,9 @@ from octavo.grammar.limits import GrammarLimits
 from octavo.grammar.tool_calls import CallTags, tool_calls_to_lark
 from octavo.wire.messages import Grammar, GrammarKind
 
-# One of several texts.
-
 
 def choice_to_lark(source: str, limits: GrammarLimits) -> str:
-    """source: a JSON array of strings. Raises GrammarRefused."""
+    """source: a JSON array of strings, one of which the output is. Raises GrammarRefused."""
     try:
         options = json.loads(source)
     except ValueError as error:

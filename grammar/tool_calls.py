@@ -1,4 +1,4 @@
-"""Calls of tools in the style of Hermes, which is what Qwen2.5 was trained to write.
+"""Tool calls in the format of Hermes, which Qwen2.5 was trained to write.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}

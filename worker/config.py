@@ -126,10 +126,10 @@ class WorkerConfig:
     cpu_isa: the best CPU instructions to use (model/cpu/isa.py); None: as OCTAVO_CPU_ISA says, else all that there are.
     check_numerics: whether activations are watched; check_numerics_limit None: the model's own idea of a limit.
     audit_every_steps 0: never; 1: every step (debugging).
-    worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log tells which).
+    worker_id "": host name and pid. metrics_port None: no endpoint; 0: any free port (the log names it).
     drain_grace_s: what a first SIGTERM or SIGINT leaves to the requests that run; the second ends at once.
     stall_exit_s: without a step for so long while there is work, the process ends itself; longer than the gateways'
-        stall timeout, so that they tell their callers first.
+        stall timeout, so that they answer their callers first.
     """
 
     model: str

@@ -40,11 +40,6 @@ from octavo.worker.transport.heartbeat import HeartbeatThread
 from octavo.worker.transport.link import WorkerLink
 from octavo.worker.transport.watchdog import Watchdog
 
-# How a worker is asked to end: the first signal drains, the second stops; a gateway's refusal stops too.
-#
-# Handlers only set what the engine's loop reads, and wake it.
-
-
 EXIT_OK = 0
 EXIT_FAILED = 70
 EXIT_REFUSED = 76
@@ -52,7 +47,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Shutdown:
-    """Installed before the model is loaded; knows the engine once there is one."""
+    """Ends the worker when asked: the first signal drains, the second stops; a gateway's refusal stops too.
+
+    Installed before the model is loaded; knows the engine once there is one. Handlers only set what the engine's loop
+    reads, and wake it.
+    """
 
     def __init__(self, *, grace_s: float) -> None:
         self.exit_code = EXIT_OK
@@ -71,14 +70,14 @@ class Shutdown:
         self._engine, self._wake = engine, wake
 
     def refuse(self, reason: str) -> None:
-        """A gateway sent us away for good."""
+        """A gateway refused this worker for good."""
         self.exit_code = EXIT_REFUSED
         self._stop()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._engine is None or self._wake is None:
-            sys.exit(EXIT_OK)  # still loading: nobody waits for anything
+            sys.exit(EXIT_OK)  # still loading: there is no request yet
         if self._num_signals == 1:
             log.info("draining", signal=signal.Signals(number).name, grace_s=self._grace_s)
             self._engine.request_drain(self._grace_s)
@@ -100,10 +99,10 @@ CPU_ISA_VARIABLE = "OCTAVO_CPU_ISA"  # model/cpu/isa.py reads it
 
 
 def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
-    """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 76 (a gateway refused us);
+    """Serve until drained or stopped. Returns 0 (ended as asked), 70 (the engine failed), 76 (a gateway refused it);
     a hang ends the process with 75 or 1 (`worker.transport.watchdog`).
 
-    on_progress: told how far the start is; by default it is logged. Raises what makes a start impossible:
+    on_progress: called with how far the start is; by default that is logged. Raises what makes a start impossible:
     CheckpointError, CardError, DoesNotFit, EndpointError, KeyFileError, ValueError, OSError.
     """
     configure_logs(config.log_format, config.log_level)
@@ -248,7 +247,7 @@ def _serve_metrics(
 
 
 def _why_not_ready(engine: Engine, link: WorkerLink) -> str | None:
-    """For probes, which ask once the model is loaded: before, nobody listens."""
+    """For probes. Before the model is loaded, the port is closed."""
     if engine.stats.is_draining:
         return "this worker drains"
     return None if any(link.welcomed) else "no gateway has taken this worker yet"

@@ -45,16 +45,14 @@ ERROR_REASONS = frozenset(
 )
 
 
-# One INFO line every ten seconds while there is work: rates since the line before, and where things stand.
-
-
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 10.0
 
 
 class BusyLog:
-    """An Observer in front of another one."""
+    """An Observer in front of another one: one line of log every INTERVAL_S while there is work, with rates since the
+    line before and the present counts."""
 
     def __init__(
         self, inner: Observer, snapshot: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic
@@ -66,17 +64,17 @@ class BusyLog:
         self._former = EngineStats()
 
     def on_step(self, report: StepReport) -> None:
-        """Pass on, and speak where it is time."""
+        """Pass it on; write the line where it is due."""
         self._inner.on_step(report)
         now_s = self._clock()
         if now_s - self._since_s >= INTERVAL_S:
-            self._speak(now_s)
+            self._write(now_s)
 
     def on_finished(self, finished: Finished) -> None:
-        """Pass on."""
+        """Pass it on."""
         self._inner.on_finished(finished)
 
-    def _speak(self, now_s: float) -> None:
+    def _write(self, now_s: float) -> None:
         stats, former, elapsed_s = self._snapshot(), self._former, now_s - self._since_s
         queried = stats.num_queried_tokens - former.num_queried_tokens
         hits = stats.num_hit_tokens - former.num_hit_tokens
@@ -95,7 +93,7 @@ class BusyLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """What else is told of the KV cache. dtype: as it was asked for, "auto" for the model's own. host_bytes: of the
+    """What else is known of the KV cache. dtype: as it was asked for, "auto" for the model's own. host_bytes: of the
     second tier."""
 
     dtype: str = "auto"
@@ -214,7 +212,7 @@ class InfoCollector(Collector):
 
 
 class MetricsServer:
-    """HTTP in a thread of its own: /metrics, and /ready, which says with 503 what the worker waits for."""
+    """HTTP in a thread of its own: /metrics, and /ready, 503 with the reason until the worker is ready."""
 
     def __init__(
         self,
@@ -256,7 +254,7 @@ def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:
     for state, count in {"free": free, "cached": cached, "active": stats.num_host_blocks - free - cached}.items():
         host_blocks.add_metric([state], count)
     yield host_blocks
-    text = "Blocks that nobody holds and nobody can have, by recount: 0, or an alarm"
+    text = "Blocks that are neither free, cached nor held, by recount: 0, or a defect"
     yield _gauge("octavo_kv_blocks_leaked", text, stats.num_leaked_blocks)
     yield _gauge("octavo_kv_audit_violations", "Violations that the last audit found", stats.num_violations)
     yield _gauge("octavo_worker_draining", "1 while no new requests are taken", stats.is_draining)

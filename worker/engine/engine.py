@@ -38,7 +38,7 @@ from octavo.worker.scheduler.slot_state import InFlightStep
 log = structlog.get_logger(__name__)
 
 RECOUNT_S = 1.0  # between two recounts of the blocks while steps are made
-IDLE_S = 0.25  # without work, after which an audit is in nobody's way
+IDLE_S = 0.25  # without work, after which an audit delays no step
 
 
 class StepPipeline:
@@ -46,7 +46,7 @@ class StepPipeline:
 
         plan ──► launch ──► (masks, where an output has a grammar) ──► collect ──► the scheduler's outputs
 
-    on_end: told of each step once its outputs are known. send: takes the outputs of the steps that a failed launch
+    on_end: called with each step once its outputs are known. send: takes the outputs of the steps that a failed launch
     ends.
     """
 
@@ -185,7 +185,7 @@ class Engine:
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Step until drained or stopped, then say goodbye and close the runner."""
+        """Step until drained or stopped, then send Leaving and close the runner."""
         try:
             while not self.is_done:
                 num_steps = self.num_steps
@@ -213,7 +213,7 @@ class Engine:
         self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
         self._kv_events.publish_changes()
         self._kv_events.publish_part()
-        self._look_after_blocks(self._clock())
+        self._check_blocks(self._clock())
         self.stats = self._snapshot()
 
     @property
@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def has_kv_events(self) -> bool:
-        """A gateway has not heard yet all that is cached here: there is more to do than `has_work` says."""
+        """A gateway has not got yet all that is cached here: there is more to do than `has_work` says."""
         return self._kv_events.is_due
 
     def request_drain(self, grace_s: float) -> None:
@@ -334,7 +334,7 @@ class Engine:
 
     # ------------------------------------------------------------ blocks
 
-    def _look_after_blocks(self, now_s: float) -> None:
+    def _check_blocks(self, now_s: float) -> None:
         """A recount now and then while there is work, an audit when there is none."""
         if self._scheduler.has_work:
             self._worked_s = now_s

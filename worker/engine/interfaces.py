@@ -43,7 +43,7 @@ class GatewayLost:
 
 @dataclass(frozen=True, slots=True)
 class GatewayJoined:
-    """A gateway has welcomed us: it has heard nothing yet of what is cached here."""
+    """A gateway has welcomed this worker, and does not know yet what is cached here."""
 
 
 InboxMessage = Run | Cancel | Pause | Resume | AdminQuery | Drain | GatewayJoined | GatewayLost
@@ -60,7 +60,7 @@ class Inbox(Protocol):
         """All messages that are here now, possibly none. Never blocks."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return as soon as ``drain`` may have something (or someone asked to wake up), at the latest after
+        """Return as soon as ``drain`` may have something (or another thread woke it), at the latest after
         ``timeout_s``."""
 
 
@@ -136,7 +136,7 @@ class EngineStats:
 
 
 class Observer(Protocol):
-    """Told by the engine, in its own thread; must not block."""
+    """Called by the engine, in its own thread; must not block."""
 
     def on_step(self, report: StepReport) -> None:
         """A step ended."""
@@ -146,7 +146,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Watches nothing."""
+    """Does nothing."""
 
     def on_step(self, report: StepReport) -> None:
         """Ignore."""
@@ -156,7 +156,7 @@ class NullObserver:
 
 
 def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> StepOutput:
-    """One gateway's news as it travels."""
+    """One gateway's news as a message."""
     return StepOutput(
         epoch=epoch,
         seq=seq,
@@ -174,7 +174,7 @@ def step_output(output: GatewayOutput, *, epoch: str, seq: int, step: int) -> St
 
 
 def kv_events(events: list[BlockEvent], *, epoch: str) -> Iterator[KvEvents]:
-    """Changes of the prefix cache as they travel, in messages of a bounded size."""
+    """Changes of the prefix cache, in messages of a bounded size."""
     for begin in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
         some = events[begin : begin + MAX_EVENTS_PER_MESSAGE]
         yield KvEvents(epoch=epoch, events=tuple(_kv_event(event) for event in some))
@@ -192,7 +192,7 @@ def _kv_event(event: BlockEvent) -> KvEvent:
 
 
 class KvEventPublisher:
-    """Tells gateways what is cached here: every change at once, and to those that join all the rest, in parts of a
+    """Sends gateways what is cached here: every change at once, and to those that join all the rest, in parts of a
     bounded size, one a step.
 
     A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they
@@ -208,11 +208,11 @@ class KvEventPublisher:
 
     @property
     def is_due(self) -> bool:
-        """Whether a gateway has not heard everything yet."""
+        """Whether a gateway has not got everything yet."""
         return bool(self._walks)
 
     def begin(self, gateway: GatewayIndex) -> None:
-        """It knows nothing, or something that is over. What has changed before is told first, to the others."""
+        """It knows nothing, or what is no longer so. What has changed before is sent first, to the others."""
         self.publish_changes()
         self._walks.pop(gateway, None)
         if self._blocks.num_indexed:
@@ -220,7 +220,7 @@ class KvEventPublisher:
             self._put(gateway, [BlockEvent(kind=EventKind.CLEARED)])
 
     def end(self, gateway: GatewayIndex) -> None:
-        """It is gone. Idempotent."""
+        """The gateway is gone. Idempotent."""
         self._walks.pop(gateway, None)
 
     def publish_changes(self) -> None:
@@ -229,7 +229,7 @@ class KvEventPublisher:
             self._outbox.put_all(message)
 
     def publish_part(self) -> None:
-        """To the gateway that has waited longest. All changes so far must have been told."""
+        """To the gateway that has waited longest. All changes so far must have been sent."""
         if not self._walks:
             return
         gateway, walk = self._walks.popitem(last=False)

@@ -64,7 +64,7 @@ class GrammarCache:
             return matcher.fork()
 
     def put(self, grammar: Grammar, matcher: GrammarMatcher) -> None:
-        """Keeps it, unless it is larger than the whole cache may be."""
+        """Keep it, unless it is larger than the whole cache may be."""
         size = estimated_bytes(grammar)
         with self._lock:
             if grammar in self._entries or size > self._max_bytes or not self._max_entries:
@@ -77,7 +77,7 @@ class GrammarCache:
 
 
 class GrammarCompiler:
-    """One per worker. load_vocabulary: called once, in a thread of this. on_compiled(seconds): from these threads."""
+    """One per worker. load_vocabulary: called once, in one of its threads. on_compiled(seconds): called in them."""
 
     def __init__(
         self,
@@ -101,11 +101,12 @@ class GrammarCompiler:
         self._threads.submit(self._known_vocabulary)
 
     def submit(self, grammar: Grammar, on_outcome: OnOutcome) -> None:
-        """on_outcome: called in a thread of this, once: a matcher of one's own, or what is wrong."""
+        """Compile in a thread. on_outcome: called there, once, with a matcher for this request alone, or the
+        refusal."""
         self._threads.submit(partial(self._work, grammar, on_outcome))
 
     def close(self) -> None:
-        """Take no more work; what runs ends by itself. Idempotent."""
+        """Take no more work; running compiles end by themselves. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -119,7 +120,7 @@ class GrammarCompiler:
             on_outcome(self.cache.get(grammar) or self._compile(grammar))
         except GrammarRefused as refusal:
             on_outcome(refusal)
-        except Exception as error:  # a defect of ours or of the library: the request must hear of it, and only it
+        except Exception as error:  # a defect here or in the library: it fails this request alone
             on_outcome(refused(f"{type(error).__name__}: {error}"))
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:

@@ -38,7 +38,7 @@ MASK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.
 
 
 class GrammarObserver(Protocol):
-    """Told in the engine's thread."""
+    """Called in the engine's thread, but for on_compiled."""
 
     def on_masks(self, *, seconds: float, num_rows: int) -> None:
         """The masks of one step were filled."""

@@ -1,7 +1,7 @@
 """How far one output has come in its grammar: `worker.scheduler.request.Matcher` by llguidance. Owned by the engine's
 thread.
 
-Keeps its place when its request loses its blocks: what was accepted stays accepted.
+A preempted request keeps its matcher: what was accepted stays accepted.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from octavo.grammar.errors import one_line
 
 
 class GrammarMatcher:
-    """Accepts tokens and tells which may come next."""
+    """Accepts tokens, and says which may come next."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher

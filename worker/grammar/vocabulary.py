@@ -3,9 +3,9 @@
 Made of the tokenizer files that the worker gives to its gateways, so text means the same on both sides. Control tokens
 are never part of a text, whatever a grammar says.
 
-llguidance tokenizes what a grammar forces, and gives the grammar up where those tokens are not the forced bytes. So its
-tokenizer spells every text exactly: without normalizer (NFC would compose what was forced decomposed), truncation and
-padding, and with control tokens by other names, since a forced text may well contain a name of theirs.
+llguidance tokenizes what a grammar forces, and ends the grammar with an error where those tokens are not the forced
+bytes. So its tokenizer spells every text exactly: without normalizer (NFC would compose what was forced decomposed),
+truncation and padding, and with control tokens by other names, since a forced text may well contain a name of theirs.
 """
 
 from dataclasses import dataclass

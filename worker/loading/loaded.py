@@ -1,4 +1,4 @@
-"""A model that is ready to run, whichever runner executes it; and the oracle's way to get there."""
+"""A model that is ready to run, on any runner; and how the oracle gets there."""
 
 import hashlib
 import importlib.util
@@ -43,7 +43,7 @@ class Loaded:
 
     @property
     def capacity(self) -> Capacity:
-        """What gateways are told."""
+        """What gateways know of the model."""
         return Capacity(
             num_blocks=self.num_blocks,
             block_size=self.block_size,

@@ -58,7 +58,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 def weight_format(quantization: str | None) -> WeightFormat:
-    """Raises ValueError for a name that there is not."""
+    """Raises ValueError for an unknown name."""
     if quantization is None:
         return WeightFormat.BF16
     if quantization not in (WeightFormat.INT8.value, WeightFormat.FP8.value):
@@ -96,7 +96,7 @@ def check_head_dim(head_dim: int, *, has_cuda_runner: bool) -> None:
 
 
 def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
-    """None for the model's own. Raises ValueError for a name that there is not."""
+    """None for the model's own. Raises ValueError for an unknown name."""
     if kv_cache_dtype is None:
         return None
     if kv_cache_dtype != "fp8":
@@ -105,7 +105,7 @@ def cache_dtype(kv_cache_dtype: str | None) -> torch.dtype | None:
 
 
 def rounding_of_cache(kv_cache_dtype: str | None) -> bytes:
-    """What enters the fingerprint for it."""
+    """What the cache's dtype adds to the fingerprint."""
     return b"" if kv_cache_dtype is None else f"kv {kv_cache_dtype}".encode()
 
 
@@ -120,15 +120,15 @@ def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_de
 
 
 def rounding_of(quantization: str | None, device: torch.device) -> bytes:
-    """What enters the model's fingerprint: workers that round differently are not the same model. A GPU folds norms
-    into matrices before it rounds them, so its integers are others than a CPU's."""
+    """What quantization adds to the model's fingerprint: workers that round differently are not the same model. A GPU
+    folds norms into matrices before it rounds them, so its integers are others than a CPU's."""
     if quantization is None:
         return b""
     return quantization.encode() if device.type == "cpu" else f"{quantization} folded".encode()
 
 
-def spoken(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
-    """For people: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
+def described_bits(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
+    """For the start's summary: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
     weights = f"int{packed.bits} weights ({packed.packing.value})" if packed else None
     weights = f"{quantization} weights" if quantization else weights
     cache = f"{kv_cache_dtype} cache" if kv_cache_dtype else None
@@ -136,9 +136,9 @@ def spoken(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSe
 
 
 def with_rounding(fingerprint: bytes, *roundings: bytes) -> bytes:
-    """The fingerprint of a model that is also rounded so; as it is without any."""
-    said = b"\0".join(roundings).strip(b"\0")
-    return hashlib.blake2b(fingerprint + said, digest_size=32).digest() if said else fingerprint
+    """The fingerprint of a model that is rounded so; without any rounding, as it is."""
+    rounding = b"\0".join(roundings).strip(b"\0")
+    return hashlib.blake2b(fingerprint + rounding, digest_size=32).digest() if rounding else fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,14 +215,15 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
 
 
 def _device(config: WorkerConfig, model: CausalLM) -> str:
-    """The device, and what is out of the ordinary on it."""
-    said = spoken(config.quantization, config.kv_cache_dtype, model.config.quantization)
-    said += f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
-    return str(model.device) + said + (", deterministic" if config.deterministic is Deterministic.ON else "")
+    """The device, with quantization, ranks and deterministic mode."""
+    bits = described_bits(config.quantization, config.kv_cache_dtype, model.config.quantization)
+    ranks = f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
+    mode = ", deterministic" if config.deterministic is Deterministic.ON else ""
+    return str(model.device) + bits + ranks + mode
 
 
 def _cache_notes(config: WorkerConfig) -> tuple[str, ...]:
-    """What this worker goes without, since it cannot be kept."""
+    """What this worker does without, for want of a compiler or of a folder that it can write, in sentences."""
     if not wants_cuda_runner(config):
         why = why_missing() if torch.device(config.device).type == "cpu" else None
         return () if why is None else (f"steps run on torch alone, which is slower: {why}",)
@@ -234,7 +235,7 @@ def _cache_notes(config: WorkerConfig) -> tuple[str, ...]:
 
 
 def check_deterministic(config: WorkerConfig) -> None:
-    """Raises InvarianceUnavailable for what deterministic mode cannot be had together with."""
+    """Raises InvarianceUnavailable for settings that deterministic mode excludes."""
     if config.deterministic is Deterministic.OFF:
         return
     if config.attention_backend is not None or config.check_numerics is CheckNumerics.ON:
@@ -280,7 +281,7 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, r
     on_progress("packing_weights", None, None)
     if is_deterministic and not has_cuda_runner:
         make_invariant(model, max_positions=_max_positions(config, folder), wanted=wanted)
-    elif not has_cuda_runner:  # whose steps take the weights in a layout of their own
+    elif not has_cuda_runner:  # the CUDA runner packs them itself
         model.pack_weights(wanted)
     return model
 
@@ -308,8 +309,8 @@ def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> 
 
 
 def wants_cuda_runner(config: WorkerConfig) -> bool:
-    """Whether steps run by our own kernels: on a CUDA device with triton, unless an attention backend is named or
-    activations are watched, which is the slow reference's business."""
+    """Whether steps run in the kernels of model/kernels: on a CUDA device with triton, unless an attention backend is
+    named or activations are checked, which only the torch runner does."""
     if torch.device(config.device).type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return config.attention_backend is None and config.check_numerics is CheckNumerics.OFF

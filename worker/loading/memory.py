@@ -1,4 +1,4 @@
-"""How many KV blocks fit: arithmetic on bytes, and the questions to system and model that give the bytes.
+"""How many KV blocks fit: arithmetic on bytes, which are asked of the system and the model.
 
 Must not know: the block manager, flags' parsing.
 """
@@ -41,7 +41,7 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """What competes for the memory of one device. Bytes, unless the name says otherwise.
+    """The memory of one device and what needs it. Bytes, unless the name says otherwise.
 
     available_bytes: free after the weights are loaded. weights_bytes: what the weights took.
     activation_bytes: worst step. block_bytes: one block over all layers.
@@ -164,7 +164,7 @@ def _gib(num_bytes: int) -> str:
 
 def available_host_bytes(cgroup: Path = _CGROUP) -> int:
     """Free memory for a process on this host: what the kernel calls available, or what the container's limit leaves,
-    whichever is less."""
+    the smaller of the two."""
     available = int(psutil.virtual_memory().available)
     limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
     if limit is None or used is None:

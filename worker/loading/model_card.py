@@ -162,7 +162,7 @@ def _positions(config: Mapping[str, Any]) -> int:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Of tokens, as many as angles in float32 can tell apart."""
+    """A number of tokens, not more than float32 angles keep apart."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_POSITIONS
 
 

@@ -1,8 +1,8 @@
 """What a loaded runner gives for known tokens: the log-probabilities that `octavo verify` compares with transformers.
 
 The plans are those of a service: prompts whole, in chunks, among decodes; rows alone and together; pieces of text at
-positions up to the end of the context. Such a piece stands behind a context that is one short text over and over: the
-columns of its block table lead to the same few blocks, so that a context of any length costs a chunk of computing.
+positions up to the end of the context. Such a piece stands behind a context that repeats one short text: the columns of
+its block table point to the same few blocks, so that a context of any length costs one chunk of computing.
 
     positions    0 … 63 | 64 … start - 1            | start … end of the context
     blocks       a b c d | a b c d a b c d … a b c d | blocks of their own
@@ -39,7 +39,7 @@ def blocks_wanted(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, bloc
 def serve_known_tokens(
     runner: WarmRunner, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, max_batch_tokens: int
 ) -> list[ServedSequence]:
-    """Run everything; each sequence says what it is an example of. prompts: shorter than half of the context."""
+    """Run everything; each sequence names what it checks. prompts: shorter than half of the context."""
     feeder = _Feeder(runner, max_batch_tokens)
     longest = runner.config.max_model_len
     text = _text(prompts, min(LONG_TEXT, longest - 1))
@@ -92,7 +92,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Feeder:
-    """Hands plans to an idle runner, and deals its blocks out in a shuffled order."""
+    """Gives plans to an idle runner, and its blocks out in a shuffled order."""
 
     runner: WarmRunner
     max_batch_tokens: int
@@ -102,13 +102,13 @@ class _Feeder:
     def score(self, check: str, mode: str, ids: list[int], chunk_lens: Sequence[int]) -> ServedSequence:
         """One sequence, every position of which is scored."""
         self._reset()
-        join = self._join(0, ids, prompt_scores=True)
+        new = self._new_request(0, ids, prompt_scores=True)
         updates = self._deal(0, 0, len(ids))
         served = ServedSequence(check=check, mode=mode, token_ids=list(ids))
         for start, length in _spans(chunk_lens, self.max_batch_tokens):
             is_last = start + length == len(ids)
             chunk = Chunk(slot=Slot(0), start=start, num_tokens=length, is_last=is_last)
-            result = self._run([join] if start == 0 else [], updates if start == 0 else [], [chunk])
+            result = self._run([new] if start == 0 else [], updates if start == 0 else [], [chunk])
             served.scores += _prompt_scores(result, chunk)
             if is_last:
                 served.scores.append(_sampled_score(result, 0, len(ids) - 1))
@@ -168,8 +168,8 @@ class _Feeder:
                 at = begin + offset
                 is_last = at + length == len(ids)
                 chunk = Chunk(slot=Slot(0), start=at, num_tokens=length, is_last=is_last)
-                join = [self._join(0, row.ids, prompt_scores=True)] if first else []
-                result = self._run(join, updates if first else [], [chunk])
+                new = [self._new_request(0, row.ids, prompt_scores=True)] if first else []
+                result = self._run(new, updates if first else [], [chunk])
                 first = False
                 if is_scored:
                     row.served.scores += [_moved(score, start - num_shared) for score in _prompt_scores(result, chunk)]
@@ -183,10 +183,10 @@ class _Feeder:
 
     def _start(self, rows: dict[int, _Row], slots: Sequence[int], num_new: int, decoding: list[int]) -> None:
         """Prompts of these slots whole in one step, among decodes."""
-        joins = [self._join(slot, rows[slot].ids, prompt_scores=False) for slot in slots]
+        new_requests = [self._new_request(slot, rows[slot].ids, prompt_scores=False) for slot in slots]
         updates = [each for slot in slots for each in self._deal(slot, 0, rows[slot].length + num_new)]
         chunks = [Chunk(slot=Slot(slot), start=0, num_tokens=rows[slot].length, is_last=True) for slot in slots]
-        result = self._run(joins, updates, chunks, {slot: rows[slot].length - 1 for slot in decoding})
+        result = self._run(new_requests, updates, chunks, {slot: rows[slot].length - 1 for slot in decoding})
         for index, slot in enumerate([*decoding, *slots]):
             self._take(rows[slot], result, index)
 
@@ -196,7 +196,7 @@ class _Feeder:
             self._take(rows[slot], result, index)
 
     def _take(self, row: _Row, result: StepResult, index: int) -> None:
-        """A sampled token, and what the runner says of it."""
+        """A sampled token, with the runner's scores."""
         score = _sampled_score(result, index, row.length - 1)
         row.served.scores.append(_moved(score, row.served.start - row.served.num_shared))
         row.ids.append(int(result.tokens_S[index]))
@@ -204,7 +204,7 @@ class _Feeder:
 
     def _run(
         self,
-        joins: Sequence[NewRequest],
+        new_requests: Sequence[NewRequest],
         updates: Sequence[tuple[int, int, int]],
         chunks: Sequence[Chunk],
         decode: dict[int, int] | None = None,
@@ -212,7 +212,7 @@ class _Feeder:
         decode = decode or {}
         plan = StepPlan(
             step=self._step,
-            new_requests=tuple(joins),
+            new_requests=tuple(new_requests),
             block_updates_U3=np.asarray(updates, np.int32).reshape(-1, 3),
             prefill=tuple(chunks),
             decode_slots_S=np.asarray(list(decode), np.int32),
@@ -230,7 +230,7 @@ class _Feeder:
     ) -> list[int]:
         return [slot for slot in slots if rows[slot].served.num_sampled < num_new]
 
-    def _join(self, slot: int, ids: Sequence[int], *, prompt_scores: bool) -> NewRequest:
+    def _new_request(self, slot: int, ids: Sequence[int], *, prompt_scores: bool) -> NewRequest:
         sampling = SamplingParams(
             temperature=0.0,
             ignore_eos=True,

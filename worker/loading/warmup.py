@@ -22,7 +22,7 @@ _RANDOM = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalt
 
 
 class WarmConfig(Protocol):
-    """What a runner's configuration tells of its room."""
+    """A runner's configuration, as far as warm-up reads it."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -37,7 +37,7 @@ class WarmConfig(Protocol):
 
 
 class WarmRunner(Runner, Protocol):
-    """A runner that tells its room, and how fast it copies between the tiers, if there are two."""
+    """A runner that has such a configuration, and measures copies between the tiers, if there are two."""
 
     @property
     def config(self) -> WarmConfig: ...
@@ -84,18 +84,18 @@ def _prefill_plan(config: WarmConfig, num_tokens: int) -> StepPlan:
     blocks = np.arange(-(-num_tokens // config.block_size), dtype=np.int32)
     updates_U3 = np.stack([np.zeros_like(blocks), blocks, blocks], axis=1)
     ids_T = np.arange(num_tokens, dtype=np.int32) % config.vocab_size
-    join = NewRequest(
+    new = NewRequest(
         slot=Slot(0), request_id="warm-up", token_ids_T=ids_T, num_prompt_tokens=num_tokens, sampling=_RANDOM
     )
     chunk = Chunk(slot=Slot(0), start=0, num_tokens=num_tokens, is_last=True)
-    return StepPlan(step=0, new_requests=(join,), block_updates_U3=updates_U3, prefill=(chunk,))
+    return StepPlan(step=0, new_requests=(new,), block_updates_U3=updates_U3, prefill=(chunk,))
 
 
 def _decode_plan(num_rows: int) -> StepPlan:
     """Requests of one token in a block each, the first of them sampled, the others greedy."""
     slots_S = np.arange(num_rows, dtype=np.int32)
     one_T = np.ones(1, np.int32)
-    joins = tuple(
+    new_requests = tuple(
         NewRequest(
             slot=Slot(slot),
             request_id="warm-up",
@@ -108,7 +108,7 @@ def _decode_plan(num_rows: int) -> StepPlan:
     updates_U3 = np.stack([slots_S, np.zeros_like(slots_S), slots_S], axis=1)
     return StepPlan(
         step=0,
-        new_requests=joins,
+        new_requests=new_requests,
         block_updates_U3=updates_U3,
         decode_slots_S=slots_S,
         decode_positions_S=np.zeros_like(slots_S),

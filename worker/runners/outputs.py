@@ -60,12 +60,12 @@ class Pooler:
         """Whether there are rows with a pooling, which may read more of a step than its sampled rows."""
         return bool(self._rows)
 
-    def join(self, join: NewRequest) -> None:
+    def join(self, new: NewRequest) -> None:
         """A request enters a slot; whatever the slot had gathered is forgotten."""
-        if join.pooling is not None:
-            self._rows[join.slot] = _Row(join.pooling)
+        if new.pooling is not None:
+            self._rows[new.slot] = _Row(new.pooling)
         elif self._rows:
-            self._rows.pop(join.slot, None)
+            self._rows.pop(new.slot, None)
 
     def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, torch.Tensor]:
         """The embeddings (float32 [D], on the model's device) that this step completes, by index into its sampled
@@ -112,11 +112,11 @@ class PromptScorer:
         """Whether there are rows that ask for them, and so read more of a step than its sampled rows."""
         return bool(self._rows)
 
-    def join(self, join: NewRequest) -> None:
+    def join(self, new: NewRequest) -> None:
         """A request enters a slot; what the slot asked for is forgotten."""
-        self._rows.pop(join.slot, None)
-        if (num_top := join.sampling.num_prompt_logprobs) is not None:
-            self._rows[join.slot] = join.token_ids_T[: join.num_prompt_tokens], num_top
+        self._rows.pop(new.slot, None)
+        if (num_top := new.sampling.num_prompt_logprobs) is not None:
+            self._rows[new.slot] = new.token_ids_T[: new.num_prompt_tokens], num_top
 
     def take(self, plan: StepPlan, hidden_of: HiddenOf, *, first_token: int) -> dict[int, list[SlotLogprobs]]:
         """By index of the chunk. first_token: of the chunks, in the step as it was run. Waits for the device."""

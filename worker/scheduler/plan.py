@@ -153,17 +153,17 @@ class StepMasks:
 
 
 class MaskedSlots:
-    """Which slots have a grammar, so that their rows wait for a mask; kept from joins alone."""
+    """Which slots have a grammar, so that their rows wait for a mask; from new requests alone. R slots."""
 
     def __init__(self, *, max_slots: int) -> None:
         self._is_masked_R = np.zeros(max_slots, np.bool_)
         self._num_joined = 0
 
-    def join(self, join: NewRequest) -> None:
+    def join(self, new: NewRequest) -> None:
         """A request enters the slot."""
-        has_grammar = join.sampling.grammar is not None
+        has_grammar = new.sampling.grammar is not None
         self._num_joined += has_grammar
-        self._is_masked_R[join.slot] = has_grammar
+        self._is_masked_R[new.slot] = has_grammar
 
     def index_of(self, plan: StepPlan) -> np.ndarray:
         """int64: positions of sampled rows that need a mask."""
@@ -172,20 +172,17 @@ class MaskedSlots:
         return np.flatnonzero(self._is_masked_R[plan.sampled_slots])
 
 
-# What a step's result is to the gateways: one value for each that has news.
-#
-# Shapes: N new tokens of this step
-
 _NO_HANDLES = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatewayOutput:
-    """News for one gateway. handles_N int64 and tokens_N int32 are aligned; ``finished`` comes after them.
+    """A step's result as one gateway gets it; N new tokens. handles_N int64 and tokens_N int32 are aligned;
+    ``finished`` comes after them.
 
     started: handles scheduled for the first time. logprobs: by handle, one per token of that handle. embeddings: by
-    handle, float32 [hidden size]. prompt_logprobs: by handle, what follows what was told before.
+    handle, float32 [hidden size]. prompt_logprobs: by handle, what follows what was sent before.
     """
 
     handles_N: np.ndarray = field(default_factory=lambda: _NO_HANDLES)
@@ -244,7 +241,7 @@ class OutputBuffer:
         self._finished.setdefault(gateway, []).append(finished)
 
     def forget(self, gateway: GatewayIndex) -> None:
-        """Nobody is there to be told."""
+        """The gateway is gone: drop its news."""
         for news in (
             self._tokens, self._logprobs, self._started, self._finished, self._embeddings, self._prompt_logprobs,
         ):  # fmt: skip

@@ -1,9 +1,13 @@
 """What goes into the next step: decodes first, then prefill chunks until the token budget is spent.
 
 There is no prefill phase and no decode phase: a step is some tokens of some requests. Blocks are taken here, all or
-nothing, and when there are none, requests give way. Nobody gives way while a step is in
-flight: its blocks would not be free before that step ends, and one victim after the other would fall for nothing.
-The planner then asks for a pause: no new step until those in flight have ended.
+nothing; when there are none, requests are preempted. None is preempted while a step is in flight: its blocks would not
+be free before that step ends, and one after the other would be preempted for nothing. The planner then asks for a
+pause: no new step until those in flight have ended.
+
+The most important running request (`Request.rank`) is never preempted while another one runs, so every round of
+preemptions leaves at least one that gets on: there is no livelock. Waiting makes a request aged, aged ones are the most
+important: there is no starvation either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,28 +34,21 @@ class ResultsFirst(Exception):
     """No step can be planned well before those in flight have ended."""
 
 
-# Who gives way to whom. Pure choices over requests; knows no blocks and changes nothing.
-#
-# The most important running request (`Request.rank`) is never chosen while another one runs, so every round of
-# preemptions leaves at least one that gets on: there is no livelock. Waiting makes a request aged, aged ones are the
-# most important: there is no starvation either.
-
-
 def least_important(running: Sequence[Request]) -> Request:
-    """Who is preempted when blocks run out: the paused, then lowest priority, then latest arrival. Raises ValueError
-    for nobody."""
+    """The one to preempt when blocks run out: a paused one, then lowest priority, then latest arrival. Raises
+    ValueError where none runs."""
     return max(running, key=lambda request: request.rank)
 
 
 def least_disturbed(running: Sequence[Request]) -> Request:
-    """Who is preempted without need, where tests ask for that: so that in the end everybody was. Raises ValueError for
-    nobody."""
+    """The one to preempt without need, where tests ask for that: in the end each was. Raises ValueError where none
+    runs."""
     return min(running, key=lambda request: (request.num_preemptions, request.rank))
 
 
 def displaceable_by(head: Request, running: Sequence[Request]) -> list[Request]:
-    """Who must give way to a waiting request of higher priority, first the least important; never the aged. Paused ones
-    give way to everybody and are not among them."""
+    """Those to preempt for a waiting request of higher priority, the least important first; never the aged. Paused ones
+    are preempted for any request and are not among them."""
     below = [
         other for other in running if other.is_running and not other.is_aged and other.run.priority < head.run.priority
     ]
@@ -59,12 +56,13 @@ def displaceable_by(head: Request, running: Sequence[Request]) -> list[Request]:
 
 
 def paused_first(paused: Iterable[Request], others: Sequence[Request]) -> list[Request]:
-    """All who may give way to a waiting request, in order: nobody waits for those whose callers do not read."""
+    """All that may be preempted for a waiting request, in order: no request waits for those whose callers do not
+    read."""
     return [*sorted(paused, key=lambda request: request.rank, reverse=True), *others]
 
 
 class Admission:
-    """Admits and displaces."""
+    """Admits the head of the queue, and preempts others for it."""
 
     def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._max_num_seqs = config.max_num_seqs
@@ -75,8 +73,8 @@ class Admission:
         self._refused: tuple[int, int] = (-1, 0)  # the head that did not fit, and the room there was
         self._hopeless: tuple[int, int] = (-1, 0)  # the same with the room there would have been without others
 
-    def admit_head(self, pipeline: InFlight, now_s: float) -> Request | None:
-        """The head of the queue with slot and blocks; None where nobody waits or it does not fit now."""
+    def admit_head(self, in_flight: InFlight, now_s: float) -> Request | None:
+        """The head of the queue with slot and blocks; None where the queue is empty or it does not fit now."""
         head = self._requests.waiting.head(now_s)
         if head is None or not self._may_fit(head):
             return None
@@ -84,7 +82,7 @@ class Admission:
             self._requests.admit(head, now_s)
         except OutOfBlocks:
             self._refused = (head.order, self._room)
-            if not self._requests.num_running and pipeline is InFlight.EMPTY:
+            if not self._requests.num_running and in_flight is InFlight.EMPTY:
                 self._requests.end(head, failure("INTERNAL", "blocks are missing although nothing runs"), now_s)
             return None
         return head
@@ -122,29 +120,29 @@ class Admission:
 
     def may_fork(self, leader: Request, num_forked: int, now_s: float) -> bool:
         """Whether the leader's next follower can run now, after others that forked in the same plan: a slot is free,
-        there is a block for each to write to, and nobody who waits goes before it."""
+        there is a block for each to write to, and no waiting request goes before it."""
         if not leader.followers or self._requests.num_running >= self._max_num_seqs:
             return False
         waiting = self._requests.waiting
         head = waiting.head(now_s)
         return self._room > num_forked + 1 and (head is None or waiting.goes_before(leader.followers[0], head))
 
-    # ------------------------------------------------------------ who gives way
+    # ------------------------------------------------------------ preemption
 
-    def preempt_for_head(self, pipeline: InFlight, now_s: float) -> None:
+    def preempt_for_head(self, in_flight: InFlight, now_s: float) -> None:
         """Preempt paused requests, then those of lower priority, until the head of the queue fits, if that can make it
         fit."""
         table = self._requests
         head = table.waiting.head(now_s)
         if head is None:
             return
-        has_prey = head.run.priority > table.lowest_running_priority
-        if not (table.paused or has_prey) or self._may_fit(head):
+        has_lower = head.run.priority > table.lowest_running_priority
+        if not (table.paused or has_lower) or self._may_fit(head):
             return
-        victims = paused_first(table.paused.values(), displaceable_by(head, table.running) if has_prey else [])
+        victims = paused_first(table.paused.values(), displaceable_by(head, table.running) if has_lower else [])
         if not victims or not self._would_fit_without(head, victims):
             return
-        if pipeline is InFlight.BUSY:
+        if in_flight is InFlight.BUSY:
             raise ResultsFirst
         for victim in victims:
             self._requests.preempt(victim, now_s)
@@ -173,19 +171,19 @@ class Planner:
         self._admission = Admission(config, table)
         self._new_requests: list[NewRequest] = []  # of the plan that is being made
 
-    def plan(self, step: int, pipeline: InFlight, now_s: float) -> StepPlan | None:
+    def plan(self, step: int, in_flight: InFlight, now_s: float) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Raises ResultsFirst."""
         self._new_requests = []
         self._requests.begin_loaded()
-        self._admission.preempt_for_head(pipeline, now_s)
+        self._admission.preempt_for_head(in_flight, now_s)
         num_preempted = self._requests.counters.num_preemptions
-        self._disturb(step, pipeline, now_s)
-        decode_slots_S = self._schedule_decodes(pipeline, now_s)
+        self._disturb(step, in_flight, now_s)
+        decode_slots_S = self._schedule_decodes(in_flight, now_s)
         budget = self._config.max_batch_tokens - len(decode_slots_S)
         chunks = self._continue_prefills(budget, now_s)
         if self._requests.counters.num_preemptions == num_preempted:
             budget -= sum(chunk.num_tokens for chunk in chunks)
-            self._admit_waiting(budget, chunks, pipeline, now_s)
+            self._admit_waiting(budget, chunks, in_flight, now_s)
         if not (len(decode_slots_S) or chunks or self._new_requests or self._blocks.num_awaited):
             return None
         return self._seal(step, decode_slots_S, tuple(chunks))
@@ -208,25 +206,25 @@ class Planner:
             decode_positions_S=positions_S,
         )
 
-    def _disturb(self, step: int, pipeline: InFlight, now_s: float) -> None:
+    def _disturb(self, step: int, in_flight: InFlight, now_s: float) -> None:
         every = self._config.preempt_every_steps
         if every is None or step % every:
             return
         in_steps = [request for request in self._requests.running if not request.is_paused]
         if len(in_steps) < 2:  # one has to make the step, or its number comes again and again
             return
-        if pipeline is InFlight.BUSY:
+        if in_flight is InFlight.BUSY:
             raise ResultsFirst
         self._requests.preempt(least_disturbed(in_steps), now_s)
 
     # ------------------------------------------------------------ decodes
 
-    def _schedule_decodes(self, pipeline: InFlight, now_s: float) -> np.ndarray:
+    def _schedule_decodes(self, in_flight: InFlight, now_s: float) -> np.ndarray:
         slots_S = self._slots.decodable()
         short_S = self._grow(slots_S)
         if not len(short_S):
             return slots_S
-        if pipeline is InFlight.BUSY:
+        if in_flight is InFlight.BUSY:
             raise ResultsFirst
         while len(short_S):
             self._give_up_one(now_s)
@@ -312,8 +310,8 @@ class Planner:
 
     # ------------------------------------------------------------ admission
 
-    def _admit_waiting(self, budget: int, chunks: list[Chunk], pipeline: InFlight, now_s: float) -> None:
-        while budget and (request := self._admission.admit_head(pipeline, now_s)):
+    def _admit_waiting(self, budget: int, chunks: list[Chunk], in_flight: InFlight, now_s: float) -> None:
+        while budget and (request := self._admission.admit_head(in_flight, now_s)):
             self._join(request)
             if request.phase is Phase.LOADING:
                 continue

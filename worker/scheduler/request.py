@@ -12,10 +12,10 @@ memory is LOADING before it is PREFILLING: it holds its slot and is in no step.
 
 A request whose caller does not read is in no step: PAUSED while it keeps its slot and blocks, PARKED where it has none.
 
-    PREFILLING, DECODING ◄──resumed── PAUSED ──somebody needs its place──► PARKED ──resumed──► WAITING, COMPILING
+    PREFILLING, DECODING ◄──resumed── PAUSED ──its place is needed──► PARKED ──resumed──► WAITING, COMPILING
 
 Per-step numbers of running requests are not here but in `worker.scheduler.slot_state`, where numpy reaches them. Knows
-no blocks.
+no blocks. Shapes: T tokens of one output · G gaps between them
 """
 
 from collections.abc import Iterable
@@ -30,18 +30,11 @@ from octavo.wire.codec import TOKEN_BYTES
 from octavo.wire.messages import Finished, Pooling, Run, SamplingParams, WireFinishReason
 from octavo.worker.scheduler.plan import RequestKey, Slot
 
-# When the tokens of an output came, and what a request's blocks cost: kept as it goes for next to nothing, added up at
-# the end.
-#
-# A time is a **tick**: a microsecond of the engine's clock in 32 bits. It wraps after 71 minutes, and so do
-# differences: no gap between two tokens is that long. Knows no requests.
-#
-# Shapes: T tokens of one output · G gaps
-
-
 TICKS_PER_S = 1_000_000
+"""The time of a token is a **tick**: a microsecond of the engine's clock in 32 bits. It wraps after 71 minutes, and so
+do differences: no gap between two tokens is that long."""
 NO_TICKS = np.empty(0, np.uint32)
-MAX_TOLD_PREEMPTIONS = 64
+MAX_TRACED_PREEMPTIONS = 64
 
 
 def tick(now_s: float) -> int:
@@ -133,8 +126,8 @@ def token_ids_of(run: Run) -> np.ndarray:
 
 
 def sampling_of(run: Run, index: int) -> SamplingParams:
-    """Of one of its outputs: each draws with a seed of its own, and output 0 alone tells the prompt's
-    log-probabilities. A prompt that is pooled samples one token, which is sent to nobody."""
+    """Of one of its outputs: each draws with a seed of its own, and output 0 alone has the prompt's
+    log-probabilities. A prompt that is pooled samples one token, which is not sent."""
     if run.pooling is not None:
         return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     if not index:
@@ -151,11 +144,11 @@ class Request:
     sampling: the Run's, as it is for this output (`sampling_of`).
     token_ids_T: int32, prompt and what was generated before the last preemption (while it runs: see the rows).
     waited_s: spent waiting in all, without the current spell, which began at ``waiting_since_s``.
-    is_aged: it waited so long that it goes first and nobody younger displaces it.
+    is_aged: it waited so long that it goes first and is preempted for no younger one.
     leader, followers: outputs of one prompt whose fate is still the leader's (both in order).
     origin: whose prompt it shares since it forked, until its own first token has shown that the prompt was computed.
-    num_told_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
-    num_paid_tokens: of its first so many tokens nobody is charged again (`worker.scheduler.request_queue`).
+    num_sent_prompt_logprobs: positions of the prompt, from the second on, whose log-probabilities have been sent.
+    num_paid_tokens: its first so many tokens are not charged again (`worker.scheduler.request_queue`).
     num_swaps: of its preemptions, those where its blocks went to the host. num_verified_tokens: of what went there the
     last time, how many tokens had been followed by one whose logits were finite.
     resumes_as: what a PAUSED request does when it goes on; None for all others.
@@ -195,7 +188,7 @@ class Request:
     leader: "Request | None" = None
     followers: "list[Request]" = field(default_factory=list)
     origin: "Request | None" = None
-    num_told_prompt_logprobs: int = 0
+    num_sent_prompt_logprobs: int = 0
     num_paid_tokens: int = 0
     matcher: Matcher | None = None
     resumes_as: Phase | None = None
@@ -255,19 +248,19 @@ class Request:
         """Its caller does not read: it is in no step."""
         return self.phase in (Phase.PAUSED, Phase.PARKED)
 
-    # What a trace tells of preemptions: two notes for each, nothing per token, and only where somebody traces.
+    # For traces: two notes for each preemption, none per token, and only where the request is traced.
 
     def note_preempted(self, now_s: float) -> None:
         """It has lost its slot."""
         self.num_preemptions += 1
         flags = self.run.traceparent[-2:]
-        if flags and int(flags, 16) & 1:  # sampled: somebody keeps the trace
+        if flags and int(flags, 16) & 1:  # sampled: the trace is kept
             self.preempted_since_s = now_s
 
     def note_back(self, now_s: float) -> None:
         """It has a slot again, or ends without."""
         assert self.preempted_since_s is not None
-        if len(self.preempted) < MAX_TOLD_PREEMPTIONS:
+        if len(self.preempted) < MAX_TRACED_PREEMPTIONS:
             self.preempted.append((self.preempted_since_s - self.arrival_s, now_s - self.arrival_s))
         self.preempted_since_s = None
 

@@ -1,12 +1,12 @@
-"""Who waits, and who is next.
+"""The queue: which requests wait, and which is next.
 
 A higher priority goes first; an aged request counts as one of the highest priority that waits. Within that, tenants
 take turns (`worker.scheduler.request_queue`), and each tenant's requests go in their order: the aged, then by
-priority, then as they came. Whose turn it is keeps it until one of its requests is admitted, whatever room that takes;
-a request that has begun before, and came earlier than the one whose turn it is, needs none, and passes those of its
-tenant that wait for theirs. With one tenant all of this is: aged first, then by priority, first come first served.
+priority, then as they came. A tenant keeps its turn until one of its requests is admitted, whatever room that takes; a
+request that has run before, and came earlier than the one whose turn it is, needs no turn, and passes those of its
+tenant that wait for one. With one tenant all of this is: aged first, then by priority, first come first served.
 
-Knows nothing of blocks or budgets; reads no clock.
+Knows nothing of blocks or budgets; reads no clock. Shapes: S slots · H of them held
 """
 
 import heapq
@@ -19,31 +19,12 @@ import numpy as np
 from octavo.worker.scheduler.request import Phase, Request
 from octavo.worker.scheduler.slot_state import SlotState
 
-# Some requests that wait, in their order: the aged first by when they became so, then by priority, then by arrival.
-#
-# Entries of requests that have left are skipped when they come up, and thrown out once they are the most: where others
-# are served first, some would never come up. Knows no tenants, reads no clock.
-
-
 _SLACK = 64  # entries, so that a queue that is nearly empty is not gone through all the time
-
-
-# What each tenant has been served, so that the next turn goes to the tenant that had least for its weight.
-#
-# Start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens, charged as they are computed since nobody knows how
-# long an output gets (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the prompt when its
-# request gets a slot, without what was cached; output when it comes. A tenant's token costs 1 / weight. Nobody is
-# charged twice for a token that has to be computed again.
-#
-# A tenant that comes back begins at the clock, what it did not use is not saved up. The clock is what the tenant of the
-# last turn had then. Knows no queue and no priorities.
-#
-# Shapes: S slots · H of them held
 
 
 UNITS = 1_000_000  # that one token costs at weight 1: whole numbers, so that the order never hangs on rounding
 MAX_WEIGHT = 1000
-_NOBODY = -1
+_NONE = -1
 _MIN_SWEEP = 64
 
 
@@ -54,11 +35,21 @@ class _Account:
     served: int
     price: int
     num_slots: int = 0
-    number: int = _NOBODY
+    number: int = _NONE
 
 
 class TenantFairness:
-    """By the tenant's label; "" is one tenant too. slots: of the requests that run."""
+    """What each tenant has been served, so that the next turn goes to the tenant that had least for its weight.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens, charged as they are computed, since the length of
+    an output is not known before (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the prompt
+    when its request gets a slot, without what was cached; output when it comes. A tenant's token costs 1 / weight. A
+    token that has to be computed again is not charged again.
+
+    A tenant that comes back begins at the clock: what it did not use is not saved up. The clock is what the tenant of
+    the last turn had then. Tenants go by their labels; "" is one too. slots: of the requests that run. Knows no queue
+    and no priorities.
+    """
 
     def __init__(self, slots: SlotState) -> None:
         num_slots = len(slots.num_known_S)
@@ -66,7 +57,7 @@ class TenantFairness:
         self._clock = 0
         self._accounts: dict[str, _Account] = {}
         self._holders: list[_Account | None] = [None] * num_slots  # by number; each holds a slot, so there are enough
-        self._number_S = np.full(num_slots, _NOBODY, np.intp)
+        self._number_S = np.full(num_slots, _NONE, np.intp)
         self._paid_S = np.zeros(num_slots, np.int64)
         self._num_appends_seen = 0
         self._sweep_at = _MIN_SWEEP
@@ -95,17 +86,17 @@ class TenantFairness:
         num_known = int(self._slots.num_known_S[slot])
         account.served += max(0, num_known - int(self._paid_S[slot])) * account.price
         request.num_paid_tokens = max(num_known, request.num_paid_tokens)
-        self._number_S[slot] = _NOBODY
+        self._number_S[slot] = _NONE
         account.num_slots -= 1
         if not account.num_slots:
-            self._holders[account.number], account.number = None, _NOBODY
+            self._holders[account.number], account.number = None, _NONE
 
     def settle(self) -> None:
-        """Everybody pays for the output that has come; work of numpy, whatever the number of requests."""
+        """Charge every tenant for the output that has come; in numpy, whatever the number of requests."""
         if self._num_appends_seen == self._slots.num_appends:
             return
         self._num_appends_seen = self._slots.num_appends
-        held_H = (self._number_S != _NOBODY).nonzero()[0]
+        held_H = (self._number_S != _NONE).nonzero()[0]
         num_due_H = self._slots.num_known_S[held_H] - self._paid_S[held_H]
         sums = np.bincount(self._number_S[held_H], weights=num_due_H, minlength=1)
         for number in sums.nonzero()[0].tolist():
@@ -115,7 +106,7 @@ class TenantFairness:
         self._paid_S[held_H] += num_due_H
 
     def forget(self) -> None:
-        """Nobody runs and nobody waits: nobody owes anybody anything."""
+        """No request runs and none waits: every account is even."""
         self._accounts.clear()
         self._clock = 0
 
@@ -159,7 +150,13 @@ class TenantFairness:
 
 
 class WaitingHeap:
-    """spells: order of a waiting request -> which spell of waiting this is; shared by all heaps, and their owner's."""
+    """Some of the waiting requests, in their order: the aged first, by when they became so, then by priority, then by
+    arrival.
+
+    Entries of requests that have left are skipped when they come up, and thrown out once they are the most: where
+    others are served first, some would never come up. spells: order of a waiting request -> which spell of waiting this
+    is; shared by all heaps, and their owner's. Knows no tenants, reads no clock.
+    """
 
     def __init__(self, spells: Mapping[int, int]) -> None:
         self.num_waiting = 0  # the owner's to count
@@ -168,7 +165,7 @@ class WaitingHeap:
         self._by_age: list[tuple[float, int, int, Request]] = []
 
     def push(self, request: Request, *, aged_at_s: float) -> None:
-        """At its place."""
+        """Put it at its place."""
         if max(len(self._by_rank), len(self._by_age)) > 2 * len(self._spells) + _SLACK:
             self._throw_out()
         order = request.order
@@ -177,7 +174,7 @@ class WaitingHeap:
         heapq.heappush(self._by_age, (aged_at_s, order, spell, request))
 
     def head(self, now_s: float) -> Request | None:
-        """Who is next, without removing it: the one whose age was due first, else the most important one."""
+        """The next one, without removing it: the one that became aged first, else the most important one."""
         self._skip_gone(self._by_age)
         if self._by_age and self._by_age[0][0] <= now_s:
             request = self._by_age[0][-1]
@@ -207,7 +204,7 @@ class WaitingHeap:
 
 
 class RequestQueue:
-    """Requests that hold no slot."""
+    """The requests that wait for a slot."""
 
     def __init__(self, *, aging_s: float, fairness: TenantFairness) -> None:
         self.fairness = fairness
@@ -223,7 +220,7 @@ class RequestQueue:
         return len(self._spells)
 
     def push(self, request: Request, now_s: float) -> None:
-        """A request begins to wait (again: after a preemption, behind nobody who came later)."""
+        """A request begins to wait (again: after a preemption, before all that came later)."""
         self._num_spells += 1
         self._spells[request.order] = self._num_spells
         request.phase, request.slot, request.waiting_since_s = Phase.WAITING, None, now_s
@@ -251,7 +248,7 @@ class RequestQueue:
             self._turn = None
 
     def head(self, now_s: float) -> Request | None:
-        """Who is next, without removing it."""
+        """The next one, without removing it."""
         if len(self._by_tenant) < 2:
             return self._all.head(now_s)
         return self._fair_head(now_s)

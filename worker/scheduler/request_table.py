@@ -54,7 +54,7 @@ _SEEN_AS = {
     Phase.PAUSED: OutputPhase.PAUSED,
     Phase.PARKED: OutputPhase.PAUSED,
 }
-"""What a gateway is told; every other phase waits for something."""
+"""As gateways have it; every other phase waits for something."""
 
 
 class RequestTable:
@@ -120,7 +120,7 @@ class RequestTable:
 
     @property
     def lowest_running_priority(self) -> float:
-        """Of those that hold slots; infinite for nobody."""
+        """Of those that hold slots; infinite where there are none."""
         return min(self._running_priorities, default=math.inf)
 
     def outputs_of(self, gateway: GatewayIndex, *, max_outputs: int) -> list[tuple[int, OutputPhase, int]]:
@@ -226,9 +226,8 @@ class RequestTable:
         self.slots.is_decoding_S[request.held_slot] = True
 
     def preempt(self, request: Request, now_s: float) -> None:
-        """Back into the queue, or where it is paused, out of everybody's way. Its blocks go to the host where that
-        costs less than computing them again; else what it has generated is kept as tokens, and its blocks are
-        anybody's."""
+        """Back into the queue; a paused one, out of it. Its blocks go to the host where that costs less than computing
+        them again; else what it has generated is kept as tokens, and its blocks are free."""
         slot = request.held_slot
         num_tokens, num_verified = int(self.slots.num_scheduled_S[slot]), int(self.slots.num_computed_S[slot])
         if self._may_swap(request, num_tokens):
@@ -245,7 +244,7 @@ class RequestTable:
             self.start_over(request, now_s)
 
     def start_over(self, request: Request, now_s: float) -> None:
-        """A preemption after which all is computed again that nobody else has."""
+        """A preemption after which all is computed again that is not cached."""
         slot = request.held_slot
         was_paused = self._leave_row(request, now_s)
         self.blocks.release(slot, request.block_owner)
@@ -297,13 +296,13 @@ class RequestTable:
         self.outputs.put_finished(request.key.gateway, finished)
 
     def end_tainted(self, request: Request, ending: Ending, now_s: float) -> None:
-        """An end after which nobody may reuse what the request computed."""
+        """An end after which what the request computed must not be reused."""
         if request.slot is not None:
             self.blocks.taint(request.slot)
         self.end(request, ending, now_s)
 
     def drop_gateway(self, gateway: GatewayIndex, now_s: float) -> None:
-        """Cancel everything of a gateway that is not there to hear of it."""
+        """Cancel everything of a gateway that is gone, without a message."""
         for key in [key for key in self._by_key if key.gateway == gateway]:
             self.end(self._by_key[key], Ending(WireFinishReason.CANCELLED), now_s)
         self.outputs.forget(gateway)

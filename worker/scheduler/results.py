@@ -47,7 +47,7 @@ class Results:
         self._end_finished(slots_N, tokens_N, now_s)
 
     def fail(self, step: InFlightStep, detail: str, now_s: float) -> None:
-        """Every request of the step ends, and nobody reuses its blocks."""
+        """Every request of the step ends, and its blocks are not reused."""
         for request in self._spoiled_requests(step):
             self._requests.end_tainted(request, failure("ENGINE_ERROR", detail), now_s)
 
@@ -138,12 +138,12 @@ class Results:
         return is_good_N
 
     def _put_tokens(self, slots_N: np.ndarray, tokens_N: np.ndarray, result: StepResult, is_good_N: np.ndarray) -> None:
-        """slots_N, tokens_N: of the good rows. The token after an embedding's prompt is nobody's."""
+        """slots_N, tokens_N: of the good rows. The token after an embedding's prompt is not sent."""
         if result.embeddings:
-            is_told_N = np.ones(len(is_good_N), np.bool_)
-            is_told_N[list(result.embeddings)] = False
-            is_told_N = is_told_N[is_good_N]
-            slots_N, tokens_N = slots_N[is_told_N], tokens_N[is_told_N]
+            is_sent_N = np.ones(len(is_good_N), np.bool_)
+            is_sent_N[list(result.embeddings)] = False
+            is_sent_N = is_sent_N[is_good_N]
+            slots_N, tokens_N = slots_N[is_sent_N], tokens_N[is_sent_N]
         self._requests.counters.num_generated_tokens += len(slots_N)
         self._requests.outputs.put_tokens(self._slots.gateway_S[slots_N], self._slots.handle_S[slots_N], tokens_N)
 
@@ -151,11 +151,11 @@ class Results:
         for index, logprobs in result.logprobs.items():
             if is_good_N[index]:
                 request = self._requests.in_slot(int(step.slots_A[index]))
-                told = TokenLogprobs(logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
-                self._requests.outputs.put_logprobs(request.key, told)
+                sent = TokenLogprobs(logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
+                self._requests.outputs.put_logprobs(request.key, sent)
 
     def _put_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
-        """Chunks that are computed again after a preemption are told once."""
+        """Of chunks that are computed again after a preemption they are sent once."""
         if not result.prompt_logprobs:
             return
         live = set(step.slots_A[step.is_live_A(self._slots)].tolist())
@@ -164,10 +164,10 @@ class Results:
             if chunk.slot not in live:
                 continue
             request = self._requests.in_slot(chunk.slot)
-            news = found[max(0, request.num_told_prompt_logprobs - chunk.start) :]
-            request.num_told_prompt_logprobs += len(news)
-            told = [TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs) for each in news]
-            self._requests.outputs.put_prompt_logprobs(request.key, told)
+            news = found[max(0, request.num_sent_prompt_logprobs - chunk.start) :]
+            request.num_sent_prompt_logprobs += len(news)
+            sent = [TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs) for each in news]
+            self._requests.outputs.put_prompt_logprobs(request.key, sent)
 
     def _note_prefilled(self, step: InFlightStep, is_good_N: np.ndarray, now_s: float) -> None:
         """Rows that ended their prefill in this step, which come after the decodes: others may reuse their blocks."""
@@ -202,10 +202,6 @@ class Results:
         return is_complete_N
 
 
-# Requests with a grammar: they wait outside the queue until it is compiled, and rows of theirs wait for masks. Knows no
-# library of grammars, and nothing of how they are compiled.
-
-
 class ConstrainedRow(NamedTuple):
     """A row of a step that waits for its mask. position: in the plan's sampled slots. request: None where it has ended
     meanwhile. early: tokens to leave out where that is possible."""
@@ -216,7 +212,10 @@ class ConstrainedRow(NamedTuple):
 
 
 class Constraints:
-    """in_flight: the scheduler's, oldest first."""
+    """Requests with a grammar: they wait outside of the queue until it is compiled, and rows of theirs wait for masks.
+
+    in_flight: the scheduler's, oldest first. Knows no library of grammars, nor how they are compiled.
+    """
 
     def __init__(self, table: RequestTable, in_flight: Sequence[InFlightStep], eos_token_ids: tuple[int, ...]) -> None:
         self._requests = table

@@ -26,14 +26,9 @@ from octavo.worker.scheduler.request_table import RequestTable, SchedulerCounter
 from octavo.worker.scheduler.results import Constraints, Results
 from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 
-# Whether a request can be served here at all, decided at once and without looking at what else runs.
-#
-# What fails here is refused before it waits, so that nothing behind it waits for it. Knows no queue and no blocks,
-# only how many tokens the pool holds.
-
 
 def malformed(run: Run) -> str:
-    """What of this Run no gateway may send; empty where nothing is wrong. Its other fields can be read then."""
+    """What is wrong with this Run, that no gateway may send; empty: nothing. Its other fields can be read then."""
     num_tokens, rest = divmod(len(run.prompt_ids), TOKEN_BYTES)
     if rest:
         return f"prompt_ids: {len(run.prompt_ids)} bytes are no int32 array"
@@ -47,7 +42,8 @@ def malformed(run: Run) -> str:
 
 
 def refusal(request: Request, config: SchedulerConfig, *, pool_tokens: int) -> Ending | None:
-    """Why this request can never be served; None where it can."""
+    """Why this request can never be served, whatever else runs; None where it can. It is refused before it waits, so
+    that no other request waits behind it. pool_tokens: tokens that the pool holds."""
     if not request.num_prompt_tokens:
         return failure("INVALID_FIELD", "prompt_ids: the prompt is empty")
     token_ids_T, num_resumed = request.token_ids_T, request.run.num_resumed_tokens
@@ -182,7 +178,7 @@ class Scheduler:
             self._requests.end(request, Ending(WireFinishReason.CANCELLED), now_s)
 
     def pause(self, key: RequestKey, *, now_s: float) -> None:
-        """Nobody reads what this request gives: no step has it until `resume`. It keeps its blocks until others need
+        """The caller does not read: no step has this request until `resume`. It keeps its blocks until others need
         its place. Unknown and finished keys are ignored, and those of paused requests."""
         request = self._requests.find(key)
         if request is not None and not request.is_paused:
@@ -196,7 +192,7 @@ class Scheduler:
             self._requests.resume(request, now_s)
 
     def drop_gateway(self, gateway: GatewayIndex, *, now_s: float) -> None:
-        """Cancel all requests of a gateway that is gone; nobody is told."""
+        """Cancel all requests of a gateway that is gone, without a message."""
         self._requests.drop_gateway(gateway, now_s)
 
     def drain(self) -> None:
@@ -216,9 +212,9 @@ class Scheduler:
         self._expire(now_s)
         if len(self._in_flight) >= self._config.max_in_flight:
             return None
-        pipeline = InFlight.BUSY if self._in_flight else InFlight.EMPTY
+        in_flight = InFlight.BUSY if self._in_flight else InFlight.EMPTY
         try:
-            plan = self._planner.plan(self._step + 1, pipeline, now_s)
+            plan = self._planner.plan(self._step + 1, in_flight, now_s)
         except ResultsFirst:
             return None
         if plan is not None:
@@ -247,7 +243,7 @@ class Scheduler:
     # ------------------------------------------------------------ failed steps
 
     def fail(self, step: int, detail: str, *, now_s: float) -> StepOutputs:
-        """The oldest plan failed: every request in it ends with ENGINE_ERROR, and nobody reuses its blocks."""
+        """The oldest plan failed: every request in it ends with ENGINE_ERROR, and its blocks are not reused."""
         self._results.fail(self._take_oldest(step), detail, now_s)
         return self._requests.outputs.take()
 

@@ -13,7 +13,6 @@ those that a token is sampled for · A all rows of a step, the first N of which 
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
@@ -25,12 +24,12 @@ NO_TOKEN = -1  # pads rows of stop tokens; no token has this id
 
 
 class SlotState:
-    """Numbers of each slot. All are int32 unless told otherwise.
+    """Numbers of each slot. All are int32 unless said otherwise.
 
     token_ids_SL: prompt and output. limit_S: where the output ends at the latest, in tokens of prompt and output.
     has_grammar_S: bool. first_stop_S: the first position where a stop token counts. stops_KS: padded with NO_TOKEN.
-    generation_S: int64, how many requests have held the slot; tells late results from those of its present holder.
-    handle_S: int64. last_token_s_S: float64. token_ticks_SL: uint32, when each token came
+    generation_S: int64, how many requests have held the slot, so that late results are not taken for its present
+    holder's. handle_S: int64. last_token_s_S: float64. token_ticks_SL: uint32, when each token came
     (worker/scheduler/request.py); of prompts: anything.
     """
 
@@ -49,7 +48,7 @@ class SlotState:
         self.gateway_S = np.zeros(num_slots, np.int32)
         self.handle_S = np.zeros(num_slots, np.int64)
         self.last_token_s_S = np.zeros(num_slots, np.float64)
-        self.num_appends = 0  # so that others can tell whether any token has come
+        self.num_appends = 0  # so that others see whether any token has come
 
     def join(self, slot: Slot, request: Request, *, num_cached_tokens: int, stop_ids: tuple[int, ...]) -> None:
         """A request takes the slot; its cached tokens count as computed."""
@@ -67,8 +66,8 @@ class SlotState:
         self.last_token_s_S[slot] = np.nan if request.last_token_s is None else request.last_token_s
 
     def leave(self, slot: Slot, request: Request) -> None:
-        """The slot is empty, and the request has its tokens and their times itself again. Results that are still in
-        in_flight for the slot belong to nobody."""
+        """The slot is empty, and the request has its tokens and their times itself again. Results of steps in flight
+        are no longer the slot's."""
         request.token_ids_T = self.known_tokens(slot).copy()
         ticks_T = self.token_ticks_SL[slot, : self.num_known_S[slot]]
         request.token_ticks_T = ticks_T[request.num_given_tokens :].copy()
@@ -129,12 +128,12 @@ class InFlightStep:
 
     @classmethod
     def of(cls, plan: StepPlan, slots: SlotState, now_s: float = 0.0) -> "InFlightStep":
-        """Remember who holds which slot right after planning; also who joins and has no tokens in it yet."""
+        """Remember which requests hold the slots right after planning, those included that have no tokens in it yet."""
         sampled = plan.sampled_slots
         others = [chunk.slot for chunk in plan.prefill if not chunk.is_last]
         if plan.new_requests:
             present = {*sampled.tolist(), *others}
-            others += [join.slot for join in plan.new_requests if join.slot not in present]
+            others += [new.slot for new in plan.new_requests if new.slot not in present]
         slots_A = (np.concatenate([sampled, np.asarray(others, np.int32)]) if others else sampled).astype(np.intp)
         return cls(
             plan=plan,
@@ -150,37 +149,15 @@ class InFlightStep:
         return slots.generation_S[self.slots_A] == self.generations_A
 
 
-# Which outputs end with the token that they just got: by a stop token, or by length.
-#
-# The vectorised check and its slow obvious reference, which tests compare. Text stops are the gateway's.
-
-
-class TokenVerdict(Enum):
-    """What one token does to its output."""
-
-    GOES_ON = 0
-    STOPS = 1
-    FILLS = 2  # the last one that fits
-
-
 def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that end an output of this sampling, sorted."""
     return tuple(sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}))
 
 
 def find_ends(slots: SlotState, slots_N: np.ndarray, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full)."""
+    """Bool [N] twice: stopped by the token just appended to the row, and ended at all (stopped, or full). Stop strings
+    are the gateway's."""
     num_known_N = slots.num_known_S[slots_N]
     is_stop_N = (slots.stops_KS.take(slots_N, axis=1) == tokens_N).any(axis=0)
     is_stop_N &= num_known_N > slots.first_stop_S[slots_N]
     return is_stop_N, is_stop_N | (num_known_N >= slots.limit_S[slots_N])
-
-
-def judge(
-    sampling: SamplingParams, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
-) -> TokenVerdict:
-    """The reference: what the last token of ``output`` does. limit: tokens of prompt and output."""
-    is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)
-    if is_stop and len(output) > sampling.min_tokens:
-        return TokenVerdict.STOPS
-    return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON

@@ -1,4 +1,4 @@
-"""The heartbeat: a thread that tells every gateway, on a connection of its own, whether the engine's steps advance.
+"""The heartbeat: a thread that reports to every gateway, by its own connection, whether the engine's steps advance.
 
 A thread, so that a long step does not silence the worker; sockets of its own, because ZeroMQ's are not thread safe.
 Reads the engine's last snapshot and nothing else of it.
@@ -34,7 +34,7 @@ class HeartbeatThread:
         curve: CurveKeys | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """snapshot: safe from any thread. welcomed: by endpoint, whom to tell."""
+        """snapshot: safe from any thread. welcomed: by endpoint, whether to report to it."""
         self._endpoints = tuple(endpoints)
         self._epoch = epoch
         self._snapshot = snapshot

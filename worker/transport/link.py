@@ -102,7 +102,7 @@ class BacklogFull(Exception):
 
 
 class GatewaySocket:
-    """One DEALER towards one gateway, with the monitor that tells when its connection stands and breaks. Connects by
+    """One DEALER towards one gateway, with the monitor that reports when its connection is made and breaks. Connects by
     itself, again and again. One thread uses it; knows nothing of what messages mean."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, curve: CurveKeys | None) -> None:
@@ -181,7 +181,7 @@ class GatewaySocket:
 
 
 def _ignore(reason: str) -> None:
-    """Nobody wants to know."""
+    """The default: do nothing."""
 
 
 Received = list[tuple[GatewayIndex, InboxMessage]]
@@ -222,7 +222,7 @@ class WorkerLink:
     ) -> None:
         """Dials at once; registers from the first ``drain`` or ``wait`` on."""
         self.stats = LinkStats()
-        self.on_refused: Callable[[str], None] = _ignore  # told why a gateway sent this worker away for good
+        self.on_refused: Callable[[str], None] = _ignore  # called with the reason why a gateway refused this worker
         self._register = register
         self._files = tokenizer_files
         self._clock = clock

@@ -42,5 +42,6 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def arm(self) -> None:
-        """The process ends where this is not called again in time, whichever thread holds the interpreter's lock."""
+        """The process ends where this is not called again in time, even while another thread keeps the interpreter's
+        lock."""
         faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True)

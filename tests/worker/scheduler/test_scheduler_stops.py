@@ -1,5 +1,7 @@
 """The vectorised stop check against its obvious reference, and the small pieces around it."""
 
+from enum import Enum
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,10 +11,28 @@ from octavo.wire.messages import Finished, Run, SamplingParams, TokenLogprobs, W
 from octavo.worker.scheduler.plan import GatewayIndex, GatewayOutput, OutputBuffer, Slot
 from octavo.worker.scheduler.request import Phase, Request, token_ids_of
 from octavo.worker.scheduler.request_queue import RequestQueue, TenantFairness
-from octavo.worker.scheduler.slot_state import SlotState, TokenVerdict, find_ends, judge, stop_ids
+from octavo.worker.scheduler.slot_state import SlotState, find_ends, stop_ids
 from tests.support.worker.scheduling import key
 
 EOS = (2, 3)
+
+
+class TokenVerdict(Enum):
+    """What one token does to its output."""
+
+    GOES_ON = 0
+    STOPS = 1
+    FILLS = 2  # the last one that fits
+
+
+def judge(
+    sampling: SamplingParams, eos_token_ids: tuple[int, ...], *, num_prompt_tokens: int, output: list[int], limit: int
+) -> TokenVerdict:
+    """The reference of `find_ends`: what the last token of ``output`` does. limit: tokens of prompt and output."""
+    is_stop = output[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and output[-1] in eos_token_ids)
+    if is_stop and len(output) > sampling.min_tokens:
+        return TokenVerdict.STOPS
+    return TokenVerdict.FILLS if num_prompt_tokens + len(output) >= limit else TokenVerdict.GOES_ON
 
 
 def make_request(order: int, prompt: list[int], *, priority: int = 0, limit: int = 20, **sampling: object) -> Request:

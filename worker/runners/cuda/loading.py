@@ -104,5 +104,5 @@ def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: 
             torch.cuda.synchronize(weights.embed_VD.device)
         del graphs
     except torch.OutOfMemoryError:
-        pass  # the rehearsal tells what does not fit, and what to do about it
+        pass  # the rehearsal says what does not fit, and what to do about it
     torch.cuda.empty_cache()

@@ -110,8 +110,8 @@ def _sample_special(runner: CudaRunner) -> None:
     slots_N, one_T = np.arange(runner.config.max_slots, dtype=np.int32), np.ones(1, np.int32)
     params = sampler_params(_SAMPLING, ())
     for slot in slots_N.tolist():
-        join = NewRequest(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
-        runner.special.join(join, params)
+        new = NewRequest(slot=Slot(slot), request_id="", token_ids_T=one_T, num_prompt_tokens=1, sampling=_SAMPLING)
+        runner.special.join(new, params)
     logits_NV = runner.graphs.step.logits_BV[: len(slots_N)].float()
     runner.special.sample(logits_NV, slots_N, np.ones(len(slots_N), np.int64))
 

@@ -274,18 +274,18 @@ class CudaRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         """Joins and block updates into the changes; copies at once, behind the steps in flight."""
-        for join in plan.new_requests:
-            self._join(join)
+        for new in plan.new_requests:
+            self._join(new)
         self._rows.put_blocks(plan.block_updates_U3)
         if len(plan.block_copies_C2):
             pairs_C2 = torch.from_numpy(plan.block_copies_C2.astype(np.int64)).to(self._device)
             self.graphs.kv.copy_blocks(pairs_C2[:, 0], pairs_C2[:, 1])
 
-    def _join(self, join: NewRequest) -> None:
-        self._step_sampler.join(join, self._rows)
-        self._pooler.join(join)
-        self._scorer.join(join)
-        self._tokens_R[join.slot] = join.token_ids_T
+    def _join(self, new: NewRequest) -> None:
+        self._step_sampler.join(new, self._rows)
+        self._pooler.join(new)
+        self._scorer.join(new)
+        self._tokens_R[new.slot] = new.token_ids_T
 
     def _check_blocks(self, plan: StepPlan) -> None:
         """A slot without a block where the plan writes is a mistake of the plan: it must not become a write into

@@ -42,21 +42,21 @@ class RowSampling:
         self._stage_R = np.zeros(max_slots, np.uint8)
         self._num_logprobs_R = np.zeros(max_slots, np.int64)
 
-    def join(self, join: NewRequest, params: SamplingParams) -> Mapping[str, float] | None:
+    def join(self, new: NewRequest, params: SamplingParams) -> Mapping[str, float] | None:
         """The row's columns of the state; what is larger is on its way. None where only the whole sampler can do it:
         `leave` then."""
-        grammar = Feature.NONE if join.sampling.grammar is None else Feature.GRAMMAR
+        grammar = Feature.NONE if new.sampling.grammar is None else Feature.GRAMMAR
         plan = plan_row(params, features_of(params) | grammar, vocab_size=self._state.vocab_size)
         if plan is None:
             return None
-        self._stage_R[join.slot] = plan.stages
-        self._num_logprobs_R[join.slot] = params.num_logprobs or 0
-        self._state.put_tables(join.slot, params, plan, join.token_ids_T, join.num_prompt_tokens)
+        self._stage_R[new.slot] = plan.stages
+        self._num_logprobs_R[new.slot] = params.num_logprobs or 0
+        self._state.put_tables(new.slot, params, plan, new.token_ids_T, new.num_prompt_tokens)
         return plan.columns
 
-    def leave(self, join: NewRequest) -> Mapping[str, float]:
+    def leave(self, new: NewRequest) -> Mapping[str, float]:
         """The columns of a row that needs nothing here, but for a grammar's mask: the whole sampler has it."""
-        self._stage_R[join.slot] = Stage.SPECIAL | (Stage.NONE if join.sampling.grammar is None else Stage.GRAMMAR)
+        self._stage_R[new.slot] = Stage.SPECIAL | (Stage.NONE if new.sampling.grammar is None else Stage.GRAMMAR)
         return _NO_SAMPLING
 
     def stages(self, slots_S: np.ndarray) -> Stage:
@@ -89,17 +89,17 @@ class SpecialRows:
         self._history = TokenHistory(max_rows=max_slots, max_len=max_model_len + 1)
         self._sampler = sampler(vocab_size=vocab_size, history=self._history, device=device)
 
-    def join(self, join: NewRequest, params: SamplingParams) -> None:
+    def join(self, new: NewRequest, params: SamplingParams) -> None:
         """A request that needs it enters the slot."""
-        self._is_special_R[join.slot] = True
-        self._history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
-        self._sampler.join(join.slot, params, join.token_ids_T[join.num_prompt_tokens :])
+        self._is_special_R[new.slot] = True
+        self._history.put(new.slot, new.token_ids_T, new.num_prompt_tokens)
+        self._sampler.join(new.slot, params, new.token_ids_T[new.num_prompt_tokens :])
 
-    def leave(self, join: NewRequest) -> None:
+    def leave(self, new: NewRequest) -> None:
         """Another one enters it: forget what the slot had."""
-        if self._is_special_R[join.slot]:
-            self._is_special_R[join.slot] = False
-            self._sampler.join(join.slot, SamplingParams(), join.token_ids_T[:0])
+        if self._is_special_R[new.slot]:
+            self._is_special_R[new.slot] = False
+            self._sampler.join(new.slot, SamplingParams(), new.token_ids_T[:0])
 
     def sample(self, logits_NV: torch.Tensor, slots_N: np.ndarray, lengths_N: np.ndarray) -> Sampled:
         """Choose a token for each of these slots, which hold lengths_N tokens. logits_NV: float32, overwritten. Waits
@@ -165,16 +165,16 @@ class StepSampler:
             sampler=EachRowSampler if config.deterministic is Deterministic.ON else Sampler,
         )
 
-    def join(self, join: NewRequest, changes: StagedRows) -> None:
+    def join(self, new: NewRequest, changes: StagedRows) -> None:
         """A request enters a slot."""
-        params = sampler_params(join.sampling, self._config.eos_token_ids)
-        columns = self._rows.join(join, params)
+        params = sampler_params(new.sampling, self._config.eos_token_ids)
+        columns = self._rows.join(new, params)
         if columns is None:
-            columns = self._rows.leave(join)
-            self.special.join(join, params)
+            columns = self._rows.leave(new)
+            self.special.join(new, params)
         else:
-            self.special.leave(join)
-        changes.join(join, columns)
+            self.special.leave(new)
+        changes.join(new, columns)
 
     def warm_up(self) -> None:
         """Run every kernel once, for a row that needs none."""

@@ -243,15 +243,15 @@ class StagedRows:
         self._strides_of_join = np.asarray([1] * len(single) + [2, 2], np.int32)
         self._pending: list[np.ndarray] = []
 
-    def join(self, join: NewRequest, sampling: Mapping[str, float]) -> None:
+    def join(self, new: NewRequest, sampling: Mapping[str, float]) -> None:
         """The row stands before its last known token, with an empty table. sampling: by name of SAMPLING_COLUMNS."""
-        slot, words_W, layout = join.slot, self.words_W, self.layout
+        slot, words_W, layout = new.slot, self.words_W, self.layout
         self.table_RM[slot] = NO_BLOCK
-        self._seed_R[slot] = np.uint64(join.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        self._temperature_R[slot] = 0.0 if sampling["method"] else join.sampling.temperature
-        words_W[layout.last_token + slot] = join.token_ids_T[-1]
-        words_W[layout.position + slot] = len(join.token_ids_T) - 1
-        words_W[layout.num_prompt + slot] = join.num_prompt_tokens
+        self._seed_R[slot] = np.uint64(new.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
+        self._temperature_R[slot] = 0.0 if sampling["method"] else new.sampling.temperature
+        words_W[layout.last_token + slot] = new.token_ids_T[-1]
+        words_W[layout.position + slot] = len(new.token_ids_T) - 1
+        words_W[layout.num_prompt + slot] = new.num_prompt_tokens
         for name, column_R in self._sampling.items():
             column_R[slot] = sampling[name]
         self._pending.append(self._places_of_join + slot * self._strides_of_join)

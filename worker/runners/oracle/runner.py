@@ -214,8 +214,8 @@ class OracleRunner:
         if error := self._faults.launch_errors.get(plan.step):
             raise error
         self._launched.append(plan)
-        for join in plan.new_requests:
-            self._masked.join(join)
+        for new in plan.new_requests:
+            self._masked.join(new)
         self._awaits_masks = len(self._masked.index_of(plan)) > 0
 
     def constrain(self, masks: StepMasks) -> None:
@@ -260,17 +260,17 @@ class OracleRunner:
     # ------------------------------------------------------------ differences
 
     def _apply_differences(self, plan: StepPlan) -> None:
-        for join in plan.new_requests:
-            self._rows[join.slot] = self._new_row(join)
-            self.store.empty_table(join.slot)
+        for new in plan.new_requests:
+            self._rows[new.slot] = self._new_row(new)
+            self.store.empty_table(new.slot)
         self.store.update(plan.block_updates_U3, plan.block_copies_C2)
 
-    def _new_row(self, join: NewRequest) -> OracleRow:
-        token_ids = join.token_ids_T.tolist()
+    def _new_row(self, new: NewRequest) -> OracleRow:
+        token_ids = new.token_ids_T.tolist()
         if self._faults.crash_token_id is not None and self._faults.crash_token_id in token_ids:
             os._exit(139)
-        has_nan_token = self._faults.nan_token_id in token_ids[: join.num_prompt_tokens]
-        return OracleRow(token_ids, join.num_prompt_tokens, join.sampling, has_nan_token, join.pooling)
+        has_nan_token = self._faults.nan_token_id in token_ids[: new.num_prompt_tokens]
+        return OracleRow(token_ids, new.num_prompt_tokens, new.sampling, has_nan_token, new.pooling)
 
     def _suspect_rows_of(self, plan: StepPlan) -> None:
         for slot in {*plan.sampled_slots.tolist(), *(int(chunk.slot) for chunk in plan.prefill)}:

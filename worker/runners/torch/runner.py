@@ -71,8 +71,8 @@ class RunnerRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Joins, then block updates; copies of blocks are done by the KV pool."""
-        for join in plan.new_requests:
-            self._join(join)
+        for new in plan.new_requests:
+            self._join(new)
         if len(plan.block_updates_U3):
             slot_U, column_U, block_U = plan.block_updates_U3.T
             self.table_RM[slot_U, column_U] = block_U
@@ -81,11 +81,11 @@ class RunnerRows:
         """Each row holds ``lengths_S`` tokens and gets one more."""
         self.history.tokens_RT[slots_S, lengths_S] = tokens_S
 
-    def _join(self, join: NewRequest) -> None:
-        self.table_RM[join.slot] = -1
-        self.history.put(join.slot, join.token_ids_T, join.num_prompt_tokens)
-        params = sampler_params(join.sampling, self._eos_token_ids)
-        self.sampler.join(join.slot, params, join.token_ids_T[join.num_prompt_tokens :])
+    def _join(self, new: NewRequest) -> None:
+        self.table_RM[new.slot] = -1
+        self.history.put(new.slot, new.token_ids_T, new.num_prompt_tokens)
+        params = sampler_params(new.sampling, self._eos_token_ids)
+        self.sampler.join(new.slot, params, new.token_ids_T[new.num_prompt_tokens :])
 
 
 class MissingBlock(RuntimeError):
@@ -320,10 +320,10 @@ class TorchRunner:
 
     def _compute(self, plan: StepPlan) -> StepResult | _Held:
         self._rows.apply(plan)
-        for join in plan.new_requests:
-            self._pooler.join(join)
-            self._scorer.join(join)
-            self._masked.join(join)
+        for new in plan.new_requests:
+            self._pooler.join(new)
+            self._scorer.join(new)
+            self._masked.join(new)
         self._copy_blocks(plan)
         if not plan.num_tokens:
             return empty_result(plan.step)
