@@ -22,7 +22,7 @@ from octavo.worker.main import EXIT_REFUSED
 from octavo.worker.runners.oracle.model import OracleModel, oracle_tokens
 from tests.support.gateway.workers import RecordingSink, pool_config, submit, until
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 STOP_TIMEOUT_S = 60.0
 
 
