@@ -136,8 +136,6 @@ def check_group(config: WorkerConfig) -> None:
         raise ValueError(f"tensor_parallel_size {size} is for models: the oracle has nothing to cut")
     if torch.device(config.device).type != "cpu":
         raise ValueError(f"tensor_parallel_size {size} is served on CPUs so far, and the device is {config.device}")
-    if config.host_kv_gib:
-        raise ValueError(f"blocks in host memory go with one rank only so far, and tensor_parallel_size is {size}")
     if config.deterministic is Deterministic.ON:
         raise ValueError(f"deterministic mode goes with one rank only, and tensor_parallel_size is {size}")
 

@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused, OnParts
+from octavo.model.parallel import ALONE, Ranks
 from octavo.worker.loading.memory import GIB, DoesNotFit, available_host_bytes
 
 log = structlog.get_logger(__name__)
@@ -48,11 +49,13 @@ def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus:
 
 
 def allocate_host_blocks(
-    host_kv_gib: float | None, block_bytes: int, device: torch.device, on_parts: OnParts
+    host_kv_gib: float | None, block_bytes: int, device: torch.device, on_parts: OnParts, *, ranks: Ranks = ALONE
 ) -> HostBlocks | None:
-    """The memory, pinned for a GPU; None for none. Raises DoesNotFit, but where nobody asked for it goes on without."""
+    """The memory, pinned for a GPU; None for none. ranks: of a group, which divide what is asked for: block_bytes is
+    one rank's part of a block. Raises DoesNotFit, but where nobody asked for it goes on without."""
     num_gpus = max(1, torch.cuda.device_count()) if device.type == "cuda" else 0
-    num_blocks = host_blocks_wanted(host_kv_gib, block_bytes, num_gpus=num_gpus)
+    part_gib = None if host_kv_gib is None else host_kv_gib / ranks.size
+    num_blocks = ranks.least(host_blocks_wanted(part_gib, block_bytes, num_gpus=num_gpus))  # a block is the same on all
     if not num_blocks:
         return None
     try:

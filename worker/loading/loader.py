@@ -334,6 +334,7 @@ def _make_torch_runner(
         ),
         model.device,
         _staged("taking_host_memory", on_progress),
+        ranks=model.ranks,
     )
     pool = _pool_size(config, model, max_model_len=max_model_len)
     log.info("kv_pool_sized", num_blocks=pool.num_blocks, num_tokens=pool.num_tokens, num_bytes=pool.num_bytes)

@@ -63,7 +63,8 @@ class GroupRunner:
     def __init__(self, runner: Any, followers: Followers, *, close: Callable[[], None]) -> None:
         self.max_in_flight: int = runner.max_in_flight
         self.config = runner.config  # every rank has the same
-        self.host_blocks, self.max_copies_in = None, runner.max_copies_in  # of a second tier, which groups have none of
+        self.host_blocks = runner.host_blocks  # each rank has its part of every block
+        self.max_copies_in = runner.max_copies_in
         self.measure_copies = runner.measure_copies
         self._runner, self._followers, self._close = runner, followers, close
 

@@ -33,7 +33,8 @@ SAMPLING: list[dict[str, Any]] = [
 def config_of(folder: Path, size: int, *, num_blocks: int = 64) -> WorkerConfig:
     return WorkerConfig(
         model=str(folder), gateway_endpoints=(), dtype="float32", num_blocks=num_blocks, block_size=BLOCK,
-        max_num_seqs=SLOTS, max_batch_tokens=16, max_model_len=LEN, num_threads=1, tensor_parallel_size=size,
+        host_kv_gib=0.001, max_num_seqs=SLOTS, max_batch_tokens=16, max_model_len=LEN, num_threads=1,
+        tensor_parallel_size=size,
     )  # fmt: skip
 
 
@@ -67,14 +68,14 @@ def followers() -> list[psutil.Process]:
     ]
 
 
-def outputs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int) -> World:
+def outputs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int, num_host_blocks: int = 0) -> World:
     """Chunks, prefixes that are shared, outputs that fork and, with few blocks, requests that begin again."""
     model = OracleModel(vocab_size=loaded.card.vocab_size, eos_token_ids=loaded.card.eos_token_ids)
     monkeypatch.setattr(WorldConfig, "runner", lambda _self: loaded.runner)
     world = World(
         WorldConfig(
             num_blocks=num_blocks, block_size=BLOCK, max_num_seqs=SLOTS, max_batch_tokens=16, max_model_len=LEN,
-            model=model,
+            num_host_blocks=num_host_blocks, max_copies_in=3, model=model,
         )
     )  # fmt: skip
     rng = np.random.default_rng(0)
@@ -108,6 +109,20 @@ def test_every_output_of_any_traffic_is_what_one_rank_gives(
             pairs = zip(getattr(ours, name), getattr(theirs, name), strict=True)
             assert all(abs(left.logprob - right.logprob) < 1e-4 for left, right in pairs)
     assert found.streams[key(22)].embedding == pytest.approx(expected.streams[key(22)].embedding, abs=1e-4)
+
+
+def test_every_rank_moves_its_part_of_a_block_to_the_host_and_back(
+    one: Loaded, group: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 40 < group.num_host_blocks <= one.num_host_blocks
+    assert group.runner.host_blocks.row_bytes * 2 == one.runner.host_blocks.row_bytes  # type: ignore[attr-defined]
+    expected = outputs(one, monkeypatch, num_blocks=64)
+    found = outputs(group, monkeypatch, num_blocks=13, num_host_blocks=40)
+    assert {which: stream.tokens for which, stream in found.streams.items()} == {
+        which: stream.tokens for which, stream in expected.streams.items()
+    }
+    assert found.scheduler.counters.num_swaps > 0
+    assert found.blocks.host.num_copied_in > 4
 
 
 def masked_token(loaded: Loaded, allowed: int) -> int:
@@ -155,7 +170,6 @@ def test_what_a_group_cannot_be_had_with_is_refused_before_anything_starts(folde
         ({"device": "cuda"}, "tensor_parallel_size 2 is served on CPUs so far, and the device is cuda"),
         ({"runner": RunnerKind.ORACLE}, "the oracle has nothing to cut"),
         ({"deterministic": Deterministic.ON}, "deterministic mode goes with one rank only"),
-        ({"host_kv_gib": 1.0}, "blocks in host memory go with one rank only"),
     ):
         with pytest.raises(ValueError, match=reason):
             load(replace(good, **changes))  # type: ignore[arg-type]
