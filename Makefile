@@ -1,6 +1,6 @@
 # Octavo. Everything runs in .venv, which `make` creates with any Python 3.11 or later.
 #
-#   make demo     a service on the embedded model: three questions, receipts, metrics, stopped again
+#   make demo     a service on the embedded model: three questions, receipts, metrics, a live page, stopped again
 #   make serve    the service, until Ctrl-C
 #   make check    style, types and the fast tests, in under a minute: before a commit
 #   make test     the whole CPU suite
@@ -23,7 +23,7 @@ PROTOS := $(wildcard proto/octavo/*/*.proto)
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: install ## start a service on the embedded model, ask three questions, show receipts and metrics, stop it
+demo: install ## start a service on the embedded model, ask three questions, show receipts, metrics and the live page, stop it
 	@$(BIN)/octavo tour
 
 serve: install ## serve the embedded model until Ctrl-C

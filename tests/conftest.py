@@ -16,7 +16,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # What starts services, or looks at the time of its own process: no other test may run beside it.
 ALONE = (
-    "cli/serve", "cli/test_errors.py", "deploy", "e2e", "examples", "faults", "gateway/observability/test_logs.py",
+    "browser", "cli/serve", "cli/test_errors.py", "deploy", "e2e", "examples", "faults",
+    "gateway/observability/test_logs.py",
     "gateway/test_garbage.py", "gateway/test_main.py", "gateway/test_responsiveness.py", "gateway/workers", "soak",
     "worker/test_main.py", "worker/transport",
 )  # fmt: skip

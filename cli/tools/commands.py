@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def tour(resolved: Resolved[ServeSettings]) -> int:
-    """Start a service, ask three questions, show receipts and metrics, stop it. Takes the options of serve."""
+    """Start a service, ask three questions, show receipts, metrics and a live page, stop it. Takes serve's options."""
     from octavo.cli.tools.tour import tour as run
 
     return run(resolved.settings)

@@ -1,4 +1,4 @@
-"""`octavo tour`: starts a service, asks it three questions, shows receipts and a few metrics, stops it."""
+"""`octavo tour`: starts a service, asks it three questions, shows receipts, metrics and where its page is, stops it."""
 
 import contextlib
 import signal

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from octavo import Client
 from octavo.gateway.auth.authenticator import digest_of
@@ -73,11 +74,11 @@ def busy(
         turn = 0
         while not over.is_set():
             turn += 1
-            prompt = common_pb2.TokenIds(ids=[7 + n % 3] * 40 + [n + 5, turn % 200 + 5])
+            prompt = common_pb2.TokenIds(ids=[7 + n % 3] * (40 + 30 * (n % 5)) + [n + 5, turn % 200 + 5])
             request = pb.GenerateRequest(
-                request_id=ids(n) if turn == 1 else "",
+                request_id=ids(n) if turn == 1 else f"{ids(n)}.{turn}",
                 token_ids=prompt,
-                stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+                stop=pb.StopConditions(max_tokens=max_tokens - 40 * (n % 7), ignore_eos=True),
             )
             with client.stream(request) as stream:
                 for _ in stream.deltas():
@@ -164,8 +165,6 @@ def test_one_page_shows_four_gateways_and_eight_workers_and_who_is_killed(
             first = wait_for(browser, "document.querySelector('#requests tbody td').textContent")
             assert first.startswith(HOSTILE)
             assert browser.execute_script("return document.querySelectorAll('main img').length") == 0
-            if (folder := os.environ.get("PAGE_PICTURES")) is not None:
-                _take_pictures(browser, Path(folder))
             victim = service.children("worker")[0]
             killed_s = time.monotonic()
             victim.send_signal(signal.SIGKILL)
@@ -175,18 +174,31 @@ def test_one_page_shows_four_gateways_and_eight_workers_and_who_is_killed(
         assert complaints(browser) == []
 
 
-def _take_pictures(browser: Any, folder: Path) -> None:
-    """For docs/pictures: PAGE_PICTURES=docs/pictures."""
-    time.sleep(20)  # lines of some length
-    for name, (width, height) in SIZES.items():
-        for scheme in ("light", "dark"):
-            colours(browser, scheme)
-            resize(browser, width, height)
-            time.sleep(1.0)
-            tall = browser.execute_script("return document.documentElement.scrollHeight")
-            resize(browser, width, min(tall, 2600))
-            time.sleep(1.5)
-            browser.save_screenshot(str(folder / f"page-{name}-{scheme}.png"))
+QUESTIONS = ("What is a folio?", "Tell me a short story.", "Why is the sky blue?", "What is a quarto?")
+NAMES = ("press", "bindery", "reading-room", "archive")
+
+
+@pytest.mark.skipif("PAGE_PICTURES" not in os.environ, reason="PAGE_PICTURES names no folder to keep pictures in")
+def test_pictures_for_the_documents(tmp_path: Path, browse: Browse) -> None:
+    """PAGE_PICTURES=docs/pictures: the embedded model under some load, at both widths, light and dark."""
+    folder = Path(os.environ["PAGE_PICTURES"]).absolute()
+    arguments = ["--gateways", "4", "--workers", "4", "--num-blocks", "640", "--num-threads", "1"]
+    with serve(tmp_path, *arguments) as service:
+        service.wait_until_supervised()
+        browser = browse(page_of(service))
+        with busy(service, num=20, ids=lambda n: f"{NAMES[n % 4]}-{4177 + 37 * n}", max_tokens=900):
+            time.sleep(45)  # lines of some length
+            ask(browser, QUESTIONS[0])
+            wait_for(browser, "document.querySelector('#receipt .bar')")
+            for name, scheme in (("wide", "light"), ("wide", "dark"), ("narrow", "light")):
+                width, height = SIZES[name]
+                colours(browser, scheme)
+                resize(browser, width, height)
+                time.sleep(1.0)
+                tall = browser.execute_script("return document.documentElement.scrollHeight")
+                resize(browser, width, min(tall, 2900))
+                time.sleep(1.5)
+                browser.save_screenshot(str(folder / f"page-{name}-{scheme}.png"))
 
 
 def test_where_there_are_keys_one_is_typed_and_names_of_tenants_are_text(

@@ -67,8 +67,8 @@ function showTiles({ total = {}, models = [], workers = [] }) {
     [number(total.prompt_tokens_per_s ?? 0), "tok/s", "prompts"],
     [total.num_running ?? 0, "", "running"],
     [(total.num_waiting ?? 0) + (total.num_preparing ?? 0), "", "waiting"],
-    [percentile(total.time_to_first_token_s), "", "first token (median)"],
-    [percentile(total.inter_token_s), "", "token gap (median)"],
+    [percentile(total.time_to_first_token_s), "", "first token, p50"],
+    [percentile(total.inter_token_s), "", "token gap, p50"],
     [used.toFixed(used < 10 ? 1 : 0), "%", "KV blocks in use"],
     [here.length, "", here.length === 1 ? "worker" : "workers"],
   ];
@@ -126,7 +126,7 @@ function showWorkers({ workers = [], models = [] }) {
     parts.card.dataset.condition = condition;
     parts.badge.className = `badge ${condition}`;
     parts.badge.textContent = condition === "lost" ? `lost ${seconds(worker.age_s ?? 0)} ago` : condition;
-    const held = `${kv.num_active ?? 0} of ${kv.num_blocks ?? 0} blocks in use, ${kv.num_cached ?? 0} cached`;
+    const held = `${whole(kv.num_active)} of ${whole(kv.num_blocks)} blocks in use, ${whole(kv.num_cached)} cached`;
     const name = models.length > 1 ? `${worker.model}; ` : "";
     parts.counts.textContent = `${name}${worker.num_running ?? 0} running, ${worker.num_waiting ?? 0} waiting` +
       `${worker.num_paused ? `, ${worker.num_paused} paused` : ""}; ${held}`;
@@ -162,12 +162,14 @@ function table(id, rows) {
   }));
 }
 
-const count = (value) => [String(value ?? 0), "n"];
+const whole = (value) => Number(value ?? 0).toLocaleString("en");
+const count = (value) => [whole(value), "n"];
 
 function showTables({ requests = [], tenants = [], gateways = [], unreachable_gateways: silent = [], total = {} }) {
   const in_flight = total.num_in_flight ?? 0;
   at("num-requests").textContent = in_flight > requests.length ? `${in_flight}, the oldest ${requests.length}` : String(in_flight);
   document.querySelector("#requests + .empty").hidden = requests.length > 0;
+  at("requests").classList.toggle("without-tenants", !requests.some(({ tenant }) => tenant));
   table("requests", requests.map((each) => [
     each.request_id ?? "",
     element("span", `badge ${PHASES[each.phase] ?? ""}`, PHASES[each.phase] ?? ""),
