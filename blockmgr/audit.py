@@ -66,7 +66,10 @@ def count_leaked(pool: BlockPool, host: HostTier, tables: SlotTables, copies: Co
 
 
 def _num_leaked(pool: BlockPool, refs_P: np.ndarray) -> int:
-    is_lost_P = (_count_places(pool, refs_P) == 0) | (pool.ref_P > refs_P)
+    is_somewhere_P = refs_P > 0
+    for blocks in (pool.blank_blocks(), pool.lru.to_array(), pool.fence.to_array()):
+        is_somewhere_P[_in_pool(pool, blocks)] = True
+    is_lost_P = ~is_somewhere_P | (pool.ref_P > refs_P)
     return int(np.count_nonzero(is_lost_P[pool.first :]))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused, OnParts
 from octavo.model.parallel import ALONE, Ranks
-from octavo.worker.loading.memory import GIB, DoesNotFit, available_host_bytes
+from octavo.worker.loading.memory import GIB, MOST_SPARE_BLOCKS, DoesNotFit, available_host_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,8 @@ def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus:
     Raises DoesNotFit."""
     free_bytes = available_host_bytes()
     if host_kv_gib is None:
-        return min(int(SHARE * free_bytes) // num_gpus, MOST_UNASKED_BYTES) // block_bytes if num_gpus else 0
+        unasked_bytes = min(int(SHARE * free_bytes) // num_gpus, MOST_UNASKED_BYTES) if num_gpus else 0
+        return min(unasked_bytes // block_bytes, MOST_SPARE_BLOCKS)
     wanted_bytes = int(host_kv_gib * GIB)
     if wanted_bytes > free_bytes:
         total = psutil.virtual_memory().total

@@ -17,6 +17,7 @@ from octavo.worker.runners.oracle.tokenizer import describe_oracle
 ORACLE_MODEL_LEN = 32_768
 ORACLE_NUM_BLOCKS = 4_096
 ORACLE_TOKEN_BYTES = 8  # an id and a position
+MOST_ORACLE_HOST_BLOCKS = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def load_oracle(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     fingerprint = hashlib.blake2b(repr(model).encode(), digest_size=32).digest()
     num_blocks = config.num_blocks or ORACLE_NUM_BLOCKS
     host_bytes = int((config.host_kv_gib or 0) * (1 << 30))
-    num_host_blocks = host_bytes // (config.block_size * ORACLE_TOKEN_BYTES)
+    num_host_blocks = min(host_bytes // (config.block_size * ORACLE_TOKEN_BYTES), MOST_ORACLE_HOST_BLOCKS)
     runner = OracleRunner(
         model,
         num_blocks=num_blocks,

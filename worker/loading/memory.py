@@ -20,6 +20,8 @@ from octavo.model.layers.linear import Linear
 GIB = 1 << 30
 RESERVE_BYTES = 256 << 20
 """Left alone besides everything that is accounted for: allocator slack, the interpreter, other libraries."""
+MOST_SPARE_BLOCKS = 1 << 18
+"""Of cached prefixes alone: a recount of the blocks, once a second, is to take no more than some milliseconds."""
 _CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_FRACTION = 0.95
 
@@ -107,9 +109,8 @@ def _blocks_in_budget(needs: MemoryNeeds) -> int:
     fitting = max(room_bytes, 0) // needs.block_bytes
     if fitting < needs.blocks_per_request:
         raise _over_budget(needs, room_bytes)
-    if needs.spare is SpareMemory.TAKEN:
-        return fitting
-    return min(fitting, needs.max_num_seqs * needs.blocks_per_request)
+    most = needs.max_num_seqs * needs.blocks_per_request
+    return min(fitting, max(most, MOST_SPARE_BLOCKS) if needs.spare is SpareMemory.TAKEN else most)
 
 
 def _over_budget(needs: MemoryNeeds, room_bytes: int) -> DoesNotFit:

@@ -9,7 +9,7 @@ import torch
 from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused
 from octavo.worker.loading import host_memory
 from octavo.worker.loading.host_memory import allocate_host_blocks, cpus_beside, host_blocks_wanted, near, parse_cpus
-from octavo.worker.loading.memory import GIB, DoesNotFit, MemoryNeeds, SpareMemory, size_pool
+from octavo.worker.loading.memory import GIB, MOST_SPARE_BLOCKS, DoesNotFit, MemoryNeeds, SpareMemory, size_pool
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -109,3 +109,6 @@ def test_a_gpu_gives_spare_memory_to_cached_prefixes() -> None:
     )
     assert size_pool(needs).num_blocks == 2 * 64
     assert size_pool(replace(needs, spare=SpareMemory.TAKEN)).num_blocks == 7 * 1024
+    tiny = replace(needs, block_bytes=1024, spare=SpareMemory.TAKEN)
+    assert size_pool(tiny).num_blocks == MOST_SPARE_BLOCKS  # of a tiny model: more would cost more than it is worth
+    assert host_blocks_wanted(None, 1024, num_gpus=1) == MOST_SPARE_BLOCKS
