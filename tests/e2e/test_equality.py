@@ -56,14 +56,15 @@ async def whole_text(client: AsyncClient, ids: list[int]) -> str:
     return (await stub.Detokenize(request, timeout=60)).text
 
 
-@pytest.mark.parametrize("gateways", [1, 2])
+@pytest.mark.parametrize(("gateways", "host_kv_gib"), [(1, 0.0), (2, 0.0), (1, 0.005)])
 async def test_every_output_equals_the_oracle_although_every_request_was_preempted(
-    tmp_path: Path, tiny_checkpoint: Path, model: CausalLM, gateways: int
+    tmp_path: Path, tiny_checkpoint: Path, model: CausalLM, gateways: int, host_kv_gib: float
 ) -> None:
     generator, prompts = random.Random(gateways), make_prompts(gateways)
     lengths = [generator.randrange(40, 70) for _ in prompts]
     arguments = (f"--model={tiny_checkpoint}", "--num-blocks=128", f"--block-size={BLOCK_SIZE}", "--max-num-seqs=12")
     arguments += ("--max-batch-tokens=64", "--audit-every-steps=1", "--preempt-every-steps=2", f"--gateways={gateways}")
+    arguments += (f"--host-kv-gib={host_kv_gib}",)
     with serve(tmp_path, *arguments) as service:
         async with AsyncClient(service.target) as one, AsyncClient(service.target) as two:
             answers = await asyncio.gather(
@@ -79,5 +80,6 @@ async def test_every_output_equals_the_oracle_although_every_request_was_preempt
     assert [ids for _, ids, _ in answers] == expected
     assert texts == [text for text, _, _ in answers]
     assert min(finished.receipt.preemptions for _, _, finished in answers) >= 1
+    assert (sum(finished.receipt.swaps for _, _, finished in answers) > 0) == (host_kv_gib > 0)
     assert sum(finished.usage.cached_tokens for _, _, finished in answers) > 0
     assert [(list(audit.violations), audit.num_active_blocks) for audit in audits] == [([], 0)]
