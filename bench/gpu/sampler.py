@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "top-p 0.9, flat": ("flat", {"temperature": 1.0, "top_p": 0.9}),
     "top-k 1,000, top-p 0.9, flat": ("flat", {"temperature": 1.0, "top_k": 1000, "top_p": 0.9}),
     "min-p 0.05": ("peaked", {"temperature": 1.0, "min_p": 0.05}),
+    "top-n-sigma 1": ("peaked", {"temperature": 1.0, "top_n_sigma": 1.0}),
     "typical-p 0.9": ("peaked", {"temperature": 1.0, "typical_p": 0.9}),
     "penalties, greedy": ("peaked", {"temperature": 0.0, **PENALTIES}),
     "penalties, temperature": ("peaked", {"temperature": 0.7, **PENALTIES}),

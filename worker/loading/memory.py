@@ -29,8 +29,8 @@ _LARGEST_FRACTION = 0.95
 class SpareMemory(Enum):
     """What becomes of memory that all requests together could never fill with blocks of their own."""
 
-    LEFT = "left"  # to whoever else runs on this machine
-    TAKEN = "taken"  # for cached prefixes: the device is ours
+    LEFT = "left"  # to other programs on this machine
+    TAKEN = "taken"  # for cached prefixes: no other program uses the device
 
 
 class DoesNotFit(Exception):

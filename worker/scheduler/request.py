@@ -18,6 +18,7 @@ Per-step numbers of running requests are not here but in `worker.scheduler.slot_
 no blocks. Shapes: T tokens of one output · G gaps between them
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -306,3 +307,30 @@ def finished_message(request: Request, ending: Ending, now_s: float) -> Finished
         block_seconds=request.block_seconds,
         preempted=tuple(request.preempted),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerCounters:
+    """Since the start. Tokens count once each time they are computed.
+
+    num_ended: by reason, for errors by the name of the error. num_started == num_ended.total() + unfinished.
+    """
+
+    num_accepted: int = 0
+    num_refused: int = 0
+    num_duplicates: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0  # of them
+    num_pauses: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_dropped_tokens: int = 0  # sampled for requests that had ended meanwhile
+    num_ended: Counter[str] = field(default_factory=Counter)
+
+    def count(self, finished: Finished) -> None:
+        """An accepted request ended."""
+        is_error = finished.reason is WireFinishReason.ERROR
+        self.num_ended[finished.error if is_error else finished.reason.name] += 1

@@ -1,51 +1,22 @@
 """Every unfinished request, in exactly one place: waiting, running in a slot with blocks, or paused with or without.
 
 All moves between these places happen here, so that request, row, block table and queue never disagree. Decides
-nothing: who moves and why is the planner's and the scheduler's business.
+nothing: which request moves, and why, is decided by the planner and the scheduler.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.ids import PrefixLookup
 from octavo.blockmgr.manager import BlockManager
-from octavo.wire.messages import Finished, OutputPhase, WireFinishReason
+from octavo.wire.messages import OutputPhase, WireFinishReason
 from octavo.worker.scheduler.copy_costs import CopyCosts
 from octavo.worker.scheduler.plan import GatewayIndex, OutputBuffer, RequestKey, Slot
-from octavo.worker.scheduler.request import Ending, Phase, Request, block_seconds, finished_message
+from octavo.worker.scheduler.request import Ending, Phase, Request, SchedulerCounters, block_seconds, finished_message
 from octavo.worker.scheduler.request_queue import RequestQueue
 from octavo.worker.scheduler.slot_state import SlotState, stop_ids
-
-
-@dataclass(slots=True, kw_only=True)
-class SchedulerCounters:
-    """Since the start. Tokens count once each time they are computed.
-
-    num_ended: by reason, for errors by the name of the error. num_started == num_ended.total() + unfinished.
-    """
-
-    num_accepted: int = 0
-    num_refused: int = 0
-    num_duplicates: int = 0
-    num_preemptions: int = 0
-    num_swaps: int = 0  # of them
-    num_pauses: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_dropped_tokens: int = 0  # sampled for requests that had ended meanwhile
-    num_ended: Counter[str] = field(default_factory=Counter)
-
-    def count(self, finished: Finished) -> None:
-        """An accepted request ended."""
-        is_error = finished.reason is WireFinishReason.ERROR
-        self.num_ended[finished.error if is_error else finished.reason.name] += 1
-
 
 _SEEN_AS = {
     Phase.LOADING: OutputPhase.PREFILL,
@@ -58,8 +29,8 @@ _SEEN_AS = {
 
 
 class RequestTable:
-    """Who is where. ``prefilling`` lists the running requests that still have known tokens to compute, ``loading``, by
-    slot, those that wait for blocks from the host.
+    """Requests by place. ``prefilling`` lists the running requests that still have known tokens to compute,
+    ``loading``, by slot, those that wait for blocks from the host.
 
     paused: those that hold a slot and are in no step, by slot. parked: those that hold nothing and do not wait, by
     order. sharing: slots whose next write may go into a block that another slot holds too.

@@ -20,9 +20,17 @@ from octavo.worker.config import SchedulerConfig
 from octavo.worker.scheduler.copy_costs import CopyCosts
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepPlan, StepResult
 from octavo.worker.scheduler.planner import InFlight, Planner, ResultsFirst
-from octavo.worker.scheduler.request import Ending, Request, failure, finished_message, sampling_of, token_ids_of
+from octavo.worker.scheduler.request import (
+    Ending,
+    Request,
+    SchedulerCounters,
+    failure,
+    finished_message,
+    sampling_of,
+    token_ids_of,
+)
 from octavo.worker.scheduler.request_queue import MAX_WEIGHT, RequestQueue, TenantFairness
-from octavo.worker.scheduler.request_table import RequestTable, SchedulerCounters
+from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.results import Constraints, Results
 from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 

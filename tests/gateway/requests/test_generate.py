@@ -261,3 +261,7 @@ async def test_an_output_that_moved_is_its_new_workers(serve: Any) -> None:
     receipt = events[-1].finished.receipt
     assert (receipt.worker_id, receipt.migrations) == ("w1", 1)
     assert [line["worker"] for line in logs if line["event"] == "end"] == ["w1"]
+
+
+def test_sampling_parameters_have_the_names_of_the_contract_on_their_way_to_workers() -> None:
+    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) <= set(SamplingParams.__struct_fields__)

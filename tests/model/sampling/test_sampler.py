@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.model.sampling.logits_processors import TokenHistory
+from octavo.model.sampling.params import COLUMNS, Feature, column_values, features_of
 from octavo.model.sampling.sampler import Sampler
 from octavo.wire.messages import SamplingParams
 from tests.support.model import slow_sampler
@@ -274,3 +275,11 @@ def test_a_row_that_leaves_gives_its_counts_to_the_next() -> None:
         rows.join(row)
     logits_SV = torch.randn(9, V)
     assert rows.sample(logits_SV) == rows.slow(logits_SV)
+
+
+def test_every_column_is_a_parameter_of_a_request_and_a_default_asks_for_a_temperature_alone() -> None:
+    defaults = SamplingParams()
+    assert {column.parameter for column in COLUMNS.values()} <= set(SamplingParams.__struct_fields__)
+    values = column_values(defaults, vocab_size=V)
+    assert values == {name: column.off for name, column in COLUMNS.items()} | {"temperature": 1.0}
+    assert features_of(defaults) is Feature.RANDOM

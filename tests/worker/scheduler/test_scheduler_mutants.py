@@ -17,8 +17,8 @@ from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler import scheduler as scheduler_module
 from octavo.worker.scheduler.plan import GatewayIndex, StepPlan, StepResult
 from octavo.worker.scheduler.planner import InFlight, Planner
-from octavo.worker.scheduler.request import Ending, Request
-from octavo.worker.scheduler.request_table import RequestTable, SchedulerCounters
+from octavo.worker.scheduler.request import Ending, Request, SchedulerCounters
+from octavo.worker.scheduler.request_table import RequestTable
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.scheduler.slot_state import InFlightStep, SlotState
 from tests.support.worker.scheduling import World, WorldConfig, key
