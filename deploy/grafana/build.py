@@ -163,7 +163,10 @@ ROWS = (
             Panel(
                 title="KV blocks",
                 unit="short",
-                queries=(("{{state}}", f"sum by (state) (octavo_kv_blocks{W})"),),
+                queries=(
+                    ("{{state}}", f"sum by (state) (octavo_kv_blocks{W})"),
+                    ("host: {{state}}", f"sum by (state) (octavo_kv_host_blocks{W})"),
+                ),
             ),
             Panel(
                 title="KV blocks in use",
