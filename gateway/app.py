@@ -223,7 +223,8 @@ class Gateway:
         )
         self._page = Page(config, methods)
         self._page.start()
-        self.page_url = f"http://{join_host_port(config.host, self._page.port)}/"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+        self.page_url = f"http://{join_host_port(host, self._page.port)}/"
 
     def _listen_at(self, address: str, *, setting: str, model: str = "") -> str:
         """All that callers may call, at one more address; as it was bound. model: of requests that name none."""

@@ -39,6 +39,16 @@ def test_gateways_come_first_then_the_workers_of_each_model() -> None:
     assert all(each["gateway_endpoint"] == sockets for each in workers)
 
 
+def test_the_first_gateway_has_the_page_of_the_service() -> None:
+    def pages(**given: object) -> list[object]:
+        settings = ServeSettings(gateways=3, **given)  # type: ignore[arg-type]
+        plans = plan_processes(settings, run_dir=RUN, port=5, ports=[1, 2, 3, 4])
+        return [each.settings["page"] for each in plans if each.role is Role.GATEWAY]
+
+    assert pages() == pages(page="on") == ["on", "off", "off"]
+    assert pages(page="off", page_port=7) == ["off"] * 3
+
+
 def test_one_gateway_has_the_port_to_itself() -> None:
     gateway = plan_processes(ServeSettings(), run_dir=RUN, port=5, ports=[1, 2])[0]
     assert gateway.settings["port_sharing"] == "exclusive"

@@ -353,4 +353,5 @@ def test_the_tour_ends_well_and_shows_answers_receipts_and_metrics(tmp_path: Pat
     assert done.stdout.count("first token  ") == 3
     assert done.stdout.index("Octavo is ready") < done.stdout.index("What is your name?")
     assert "generated tokens" in done.stdout
+    assert re.search(r"the live page was at http://127\.0\.0\.1:\d+/ while", done.stdout)
     assert "stopped with exit code 0" in done.stdout

@@ -29,6 +29,10 @@ def test_plain_lines_tell_everything() -> None:
     assert plain(SUMMARY) == PLAIN
 
 
+def test_it_names_the_live_page() -> None:
+    assert "\n  page:     http://127.0.0.1:50080/\n" in plain(replace(SUMMARY, page="http://127.0.0.1:50080/"))
+
+
 def test_the_box_tells_the_same() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(boxed(SUMMARY))

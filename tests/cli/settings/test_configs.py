@@ -14,6 +14,7 @@ from octavo.gateway.config import (
     Exposure,
     GatewayConfig,
     LogFormat,
+    PageConfig,
     PeerConfig,
     PortSharing,
     TlsConfig,
@@ -39,6 +40,20 @@ def test_settings_left_alone_give_the_gateways_own_defaults() -> None:
     endpoint = default_endpoint(RUN_DIR)
     expected = GatewayConfig(workers=WorkerPoolConfig(endpoints=(endpoint,)))
     assert gateway_config(GatewaySettings(run_dir=RUN_DIR)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "page"),
+    [
+        ({}, None),
+        ({"page": "off", "page_port": 7}, None),
+        ({"page_port": 7}, PageConfig(port=7)),
+        ({"page": "on"}, PageConfig()),
+        ({"page": "on", "page_host": "::1", "page_name": ("a.example",)}, PageConfig(host="::1", names=("a.example",))),
+    ],
+)
+def test_a_gateway_has_a_page_where_that_is_asked_for(given: dict[str, object], page: PageConfig | None) -> None:
+    assert gateway_config(GatewaySettings(**given)).page == page  # type: ignore[arg-type]
 
 
 def test_settings_left_alone_give_the_workers_own_defaults() -> None:
