@@ -59,9 +59,9 @@ INNER: dict[str, dict[str, set[str]]] = {
         "servicers": {"peers", "requests", "rpc", "streams", "text", "validation", "watching", "workers"},
         "page": {"rpc"},
         "watching": {"observability", "peers", "requests", "workers"},
-        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm", "dialects/vllm_native"}
+        "dialects": {"dialects/kserve", "dialects/openengine", "dialects/vllm", "dialects/vllm_native", "validation"}
         | {"peers", "requests"},
-        "dialects/kserve": {"requests", "rpc", "streams", "validation"},
+        "dialects/kserve": {"dialects", "requests", "rpc", "streams", "validation"},
         "dialects/openengine": {
             "auth",
             "dialects",
@@ -74,7 +74,7 @@ INNER: dict[str, dict[str, set[str]]] = {
             "workers",
         },
         "dialects/vllm_native": {"dialects", "peers", "requests", "rpc", "streams", "text", "validation", "workers"},
-        "dialects/vllm": {"peers", "requests", "rpc", "streams", "validation", "workers"},
+        "dialects/vllm": {"dialects", "peers", "requests", "rpc", "streams", "validation", "workers"},
         "observability": {"rpc", "workers"},
         "front": set(),  # a process of its own: a client of the service
     },

@@ -1,11 +1,12 @@
-"""What of a dialect's request is not served, by the caller's own names: nothing is ignored."""
+"""What is wrong with a dialect's request, by the caller's own names: nothing is ignored."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from octavo.gateway.errors import Violation
+from octavo.gateway.errors import InvalidRequest, Violation
+from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
 
 
 def unserved(
@@ -27,3 +28,28 @@ def unserved(
         else:
             for index, element in enumerate(value):
                 yield from unserved(element, refused, opaque=opaque, prefix=f"{path}[{index}].")
+
+
+def with_paths(error: InvalidRequest, path_of: Callable[[str], str]) -> InvalidRequest:
+    """The same violations with the paths of a dialect. path_of: theirs for one of ours."""
+    return InvalidRequest(
+        tuple(Violation(field=path_of(each.field), description=each.description) for each in error.violations)
+    )
+
+
+def path_by(table: Iterable[tuple[str, str]], path: str) -> str:
+    """The path with its beginning exchanged by the first row that has it: our beginning, theirs."""
+    for ours, theirs in table:
+        if path.startswith(ours):
+            return theirs + path.removeprefix(ours)
+    return path
+
+
+def check_request_ids(ids: Iterable[str]) -> None:
+    """Raises InvalidRequest naming what can be no request's id."""
+    found = (
+        Violation(field=f"request_ids[{index}]", description=wrong)
+        for index, request_id in enumerate(ids)
+        if (wrong := REQUEST_ID(request_id)) is not None
+    )
+    raise_if_any(first_violations(found))

@@ -24,7 +24,8 @@ from octavo.gateway.dialects.kserve.model import (
 )
 from octavo.gateway.dialects.kserve.sampling import apply_sampling, in_vllm_names
 from octavo.gateway.dialects.kserve.tensors import scalar_inputs, violation
-from octavo.gateway.errors import InvalidRequest, ModelNotFound, Violation
+from octavo.gateway.dialects.unserved import with_paths
+from octavo.gateway.errors import InvalidRequest, ModelNotFound
 from octavo.gateway.validation.generate import check_generate
 from octavo.kserve import inference_pb2 as oip
 from octavo.v1 import inference_pb2 as pb
@@ -85,9 +86,7 @@ def check_version(version: str) -> None:
 
 def in_callers_names(error: InvalidRequest) -> InvalidRequest:
     """The same violations with the paths of this dialect."""
-    return InvalidRequest(
-        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
-    )
+    return with_paths(error, _path)
 
 
 def _path(path: str) -> str:

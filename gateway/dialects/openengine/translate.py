@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from octavo.gateway.dialects.unserved import unserved
+from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_generate
@@ -152,9 +152,7 @@ def check_abort(request: oe.AbortRequest) -> None:
 
 def in_callers_names(error: InvalidRequest, request: oe.GenerateRequest) -> InvalidRequest:
     """The same violations with the paths of this dialect."""
-    return InvalidRequest(
-        tuple(Violation(field=_path(each.field, request), description=each.description) for each in error.violations)
-    )
+    return with_paths(error, lambda path: _path(path, request))
 
 
 def _path(path: str, request: oe.GenerateRequest) -> str:
@@ -163,10 +161,7 @@ def _path(path: str, request: oe.GenerateRequest) -> str:
         conditions = enumerate(request.stopping.conditions)
         places = [index for index, each in conditions if each.WhichOneof("condition") == kind]
         return f"stopping.conditions[{places[int(match[2])]}]"
-    for theirs, ours in _PATHS:
-        if path.startswith(theirs):
-            return ours + path.removeprefix(theirs)
-    return path
+    return path_by(_PATHS, path)
 
 
 def _violation(field: str, description: str) -> InvalidRequest:

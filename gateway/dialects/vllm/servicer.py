@@ -15,6 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
+from octavo.gateway.dialects.unserved import check_request_ids
 from octavo.gateway.dialects.vllm import info
 from octavo.gateway.dialects.vllm.messages import (
     KvBatches,
@@ -24,7 +25,7 @@ from octavo.gateway.dialects.vllm.messages import (
     complete_of,
     fill_logprobs,
 )
-from octavo.gateway.dialects.vllm.translate import check_abort, in_callers_names, translate, translate_embed
+from octavo.gateway.dialects.vllm.translate import in_callers_names, translate, translate_embed
 from octavo.gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder, normalized
@@ -175,7 +176,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests, at whichever gateways they are; ids that are not in flight are no error."""
-        check_abort(request)
+        check_request_ids(request.request_ids)
         await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
         return vllm.AbortResponse()
 

@@ -7,8 +7,9 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
+from octavo.gateway.dialects.unserved import path_by, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.fields import first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_embed, check_generate
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -129,28 +130,9 @@ def translate_embed(request: vllm.EmbedRequest) -> pb.EmbedRequest:
     return translated
 
 
-def check_abort(request: vllm.AbortRequest) -> None:
-    """Raises InvalidRequest naming ids that no request can have."""
-    found = (
-        Violation(field=f"request_ids[{index}]", description=wrong)
-        for index, request_id in enumerate(request.request_ids)
-        if (wrong := REQUEST_ID(request_id)) is not None
-    )
-    raise_if_any(first_violations(found))
-
-
 def in_callers_names(error: InvalidRequest) -> InvalidRequest:
     """The same violations with the paths of this dialect."""
-    return InvalidRequest(
-        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
-    )
-
-
-def _path(path: str) -> str:
-    for theirs, ours in _PATHS:
-        if path.startswith(theirs):
-            return ours + path.removeprefix(theirs)
-    return path
+    return with_paths(error, lambda path: path_by(_PATHS, path))
 
 
 def _input(request: vllm.GenerateRequest) -> dict[str, Any]:

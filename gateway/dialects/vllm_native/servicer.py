@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from octavo.gateway.dialects.unserved import check_request_ids
 from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model_info, reason_of, server_info
-from octavo.gateway.dialects.vllm_native.translate import check_abort, check_one_output, in_callers_names, translate
+from octavo.gateway.dialects.vllm_native.translate import check_one_output, in_callers_names, translate
 from octavo.gateway.errors import InvalidRequest, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
@@ -129,7 +130,7 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests, at whichever gateways they are."""
-        check_abort(request)
+        check_request_ids(request.request_ids)
         await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
         return vllm.AbortResponse()
 

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.gateway.dialects.unserved import unserved
+from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.fields import first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_generate
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
@@ -87,28 +87,9 @@ def check_one_output(request: vllm.GenerateRequest) -> None:
         raise InvalidRequest((Violation(field="sampling.num_sequences", description=description),))
 
 
-def check_abort(request: vllm.AbortRequest) -> None:
-    """Raises InvalidRequest naming what can be no request's id."""
-    found = (
-        Violation(field=f"request_ids[{index}]", description=wrong)
-        for index, request_id in enumerate(request.request_ids)
-        if (wrong := REQUEST_ID(request_id)) is not None
-    )
-    raise_if_any(first_violations(found))
-
-
 def in_callers_names(error: InvalidRequest) -> InvalidRequest:
     """The same violations with the paths of this dialect."""
-    return InvalidRequest(
-        tuple(Violation(field=_path(each.field), description=each.description) for each in error.violations)
-    )
-
-
-def _path(path: str) -> str:
-    for theirs, ours in _PATHS:
-        if path.startswith(theirs):
-            return ours + path.removeprefix(theirs)
-    return path
+    return with_paths(error, lambda path: path_by(_PATHS, path))
 
 
 def _violations(request: vllm.GenerateRequest) -> Iterator[Violation]:
