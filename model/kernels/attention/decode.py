@@ -158,16 +158,9 @@ def _combined(
 
 
 @triton.jit
-def _decode_attention_kernel(
-    qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
-    table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
-    table_width, log2_scale, eps,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    kv_head = tl.program_id(1)
-    item = item_W8 + tl.program_id(0) * 8
-    num_items = tl.load(count_1)
+def _loaded_item(item):
+    # Row of the batch, row of the state, position of the new token; the chunk's begin and end, its number, how many the
+    # sequence has, and where its partial results begin.
     b = tl.load(item)
     row = tl.load(item + 1)
     position = tl.load(item + 2)
@@ -176,28 +169,19 @@ def _decode_attention_kernel(
     chunk = tl.load(item + 5)
     num_chunks = tl.load(item + 6)
     first = tl.load(item + 7)
-    if tl.program_id(0) >= num_items:
-        return
-    G: tl.constexpr = N // K
-    C: tl.constexpr = (N + 2 * K) * H
-    table = table_RM + row.to(tl.int64) * table_width
-    element = qkv_BC.dtype.element_ty
-    cached = k_pool.dtype.element_ty
+    return b, row, position, begin, end, chunk, num_chunks, first
 
-    m = tl.arange(0, GROUP)
-    h = tl.arange(0, H)
-    is_head = m < G
-    other_h = (h + H // 2) % H
-    cos = tl.load(cos_LH + position * (H // 2) + h % (H // 2))
-    sin = tl.load(sin_LH + position * (H // 2) + h % (H // 2)) * tl.where(h < H // 2, -1.0, 1.0)
 
-    q_at = ((kv_head * G + m) * H)[:, None]
-    q_mask = is_head[:, None] & (h >= 0)[None, :]
-    keys, values, has = load_tile(k_pool, v_pool, table, begin, end, kv_head, K, H, S, TILE)
+@triton.jit
+def _query(
+    qkv_BC, x_BD, bias_C, qk_norm_2H, b, q_at, q_mask, h, other_h, cos, sin, eps,
+    C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    # The group's query heads with bias, norm and position, and the RMSNorm's scale. Biases are loaded first: they do
+    # not wait for the product.
     if bias_C is not None:
         q_bias = tl.load(bias_C + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32)
         q_other_bias = tl.load(bias_C + q_at + other_h[None, :], mask=q_mask, other=0.0).to(tl.float32)
-
     scale = _row_scale(x_BD, b, eps, D, WIDTH)
     qkv = qkv_BC + b.to(tl.int64) * C
     q = tl.load(qkv + q_at + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * scale
@@ -210,29 +194,69 @@ def _decode_attention_kernel(
         q_inverse = (1.0 / tl.sqrt(tl.sum(q * q, 1) / H + eps))[:, None]
         q = q * q_inverse * tl.load(qk_norm_2H + h).to(tl.float32)[None, :]
         q_other = q_other * q_inverse * tl.load(qk_norm_2H + other_h).to(tl.float32)[None, :]
-    q = (_turned(q, q_other, cos[None, :], sin[None, :]) * log2_scale).to(element)
+    return _turned(q, q_other, cos[None, :], sin[None, :]), scale, qkv
+
+
+@triton.jit
+def _new_key_and_value(qkv, bias_C, qk_norm_2H, k_at, v_at, h, other_h, cos, sin, scale, eps, k_pool, H: tl.constexpr):
+    # Of the new token, as the cache keeps them.
+    k = tl.load(qkv + k_at + h).to(tl.float32) * scale
+    if bias_C is not None:
+        k += tl.load(bias_C + k_at + h).to(tl.float32)
+    k_other = tl.load(qkv + k_at + other_h).to(tl.float32) * scale
+    if bias_C is not None:
+        k_other += tl.load(bias_C + k_at + other_h).to(tl.float32)
+    if qk_norm_2H is not None:
+        k_inverse = 1.0 / tl.sqrt(tl.sum(k * k, 0) / H + eps)
+        k = k * k_inverse * tl.load(qk_norm_2H + H + h).to(tl.float32)
+        k_other = k_other * k_inverse * tl.load(qk_norm_2H + H + other_h).to(tl.float32)
+    k = _turned(k, k_other, cos, sin).to(k_pool.dtype.element_ty)
+    new_value = tl.load(qkv + v_at + h).to(tl.float32) * scale
+    if bias_C is not None:
+        new_value += tl.load(bias_C + v_at + h).to(tl.float32)
+    return k, new_value.to(k_pool.dtype.element_ty)
+
+
+@triton.jit
+def _decode_attention_kernel(
+    qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
+    table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
+    table_width, log2_scale, eps,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(1)
+    item = item_W8 + tl.program_id(0) * 8
+    num_items = tl.load(count_1)
+    b, row, position, begin, end, chunk, num_chunks, first = _loaded_item(item)
+    if tl.program_id(0) >= num_items:
+        return
+    G: tl.constexpr = N // K
+    C: tl.constexpr = (N + 2 * K) * H
+    table = table_RM + row.to(tl.int64) * table_width
+    element = qkv_BC.dtype.element_ty
+
+    m = tl.arange(0, GROUP)
+    h = tl.arange(0, H)
+    is_head = m < G
+    other_h = (h + H // 2) % H
+    cos = tl.load(cos_LH + position * (H // 2) + h % (H // 2))
+    sin = tl.load(sin_LH + position * (H // 2) + h % (H // 2)) * tl.where(h < H // 2, -1.0, 1.0)
+
+    q_at = ((kv_head * G + m) * H)[:, None]
+    q_mask = is_head[:, None] & (h >= 0)[None, :]
+    keys, values, has = load_tile(k_pool, v_pool, table, begin, end, kv_head, K, H, S, TILE)
+    q, scale, qkv = _query(qkv_BC, x_BD, bias_C, qk_norm_2H, b, q_at, q_mask, h, other_h, cos, sin, eps, C, D, H, WIDTH)
+    q = (q * log2_scale).to(element)
     most = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, H], tl.float32)
 
     if chunk == num_chunks - 1:
-        k_at = (N + kv_head) * H
-        v_at = (N + K + kv_head) * H
-        k = tl.load(qkv + k_at + h).to(tl.float32) * scale
-        if bias_C is not None:
-            k += tl.load(bias_C + k_at + h).to(tl.float32)
-        k_other = tl.load(qkv + k_at + other_h).to(tl.float32) * scale
-        if bias_C is not None:
-            k_other += tl.load(bias_C + k_at + other_h).to(tl.float32)
-        if qk_norm_2H is not None:
-            k_inverse = 1.0 / tl.sqrt(tl.sum(k * k, 0) / H + eps)
-            k = k * k_inverse * tl.load(qk_norm_2H + H + h).to(tl.float32)
-            k_other = k_other * k_inverse * tl.load(qk_norm_2H + H + other_h).to(tl.float32)
-        k = _turned(k, k_other, cos, sin).to(cached)
-        new_value = tl.load(qkv + v_at + h).to(tl.float32) * scale
-        if bias_C is not None:
-            new_value += tl.load(bias_C + v_at + h).to(tl.float32)
-        v = new_value.to(cached)
+        k, v = _new_key_and_value(
+            qkv, bias_C, qk_norm_2H, (N + kv_head) * H, (N + K + kv_head) * H, h, other_h, cos, sin, scale, eps,
+            k_pool, H,
+        )  # fmt: skip
         block = tl.load(table + position // S).to(tl.int64)
         at = ((block * K + kv_head) * S + position % S) * H + h
         tl.store(k_pool + at, k)
