@@ -126,13 +126,9 @@ def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     if config.cpu_isa is not None:
         os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
     importlib.import_module("octavo.model")  # before torch: it hides instructions from it
-    if config.tensor_parallel_size > 1:
-        from octavo.worker.loading.group import load_group
+    from octavo.worker.loading.group import load_group  # torch: only where it is wanted
 
-        return load_group(config, on_progress)
-    from octavo.worker.loading.loader import load_torch  # torch: only where it is wanted
-
-    return load_torch(config, on_progress)
+    return load_group(config, on_progress)
 
 
 def _assemble(

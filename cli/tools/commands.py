@@ -125,7 +125,7 @@ def sizing(
     return run(models or (), asked, form="json" if json else "markdown" if markdown else "table")
 
 
-# The options of `verify`. The first nine say what a worker would be told, and are named as its flags are.
+# The options of `verify`. The first ones say what a worker would be told, and are named as its flags are.
 _Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=AS_SERVED)]
 _Dtype = Annotated[
     str | None, typer.Option(help="bfloat16, float16 or float32; unset: the checkpoint's.", rich_help_panel=AS_SERVED)
@@ -142,6 +142,9 @@ _ModelLen = Annotated[
     int | None, typer.Option(help="End of the context; unset: the model's.", min=8, rich_help_panel=AS_SERVED)
 ]
 _Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=AS_SERVED)]
+_Ranks = Annotated[
+    int, typer.Option("--tensor-parallel-size", help="Processes with a part each.", min=1, rich_help_panel=AS_SERVED)
+]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")]
 _Backends = Annotated[
     list[str] | None, typer.Option(help="Attention backend of the layers' comparison; repeat; unset: all.")
@@ -177,6 +180,7 @@ def verify(
     attention_backend: _AttentionBackend = None,
     max_model_len: _ModelLen = None,
     num_threads: _Threads = None,
+    tensor_parallel_size: _Ranks = 1,
     revision: _Revision = None,
     backend: _Backends = None,
     prompts: _Prompts = 8,
@@ -210,6 +214,7 @@ def verify(
         attention_backend=None if attention_backend == "auto" else attention_backend,
         max_model_len=max_model_len,
         num_threads=num_threads,
+        tensor_parallel_size=tensor_parallel_size,
     )
     if check_numerics:
         return look(model, revision=revision, dtype=dtype, limit=limit, num_prompts=prompts)

@@ -26,7 +26,7 @@ from octavo.model.verify.served import MISTAKE, ServedPass, ServedRow, judge
 from octavo.model.verify.verify import VerifyReport, find_numeric_fault, verify_checkpoint
 from octavo.wire.logs import configure_logs
 from octavo.worker.config import Deterministic, WorkerConfig
-from octavo.worker.loading.loader import load_torch
+from octavo.worker.loading.group import load_group
 from octavo.worker.loading.memory import available_host_bytes
 from octavo.worker.loading.model_card import Described, describe
 from octavo.worker.loading.verification import blocks_wanted, serve_known_tokens
@@ -49,6 +49,7 @@ class Served:
     attention_backend: str | None = None
     max_model_len: int | None = None
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def rounded(self) -> Rounded:
@@ -152,13 +153,14 @@ def _serve(served: Served, folder: Path, prompts: list[list[int]], max_new_token
         deterministic=served.deterministic,
         attention_backend=served.attention_backend,
         num_threads=served.num_threads,
+        tensor_parallel_size=served.tensor_parallel_size,
         max_model_len=served.max_model_len,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=default_batch_tokens(device, max_num_seqs),
         block_size=BLOCK_SIZE,
         num_blocks=blocks_wanted(prompts, max_new_tokens=max_new_tokens, block_size=BLOCK_SIZE),
     )
-    loaded = load_torch(config, lambda _stage, _done, _total: None)
+    loaded = load_group(config, lambda _stage, _done, _total: None)
     try:
         sequences = serve_known_tokens(
             cast(WarmRunner, loaded.runner),

@@ -99,8 +99,10 @@ class FollowerProcesses:
 
 
 def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
-    """`load_torch` of a worker with several ranks, of which this process is rank 0. The runner's `close` ends the
+    """`load_torch` of a worker with any number of ranks, of which this process is rank 0. The runner's `close` ends the
     others. Raises what `load_torch` raises, and GroupLost where a follower ends on the way."""
+    if config.tensor_parallel_size == 1:
+        return load_torch(config, on_progress)
     check_group(config)
     folder = resolve_checkpoint(
         config.model,

@@ -107,6 +107,7 @@ def raise_epsilon(model: CausalLM) -> None:
         {"attention_backend": "reference"},
         {"kv_cache_dtype": "fp8"},
         {"max_model_len": 40},
+        {"tensor_parallel_size": 2},
         pytest.param({"deterministic": Deterministic.ON}, marks=needs_compiler),
     ],
     ids=str,
