@@ -32,6 +32,17 @@ def compare(name: str | Path, **options: Any) -> list[ServedRow]:
     return compare_served(served, folder, num_prompts=4, max_new_tokens=8)
 
 
+WAYS_TO_SERVE = [
+    {},
+    {"dtype": "float32"},
+    {"attention_backend": "sdpa"},
+    {"deterministic": Deterministic.ON},
+    {"quantization": "int8"},
+    pytest.param({"quantization": "fp8"}, marks=needs_fp8),
+    pytest.param({"kv_cache_dtype": "fp8"}, marks=needs_fp8),
+]
+
+
 def told(rows: list[ServedRow]) -> list[str]:
     """What failed, with its figures."""
     return [
@@ -41,19 +52,7 @@ def told(rows: list[ServedRow]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": "float32"},
-        {"attention_backend": "sdpa"},
-        {"deterministic": Deterministic.ON},
-        {"quantization": "int8"},
-        pytest.param({"quantization": "fp8"}, marks=needs_fp8),
-        pytest.param({"kv_cache_dtype": "fp8"}, marks=needs_fp8),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", WAYS_TO_SERVE, ids=str)
 def test_what_a_gpu_serves_is_green_in_every_format(options: dict[str, Any]) -> None:
     rows = compare("folio-chat", **options)
     assert told(rows) == []

@@ -9,10 +9,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import ModelConfig
-from octavo.worker.config import Deterministic
 from octavo.worker.runners.cuda.graph_runner import Launching
 from tests.gpu.test_cuda_runner import serve
-from tests.gpu.test_cuda_verify import compare, needs_fp8, told
+from tests.gpu.test_cuda_verify import WAYS_TO_SERVE, compare, told
 from tests.gpu.test_gpu_deterministic import LIMITS
 from tests.support.model.checkpoints import QWEN3
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_checkpoint
@@ -34,19 +33,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("shape", [{}, LARGE], ids=["small", "0.6B's"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": "float32"},
-        {"attention_backend": "sdpa"},
-        {"deterministic": Deterministic.ON},
-        {"quantization": "int8"},
-        pytest.param({"quantization": "fp8"}, marks=needs_fp8),
-        pytest.param({"kv_cache_dtype": "fp8"}, marks=needs_fp8),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", WAYS_TO_SERVE, ids=str)
 def test_every_way_to_serve_it_is_green(shape: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
     rows = compare(write_qwen3(tmp_path, dtype=torch.bfloat16, **shape), **options)
     assert told(rows) == []
