@@ -77,7 +77,7 @@ def _write_in_place(growth: Growth, slot: int, column: int, block: int) -> None:
     """Forgets that others read the block."""
 
 
-def _release_whoever_asks(manager: BlockManager, slot: int, request_id: str) -> None:
+def _release_for_anybody(manager: BlockManager, slot: int, request_id: str) -> None:
     if manager._tables.owner_of(slot) is not None:
         manager._pool.drop(manager._tables.give_back(slot)[::-1])
         del manager._chains[slot]
@@ -151,7 +151,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "a shared tail is written in place": [(Growth, "_copy_on_write", _write_in_place)],
     "a sharer counts as none": [(Growth, "_num_owners", _one)],
     "heads are given up before tails": [(BlockPool, "drop", _drop_heads_first)],
-    "a stranger can release": [(BlockManager, "release", _release_whoever_asks)],
+    "a stranger can release": [(BlockManager, "release", _release_for_anybody)],
     "a row is written and not reported": [(SlotTables, "append_to", _append_in_silence)],
     "rows of a dead request are reported": [(UpdateLog, "drop_slot", _nothing)],
     "a copy does not keep its source": [(Growth, "drop_sources", _nothing)],

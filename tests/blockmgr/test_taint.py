@@ -1,4 +1,4 @@
-"""What may be wrong is in no index, whoever holds it."""
+"""What may be wrong is in no index, whichever request holds it."""
 
 from collections.abc import Callable
 

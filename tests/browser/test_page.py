@@ -234,7 +234,7 @@ def test_where_there_are_keys_one_is_typed_and_names_of_tenants_are_text(
         assert complaints(browser) == []
 
 
-def test_the_page_says_when_nobody_answers_and_goes_on_when_somebody_does(
+def test_the_page_says_when_the_gateway_does_not_answer_and_goes_on_when_it_does(
     tmp_path: Path, browse: Browse, oracle_checkpoint: Path
 ) -> None:
     arguments = ["--model", str(oracle_checkpoint), "--runner", "oracle", "--oracle-vocab-size", "300"]

@@ -177,7 +177,7 @@ def test_config_show_tells_where_each_value_came_from(
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
-def test_config_show_is_whole_lines_where_nobody_looks_and_cuts_nothing_where_somebody_does(
+def test_config_show_is_whole_lines_in_a_pipe_and_cuts_nothing_in_a_terminal(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -1,4 +1,4 @@
-"""A leak of KV blocks on its way from the block manager to whoever is called at night: recount, gauge, rule, log."""
+"""A leak of KV blocks on its way from the block manager to whom it calls at night: recount, gauge, rule, log."""
 
 import operator
 import shutil

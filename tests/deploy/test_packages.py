@@ -30,7 +30,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
 TIMEOUT_S = 240.0
 BUILD = ["setuptools"]
 
-# What a folder has that is called as ours; whoever imports one of these instead of ours ends with an error.
+# What a folder has that is called as ours; an import of one of these instead of ours ends with an error.
 NAMESAKES = ("cli.py", "model/__init__.py", "worker/__init__.py", "gateway/__init__.py", "wire.py", "proto/__init__.py")
 
 

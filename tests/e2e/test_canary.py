@@ -19,7 +19,7 @@ from tests.support.services.service import Service, serve
 
 
 class Canary:
-    """Makes a file where somebody unpickles it."""
+    """Makes a file where it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -96,7 +96,7 @@ def send_by_grpc(target: str, mark: Path) -> None:
 
 
 def test_the_canary_itself_sings(tmp_path: Path) -> None:
-    """The negative control: where somebody does unpickle it, the mark is there."""
+    """The negative control: where it is unpickled, the mark is there."""
     pickle.loads(pickle.dumps(Canary(tmp_path / "mark")))  # noqa: S301
     assert (tmp_path / "mark").exists()
 

@@ -92,7 +92,7 @@ async def a_message_for_nobody_is_an_error() -> None:
 
 
 async def a_clock_that_is_set_ends_nothing() -> None:
-    """The clocks of the gateway's deadlines, while somebody sets the machine's an hour ahead."""
+    """The clocks of the gateway's deadlines, while the machine's is set an hour ahead."""
     from octavo.gateway.requests import input_processor as deadline
 
     start_s, wall_s = deadline.time.monotonic(), time.time

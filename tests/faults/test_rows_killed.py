@@ -157,7 +157,7 @@ async def test_row_5_a_request_that_kills_workers_costs_two_and_bystanders_nothi
         poison, bystanders = Call(prompt=[MAGIC, 5], max_tokens=10), calls(24, max_tokens=600)
         everybody = [*bystanders, poison]
         running = asyncio.create_task(faults.run(bystanders))
-        await until_running(faults, 24)  # whoever comes while both workers are dead is told NO_WORKER, as in row 1
+        await until_running(faults, 24)  # a call while both workers are dead gets NO_WORKER, as in row 1
         await faults.run([poison])
         await running
         assert (poison.code, poison.reason) == ("UNAVAILABLE", "WORKER_LOST")  # two deaths may be chance

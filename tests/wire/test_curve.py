@@ -44,7 +44,7 @@ class Server:
         return bool(self.socket.poll(SILENCE_MS))
 
     def refuses(self) -> bool:
-        """Whether it turns somebody's key away, soon."""
+        """Whether it turns a key away, soon."""
         until_s = time.monotonic() + WAIT_MS / 1000
         while not self.guard.allow_list.num_refused and time.monotonic() < until_s:
             time.sleep(0.01)

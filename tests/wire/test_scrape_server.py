@@ -116,14 +116,14 @@ def test_half_requests_keep_no_scraper_out_and_the_oldest_give_way(
         while sum(map(is_hung_up, silent)) < 200 - MAX_CONNECTIONS and time.monotonic() < deadline_s:
             time.sleep(0.01)
         ended = [is_hung_up(each) for each in silent]
-        assert ended == sorted(ended, reverse=True), "somebody newer was hung up before somebody older"
+        assert ended == sorted(ended, reverse=True), "a newer one was hung up before an older one"
         assert 200 - MAX_CONNECTIONS <= sum(ended) <= 200 - MAX_CONNECTIONS + 20
     finally:
         for each in silent:
             each.close()
 
 
-def test_whoever_takes_no_byte_of_a_page_gives_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scraper_that_takes_no_byte_of_a_page_gives_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape_server, "CONNECTION_TIMEOUT_S", 120.0)
     page = bytes(16 << 20)  # more than the system's buffers take
     server, idle = ScrapeServer("127.0.0.1", 0, lambda _: page, max_connections=4), list[socket.socket]()

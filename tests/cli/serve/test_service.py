@@ -82,8 +82,8 @@ async def test_a_process_that_keeps_dying_after_it_served_is_started_as_often_as
     assert await running == 0
 
 
-async def test_a_process_that_somebody_else_asked_to_end_is_started_again() -> None:
-    """Whoever may send a signal to one process, or drain one gateway, does not end the service with it."""
+async def test_a_process_that_an_operator_asked_to_end_is_started_again() -> None:
+    """A signal to one process, or a drain of one gateway, does not end the service."""
     stage = Stage(gateway_0=OBEDIENT, worker_0=OBEDIENT, worker_1=LEAVING)
     running = asyncio.create_task(stage.service.run())
     await until(lambda: stage.num_starts("gateway_0") == stage.num_starts("worker_0") == 1)

@@ -16,7 +16,7 @@ def alive(*, ready: bool = True) -> Lifetimes:
 
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("code", [0, -15, -2])
-def test_a_process_that_somebody_else_asked_to_end_is_started_again(code: int, ready: bool) -> None:
+def test_a_process_that_an_operator_asked_to_end_is_started_again(code: int, ready: bool) -> None:
     lifetimes = alive(ready=ready)
     assert lifetimes.on_exit(code, 101.0) == Restart(delay_s=1.0)
     lifetimes.on_start(102.0)

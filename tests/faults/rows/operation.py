@@ -29,7 +29,7 @@ ROWS: dict[int, Row] = {
         "a full disk, a broken pipe, a scrape flood, a clock that jumps",
         "tests/cli/serve/test_serve.py::test_a_log_that_nobody_reads_stops_nothing",
         "tests/cli/serve/test_lines.py::test_a_log_that_cannot_be_written_stops_nothing",
-        "tests/gateway/auth/test_real_calls.py::test_metrics_have_closed_labels_whoever_calls",
+        "tests/gateway/auth/test_real_calls.py::test_metrics_have_closed_labels_for_every_caller",
         HOST + "59_a_hundred_scrapers_and_five_hundred_names_add_no_series",
         HOST + "59_a_log_that_cannot_be_written_stops_nobody",
         "tests/faults/test_rows_clock.py::test_row_59_a_clock_that_jumps_ends_nothing_but_keys",

@@ -380,7 +380,7 @@ async def test_the_supervisors_socket_tells_health_and_models_and_does_nothing_e
                 assert (await refused(channel.unary_unary(path)(b"", timeout=30))).code is C.UNIMPLEMENTED
 
 
-async def test_metrics_have_closed_labels_whoever_calls(guarded: Any) -> None:
+async def test_metrics_have_closed_labels_for_every_caller(guarded: Any) -> None:
     async with guarded(answers(5)) as served:
 
         def series() -> set[tuple[str, ...]]:

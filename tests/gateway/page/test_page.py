@@ -130,7 +130,7 @@ async def test_there_is_no_page_unless_it_is_asked_for(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil:1"])
-async def test_a_name_of_somebody_else_that_leads_here_is_refused(serve: Any, host: str) -> None:
+async def test_a_name_of_another_host_that_leads_here_is_refused(serve: Any, host: str) -> None:
     async with serve(page=PAGE) as served:
         for path, body in (("/", None), (WATCH, {})):
             assert await status_of(served, path, body, headers={"Host": host}) == 421
@@ -289,7 +289,7 @@ async def test_half_requests_are_closed(serve: Any, monkeypatch: pytest.MonkeyPa
         assert await status_of(served, GENERATE, b"{", headers={"Content-Length": "100"}) == 408
 
 
-async def test_whoever_opens_many_connections_keeps_nobody_out(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_connections_of_one_caller_keep_no_other_out(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
     async with serve(page=PAGE) as served:
         port = int(served.gateway.page_url.rstrip("/").rsplit(":", 1)[1])

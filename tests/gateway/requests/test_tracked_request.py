@@ -15,7 +15,7 @@ from tests.support.gateway.fake_pool import worker_view
 
 
 async def request_in_a_write() -> TrackedRequest:
-    """Its task writes to somebody who does not read, and raises what it finds when it is cancelled."""
+    """Its task writes to a caller that does not read, and raises what it finds when it is cancelled."""
     output = OutputFormat(bytes_by_id=[b"a"], wants_ids=False)
     stream = OutputStream(OutputProcessor(output), max_pending_tokens=9, on_match=lambda _: None)
 

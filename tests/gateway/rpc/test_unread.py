@@ -99,7 +99,7 @@ async def serving(endings: UnreadEndings) -> AsyncIterator[Served]:
         await server.stop(0)
 
 
-async def test_whoever_reads_no_ends_is_hung_up_and_keeps_nobody_out() -> None:
+async def test_a_caller_that_reads_no_ends_is_hung_up_and_keeps_no_other_out() -> None:
     async with serving(UnreadEndings(max_unread=4, patience_s=0.0)) as served:
         assert await served.is_open()
         caller = await UnreadingCaller.connect(served.port)

@@ -32,7 +32,7 @@ def request(request_id: str = "r1", **fields: Any) -> pb.GenerateRequest:
 
 async def snapshot(served: Any, metadata: Any = None, **fields: Any) -> load.WatchLoadResponse:
     """The first of a watch."""
-    await asyncio.sleep(watch.SHARE_S)  # what somebody else was told before is old then
+    await asyncio.sleep(watch.SHARE_S)  # what another caller was told before is old then
     call = served.load.WatchLoad(load.WatchLoadRequest(**fields), metadata=metadata)
     async for each in call:
         call.cancel()
@@ -217,7 +217,7 @@ async def test_a_slow_reader_gets_the_newest_snapshot_and_no_line_of_old_ones(
         call.cancel()
 
 
-async def test_whoever_never_reads_is_sent_away(serve: Any) -> None:
+async def test_a_caller_that_never_reads_is_sent_away(serve: Any) -> None:
     """A snapshot of a thousand workers is larger than what the library takes from us unread."""
     views = [worker_view(f"w{n:04}" + "x" * 200) for n in range(1000)]
     async with serve(FakePool(views=views), limits=RequestLimits(write_stall_s=0.3)) as served:

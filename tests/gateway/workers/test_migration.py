@@ -1,4 +1,4 @@
-"""Outputs go on at another worker behind what they have given, and whoever kills workers is found out."""
+"""Outputs go on at another worker behind what they have given, and an output that kills workers is found out."""
 
 import asyncio
 import os

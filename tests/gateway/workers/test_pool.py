@@ -173,7 +173,7 @@ async def test_admin_questions_are_answered_by_those_who_can(pool: WorkerPool, d
     query = await quick.expect(AdminQuery)
     assert (query.audit, query.flush_prefix_cache) == (True, False)
     reply = AdminReply(epoch=quick.epoch, query_id=query.query_id, num_blocks=64, violations=("v",))
-    await quick.send(AdminReply(epoch=quick.epoch, query_id=query.query_id + 1))  # somebody else's question
+    await quick.send(AdminReply(epoch=quick.epoch, query_id=query.query_id + 1))  # another's question
     await quick.send(reply)
     assert await asked == [("w1", reply)]
     assert await pool.query(audit=True, flush=False, timeout_s=0.05, model="none") == []

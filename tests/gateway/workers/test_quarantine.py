@@ -1,4 +1,4 @@
-"""Whoever kills workers is found after the second one, nobody else is blamed, and chance is not final."""
+"""What kills workers is found after the second one, nothing else is blamed, and chance is not final."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The registry: events in, decisions out; whoever was given up stays given up."""
+"""The registry: events in, decisions out; a worker that was given up stays given up."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The team of threads that the kernels in C share: every job once, whoever calls, and no time burnt without work.
+"""The team of threads that the kernels in C share: every job once, and no time burnt without work.
 
 Most of it is C (team_stress.c), which runs as it is and under gcc's thread sanitizer, where the machine has it.
 """

@@ -266,7 +266,7 @@ class KvMachine(KvReference):
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, how=st.sampled_from(["once", "twice", "stranger"]))
     def release(self, pick: int, how: str) -> None:
-        """A request ends, in flight or not; a second release, or somebody else's, does nothing."""
+        """A request ends, in flight or not; a second release, or another's, does nothing."""
         name = sorted(self.requests)[pick % len(self.requests)]
         request = self.requests.pop(name) if how != "stranger" else self.requests[name]
         if how != "stranger":

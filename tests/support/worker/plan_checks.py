@@ -48,7 +48,7 @@ class BlocksInFlight:
 
     def check(self, plan: StepPlan, blocks: BlockManager, by_slot: Mapping[int, Request]) -> None:
         """Everybody in the plan runs and is in it once, and nobody writes to a block that another one's step in
-        flight still uses, nor to one that somebody else's table leads to."""
+        flight still uses, nor to one that another's table leads to."""
         arriving = set(plan.copies_in_C2[:, 1].tolist())
         assert plan.num_tokens > 0 or plan.new_requests or arriving
         ranges, size, owners = _ranges(plan), blocks.config.block_size, dict[int, set[int]]()

@@ -216,7 +216,7 @@ class World:
         return outputs
 
     def _poison_free_blocks(self) -> None:
-        """Whoever still reads a block that is nobody's gets other tokens from now on."""
+        """A read of a block that no request holds gives other tokens from now on."""
         if isinstance(self.runner, OracleRunner):
             awaited = {*self.blocks.host.outs.values()}  # still to be copied out
             awaited |= {block for plan in self.plans for block in plan.copies_out_C2[:, 0].tolist()}

@@ -166,7 +166,7 @@ def test_errors_come_at_launch_or_at_collect_as_asked() -> None:
     assert run(runner, prefill(3, 0, [5, 0, 3])) == expected(1)
 
 
-def test_whoever_reads_what_a_nan_row_wrote_is_nan_too() -> None:
+def test_a_row_that_reads_what_a_nan_row_wrote_is_nan_too() -> None:
     runner = make_runner(faults=OracleFaults(nan_token_id=13))
     runner.launch(prefill(1, 0, [5, 0, 3]))
     assert runner.collect().is_finite_S.tolist() == [False]

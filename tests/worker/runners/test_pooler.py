@@ -52,7 +52,7 @@ def test_chunks_of_a_prompt_add_up_and_others_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("before", [Pooling.MEAN, Pooling.LAST_TOKEN])
-def test_a_slot_forgets_what_it_had_gathered_when_somebody_joins(before: Pooling) -> None:
+def test_a_slot_forgets_what_it_had_gathered_when_a_request_joins(before: Pooling) -> None:
     pooler = Pooler()
     pooler.join(join(0, before))
     take(pooler, plan((0, 0, 2, False)))

@@ -118,7 +118,7 @@ def test_higher_priority_goes_first_and_equals_in_order_of_arrival() -> None:
     assert order == [3, 4, 1, 2]
 
 
-def test_whoever_waited_long_enough_goes_before_higher_priorities() -> None:
+def test_a_request_that_waited_long_enough_goes_before_higher_priorities() -> None:
     world = World(WorldConfig(max_num_seqs=1, max_batch_tokens=4, aging_s=3.0))
     world.add(1, [3, 4], max_tokens=1, priority=0)
     order = []

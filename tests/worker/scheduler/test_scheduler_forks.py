@@ -139,7 +139,7 @@ def test_masks_that_leave_nothing_end_the_output_without_a_token() -> None:
 
 
 def test_further_outputs_take_no_slot_that_another_tenant_has_the_turn_for() -> None:
-    """One output each is in; then the tenant that has been served less is next, whoever asked for eight."""
+    """One output each is in; then the tenant that has been served less is next, not the one that asked for eight."""
     world = World(WorldConfig(max_num_seqs=3, num_blocks=64, max_batch_tokens=64))
     world.add(1, [3, 4, 5, 6], max_tokens=12, num_outputs=8, tenant="many")
     world.add(2, [7, 8], max_tokens=12, tenant="few")

@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def others_come_to_their_end(self) -> None:
-        """Whoever is paused holds up nobody, and gets nothing."""
+        """A paused request holds up no other, and gets nothing."""
         stalled = {which: len(stream.tokens) for which, stream in self._paused().items()}
         while self.world.plans:
             self.world.collect()

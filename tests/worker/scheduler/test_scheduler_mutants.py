@@ -199,7 +199,7 @@ def m13_nan_blocks_are_cached(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestTable, "end_tainted", end_tainted)
 
 
-def late_results_go_to_whoever_has_the_slot(patch: pytest.MonkeyPatch) -> None:
+def late_results_go_to_the_request_that_has_the_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InFlightStep, "is_live_A", lambda self, rows: np.ones(len(self.slots_A), np.bool_))
 
 
@@ -300,7 +300,7 @@ MUTANTS = [
     (m11_preempts_while_blocks_are_deferred, tiny_pool_one_step_ahead),
     (m12_nan_row_is_a_token, row_turns_nan),
     (m13_nan_blocks_are_cached, row_turns_nan),
-    (late_results_go_to_whoever_has_the_slot, cancel_during_a_step),
+    (late_results_go_to_the_request_that_has_the_slot, cancel_during_a_step),
     (one_token_too_many_is_scheduled, no_token_is_computed_in_vain),
     (preemption_forgets_what_was_generated, everything_a_little),
     (preemption_loses_the_request, tiny_pool_one_step_ahead),

@@ -279,7 +279,7 @@ def test_a_backlog_is_delivered_in_order_when_the_gateway_reads_again(joined: Be
     assert joined.link.stats.gateways_lost == 0
 
 
-def test_a_wait_ends_when_something_comes_or_somebody_wakes(joined: Bench) -> None:
+def test_a_wait_ends_when_something_comes_or_it_is_woken(joined: Bench) -> None:
     def timed_wait() -> float:
         started_s = time.monotonic()
         joined.link.wait(WAIT_S)
