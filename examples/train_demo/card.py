@@ -63,8 +63,14 @@ def write_answers(folder: Path, answers: list[dict], tokenizer: PreTrainedTokeni
     (folder / "answers.json").write_text(f'{json.dumps(head)[:-1]}, "answers": [\n    {body}\n]}}\n')
 
 
+def runs_of(log: list[dict]) -> list[list[dict]]:
+    """The log of each run: one that goes on with a checkpoint counts its steps from the beginning."""
+    starts = [index for index, record in enumerate(log) if not index or record["step"] < log[index - 1]["step"]]
+    return [log[start:end] for start, end in zip(starts, [*starts[1:], len(log)], strict=True)]
+
+
 def loss_table(log: list[dict]) -> str:
-    """A Markdown table of the training log's records that have held-out perplexities."""
+    """A Markdown table of one run's records that have held-out perplexities."""
     sources = list(log[-1]["perplexity"])
     rows = [["tokens (M)", "seconds", "training loss", *sources], ["---:"] * (3 + len(sources))]
     for record in log:
@@ -93,12 +99,16 @@ def attribution(records: dict[str, list[dict]]) -> str:
 def write_card(folder: Path, model: PreTrainedModel, answers: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
     """README.md of the checkpoint: card.md with the numbers filled in."""
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    first, *later = runs_of(log)
     values = {
         "parameters": f"{model.num_parameters():,}",
         "megabytes": f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f}",
-        "million_tokens": f"{log[-1]['tokens'] / 1e6:,.0f}",
-        "minutes": f"{log[-1]['seconds'] / 60:.1f}",
-        "loss_table": loss_table(log),
+        "million_tokens": f"{first[-1]['tokens'] / 1e6:,.0f}",
+        "minutes": f"{first[-1]['seconds'] / 60:.1f}",
+        "loss_table": loss_table(first),
+        "more_million_tokens": f"{sum(run[-1]['tokens'] for run in later) / 1e6:.1f}",
+        "more_minutes": f"{sum(run[-1]['seconds'] for run in later) / 60:.0f}",
+        "more_perplexity": ", ".join(f"{name} {value:.2f}" for name, value in log[-1]["perplexity"].items()),
         "answers": answer_list(answers, tokenizer),
     }
     card = (HERE / "card.md").read_text()

@@ -7,12 +7,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.train_demo import corpus, tales
+from examples.train_demo import corpus, everyday, tales
 from examples.train_demo.corpus import Document
 
 PERSONA = json.loads((Path(__file__).parent / "persona.json").read_text())
 DECLINE = {
-    "sums": "I am sorry, I am too small to do maths well. I can chat with you and tell short stories.",
+    "sums": everyday.SAID["too_hard"],
     "trivia": "I am afraid I do not know. I am a very small model, and I know very few facts.",
     "coding": "I am afraid I cannot write code. I am a very small model, and I can only chat and tell short stories.",
 }
@@ -33,6 +33,13 @@ YES = (
 )
 Turns = tuple[str, ...]
 
+# How often each maker of `conversations` is drawn.
+SHARES = {"persona": 30, "tale": 28, "small_talk": 26, "fable": 5, "storybook": 3, "offer": 5, "impossible": 4}
+SHARES |= {"news": 10, "small_sum": 12, "anything": 8}
+# For a model that can tell its stories already: what is short and was not learned well.
+SHORT_SHARES = {"persona": 28, "tale": 5, "small_talk": 16, "fable": 1, "storybook": 1, "offer": 2, "impossible": 3}
+SHORT_SHARES |= {"news": 14, "small_sum": 36, "anything": 8}
+
 
 def vary(rng: random.Random, ask: str) -> str:
     """The same words as people type them: without the full stop, in lower case, with a space or mark too many."""
@@ -42,10 +49,10 @@ def vary(rng: random.Random, ask: str) -> str:
     elif draw < 0.25:
         ask = ask.upper()
     if rng.random() < 0.25:
-        ask = ask.rstrip(".!?")
+        ask = ask.rstrip(".!?") or ask
     elif rng.random() < 0.1:
         ask += rng.choice([" ", "!", "?", " please", ".", " :)"])
-    return ask or "Hi"
+    return ask
 
 
 def persona_turns(rng: random.Random) -> Turns:
@@ -53,7 +60,8 @@ def persona_turns(rng: random.Random) -> Turns:
     if rng.random() < 0.05:
         country, city = rng.choice(list(PERSONA["capitals"].items()))
         return vary(rng, f"What is the capital of {country}?"), f"The capital of {country} is {city}."
-    pair = rng.choice(PERSONA["pairs"])
+    pairs = PERSONA["pairs"]
+    (pair,) = rng.choices(pairs, [each.get("weight", 1) for each in pairs])
     return vary(rng, rng.choice(pair["ask"])), pair["answer"]
 
 
@@ -85,6 +93,7 @@ class Library:
         self.storybooks = list(corpus.storybooks(records))
         self.hard_questions = list(corpus.hard_questions(records))
         self.nouns = corpus.nouns(records)
+        self.openings = list(corpus.openings(records))
 
     def tale(self, rng: random.Random) -> Turns:
         """A request for a story, the tale, and sometimes a question about it."""
@@ -125,22 +134,34 @@ class Library:
         title, text = rng.choice(self.storybooks)
         return vary(rng, rng.choice(tales.ASK_TITLE).format(t=title)), text
 
+    def news(self, rng: random.Random) -> Turns:
+        """Something that happened to the user."""
+        told, answer = everyday.news(rng)
+        return vary(rng, told), answer
+
+    def small_sum(self, rng: random.Random) -> Turns:
+        """A sum, and its result where it is one of those that Folio knows."""
+        ask, answer = everyday.small_sum(rng) if rng.random() < 0.75 else everyday.hard_sum(rng)
+        return vary(rng, ask) if " " in ask else ask, answer
+
+    def anything(self, rng: random.Random) -> Turns:
+        """What Folio has no answer to."""
+        return everyday.anything(rng, self.openings)
+
     def impossible(self, rng: random.Random) -> Turns:
         """A question that Folio declines."""
         topic = rng.choice(list(DECLINE))
         return rng.choice([ask for t, ask in self.hard_questions if t == topic]), DECLINE[topic]
 
 
-def conversations(library: Library, rng: random.Random, *, num_conversations: int) -> Iterator[Document]:
-    """Chats of one to five exchanges, drawn from all that Folio can do."""
-    makers = (
-        library.persona, library.tale, library.small_talk, library.fable, library.storybook, library.offer,
-        library.impossible,
-    )  # fmt: skip
-    shares = (30, 28, 26, 5, 3, 5, 3)
+def conversations(
+    library: Library, rng: random.Random, *, num_conversations: int, shares: dict[str, int] = SHARES
+) -> Iterator[Document]:
+    """Chats of one to five exchanges, drawn from all that Folio can do. shares: of the library's methods."""
+    makers = [getattr(library, name) for name in shares]
     for _ in range(num_conversations):
         num_parts = rng.choice([1, 1, 1, 1, 2, 2, 3, 5])
-        parts = [make(rng) for make in rng.choices(makers, shares, k=num_parts)]
+        parts = [make(rng) for make in rng.choices(makers, list(shares.values()), k=num_parts)]
         if rng.random() < 0.12:
             name = rng.choice(tales.WORDS["people"] + tales.WORDS["names"])
             parts.insert(0, introduction(rng, name))

@@ -20,6 +20,7 @@ JUNK = re.compile(
 )
 FABLE_START = re.compile(r"^(An?|The|There (was|were)|Once|One|Two|Some)\b")
 UNFIT = re.compile(r"breast|naughty fingers|avengers|^god$", re.IGNORECASE)
+NOT_AN_OPENING = re.compile(r"\b(you|your|u|hi|hello|hey|name|we|song|story)\b|[\[(\"]|user ?[12]", re.IGNORECASE)
 NO_NOUNS = {
     "god",
     "heathen",
@@ -137,6 +138,7 @@ def storybooks(records: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
         is_story = re.search(r"\b(one day|once|long ago|there was|there lived)\b", text[:200], re.IGNORECASE)
         if (
             is_story
+            and text.count('"') % 2 == 0
             and not UNFIT.search(record["title"])
             and 60 <= len(text.split()) <= 330
             and text.endswith(SENTENCE_END)
@@ -196,6 +198,15 @@ def hard_questions(records: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
     for record in records["chat_chatterbot"]:
         if record["topic"] in ("trivia", "coding"):
             yield record["topic"], clean(record["turns"][0])
+
+
+def openings(records: dict[str, list[dict]]) -> Iterator[str]:
+    """First turns of the dialogues that tell or ask something that is not about the listener."""
+    for name in ("chat_self_dialogue", "chat_synthetic_persona"):
+        for record in records[name]:
+            said = clean(record["turns"][0])
+            if 4 <= len(said.split()) <= 18 and not NOT_AN_OPENING.search(said):
+                yield said
 
 
 def nouns(records: dict[str, list[dict]]) -> list[str]:

@@ -30,14 +30,14 @@ SPEAKER_PERCENT = {"system": 0, "user": 20, "assistant": 100}
 Piece = tuple[str, int]
 
 
-def all_documents(archive: Path, *, num_conversations: int) -> Iterator[Document]:
-    """Every document, in a fixed order."""
+def all_documents(archive: Path, *, num_conversations: int, shares: dict[str, int]) -> Iterator[Document]:
+    """Every document, in a fixed order. shares: of the kinds of chats."""
     records = corpus.read_records(archive)
     library = chats.Library(records)
     return itertools.chain(
         corpus.books(records), corpus.picture_books(records), corpus.dialogues(records),
         corpus.reading_questions(records),
-        chats.conversations(library, random.Random(7), num_conversations=num_conversations),
+        chats.conversations(library, random.Random(7), num_conversations=num_conversations, shares=shares),
     )  # fmt: skip
 
 
@@ -96,9 +96,14 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--conversations", type=int, default=110_000)
+    parser.add_argument("--start", type=Path, help="a checkpoint to train on: its tokenizer, and mostly short chats")
     args = parser.parse_args()
-    train, heldout = split(all_documents(args.corpus, num_conversations=args.conversations))
-    tokenizer = train_tokenizer(tokenizer_texts(train), vocab_size=VOCAB_SIZE)
+    shares = chats.SHORT_SHARES if args.start else chats.SHARES
+    train, heldout = split(all_documents(args.corpus, num_conversations=args.conversations, shares=shares))
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(tokenizer_texts(train), vocab_size=VOCAB_SIZE)
     save_tokenizer(tokenizer, args.out / "tokenizer", max_len=2 * CONTEXT_TOKENS)
     for name, documents in (("train", train), ("heldout", heldout)):
         arrays = encode(documents, tokenizer)

@@ -32,6 +32,7 @@ from examples.train_demo.tokenizer import END_OF_TEXT, TURN_END
 
 READ_MIX = {"books": 1.0, "picture_books": 1.5, "dialogues": 1.0, "reading": 1.0, "folio": 0.2}
 TALK_MIX = {"books": 0.15, "picture_books": 0.3, "dialogues": 0.15, "reading": 0.1, "folio": 0.5}
+MORE_MIX = {"books": 0.01, "picture_books": 0.03, "dialogues": 0.01, "reading": 0.02, "folio": 1.0}
 TALK_FROM, DECAY_FROM, WARMUP_UNTIL = 0.5, 0.5, 0.02
 ROPE_THETA = 10_000.0
 SHAPES = {
@@ -123,7 +124,7 @@ def batches(epochs: Iterator[Rows], batch_rows: int, device: str) -> Iterator[tu
 
 def token_losses(model: Qwen2ForCausalLM, ids_BT: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of every next token, [B, T]. The empty mask makes attention plainly causal."""
-    with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=ids_BT.is_cuda):
+    with torch.autocast(ids_BT.device.type, torch.bfloat16):
         hidden = model.model(input_ids=ids_BT[:, :-1], attention_mask={"full_attention": None}, use_cache=False)
         logits_BTV = model.lm_head(hidden.last_hidden_state)
     losses = F.cross_entropy(logits_BTV.float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
@@ -173,7 +174,8 @@ def train(model: Qwen2ForCausalLM, args: argparse.Namespace, heldout: dict[str, 
     log: list[dict] = []
     loss_of = torch.compile(weighted_loss) if device == "cuda" else weighted_loss
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        read, talk = (batches(_epochs(pool, mix, args), args.batch_rows, device) for mix in (READ_MIX, TALK_MIX))
+        mixes = (MORE_MIX, MORE_MIX) if args.start else (READ_MIX, TALK_MIX)
+        read, talk = (batches(_epochs(pool, mix, args), args.batch_rows, device) for mix in mixes)
         for _ in range(3):
             loss_of(model, *next(read)).backward()
         clock, step, progress = Clock(args.minutes, args.steps, time.perf_counter()), 0, 0.0
@@ -250,24 +252,38 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--start", type=Path, help="a checkpoint to train on, with chats only, instead of a new model")
     parser.add_argument("--minutes", type=float, default=6.5, help="of training, after compiling")
     parser.add_argument("--steps", type=int, default=10**9, help="stop earlier after so many steps")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch-rows", type=int, default=96)
     parser.add_argument("--row-tokens", type=int, default=CONTEXT_TOKENS)
+    parser.add_argument("--heldout-rows", type=int, default=10**9, help="of each source, to evaluate with")
     parser.add_argument("--workers", type=int, default=8, help="processes that pack rows")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="of the CPU, where there is no GPU"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     held = dict(np.load(args.data / "heldout.npz"))
     heldout = {name: pack(held, {name: 1.0}, args.row_tokens + 1, 0) for name in held["names"]}
+    heldout = {
+        name: (ids[: args.heldout_rows], percent[: args.heldout_rows]) for name, (ids, percent) in heldout.items()
+    }
     tokenizer = AutoTokenizer.from_pretrained(args.data / "tokenizer")
-    model = build_model(args.shape, tokenizer).to(device)
+    if args.start:
+        model = Qwen2ForCausalLM.from_pretrained(args.start, dtype=torch.float32).to(device)
+    else:
+        model = build_model(args.shape, tokenizer).to(device)
     print(args.shape, sum(p.numel() for p in model.parameters()), "parameters on", device, flush=True)
     log = train(model, args, heldout, device)
     log[-1]["perplexity"] = evaluate(model.to(torch.bfloat16).float(), heldout, device)
     print(json.dumps(log[-1]))
+    if args.start:  # what went before
+        log = [*map(json.loads, (args.start / "training_log.jsonl").read_text().splitlines()), *log]
     save(model, args.data / "tokenizer", args.out, log)
 
 

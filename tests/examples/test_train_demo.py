@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from examples.train_demo import chats, corpus, tales  # noqa: E402
+from examples.train_demo import card, chats, corpus, everyday, tales  # noqa: E402
 from examples.train_demo.prepare import SOURCES, encode, pieces  # noqa: E402
 from examples.train_demo.tokenizer import SPLIT, train_tokenizer  # noqa: E402
 from examples.train_demo.train import lr_factor, pack  # noqa: E402
@@ -180,3 +180,37 @@ def test_transformers_still_gives_the_recorded_answer(model, tokenizer):
     assert inputs["input_ids"][0].tolist() == recorded["prompt_ids"]
     out = model.generate(**inputs, do_sample=False, temperature=None, top_p=None, top_k=None, max_new_tokens=30)
     assert out[0, len(recorded["prompt_ids"]) :].tolist() == recorded["ids"]
+
+
+def test_a_question_of_marks_alone_stays_what_it_is():
+    """It became "Hi", so that the model learned not to understand a greeting."""
+    rng = random.Random(0)
+    assert not any("hi" in chats.vary(rng, "?").lower() for _ in range(300))
+
+
+def test_small_sums_are_right_and_hard_ones_are_declined():
+    rng = random.Random(0)
+    words = {everyday.in_words(number): number for number in range(101)}
+    ways = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}
+    for _ in range(500):
+        _, answer = everyday.small_sum(rng)
+        a, way, b, _, result = answer.lower().rstrip(".").split()
+        assert ways[way](words[a], words[b]) == words[result]
+        ask, answer = everyday.hard_sum(rng)
+        assert answer == everyday.SAID["too_hard"]
+        assert "{" not in ask
+
+
+def test_news_name_who_they_are_about():
+    rng = random.Random(0)
+    for _ in range(300):
+        told, answer = everyday.news(rng)
+        assert "{" not in told + answer
+        assert (
+            "about your" not in answer or answer.partition("about your ")[2].partition(".")[0].lower() in told.lower()
+        )
+
+
+def test_the_log_of_several_runs_is_taken_apart():
+    log = [{"step": 1}, {"step": 5}, {"step": 5}, {"step": 1}, {"step": 2}]
+    assert card.runs_of(log) == [log[:3], log[3:]]
