@@ -15,6 +15,7 @@ WALL = {
 DATES = {
     "cli/bench/run.py": ["time.strftime"],  # when something was measured
     "cli/tools/ps.py": ["time.time", "time.time"],  # beside the start of a process, which the system tells as a date
+    "cli/tools/top_screen.py": ["time.localtime", "time.strftime"],  # the clock on the screen
     "gateway/front/app.py": ["time.time"],  # the interface's own timestamps
     "gateway/text/chat_template.py": ["datetime.now"],
     "gateway/auth/authenticator.py": ["time.time"],  # an API key's expiry
