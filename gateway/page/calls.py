@@ -84,15 +84,25 @@ class Method:
         task = asyncio.create_task(_run(handler.stream_stream, context), name=f"page: {self.name}")
         try:
             while (message := await context.messages.get()) is not None:
-                yield json_format.MessageToJson(
-                    message, indent=None, preserving_proto_field_name=True, use_integers_for_enums=True
-                )
+                yield json.dumps(plain(message), separators=(",", ":"))
             if context.failure is not None:
                 raise context.failure
         finally:
             context.is_gone = not task.done()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """What is set in a message without maps and bytes; enums and 64 bits as numbers. json_format takes more than
+    twice the time, since it calls Python for each element."""
+    row: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            row[field.name] = list(value) if field.is_repeated else value
+        else:
+            row[field.name] = [plain(each) for each in value] if field.is_repeated else plain(value)
+    return row
 
 
 async def _run(behaviour: Callable[..., Any], context: "_Context") -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import MessageToDict
 
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, Exposure, PageConfig
 from octavo.gateway.page import server
+from octavo.gateway.page.calls import plain
 from octavo.gateway.rpc.addresses import AddressError, BindError
+from octavo.v1 import load_pb2
 from tests.support.gateway.fake_pool import FakePool
 
 WATCH = "/octavo.v1.LoadService/WatchLoad"
@@ -260,6 +263,18 @@ async def test_a_drain_ends_the_page_and_holds_nothing_up(serve: Any) -> None:
             assert (name, data["reason"]) == ("failure", "DRAINING")
         await served.until(served.gateway.drained.is_set)
         assert await status_of(served, WATCH, {}) == 503
+
+
+def test_messages_become_the_json_that_the_library_makes() -> None:
+    snapshot = load_pb2.WatchLoadResponse(
+        window_s=10.5,
+        total=load_pb2.LoadFigures(num_in_flight=3, queue_s=load_pb2.Percentiles(num_values=7, p50=0.25)),
+        workers=[load_pb2.WorkerSnapshot(worker_id="w", block_map=load_pb2.BlockMap(states=[1, 4], lengths=[9, 2]))],
+        requests=[load_pb2.RequestSnapshot(request_id='"<b>', phase=load_pb2.REQUEST_PHASE_DECODE, num_blocks=0)],
+    )
+    expected = MessageToDict(snapshot, preserving_proto_field_name=True, use_integers_for_enums=True)
+    expected["total"]["queue_s"]["num_values"] = 7  # 64 bits are text in the library's
+    assert plain(snapshot) == expected
 
 
 # ---------------------------------------------------------------- bounds
