@@ -77,17 +77,28 @@ def test_a_request_is_wrapped_so_many_times_on_its_way_to_the_model(
     assert set(keep) <= set(traced["wraps"])
 
 
+def out_of_order(hops: list[Hop], calls: list[Hop]) -> Hop | None:
+    """The first hop that was never called behind the one before it. Gateway and worker call some functions both, a
+    heartbeat's at any time: one of the two calls has to be in its place."""
+    rest = iter(calls)
+    return next((hop for hop in hops if hop not in rest), None)
+
+
+def test_a_hop_that_is_never_called_behind_the_last_one_is_out_of_order() -> None:
+    a, b, c = (Hop("x.py", name) for name in "abc")
+    assert out_of_order([a, b, c], [b, a, b, c]) is None
+    assert out_of_order([a, b, c], [b, a, c]) == b
+
+
 @pytest.mark.parametrize("heading", ["A request", "A step", "A block"])
 def test_the_page_lists_the_hops_in_the_order_in_which_they_were_traced(
     heading: str, traced: dict[str, list[Hop]], repository: Path
 ) -> None:
     """What the page leaves out is its own choice; what it lists is called, and in that order."""
-    hops, first = hops_of(repository, heading), {}
-    for number, call in enumerate(traced["all"]):
-        first.setdefault(call, number)
+    hops = hops_of(repository, heading)
     assert len(hops) >= 6
-    assert [hop for hop in hops if hop not in first] == []
-    assert [first[hop] for hop in hops] == sorted(first[hop] for hop in hops)
+    assert [hop for hop in hops if hop not in traced["all"]] == []
+    assert out_of_order(hops, traced["all"]) is None
 
 
 def test_the_hops_of_a_crash_exist(repository: Path) -> None:
