@@ -55,9 +55,10 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 def _sweep(runs: Sequence[Figures]) -> list[Panel]:
     """Throughput and latencies by what was changed from run to run."""
-    changed = "request_rate" if len({str(run["request_rate"]) for run in runs}) > 1 else "max_concurrency"
-    what = {"request_rate": "requests/s asked for", "max_concurrency": "requests at once"}[changed]
-    labels = ["all" if run[changed] is None else _number(run[changed]) for run in runs]
+    names = {"request_rate": "requests/s asked for", "max_concurrency": "requests at once"}
+    changed = [name for name in names if len({str(run[name]) for run in runs}) > 1] or ["max_concurrency"]
+    what = " × ".join(names[name] for name in changed)
+    labels = [" × ".join("all" if run[name] is None else _number(run[name]) for name in changed) for run in runs]
     throughput = Panel(
         title=f"Output tokens/s by {what}", labels=labels, lines=[("tokens/s", _values(runs, "output_throughput"))]
     )

@@ -3,7 +3,6 @@
 A mistake that every worker would die of costs a second here, and a quarter of a minute and two errors there.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -68,9 +67,6 @@ def check_front(settings: ServeSettings) -> None:
     """That OpenAI's HTTP interface can be served as asked. Raises CliError, AddressError."""
     if settings.openai is None:
         return
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        advice = "pip install ./proto '.[openai]' in the checkout brings them; or leave --openai out"
-        raise usage("OpenAI's HTTP interface is not installed", "--openai needs starlette and uvicorn", advice)
     if settings.tls_client_ca_file is not None and settings.api_keys_file is None:
         numbers = "--tls-client-ca-file is given, and certificates of HTTP callers cannot be passed on to gateways"
         raise usage("--openai does not go with client certificates alone", numbers, "add --api-keys-file")

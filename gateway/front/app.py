@@ -13,9 +13,11 @@ from uuid import uuid4
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.client.aio import AsyncTextStream
 from octavo.client.embeddings import EmbedFields, embed_request
@@ -31,8 +33,10 @@ from octavo.v1 import inference_pb2, model_pb2
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Chunks = AsyncIterator[dict[str, Any]]
+_BROWSERS = {b"origin", b"sec-fetch-site"}
 _CLOSED = 499  # the caller left: this status is not read
 RETRY_AFTER_S = "1"
+BODY_TIMEOUT_S = 60.0
 
 
 def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
@@ -62,7 +66,24 @@ def make_app(targets: Sequence[str], *, max_body_bytes: int) -> Starlette:
         ClientDisconnect: lambda request, error: Response(status_code=_CLOSED),
         Exception: _on_defect,
     }
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    return Starlette(
+        routes=routes, exception_handlers=handlers, lifespan=lifespan, middleware=[Middleware(_ProgramsOnly)]
+    )
+
+
+class _ProgramsOnly:
+    """Refuses what a browser sends by itself: any page that somebody visits could else use a service of loopback, under
+    a name of its own (DNS rebinding) even read what comes. Pages have a server that asks for them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _BROWSERS & {name for name, _ in scope["headers"]}:
+            told = ApiError(403, "pages of browsers are not answered: let their server ask", type="permission_error")
+            await JSONResponse(told.body(), status_code=told.status)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _Front:
@@ -135,11 +156,15 @@ class _Front:
 
     async def _body(self, request: Request) -> bytes:
         pieces, num_bytes = [], 0
-        async for piece in request.stream():
-            num_bytes += len(piece)
-            if num_bytes > self._max_body_bytes:
-                raise ApiError(413, f"the body has more than {self._max_body_bytes:,} bytes")
-            pieces.append(piece)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in request.stream():
+                    num_bytes += len(piece)
+                    if num_bytes > self._max_body_bytes:
+                        raise ApiError(413, f"the body has more than {self._max_body_bytes:,} bytes")
+                    pieces.append(piece)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", type="timeout_error") from None
         return b"".join(pieces)
 
 

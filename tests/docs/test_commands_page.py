@@ -24,7 +24,6 @@ INPUT = "/exit\n"  # to what asks
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Path]]:
     """A service with the embedded model and a front, and the run directory of its user."""
-    pytest.importorskip("uvicorn")
     folder = tmp_path_factory.mktemp("beside")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))

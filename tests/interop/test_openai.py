@@ -13,7 +13,6 @@ from tests.support.services.service import Service, free_port, serve
 @pytest.fixture(scope="module")
 def fronted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, str]]:
     """A service of two gateways, and the base URL of its front."""
-    pytest.importorskip("uvicorn")
     port = free_port()
     arguments = ("--num-blocks=512", "--gateways=2", f"--openai={port}")
     with serve(tmp_path_factory.mktemp("fronted"), *arguments) as running:
