@@ -98,6 +98,7 @@ class GatewayMeters:
     num_waiting: int = 0  # with a worker, not scheduled yet
     num_running: int = 0
     num_tokenizing: int = 0
+    num_watchers: int = 0  # calls of WatchLoad and pages that are open
     token_interval_s: float = 0.0  # between rounds of messages; 0.0: tokens go out as they come
     is_draining: bool = False
     tenant_refusals: int = 0  # a tenant had reached its own limit

@@ -160,6 +160,11 @@ class GatewayCollector(Collector):
             "octavo_gateway_tokenizing", "Texts that wait for the tokenizer or are in it", value=meters.num_tokenizing
         )
         yield GaugeMetricFamily(
+            "octavo_gateway_load_watchers",
+            "Who are sent snapshots of the load: WatchLoad, the page",
+            value=meters.num_watchers,
+        )
+        yield GaugeMetricFamily(
             "octavo_gateway_token_interval_seconds",
             "Between rounds of messages while the process is busy; 0: tokens go out as they come",
             value=meters.token_interval_s,

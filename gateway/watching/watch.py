@@ -65,6 +65,7 @@ class LoadWatch:
     """One per gateway, on its event loop. own: this gateway's part, for the others too."""
 
     def __init__(self, tracker: RequestTracker, pool: WorkerPool, meters: GatewayMeters) -> None:
+        self._meters = meters
         self._window = LoadWindow(meters, now_s=time.monotonic())
         self.own = OwnLoad(tracker, pool, self._window)
         self._tracker = tracker
@@ -119,6 +120,7 @@ class LoadWatch:
         if self._closing.is_set():
             raise Draining("this gateway is shutting down")
         self._watchers.append(request)
+        self._meters.num_watchers = len(self._watchers)
         self._is_unwatched.clear()
         interval_s = request.interval_s if request.HasField("interval_s") else DEFAULT_INTERVAL_S
         due_s = time.monotonic()
@@ -134,6 +136,7 @@ class LoadWatch:
                 due_s = min(due_s, time.monotonic())
         finally:
             self._watchers.remove(request)
+            self._meters.num_watchers = len(self._watchers)
             if not self._watchers:
                 self._is_unwatched.set()
 

@@ -244,6 +244,22 @@ async def test_too_many_watchers_are_refused_and_keep_nobody_else_out(
         calls[1].cancel()
 
 
+async def test_metrics_tell_how_many_watch(serve: Any) -> None:
+    def shown() -> list[float]:
+        families = served.gateway.collector.collect()
+        return [each.samples[0].value for each in families if each.name == "octavo_gateway_load_watchers"]
+
+    async with serve() as served:
+        assert shown() == [0]
+        calls = [served.load.WatchLoad(load.WatchLoadRequest(interval_s=60)) for _ in range(2)]
+        for each in calls:
+            assert await each.read()
+        assert shown() == [2]
+        for each in calls:
+            each.cancel()
+        await served.until(lambda: shown() == [0])
+
+
 async def test_a_drain_ends_every_watch_with_a_last_snapshot(serve: Any) -> None:
     async with serve() as served:
         call = served.load.WatchLoad(load.WatchLoadRequest(interval_s=60))
