@@ -163,10 +163,7 @@ ROWS = (
             Panel(
                 title="KV blocks",
                 unit="short",
-                queries=(
-                    ("{{state}}", f"sum by (state) (octavo_kv_blocks{W})"),
-                    ("host: {{state}}", f"sum by (state) (octavo_kv_host_blocks{W})"),
-                ),
+                queries=(("{{state}}", f"sum by (state) (octavo_kv_blocks{W})"),),
             ),
             Panel(
                 title="KV blocks in use",
@@ -184,9 +181,32 @@ ROWS = (
                 ),
             ),
             Panel(
+                title="KV blocks in host memory",
+                unit="short",
+                queries=(("{{state}}", f"sum by (state) (octavo_kv_host_blocks{W})"),),
+                about="The second tier; all 0 where --host-kv-gib is 0.",
+            ),
+            Panel(
+                title="KV blocks copied between the tiers",
+                unit="short",
+                queries=(("{{direction}}", rate("octavo_kv_copied_blocks_total", W, by="direction")),),
+                about="Per second. out: to host memory.",
+            ),
+            Panel(
+                title="Host memory taken for KV blocks",
+                unit="bytes",
+                queries=(("{{kind}}", f"sum by (kind) (octavo_kv_host_memory_bytes{W})"),),
+            ),
+            Panel(
                 title="Preemptions",
                 unit="reqps",
                 queries=(("{{kind}}", rate("octavo_num_preemptions_total", W, by="kind")),),
+                about="swap: to host memory and back. recompute: from the prompt, as far as the prefix cache lacks it.",
+            ),
+            Panel(
+                title="Pauses for slow readers",
+                unit="reqps",
+                queries=(("at workers", rate("octavo_request_pauses_total", W)),),
             ),
             Panel(
                 title="Blocks leaked, audit violations",
@@ -232,9 +252,33 @@ ROWS = (
                 ),
             ),
             Panel(
-                title="Workers lost",
+                title="Workers lost, outputs that moved",
                 unit="short",
-                queries=(("{{reason}}", rate("octavo_gateway_workers_lost_total", G, by="reason")),),
+                queries=(
+                    ("{{reason}}", rate("octavo_gateway_workers_lost_total", G, by="reason")),
+                    ("outputs moved", rate("octavo_requests_migrated_total", G)),
+                ),
+                about="Per second. An output whose worker is lost goes on at another one.",
+            ),
+            Panel(
+                title="Why a worker was chosen",
+                unit="reqps",
+                queries=(("{{reason}}", rate("octavo_gateway_routed_requests_total", G, by="reason")),),
+            ),
+            Panel(
+                title="Connections, watchers of the load",
+                unit="short",
+                queries=(
+                    ("connections", f"sum (octavo_gateway_connections{G})"),
+                    ("WatchLoad and pages", f"sum (octavo_gateway_load_watchers{G})"),
+                ),
+                about="A gateway takes octavo_gateway_max_connections of the former and 32 of the latter.",
+            ),
+            Panel(
+                title="Spans of traces",
+                unit="short",
+                queries=(("{{outcome}}", rate("octavo_gateway_trace_spans_total", G, by="outcome")),),
+                about="Per second. dropped: the collector is slow or gone; no request waits for it. 0 without traces.",
             ),
         ),
     ),

@@ -1,0 +1,221 @@
+"""Load that moves every panel of the dashboard: chats with a prompt in common and more than the blocks have room for,
+schemas, readers that stop, mistakes, strangers, watchers, a worker that dies."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from octavo import OctavoError
+from octavo.client.aio import AsyncClient
+from octavo.v1 import common_pb2
+from octavo.v1 import inference_pb2 as pb
+from tests.support.http2.unread_caller import UnreadingCaller
+from tests.support.services.collector import collecting
+from tests.support.services.prometheus import SCRAPE_S, Prometheus, scraping, until
+from tests.support.services.service import Service, free_port, serve
+
+NUM_WORKERS, NUM_CHATS, NUM_UNREAD = 2, 16, 2  # more chats than slots, so that some wait on any machine
+SETTINGS = (
+    *(
+        f"--workers={NUM_WORKERS}",
+        "--num-blocks=64",
+        "--max-model-len=1024",
+        "--max-num-seqs=5",
+        "--host-kv-gib=0.004",
+        "--num-threads=1",
+    ),
+    *("--pause-pending-tokens=64", "--page=off"),
+)
+SYSTEM = "You are a printer of old books who answers in one or two sentences, and likes paper, ink and type. "
+QUESTIONS = ("What is a folio?", "Who made the first press?", "Tell me about paper.", "Name three colours of ink.")
+FEW_BYTES = 20_000  # that a reader takes before it stops
+READS_ON_AFTER_S = 2.0
+LONGEST_S = 90.0  # that a busy machine may take until all that must happen has happened
+MUST_HAPPEN = (
+    *(f"sum ({name}) > 0" for name in (
+        "octavo_num_preemptions_total", "octavo_kv_copied_blocks_total", "octavo_request_pauses_total",
+        "octavo_requests_migrated_total", "octavo_gateway_trace_spans_total", "octavo_grammar_cache_misses_total",
+        "octavo_gateway_zmq_undecodable_frames_total",
+    )),
+    f"count (up == 1) == {1 + NUM_WORKERS}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A service under load, and the Prometheus that scrapes it. start_s: of the load, in seconds since 1970."""
+
+    prometheus: Prometheus
+    start_s: float
+    end_s: float
+
+
+@contextmanager
+def watched(folder: Path, *, seconds: float) -> Iterator[Watched]:
+    """The load goes on for so long, or longer where not all that must happen has happened; what it left in Prometheus
+    can be asked for until the block ends."""
+    gateway_port, worker_port = free_port(), _free_ports(NUM_WORKERS)
+    workers = list(range(worker_port, worker_port + NUM_WORKERS))
+    with collecting() as collector, _variables(OTEL_EXPORTER_OTLP_ENDPOINT=collector.endpoint):
+        arguments = [*SETTINGS, f"--metrics-port={gateway_port}", f"--worker-metrics-port={worker_port}"]
+        with serve(folder, *arguments) as service:
+            service.wait_until_supervised()
+            with scraping(folder, {"octavo-gateway": [gateway_port], "octavo-worker": workers}) as prometheus:
+                until(lambda: len(prometheus.now("up == 1")) == 1 + NUM_WORKERS)
+                start_s = time.time()
+                asyncio.run(_load(service, prometheus, folder / "run", seconds))
+                yield Watched(prometheus=prometheus, start_s=start_s, end_s=time.time())
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many in a row."""
+    while True:
+        ports = [free_port() for _ in range(count)]
+        if ports == list(range(ports[0], ports[0] + count)):
+            return ports[0]
+
+
+@contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    values |= {"OTEL_BSP_SCHEDULE_DELAY": "500"}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+async def _load(service: Service, prometheus: Prometheus, run_dir: Path, seconds: float) -> None:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncClient(service.target))
+        tasks = [asyncio.create_task(_chat(client, seed)) for seed in range(NUM_CHATS)]
+        others = (_schemas(client), _mistakes(client), _unread(service.port), _stranger(run_dir), _watch(client))
+        tasks += [asyncio.create_task(each) for each in others]
+        tasks.append(asyncio.create_task(_kill(service, after_s=0.6 * seconds)))
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()  # raises where the load itself has failed
+        await asyncio.to_thread(until, lambda: all(map(prometheus.now, MUST_HAPPEN)), LONGEST_S)
+        await asyncio.sleep(2 * SCRAPE_S)  # the lines go on behind what came last
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _chat(client: AsyncClient, seed: int) -> None:
+    """One caller, whose prompts begin as everybody's do."""
+    generator = random.Random(seed)
+    while True:
+        question = generator.choice(QUESTIONS) + " " + " ".join(generator.choices(("paper", "ink", "type"), k=40))
+        with contextlib.suppress(OctavoError):
+            await client.complete(
+                messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
+                max_tokens=generator.randrange(20, 160), num_outputs=generator.choice((1, 1, 1, 2)), seed=seed,
+                ignore_eos=generator.random() < 0.7,
+            )  # fmt: skip
+        await asyncio.sleep(generator.uniform(0, 0.05))
+
+
+async def _schemas(client: AsyncClient) -> None:
+    """Each schema is new twice in three times."""
+    for number in itertools.count():
+        properties = {f"year_{number - number % 3 // 2}": {"type": "integer"}}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        with contextlib.suppress(OctavoError):
+            await client.complete(text="A year:", json_schema=schema, max_tokens=30, seed=number)
+        await asyncio.sleep(0.2)
+
+
+async def _mistakes(client: AsyncClient) -> None:
+    """What callers get wrong, and what they give up."""
+    for number in itertools.count():
+        with contextlib.suppress(OctavoError):
+            if number % 4 == 0:
+                await client.complete(text="Hello", temperature=-1.0)
+            elif number % 4 == 1:
+                await client.complete(text="Hello", max_tokens=500, ignore_eos=True, timeout_s=0.3)
+            elif number % 4 == 2:
+                await client.complete(text="Hello", model="another")
+            else:
+                stream = client.stream(text="Hello", max_tokens=500, ignore_eos=True)
+                await anext(aiter(stream))
+                stream.cancel()
+        await asyncio.sleep(0.3)
+
+
+async def _unread(port: int) -> None:
+    """Readers that stop for a while, and read on."""
+    while True:
+        caller = await UnreadingCaller.connect(port)
+        try:
+            streams = [caller.open(_wide(number)) for number in range(NUM_UNREAD)]
+            for stream in streams:
+                caller.take(stream, FEW_BYTES)
+            await _receive(caller, READS_ON_AFTER_S)
+            for stream in streams:
+                caller.take(stream, 1 << 30)
+            await _receive(caller, READS_ON_AFTER_S)
+        finally:
+            await caller.close()
+
+
+async def _receive(caller: UnreadingCaller, seconds: float) -> None:
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0:
+        await caller.receive(for_s=left_s)
+
+
+def _wide(number: int) -> bytes:
+    """An output that does not fit into the transport's buffers."""
+    request = pb.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=[9, 10 + number]),
+        stop=pb.StopConditions(max_tokens=400, ignore_eos=True),
+        output=pb.OutputOptions(logprobs=20),
+    )
+    return request.SerializeToString()
+
+
+async def _stranger(run_dir: Path) -> None:
+    """Frames that no worker sends."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(f"ipc://{run_dir}/gateway-0.sock")
+    try:
+        while True:
+            await socket.send_multipart([b"hello", b"gateway"])
+            await asyncio.sleep(1.0)
+    finally:
+        socket.close()
+        context.term()
+
+
+async def _watch(client: AsyncClient) -> None:
+    """Two, the second for a while at a time."""
+    async with contextlib.aclosing(client.watch_load(interval_s=1.0)) as first:
+        await anext(first)
+        while True:
+            async with contextlib.aclosing(client.watch_load(interval_s=0.5, max_block_cells=64)) as second:
+                await _snapshots(second, 10)
+            await _snapshots(first, 4)
+
+
+async def _snapshots(source: AsyncIterator[Any], count: int) -> Sequence[Any]:
+    return [await anext(source) for _ in range(count)]
+
+
+async def _kill(service: Service, *, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    service.children("worker")[0].kill()
