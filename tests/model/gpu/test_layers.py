@@ -111,5 +111,11 @@ def test_addends_to_each_product_are_as_if_they_were_in_the_weights() -> None:
         addends.append(LayerAddends(**added))
     expected_TD = stream_of(replace(weights, layers=tuple(layers)), depends_on_qkv=True)
     found_TD = stream_of(replace(weights, addends=tuple(addends)), depends_on_qkv=True)
-    torch.testing.assert_close(found_TD, expected_TD, atol=LIMIT, rtol=LIMIT)
-    assert not torch.allclose(found_TD, stream_of(weights, depends_on_qkv=True), atol=LIMIT, rtol=LIMIT)
+    # Weights that were merged are rounded once more: single elements in bf16 may be far apart, the whole is not.
+    plain_TD = stream_of(weights, depends_on_qkv=True)
+    assert distance(found_TD, expected_TD) < min(LIMIT, distance(plain_TD, expected_TD) / 4)
+
+
+def distance(found_TD: torch.Tensor, expected_TD: torch.Tensor) -> float:
+    """Of the whole, relative to what is expected."""
+    return float((found_TD - expected_TD).float().norm() / expected_TD.float().norm())
