@@ -73,6 +73,37 @@ VLLM_PANELS: Mapping[str, tuple[str, ...]] = {
 """vLLM's board (examples/observability/prometheus_grafana), and what two of its panels asked for in former releases."""
 
 
+def over_the_range(name: str) -> tuple[str, ...]:
+    """What the board of performance asks of a histogram."""
+    bucket, total, count = (f"vllm:{name}_{part}[$__range]" for part in _PARTS)
+    quantiles = (f"histogram_quantile({q}, sum by(le) (rate({bucket})))" for q in (0.99, 0.90, 0.50))
+    return (*quantiles, f"(sum(increase({total})) / sum(increase({count})))")
+
+
+_ANY = '{model_name=~"$model_name"}[$__rate_interval]'
+VLLM_STATISTICS: Mapping[str, tuple[str, ...]] = {
+    "Performance: E2E Latency": over_the_range("e2e_request_latency_seconds"),
+    "Performance: TTFT": over_the_range("time_to_first_token_seconds"),
+    "Performance: ITL": over_the_range("inter_token_latency_seconds"),
+    "Query: Successful Requests": (f"sum by (model_name) (\n  rate(vllm:request_success_total{_ANY})\n)",),
+    "Query: Latency": tuple(
+        f"histogram_quantile({q}, sum by(le, model_name) (rate(vllm:e2e_request_latency_seconds_bucket{_ANY})))"
+        for q in (0.50, 0.90, 0.99)
+    ),
+    "Query: Input Token Size": (
+        f"sum by (le, model_name) (rate(vllm:request_prompt_tokens_bucket{_ANY}))",
+        f"histogram_quantile(0.90, sum by(le, model_name) (rate(vllm:request_prompt_tokens_bucket{_ANY})))",
+        f"sum(rate(vllm:prompt_tokens_total{_ANY}))\n/\nsum(rate(vllm:request_success_total{_ANY}))",
+    ),
+    "Query: Tokens Over Time": (
+        f"sum by (model_name) (rate(vllm:prompt_tokens_total{_ANY}))",
+        f"sum(rate(vllm:generation_tokens_total{_ANY}))",
+    ),
+}
+"""vLLM's boards of statistics (examples/observability/dashboards/grafana), panels that ask alike together."""
+ALL_OF_VLLM = {**VLLM_PANELS, **VLLM_STATISTICS}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What the boards show. vllm: by expression. models: what vLLM's board offers to choose from."""
@@ -90,7 +121,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         prometheus, start_s, end_s = service.prometheus, service.start_s, service.end_s
         (labels,) = prometheus.now('count by (model_name) ({__name__=~"vllm:.*"})')
         model = labels["metric"]["model_name"]
-        asked = {each: concrete(each, rate_interval=RATE_INTERVAL, model_name=model) for each in _vllm_expressions()}
+        variables = {"rate_interval": RATE_INTERVAL, "model_name": model, "__range": f"{round(end_s - start_s)}s"}
+        asked = {each: concrete(each, **variables) for each in _vllm_expressions()}
         yield Seen(
             drawn=evaluated(service),
             vllm={each: prometheus.over(expression, start_s, end_s) for each, expression in asked.items()},
@@ -101,7 +133,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 
 
 def _vllm_expressions() -> list[str]:
-    return [expression for panel in VLLM_PANELS.values() for expression in panel]
+    return [expression for panel in ALL_OF_VLLM.values() for expression in panel]
 
 
 def is_moving(lines: list[Line]) -> bool:
@@ -123,9 +155,9 @@ def test_every_panel_shows_what_the_load_does(seen: Seen) -> None:
 
 @needs_prometheus
 @pytest.mark.slow
-@pytest.mark.parametrize("title", VLLM_PANELS)
-def test_every_panel_of_vllms_board_shows_octavo(seen: Seen, title: str) -> None:
-    assert [expression for expression in VLLM_PANELS[title] if not is_moving(seen.vllm[expression])] == []
+@pytest.mark.parametrize("title", ALL_OF_VLLM)
+def test_every_panel_of_vllms_boards_shows_octavo(seen: Seen, title: str) -> None:
+    assert [expression for expression in ALL_OF_VLLM[title] if not is_moving(seen.vllm[expression])] == []
     assert seen.models == ["folio-chat"]
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tests.support.services.dashboard_load import Watched, watched
-from tests.support.services.prometheus import SCRAPE_S, Line, concrete
+from tests.support.services.prometheus import HOW_TO_GET, SCRAPE_S, Line, concrete, is_installed
 from tests.support.services.service import REPOSITORY
 
 SECONDS = 45.0
@@ -209,6 +209,8 @@ def titles(drawn: Sequence[Mapping[str, Any]]) -> str:
 
 def main(path: Path) -> None:
     """Load, look, draw."""
+    if not is_installed():
+        sys.exit(HOW_TO_GET)
     with tempfile.TemporaryDirectory() as folder, watched(Path(folder), seconds=SECONDS) as service:
         drawn = evaluated(service)
         page = picture(drawn, service.start_s, service.end_s)
