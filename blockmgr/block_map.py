@@ -1,6 +1,6 @@
 """What every block is, for people to look at. Must not know who asks.
 
-Legend: P blocks · C cells.
+Legend: P blocks · C cells · H blocks of the host, from 0.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.pool import BlockPool
 
 
@@ -20,6 +21,15 @@ class BlockState(IntEnum):
     SHARED = 4
 
 
+class HostBlockState(IntEnum):
+    """The numbers are those of octavo.v1.HostBlockState."""
+
+    FREE = 1
+    CACHED = 2
+    SWAPPED = 3  # of a preempted request
+    COPYING = 4  # on its way out or back, or waits for steps in flight
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMap:
     """cells_C: uint8, a BlockState each: cell c stands for blocks [c·blocks_per_cell, (c+1)·blocks_per_cell), of which
@@ -28,6 +38,18 @@ class BlockMap:
     blocks_per_cell: int
     cells_C: np.ndarray
     num_shared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBlockMap:
+    """cells_C: as BlockMap's, a HostBlockState each. Blocks that are none of these kinds are COPYING."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_swapped: int
+    blocks_per_cell: int
+    cells_C: np.ndarray
 
 
 def map_blocks(pool: BlockPool, max_cells: int) -> BlockMap:
@@ -40,6 +62,38 @@ def map_blocks(pool: BlockPool, max_cells: int) -> BlockMap:
     states_P[pool.lru.to_array()] = BlockState.CACHED
     states_P[pool.blank_blocks()] = BlockState.FREE
     num_shared = int(np.count_nonzero(states_P == BlockState.SHARED))
-    blocks_per_cell = max(1, -(-pool.num_blocks // max_cells))
-    cells_C = np.maximum.reduceat(states_P, np.arange(0, pool.num_blocks, blocks_per_cell))
+    blocks_per_cell, cells_C = _cells(states_P, max_cells)
     return BlockMap(blocks_per_cell=blocks_per_cell, cells_C=cells_C, num_shared=num_shared)
+
+
+def map_host_blocks(tier: HostTier, max_cells: int) -> HostBlockMap | None:
+    """The same of the second tier; None where there is none. A block that is to be copied is COPYING, whoever has it:
+    what it holds is not there yet, or leaves."""
+    if max_cells < 1:
+        raise ValueError(f"a map of {max_cells} cells")
+    pool = tier.pool
+    if not pool.num_blocks:
+        return None
+    states_P = np.full(pool.first + pool.num_blocks, HostBlockState.COPYING, np.uint8)
+    for parcel in tier.parcels.values():
+        states_P[parcel.blocks] = HostBlockState.SWAPPED
+    states_P[pool.lru.to_array()] = HostBlockState.CACHED
+    states_P[pool.blank_blocks()] = HostBlockState.FREE
+    states_P[[*tier.outs, *tier.ins.sources]] = HostBlockState.COPYING
+    states_H = states_P[pool.first :]
+    num_by_state = np.bincount(states_H, minlength=len(HostBlockState) + 1).tolist()
+    blocks_per_cell, cells_C = _cells(states_H, max_cells)
+    return HostBlockMap(
+        num_blocks=pool.num_blocks,
+        num_free=num_by_state[HostBlockState.FREE],
+        num_cached=num_by_state[HostBlockState.CACHED],
+        num_swapped=num_by_state[HostBlockState.SWAPPED],
+        blocks_per_cell=blocks_per_cell,
+        cells_C=cells_C,
+    )
+
+
+def _cells(states_P: np.ndarray, max_cells: int) -> tuple[int, np.ndarray]:
+    """How many blocks a cell stands for, and the cells: each is the highest of its blocks."""
+    blocks_per_cell = max(1, -(-len(states_P) // max_cells))
+    return blocks_per_cell, np.maximum.reduceat(states_P, np.arange(0, len(states_P), blocks_per_cell))

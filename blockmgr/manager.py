@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.blockmgr.audit import BlockAudit, audit_blocks, count_leaked
-from octavo.blockmgr.block_map import BlockMap, map_blocks
+from octavo.blockmgr.block_map import BlockMap, HostBlockMap, map_blocks, map_host_blocks
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.host_tier import HostTier
@@ -354,6 +354,10 @@ class BlockManager:
     def map(self, max_cells: int) -> BlockMap:
         """What every block is, or where there are more than ``max_cells``, what most blocks of each cell are."""
         return map_blocks(self._pool, max_cells)
+
+    def map_host(self, max_cells: int) -> HostBlockMap | None:
+        """The same of the second tier; None where there is none."""
+        return map_host_blocks(self._host, max_cells)
 
     def count_leaked(self) -> int:
         """Active blocks that no slot, queued copy or step in flight accounts for, counted from the table: 0, or a
