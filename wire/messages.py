@@ -241,6 +241,17 @@ class KvEvents(Message, frozen=True, kw_only=True):
     events: tuple[KvEvent, ...]
 
 
+class HostBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A worker's second tier. Blocks that are none of these kinds are on their way between the tiers."""
+
+    num_blocks: int
+    num_free: int = 0
+    num_cached: int = 0
+    num_swapped: int = 0
+    blocks_per_cell: int = 0
+    cells: bytes = b""  # uint8, one of octavo.v1.HostBlockState each, in order of the blocks' ids
+
+
 class AdminReply(Message, frozen=True, kw_only=True):
     """Answer to an AdminQuery. The arrays are empty unless they were asked for."""
 
@@ -255,6 +266,7 @@ class AdminReply(Message, frozen=True, kw_only=True):
     blocks_per_cell: int = 0
     cells: bytes = b""  # uint8, one of octavo.v1.BlockState each, in order of the blocks' ids
     num_shared_blocks: int = 0
+    host: HostBlocks | None = None  # where cells were asked for and there is a second tier
     handles: bytes = b""  # int64[N]: unfinished outputs of the gateway that asks, the oldest first
     phases: bytes = b""  # uint8[N]: OutputPhase
     held_blocks: bytes = b""  # int32[N]

@@ -8,12 +8,13 @@ import msgspec
 import numpy as np
 
 from octavo.gateway.workers.registry import WorkerRecord
-from octavo.wire.messages import AdminQuery, AdminReply, Message, OutputPhase
+from octavo.wire.messages import AdminQuery, AdminReply, HostBlocks, Message, OutputPhase
 
 Answer = asyncio.Future[AdminReply]
 
 
-_NUM_BLOCK_STATES = 4
+_NUM_BLOCK_STATES = 4  # of each tier
+_MOST_BLOCKS = 2**31 - 1
 _PHASES = {int(phase): phase for phase in OutputPhase}
 
 
@@ -22,7 +23,8 @@ class WorkerLook:
     """What a worker said of its blocks and of this gateway's outputs, as far as it can be true.
 
     cells_C: uint8, states of octavo.v1.BlockState in order of the blocks' ids, each for blocks_per_cell blocks; empty
-    where it told none. held: by handle, what an output does and how many blocks it holds.
+    where it told none. held: by handle, what an output does and how many blocks it holds. host: its second tier; None
+    where it has none or told nothing.
     """
 
     worker_id: str
@@ -31,14 +33,14 @@ class WorkerLook:
     blocks_per_cell: int
     num_shared_blocks: int
     held: dict[int, tuple[OutputPhase, int]] = field(default_factory=dict)
+    host: HostBlocks | None = None
 
 
 def look_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outputs: int) -> WorkerLook:
     """What is out of range, or more than was asked for, is left out."""
     num_blocks = record.capacity.num_blocks
     cells_C = np.frombuffer(reply.cells, np.uint8)
-    is_map = 0 < len(cells_C) <= max_cells and len(cells_C) == -(-num_blocks // max(1, reply.blocks_per_cell))
-    if not is_map or cells_C.min() < 1 or cells_C.max() > _NUM_BLOCK_STATES:
+    if not _is_map(cells_C, num_blocks, reply.blocks_per_cell, max_cells):
         cells_C = cells_C[:0]
     handles = np.frombuffer(reply.handles, "<i8").tolist()
     rows = zip(handles, reply.phases, np.frombuffer(reply.held_blocks, "<i4").tolist(), strict=True)
@@ -50,7 +52,22 @@ def look_of(record: WorkerRecord, reply: AdminReply, *, max_cells: int, max_outp
         blocks_per_cell=max(1, reply.blocks_per_cell),
         num_shared_blocks=min(max(0, reply.num_shared_blocks), num_blocks),
         held={handle: (_PHASES[phase], held) for handle, phase, held in believable},
+        host=reply.host if reply.host is not None and _is_tier(reply.host, max_cells) else None,
     )
+
+
+def _is_tier(host: HostBlocks, max_cells: int) -> bool:
+    counts = (host.num_free, host.num_cached, host.num_swapped)
+    if not 0 < host.num_blocks <= _MOST_BLOCKS or min(counts) < 0 or sum(counts) > host.num_blocks:
+        return False
+    return _is_map(np.frombuffer(host.cells, np.uint8), host.num_blocks, host.blocks_per_cell, max_cells)
+
+
+def _is_map(cells_C: np.ndarray, num_blocks: int, blocks_per_cell: int, max_cells: int) -> bool:
+    """Whether these can be the states of so many blocks."""
+    if not 0 < len(cells_C) <= max_cells or len(cells_C) != -(-num_blocks // max(1, blocks_per_cell)):
+        return False
+    return bool(cells_C.min() >= 1 and cells_C.max() <= _NUM_BLOCK_STATES)
 
 
 class Queries:

@@ -139,7 +139,13 @@ to_gateway = st.one_of(
     st.builds(m.Heartbeat, epoch=texts, num_steps=counts, has_work=st.booleans(), is_draining=st.booleans()),
     step_outputs(),
     st.builds(m.KvEvents, epoch=texts, events=st.lists(kv_events, max_size=3).map(tuple)),
-    st.builds(m.AdminReply, epoch=texts, query_id=counts, violations=st.lists(texts, max_size=2).map(tuple)),
+    st.builds(
+        m.AdminReply,
+        epoch=texts,
+        query_id=counts,
+        violations=st.lists(texts, max_size=2).map(tuple),
+        host=st.none() | st.builds(m.HostBlocks, num_blocks=counts, num_swapped=counts, cells=st.binary(max_size=20)),
+    ),
     st.builds(m.Leaving, epoch=texts, reason=texts),
 )
 to_worker = st.one_of(

@@ -26,6 +26,7 @@ from octavo.worker.engine.interfaces import (
     Observer,
     Outbox,
     StepReport,
+    host_blocks,
     step_output,
 )
 from octavo.worker.grammar.manager import GrammarManager
@@ -290,6 +291,7 @@ class Engine:
             blocks_per_cell=block_map.blocks_per_cell if block_map else 0,
             cells=block_map.cells_C.tobytes() if block_map else b"",
             num_shared_blocks=block_map.num_shared if block_map else 0,
+            host=host_blocks(self._blocks.map_host(query.max_cells)) if block_map else None,
             handles=np.array([handle for handle, _, _ in rows], "<i8").tobytes(),
             phases=bytes(phase for _, phase, _ in rows),
             held_blocks=np.array([num_blocks for _, _, num_blocks in rows], "<i4").tobytes(),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.blockmgr.block_map import HostBlockMap
 from octavo.blockmgr.ids import Tier
 from octavo.blockmgr.manager import BlockManager
 from octavo.blockmgr.prefix_index import BlockEvent, EventKind, IndexWalk
@@ -19,6 +20,7 @@ from octavo.wire.messages import (
     Cancel,
     Drain,
     Finished,
+    HostBlocks,
     KvEvent,
     KvEventKind,
     KvEvents,
@@ -188,6 +190,20 @@ def _kv_event(event: BlockEvent) -> KvEvent:
         token_ids=event.token_ids,
         salt=event.salt,
         tier=KvTier.HOST if event.tier is Tier.HOST else KvTier.DEVICE,
+    )
+
+
+def host_blocks(found: HostBlockMap | None) -> HostBlocks | None:
+    """The second tier for who looks; None where there is none."""
+    if found is None:
+        return None
+    return HostBlocks(
+        num_blocks=found.num_blocks,
+        num_free=found.num_free,
+        num_cached=found.num_cached,
+        num_swapped=found.num_swapped,
+        blocks_per_cell=found.blocks_per_cell,
+        cells=found.cells_C.tobytes(),
     )
 
 

@@ -14,6 +14,7 @@ from octavo.wire.messages import (
     Cancel,
     Drain,
     Heartbeat,
+    HostBlocks,
     KvEvent,
     KvEventKind,
     KvEvents,
@@ -177,6 +178,32 @@ async def test_admin_questions_are_answered_by_those_who_can(pool: WorkerPool, d
     await quick.send(reply)
     assert await asked == [("w1", reply)]
     assert await pool.query(audit=True, flush=False, timeout_s=0.05, model="none") == []
+
+
+@pytest.mark.parametrize(
+    ("host", "is_believed"),
+    [
+        (HostBlocks(num_blocks=5, num_free=3, num_swapped=2, blocks_per_cell=2, cells=bytes([1, 4, 3])), True),
+        (HostBlocks(num_blocks=5, num_free=6, blocks_per_cell=2, cells=bytes([1, 1, 1])), False),
+        (HostBlocks(num_blocks=5, num_cached=-1, blocks_per_cell=2, cells=bytes([1, 1, 1])), False),
+        (HostBlocks(num_blocks=5, blocks_per_cell=1, cells=bytes([1] * 5)), False),  # more cells than asked for
+        (HostBlocks(num_blocks=5, blocks_per_cell=2, cells=bytes([1, 1])), False),
+        (HostBlocks(num_blocks=5, blocks_per_cell=2, cells=bytes([1, 5, 1])), False),
+        (HostBlocks(num_blocks=-5, blocks_per_cell=2, cells=bytes([1, 1, 1])), False),
+        (HostBlocks(num_blocks=2**40, blocks_per_cell=2**39, cells=bytes([1, 1])), False),
+        (HostBlocks(num_blocks=0), False),
+    ],
+)
+async def test_a_second_tier_is_told_of_where_it_can_be_true(
+    pool: WorkerPool, dial: Dial, host: HostBlocks, is_believed: bool
+) -> None:
+    worker = dial("w1")
+    await worker.join(pool)
+    asked = asyncio.create_task(pool.look(max_cells=3, max_outputs=0, timeout_s=5.0))
+    query = await worker.expect(AdminQuery)
+    await worker.send(AdminReply(epoch=worker.epoch, query_id=query.query_id, host=host))
+    (look,) = await asked
+    assert look.host == (host if is_believed else None)
 
 
 async def test_a_worker_can_be_asked_to_drain(pool: WorkerPool, dial: Dial) -> None:

@@ -8,6 +8,7 @@ from octavo.wire.messages import (
     AdminReply,
     Cancel,
     Drain,
+    HostBlocks,
     KvEventKind,
     KvEvents,
     Leaving,
@@ -140,6 +141,17 @@ def test_a_gateway_that_looks_is_told_of_the_blocks_and_of_its_own_outputs() -> 
     latest = [message for _, message in rig.outbox.sent if isinstance(message, AdminReply)][-1]
     assert np.frombuffer(latest.handles, "<i8").tolist() == [7]
     assert latest.cells == b""
+    assert (reply.host, latest.host) == (None, None)
+
+
+def test_a_gateway_that_looks_is_told_of_the_second_tier() -> None:
+    rig = Rig(WorldConfig(model=MODEL, block_size=2, num_host_blocks=6))
+    rig.inbox.put(AdminQuery(query_id=5, max_cells=4))
+    rig.inbox.put(AdminQuery(query_id=6, max_outputs=4))
+    rig.engine.step()
+    looked, other = [message for _, message in rig.outbox.sent if isinstance(message, AdminReply)]
+    assert looked.host == HostBlocks(num_blocks=6, num_free=6, blocks_per_cell=2, cells=bytes([1, 1, 1]))
+    assert other.host is None
 
 
 def test_looks_at_an_idle_engine_cause_no_audits() -> None:
