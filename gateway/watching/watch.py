@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -335,7 +336,19 @@ def _worker(view: WorkerView, taken: _Taken, max_cells: int) -> pb.WorkerSnapsho
     look = taken.looks.get(view.worker_id)
     if max_cells and look is not None and len(look.cells_C):
         snapshot.blocks.num_shared = look.num_shared_blocks
-        snapshot.block_map.CopyFrom(_block_map(look, view.capacity.num_blocks, max_cells))
+        snapshot.block_map.CopyFrom(pb.BlockMap(**_runs(look.cells_C, look.blocks_per_cell, max_cells)))
+    if max_cells and look is not None and (host := look.host) is not None:
+        snapshot.host_blocks.CopyFrom(
+            pb.HostKvBlocks(
+                num_blocks=host.num_blocks,
+                num_free=host.num_free,
+                num_cached=host.num_cached,
+                num_swapped=host.num_swapped,
+                num_copying=host.num_blocks - host.num_free - host.num_cached - host.num_swapped,
+            )
+        )
+        cells_C = np.frombuffer(host.cells, np.uint8)
+        snapshot.host_block_map.CopyFrom(pb.HostBlockMap(**_runs(cells_C, host.blocks_per_cell, max_cells)))
     return snapshot
 
 
@@ -363,13 +376,12 @@ def _known(view: WorkerView) -> pb.WorkerSnapshot:
     )
 
 
-def _block_map(look: WorkerLook, num_blocks: int, max_cells: int) -> pb.BlockMap:
-    """In runs; cells are put together where this watcher asked for fewer than another one."""
-    cells_C, blocks_per_cell = look.cells_C, look.blocks_per_cell
+def _runs(cells_C: np.ndarray, blocks_per_cell: int, max_cells: int) -> dict[str, Any]:
+    """The fields of a map; cells are put together where this watcher asked for fewer than another one."""
     factor = -(-len(cells_C) // max_cells)
     if factor > 1:
         cells_C = np.maximum.reduceat(cells_C, np.arange(0, len(cells_C), factor))
         blocks_per_cell *= factor
     starts = np.flatnonzero(np.diff(cells_C, prepend=0))
     lengths = np.diff(starts, append=len(cells_C))
-    return pb.BlockMap(blocks_per_cell=blocks_per_cell, states=cells_C[starts].tolist(), lengths=lengths.tolist())
+    return {"blocks_per_cell": blocks_per_cell, "states": cells_C[starts].tolist(), "lengths": lengths.tolist()}

@@ -83,6 +83,38 @@ BLOCK_STATE_SHARED: BlockState.ValueType  # 4
 """Held by several requests."""
 Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 
+class _HostBlockState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HostBlockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HostBlockState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOST_BLOCK_STATE_UNSPECIFIED: _HostBlockState.ValueType  # 0
+    """Never sent."""
+    HOST_BLOCK_STATE_FREE: _HostBlockState.ValueType  # 1
+    """Holds nothing of use."""
+    HOST_BLOCK_STATE_CACHED: _HostBlockState.ValueType  # 2
+    """Of a prefix that was evicted from the device."""
+    HOST_BLOCK_STATE_SWAPPED: _HostBlockState.ValueType  # 3
+    """Of a request that was swapped out."""
+    HOST_BLOCK_STATE_COPYING: _HostBlockState.ValueType  # 4
+    """On its way out or back, or waits for steps in flight."""
+
+class HostBlockState(_HostBlockState, metaclass=_HostBlockStateEnumTypeWrapper):
+    """What a block in host memory is; of a cell of several blocks the highest that any of them is."""
+
+HOST_BLOCK_STATE_UNSPECIFIED: HostBlockState.ValueType  # 0
+"""Never sent."""
+HOST_BLOCK_STATE_FREE: HostBlockState.ValueType  # 1
+"""Holds nothing of use."""
+HOST_BLOCK_STATE_CACHED: HostBlockState.ValueType  # 2
+"""Of a prefix that was evicted from the device."""
+HOST_BLOCK_STATE_SWAPPED: HostBlockState.ValueType  # 3
+"""Of a request that was swapped out."""
+HOST_BLOCK_STATE_COPYING: HostBlockState.ValueType  # 4
+"""On its way out or back, or waits for steps in flight."""
+Global___HostBlockState: _TypeAlias = HostBlockState  # noqa: Y015
+
 class _RequestPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -133,7 +165,9 @@ class WatchLoadRequest(_message.Message):
     max_requests: _builtins.int
     """How many requests to list in each snapshot, the oldest first, at most 1000; unset or 0: none."""
     max_block_cells: _builtins.int
-    """How many cells the block map of each worker may have, at most 4096; unset or 0: no block maps."""
+    """How many cells the block map of each worker may have, at most 4096, and that of its second tier, where it has one, as
+    many again; unset or 0: no block maps.
+    """
     def __init__(
         self,
         *,
@@ -372,6 +406,44 @@ class KvBlocks(_message.Message):
 Global___KvBlocks: _TypeAlias = KvBlocks  # noqa: Y015
 
 @_typing.final
+class HostKvBlocks(_message.Message):
+    """Blocks of the second tier, in host memory, by state; the four kinds are all there are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_SWAPPED_FIELD_NUMBER: _builtins.int
+    NUM_COPYING_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """In all."""
+    num_free: _builtins.int
+    """Blocks that hold nothing of use."""
+    num_cached: _builtins.int
+    """Blocks of prefixes that were evicted from the device, and that a prompt may bring back."""
+    num_swapped: _builtins.int
+    """Blocks of requests that were preempted by swapping them out."""
+    num_copying: _builtins.int
+    """Blocks on their way out or back, or that wait for steps in flight."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_free: _builtins.int = ...,
+        num_cached: _builtins.int = ...,
+        num_swapped: _builtins.int = ...,
+        num_copying: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached", b"num_cached", "num_copying", b"num_copying", "num_free", b"num_free", "num_swapped", b"num_swapped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostKvBlocks: _TypeAlias = HostKvBlocks  # noqa: Y015
+
+@_typing.final
 class ModelLoad(_message.Message):
     """One model."""
 
@@ -494,6 +566,8 @@ class WorkerSnapshot(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     BLOCK_MAP_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_MAP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     epoch: _builtins.str
@@ -532,6 +606,16 @@ class WorkerSnapshot(_message.Message):
     def block_map(self) -> Global___BlockMap:
         """Its block map, where one was asked for and it answered in time."""
 
+    @_builtins.property
+    def host_blocks(self) -> Global___HostKvBlocks:
+        """Its blocks in host memory; unset where it has no second tier, where no block map was asked for, or where it did not
+        answer in time. Figures of the same moment as the maps.
+        """
+
+    @_builtins.property
+    def host_block_map(self) -> Global___HostBlockMap:
+        """The map of these, of `max_block_cells` cells at most; set where host_blocks is."""
+
     def __init__(
         self,
         *,
@@ -552,10 +636,12 @@ class WorkerSnapshot(_message.Message):
         num_steps: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         block_map: Global___BlockMap | None = ...,
+        host_blocks: Global___HostKvBlocks | None = ...,
+        host_block_map: Global___HostBlockMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "blocks", b"blocks", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_map", b"block_map", "block_size", b"block_size", "blocks", b"blocks", "condition", b"condition", "epoch", b"epoch", "generation_tokens_per_s", b"generation_tokens_per_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_paused", b"num_paused", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "steps_per_s", b"steps_per_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_map", b"block_map", "block_size", b"block_size", "blocks", b"blocks", "condition", b"condition", "epoch", b"epoch", "generation_tokens_per_s", b"generation_tokens_per_s", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_paused", b"num_paused", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "steps_per_s", b"steps_per_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -596,6 +682,42 @@ class BlockMap(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockMap: _TypeAlias = BlockMap  # noqa: Y015
+
+@_typing.final
+class HostBlockMap(_message.Message):
+    """The states of a worker's blocks in host memory, in order of their ids, as runs of equal cells: run i is `lengths[i]`
+    cells of `states[i]`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_PER_CELL_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    blocks_per_cell: _builtins.int
+    """Blocks in a cell; the last cell may have fewer."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___HostBlockState.ValueType]:
+        """State of each run."""
+
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Cells of each run."""
+
+    def __init__(
+        self,
+        *,
+        blocks_per_cell: _builtins.int = ...,
+        states: _abc.Iterable[Global___HostBlockState.ValueType] | None = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_cell", b"blocks_per_cell", "lengths", b"lengths", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostBlockMap: _TypeAlias = HostBlockMap  # noqa: Y015
 
 @_typing.final
 class RequestSnapshot(_message.Message):

@@ -18,7 +18,7 @@ from octavo.gateway.workers.views import WorkerState
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import load_pb2 as load
-from octavo.wire.messages import OutputPhase
+from octavo.wire.messages import HostBlocks, OutputPhase
 from tests.support.gateway.fake_pool import FakePool, worker_view
 from tests.support.gateway.rpc_errors import refused
 
@@ -120,6 +120,27 @@ async def test_a_block_map_comes_in_runs_and_within_what_was_asked_for(serve: An
         assert pool.queries[-1] == {"max_cells": 64, "max_outputs": 0}
         (worker,) = (await snapshot(served, max_block_cells=10)).workers
         assert worker.block_map == load.BlockMap(blocks_per_cell=7, states=states, lengths=[1, 1, 8])
+
+
+async def test_the_second_tier_arrives_with_the_map_and_only_where_there_is_one(serve: Any) -> None:
+    states = [load.HOST_BLOCK_STATE_COPYING, load.HOST_BLOCK_STATE_SWAPPED, load.HOST_BLOCK_STATE_FREE]
+    host = HostBlocks(
+        num_blocks=9, num_free=4, num_cached=1, num_swapped=3, blocks_per_cell=2, cells=bytes([4, 3, 3, 1, 1])
+    )
+    pool = FakePool(views=[worker_view("w0"), worker_view("w1")], looks=[look(host=host), look("w1")])
+    async with serve(pool) as served:
+        with_tier, without = (await snapshot(served, max_block_cells=64)).workers
+        assert with_tier.host_blocks == load.HostKvBlocks(
+            num_blocks=9, num_free=4, num_cached=1, num_swapped=3, num_copying=1
+        )
+        assert with_tier.host_block_map == load.HostBlockMap(blocks_per_cell=2, states=states, lengths=[1, 2, 2])
+        assert without.HasField("block_map")
+        assert not without.HasField("host_blocks")
+        assert not without.HasField("host_block_map")
+        fewer, _ = (await snapshot(served, max_block_cells=3)).workers
+        assert fewer.host_block_map == load.HostBlockMap(blocks_per_cell=4, states=states, lengths=[1, 1, 1])
+        nothing, _ = (await snapshot(served, max_requests=1)).workers
+        assert not nothing.HasField("host_blocks")
 
 
 async def test_maps_of_a_former_life_and_of_the_silent_are_not_shown(serve: Any) -> None:
