@@ -174,6 +174,65 @@ def test_one_page_shows_four_gateways_and_eight_workers_and_who_is_killed(
         assert complaints(browser) == []
 
 
+def colours_on(browser: Any, canvas: str, names: tuple[str, ...]) -> set[str]:
+    """Which of these colours of the page a canvas has anywhere."""
+    script = """
+    const canvas = document.querySelector(arguments[0]), style = getComputedStyle(document.documentElement);
+    const pen = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+    pen.drawImage(canvas, 0, 0);
+    const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+    const found = new Set();
+    for (let at = 0; at < data.length; at += 4) found.add(`#${[0, 1, 2].map((part) =>
+      data[at + part].toString(16).padStart(2, "0")).join("")}`);
+    return arguments[1].filter((name) => found.has(style.getPropertyValue(name).trim()));
+    """
+    return set(browser.execute_script(script, canvas, list(names)))
+
+
+DEVICE_COLOURS = ("--cached", "--active", "--shared")
+HOST_COLOURS = ("--host-free", "--host-cached", "--host-swapped", "--host-copying")
+
+
+def test_a_worker_with_a_second_tier_has_a_second_map_in_colours_of_its_own(
+    tmp_path: Path, browse: Browse, oracle_checkpoint: Path
+) -> None:
+    arguments = ["--model", str(oracle_checkpoint), "--runner", "oracle", "--oracle-step-delay-s", "0.01"]
+    arguments += ["--oracle-vocab-size", "300", "--num-blocks", "48", "--host-kv-gib", "0.0001"]
+    with serve(tmp_path, *arguments) as service:
+        browser = browse(page_of(service))
+        wait_for(browser, "document.getElementById('status').textContent", "live".__eq__)
+        with busy(service, num=8, max_tokens=400):
+            wait_for(browser, "document.querySelectorAll('.worker .tier:not([hidden])').length", (1).__eq__)
+            assert browser.execute_script("return document.getElementById('host-legend').offsetHeight") > 0
+            told = "document.querySelector('.worker .tier canvas').getAttribute('aria-label')"
+            moved = re.compile(r"Host memory of .*: [\d,]+ blocks in host memory: [1-9][\d,]* of evicted prefixes, ")
+            wait_for(browser, told, lambda found: moved.match(found or ""))
+            for scheme in ("light", "dark"):
+                colours(browser, scheme)
+                deadline_s = time.monotonic() + PATIENCE_S
+                while "--host-cached" not in (seen := colours_on(browser, ".worker .tier canvas", HOST_COLOURS)):
+                    assert time.monotonic() < deadline_s, seen
+                    time.sleep(0.05)
+                assert colours_on(browser, ".worker .tier canvas", DEVICE_COLOURS) == set()
+                assert not colours_on(browser, ".worker > canvas", HOST_COLOURS)
+        resize(browser, *SIZES["narrow"])
+        wide = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= wide[1]
+        assert complaints(browser) == []
+
+
+def test_a_worker_without_a_second_tier_has_one_map(tmp_path: Path, browse: Browse, oracle_checkpoint: Path) -> None:
+    arguments = ["--model", str(oracle_checkpoint), "--runner", "oracle", "--oracle-vocab-size", "300"]
+    with serve(tmp_path, *arguments) as service:
+        browser = browse(page_of(service))
+        wait_for(browser, "document.querySelectorAll('.worker .badge.ready').length", (1).__eq__)
+        mapped = "document.querySelector('.worker > canvas').width"
+        wait_for(browser, mapped, lambda found: found != 300)  # drawn once: 300 is what a canvas has before
+        shown = "document.querySelectorAll('.worker .tier:not([hidden]), #host-legend:not([hidden])').length"
+        assert browser.execute_script(f"return {shown}") == 0
+        assert complaints(browser) == []
+
+
 QUESTIONS = ("What is a folio?", "Tell me a short story.", "Why is the sky blue?", "What is a quarto?")
 NAMES = ("press", "bindery", "reading-room", "archive")
 

@@ -84,10 +84,13 @@ export function lines(canvas, series, { places, write, top: fixed }) {
   });
 }
 
-const STATES = ["--free", "--free", "--cached", "--active", "--shared"];
+const KINDS = {
+  device: ["--free", "--free", "--cached", "--active", "--shared"],
+  host: ["--host-free", "--host-free", "--host-cached", "--host-swapped", "--host-copying"],
+};
 
-// states, lengths: runs of equal cells, in order of the blocks.
-export function blocks(canvas, { states = [], lengths = [] }) {
+// states, lengths: runs of equal cells, in order of the blocks. tier: whose states they are.
+export function blocks(canvas, { states = [], lengths = [] }, tier) {
   const { pen, width, height } = sized(canvas);
   const total = lengths.reduce((sum, length) => sum + length, 0);
   if (!total || !width) return;
@@ -96,7 +99,7 @@ export function blocks(canvas, { states = [], lengths = [] }) {
   const columns = Math.floor(width / side), gap = side > 4 ? 1 : 0;
   side = width / columns;
   const tall = Math.min(side, height / Math.ceil(total / columns));
-  const colours = STATES.map(colour);
+  const colours = KINDS[tier].map(colour);
   let cell = 0;
   states.forEach((state, run) => {
     pen.fillStyle = colours[state] ?? colours[0];

@@ -10,6 +10,8 @@ const WATCH = { interval_s: 1, max_requests: 100, max_block_cells: 1024 };
 const CONDITIONS = ["", "registered", "ready", "draining", "lost"];
 const PHASES = ["", "preparing", "queued", "prefill", "decode", "paused"];
 const LEGEND = ["free", "cached", "active", "shared"];
+const HOST_LEGEND = ["free", "evicted prefixes", "swapped out", "in copy"];
+const HOST_CLASSES = ["host-free", "host-cached", "host-swapped", "host-copying"];
 const SILENT_MS = 3500; // after which a stream that says nothing counts as broken
 let apiKey = "";
 let last = null;
@@ -92,6 +94,7 @@ function makeCharts() {
     return place;
   }));
   at("legend").replaceChildren(...LEGEND.map((name) => element("span", name, name)));
+  at("host-legend").append(...HOST_LEGEND.map((name, index) => element("span", HOST_CLASSES[index], name)));
 }
 
 function showCharts() {
@@ -110,14 +113,25 @@ function workerCard(id) {
   if (!cards.has(id)) {
     const card = element("article", "worker"), head = element("header");
     const parts = { card, title: element("h3", "", id), badge: element("span", "badge"), canvas: element("canvas"),
-      counts: element("p"), rates: element("p") };
+      counts: element("p"), rates: element("p"), tier: element("div", "tier"), hostCounts: element("p"),
+      hostCanvas: element("canvas") };
     parts.title.title = id;
-    parts.canvas.setAttribute("role", "img");
+    for (const each of [parts.canvas, parts.hostCanvas]) each.setAttribute("role", "img");
+    parts.tier.hidden = true;
+    parts.tier.append(parts.hostCanvas, parts.hostCounts);
     head.append(parts.title, parts.badge);
-    card.append(head, parts.canvas, parts.counts, parts.rates);
+    card.append(head, parts.canvas, parts.counts, parts.rates, parts.tier);
     cards.set(id, parts);
   }
   return cards.get(id);
+}
+
+// The second tier, where the worker has one. Counts and map are of one moment, and come together or not at all.
+function showTier(parts, id, { num_blocks, num_cached, num_swapped, num_copying }) {
+  const held = `${whole(num_blocks)} blocks in host memory: ${whole(num_cached)} of evicted prefixes, ` +
+    `${whole(num_swapped)} swapped out, ${whole(num_copying)} in copy`;
+  parts.hostCounts.textContent = held;
+  parts.hostCanvas.setAttribute("aria-label", `Host memory of ${id}: ${held}`);
 }
 
 function showWorkers({ workers = [], models = [] }) {
@@ -135,13 +149,22 @@ function showWorkers({ workers = [], models = [] }) {
       `${number(worker.steps_per_s ?? 0)} steps/s` +
       `${Number(worker.num_preemptions ?? 0) ? `, ${worker.num_preemptions} preemptions` : ""}`;
     parts.canvas.setAttribute("aria-label", `Block map of ${worker.worker_id}: ${held}`);
-    if (worker.block_map) parts.map = worker.block_map;
+    if (worker.block_map) {
+      parts.map = worker.block_map;
+      parts.hostMap = worker.host_block_map;
+      parts.tier.hidden = !parts.hostMap;
+      if (parts.hostMap) showTier(parts, worker.worker_id, worker.host_blocks ?? {});
+    }
     return parts;
   });
   for (const [id, parts] of cards) if (!rows.includes(parts)) cards.delete(id);
   const shown = [...at("workers").children], wanted = rows.map(({ card }) => card);
   if (shown.length !== wanted.length || shown.some((card, index) => card !== wanted[index])) at("workers").replaceChildren(...wanted);
-  for (const { canvas, map } of rows) if (map) blocks(canvas, map);
+  at("host-legend").hidden = !rows.some(({ hostMap }) => hostMap);
+  for (const { canvas, map, hostCanvas, hostMap } of rows) {
+    if (map) blocks(canvas, map, "device");
+    if (hostMap) blocks(hostCanvas, hostMap, "host");
+  }
 }
 
 function table(id, rows) {
