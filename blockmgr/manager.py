@@ -352,7 +352,7 @@ class BlockManager:
         return IndexWalk(self._index)
 
     def map(self, max_cells: int) -> BlockMap:
-        """What every block is, or where there are more than ``max_cells``, what most blocks of each cell are."""
+        """What every block is, or where there are more than ``max_cells``, the highest state in each cell."""
         return map_blocks(self._pool, max_cells)
 
     def map_host(self, max_cells: int) -> HostBlockMap | None:
