@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import select
+import signal
 import sys
 import termios
 import threading
@@ -67,8 +68,12 @@ def _watch(client: Client, snapshot: pb.WatchLoadResponse, view: View, *, interv
     reader = threading.Thread(target=_read, args=(client, interval_s, told), daemon=True)
     reader.start()
     console = Console()
-    with _keys() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+    with (
+        _interrupts() as interrupts,
+        _keys() as keyboard,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not interrupts:
             lines = screen(snapshot, view, width=console.size.width, height=console.size.height)
             live.update(Group(*lines), refresh=True)
             for key in _pressed(keyboard):
@@ -82,6 +87,18 @@ def _watch(client: Client, snapshot: pb.WatchLoadResponse, view: View, *, interv
                 else:
                     snapshot = news
                     view = View(address=view.address, sort=view.sort, is_reversed=view.is_reversed)
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C as an entry in a list. As an exception it could come up in a callback of a library, where it is lost."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: found.append(number))
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _read(client: Client, interval_s: float, told: "queue.SimpleQueue[pb.WatchLoadResponse | str]") -> None:

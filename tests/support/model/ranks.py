@@ -1,6 +1,7 @@
 """The ranks of a tensor-parallel group as processes of this machine, on one thread each."""
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from octavo.model.parallel import Ranks, join_ranks
+from tests.support.model.interpreter import let_comparisons_be_booleans
 
 TIMEOUT_S = 120.0
 
@@ -23,6 +25,8 @@ def on_ranks(size: int, work: Callable[..., Any], folder: Path, *arguments: Any)
 
 def _one(meeting: Path, rank: int, size: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
+    if "triton" in sys.modules:  # what `work` computes with; this process has no fixtures
+        let_comparisons_be_booleans()
     with join_ranks(meeting, rank=rank, size=size, timeout_s=TIMEOUT_S) as ranks, torch.inference_mode():
         return _plain(work(ranks, *arguments))
 
