@@ -93,6 +93,13 @@ class ServedModels:
             raise UnsupportedTokenizer(str(text))
         return text
 
+    def token_texts(self, card: ModelCard) -> tuple[bytes, ...]:
+        """The text of each token; empty for a model that takes and gives ids only. Raises NoWorker."""
+        try:
+            return self.text_of(card).table.all_bytes
+        except UnsupportedTokenizer:
+            return ()
+
     def files_of(self, card: ModelCard) -> Mapping[str, bytes]:
         """The tokenizer bundle by file name. Raises NoWorker before it has arrived."""
         files = self._files.get(card.tokenizer_digest)

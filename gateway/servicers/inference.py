@@ -284,11 +284,10 @@ def finished_event(tracked: TrackedRequest, index: int = 0) -> pb.Finished:
 
 def reason_of(stream: OutputStream) -> "pb.FinishReason.ValueType":
     """Why a complete output ended."""
-    processor, figures = stream.processor, stream.finished or _NO_FIGURES
     if stream.is_partial:
         return pb.FINISH_REASON_DEADLINE
-    if processor.match is not None or figures.reason is WireFinishReason.STOP:
-        return pb.FINISH_REASON_TOOL_CALLS if processor.num_tool_calls else pb.FINISH_REASON_STOP
+    if stream.has_stopped:
+        return pb.FINISH_REASON_TOOL_CALLS if stream.processor.num_tool_calls else pb.FINISH_REASON_STOP
     return pb.FINISH_REASON_LENGTH
 
 

@@ -212,6 +212,12 @@ class OutputStream:
         self._coalescer = coalescer
         self.notifier = notifier or Notifier()
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether an output that is over was ended by a stop string or token, not by its length."""
+        finished = self.finished
+        return self.processor.match is not None or (finished is not None and finished.reason is WireFinishReason.STOP)
+
     # ------------------------------------------------------------ the pool's side
 
     def on_started(self) -> None:

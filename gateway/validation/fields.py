@@ -25,6 +25,7 @@ MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 4096
 MAX_OUTPUTS = 128
 MAX_BIAS = 100
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 65_536
 MAX_BAD_WORDS = 64
@@ -191,7 +192,7 @@ TABLE: dict[str, MessageRules] = {
             "sampling": anything,
             "stop": anything,
             "output": anything,
-            "priority": InRange(-100, 100),
+            "priority": InRange(MIN_PRIORITY, MAX_PRIORITY),
             "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
             "num_outputs": InRange(1, MAX_OUTPUTS),
             "constraint": anything,
@@ -297,7 +298,7 @@ TABLE: dict[str, MessageRules] = {
             "pooling": OneOf(inference_pb2.Pooling.DESCRIPTOR),
             "normalize": anything,
             "truncate_prompt_tokens": InRange(1, UINT32),
-            "priority": InRange(-100, 100),
+            "priority": InRange(MIN_PRIORITY, MAX_PRIORITY),
             "cache_salt": Utf8Bytes(0, MAX_SALT_BYTES),
             "timeout_s": Above(0, MAX_TIMEOUT_S),
         },

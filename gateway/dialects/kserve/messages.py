@@ -12,7 +12,7 @@ from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream
 from octavo.kserve import inference_pb2 as oip
-from octavo.wire.messages import TokenLogprobs, WireFinishReason
+from octavo.wire.messages import TokenLogprobs
 
 FINAL_RESPONSE = "triton_final_response"
 _UNFINISHED = "None"  # as Triton's vLLM backend writes it
@@ -99,7 +99,6 @@ def failed(request: oip.ModelInferRequest, message: str) -> oip.ModelStreamInfer
 
 def reason_of(stream: OutputStream) -> str:
     """Why a complete output ended: stop or length."""
-    finished = stream.finished
-    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    if stream.has_stopped:
         return "stop"
     return "length"

@@ -13,7 +13,7 @@ from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
 from octavo.openengine import openengine_pb2 as oe
-from octavo.wire.messages import KvTier, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import KvTier, TokenLogprobs
 
 BytesById = Sequence[bytes]
 _CODES = {
@@ -123,10 +123,9 @@ class Events:
 
 def reason_of(stream: OutputStream) -> "oe.FinishReason.ValueType":
     """STOP, LENGTH, or CANCELLED."""
-    finished = stream.finished
     if stream.state is not StreamState.ENDED:
         return oe.FINISH_REASON_CANCELLED
-    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    if stream.has_stopped:
         return oe.FINISH_REASON_STOP
     return oe.FINISH_REASON_LENGTH
 

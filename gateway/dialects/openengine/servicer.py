@@ -29,14 +29,12 @@ from octavo.gateway.errors import (
     Violation,
     row_of,
 )
-from octavo.gateway.models import ServedModels
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.input_processor import share_of
 from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.streams.stream import OutputStreams
-from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.gateway.workers.errors import FeedCut
 from octavo.openengine import openengine_pb2 as oe
 from octavo.openengine import openengine_pb2_grpc
@@ -65,7 +63,7 @@ class OpenEngineInference(openengine_pb2_grpc.InferenceServicer):
             lambda: translate(request, metadata), num_bytes=request.ByteSize(), share=share_of(scope)
         )
         card = self._models.card_of(request.model or scope.model, self._pool)
-        bytes_by_id = texts_of(self._models, card)
+        bytes_by_id = self._models.token_texts(card)
         if not bytes_by_id:
             translated.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
         try:
@@ -135,7 +133,7 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
             raise InvalidRequest((Violation(field="model", description="must be set"),))
         card = self._models.card_of(request.model, self._pool)
         workers = [each for each in self._pool.workers() if each.card.name == card.name]
-        return info.model_info(card, workers, has_text=bool(texts_of(self._models, card)))
+        return info.model_info(card, workers, has_text=bool(self._models.token_texts(card)))
 
     async def GetLoad(self, request: oe.GetLoadRequest, context: Context) -> oe.LoadInfo:
         """By the workers' last heartbeats."""
@@ -237,28 +235,12 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
             while True:
                 batch = await subscription.next()
                 if batch.chunk is None or request.include_snapshot:
-                    await self._write(oe.SubscribeKvEventsResponse(batch=kv_batch(batch)), context)
+                    await self._tracker.write(context, oe.SubscribeKvEventsResponse(batch=kv_batch(batch)))
         except FeedCut as error:
             scope.reason = row_of(error).reason
-            await self._write(oe.SubscribeKvEventsResponse(error=engine_error(error)), context)
+            await self._tracker.write(context, oe.SubscribeKvEventsResponse(error=engine_error(error)))
         finally:
             self._pool.leave_blocks(card.name, subscription)
-
-    async def _write(self, message: oe.SubscribeKvEventsResponse, context: Context) -> None:
-        limit_s = self._tracker.write_stall_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowConsumer(f"a batch waited for more than {limit_s:g} s to be read") from None
-
-
-def texts_of(models: ServedModels, card: ModelCard) -> tuple[bytes, ...]:
-    """The text of each token; empty for a model whose tokenizer is not supported. Raises NoWorker."""
-    try:
-        return models.text_of(card).table.all_bytes
-    except UnsupportedTokenizer:
-        return ()
 
 
 def _probe_of(card: ModelCard) -> pb.GenerateRequest:

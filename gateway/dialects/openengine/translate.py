@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+from octavo.gateway.validation.fields import MAX_PRIORITY, MIN_PRIORITY, REQUEST_ID, first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_generate
 from octavo.openengine import openengine_pb2 as oe
 from octavo.v1 import common_pb2
@@ -18,7 +18,6 @@ from octavo.v1 import inference_pb2 as pb
 RESERVED = "openengine-"
 ROUTING_KEY, TARGET_RANK, PRIORITY = (RESERVED + name for name in ("routing-key", "target-dp-rank", "priority"))
 BACKEND = "llguidance"  # what follows constraints here
-MIN_PRIORITY, MAX_PRIORITY = -100, 100  # octavo.v1's
 
 # octavo.v1 -> here; the first prefix that fits.
 _PATHS = (

@@ -11,7 +11,7 @@ from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.streams.output_processor import Piece
 from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.workers.events import BlockBatch, BlockChange, ChangeKind
-from octavo.wire.messages import KvTier, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import KvTier, TokenLogprobs
 
 Positions = list[tuple[int, TokenLogprobs]]
 
@@ -152,10 +152,9 @@ def aborted_early() -> vllm.GenerateResponse:
 
 def reason_of(stream: OutputStream) -> str:
     """stop, length, or abort."""
-    finished = stream.finished
     if stream.state is not StreamState.ENDED:
         return "abort"
-    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    if stream.has_stopped:
         return "stop"
     return "length"
 

@@ -1,6 +1,5 @@
 """VllmEngine: Generate, Abort, Embed, and what routers in front of this gateway call."""
 
-import asyncio
 import contextlib
 import hashlib
 import io
@@ -26,7 +25,7 @@ from octavo.gateway.dialects.vllm.messages import (
     fill_logprobs,
 )
 from octavo.gateway.dialects.vllm.translate import in_callers_names, translate, translate_embed
-from octavo.gateway.errors import InvalidRequest, RequestAborted, SlowConsumer
+from octavo.gateway.errors import InvalidRequest, RequestAborted
 from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.embedding import Embedder, normalized
 from octavo.gateway.requests.input_processor import share_of
@@ -254,17 +253,9 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         try:
             await context.send_initial_metadata(())
             while True:
-                await self._write_batch(batches.of(await subscription.next()), context)
+                await self._tracker.write(context, batches.of(await subscription.next()))
         finally:
             self._pool.leave_blocks(card.name, subscription)
-
-    async def _write_batch(self, batch: common.KvEventBatch, context: Context) -> None:
-        limit_s = self._tracker.write_stall_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await context.write(batch)
-        except TimeoutError:
-            raise SlowConsumer(f"a batch waited for more than {limit_s:g} s to be read") from None
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
         """Not offered."""

@@ -8,7 +8,7 @@ from octavo.gateway.streams.stream import OutputStream, StreamState
 from octavo.gateway.version import VERSION
 from octavo.gateway.workers.views import WorkerState, WorkerView
 from octavo.vllm import vllm_pb2 as vllm
-from octavo.wire.messages import ModelCard, TokenLogprobs, WireFinishReason
+from octavo.wire.messages import ModelCard, TokenLogprobs
 
 API_VERSION = "vllm"
 Scores = Iterable[tuple[int, TokenLogprobs]]
@@ -95,10 +95,9 @@ def merge(whole: vllm.GenerateResponse, part: vllm.GenerateResponse) -> None:
 
 def reason_of(stream: OutputStream) -> "vllm.FinishInfo.FinishReason.ValueType":
     """STOP, LENGTH, or ABORTED."""
-    finished = stream.finished
     if stream.state is not StreamState.ENDED:
         return vllm.FinishInfo.ABORTED
-    if stream.processor.match is not None or (finished and finished.reason is WireFinishReason.STOP):
+    if stream.has_stopped:
         return vllm.FinishInfo.STOP
     return vllm.FinishInfo.LENGTH
 

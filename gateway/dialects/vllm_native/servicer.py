@@ -17,7 +17,6 @@ from octavo.gateway.requests.submit import Collaborators, Submitter
 from octavo.gateway.requests.tracker import TrackedRequest
 from octavo.gateway.rpc.interceptor import MODEL_HEADER, current_rpc
 from octavo.gateway.streams.stream import OutputStreams
-from octavo.gateway.text.errors import UnsupportedTokenizer
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc
 
@@ -117,11 +116,7 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.ModelInfo:
         """Of the model that the metadata or the port name, else of the only one."""
         card = self._models.card_of(current_rpc.get().model, self._pool, path=MODEL_HEADER)
-        try:
-            self._models.text_of(card)
-        except UnsupportedTokenizer:
-            return model_info(card, has_text=False)
-        return model_info(card, has_text=True)
+        return model_info(card, has_text=bool(self._models.token_texts(card)))
 
     async def Shutdown(self, request: vllm.ShutdownRequest, context: Context) -> vllm.ShutdownResponse:
         """Every gateway drains, then the service ends."""

@@ -9,13 +9,11 @@ from typing import Any
 
 from octavo.gateway.dialects.unserved import path_by, unserved, with_paths
 from octavo.gateway.errors import InvalidRequest, Violation
-from octavo.gateway.validation.fields import first_violations, raise_if_any
+from octavo.gateway.validation.fields import MAX_PRIORITY, MIN_PRIORITY, first_violations, raise_if_any
 from octavo.gateway.validation.generate import check_generate
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.vllm import vllm_pb2 as vllm
-
-MIN_PRIORITY, MAX_PRIORITY = -100, 100  # octavo.v1's
 
 # octavo.v1 -> here; the first prefix that fits.
 _PATHS = (
