@@ -115,7 +115,8 @@ async def _announce(
     address = join_address(reachable(settings.host), port)
     try:
         waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
-        served = await asyncio.wait_for(waiting, settings.startup_timeout_s)
+        async with asyncio.timeout(settings.startup_timeout_s):
+            served = await waiting
     except TimeoutError:
         service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
         service.advance(Stage.STOPPING)

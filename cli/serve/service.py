@@ -132,7 +132,8 @@ class Service:
     async def _sleep(self, delay_s: float) -> None:
         """Until the time is over or the stage changes."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), delay_s)
+            async with asyncio.timeout(delay_s):
+                await self._woken.wait()
 
 
 def keep(plan: ProcessPlan, child: Child, policy: RestartPolicy) -> Kept:

@@ -71,7 +71,8 @@ class ConstraintChecker:
         try:
             num_bytes = len(grammar.source)
             work = self._text.run(lambda: check_grammar(grammar, self._limits), num_bytes=num_bytes, share=share)
-            await asyncio.wait_for(work, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await work
         except GrammarRefused as refused:
             raise InvalidRequest((_violation(request, refused, prefix),)) from None
         except TimeoutError:

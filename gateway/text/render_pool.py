@@ -221,7 +221,8 @@ class RenderPool:
             raise self._stopped(job, f"took more than {self._limits.wall_s:g} s") from None
         except (OSError, asyncio.IncompleteReadError):  # its end of a pipe is closed: it ends, or does something else
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(child.process.wait(), _END_S)
+                async with asyncio.timeout(_END_S):
+                    await child.process.wait()
             await _kill(child)
             if child.process.returncode == -signal.SIGPROF:
                 raise self._stopped(job, f"took more than {self._limits.cpu_s:g} s of CPU time") from None

@@ -209,7 +209,8 @@ async def test_row_9_a_killed_gateway_is_back_its_workers_stay_and_hold_nothing_
                 (gateway,) = faults.service.children("gateway")
                 killed_s = time.monotonic()
                 gateway.send_signal(signal.SIGKILL)
-                ended = await asyncio.wait_for(asyncio.gather(*running), AT_ONCE_S)
+                async with asyncio.timeout(AT_ONCE_S):
+                    ended = await asyncio.gather(*running)
             assert {call.code for call in ended} == {"UNAVAILABLE"}
             await asyncio.to_thread(faults.service.wait_until_ready)
             back_s.append(time.monotonic() - killed_s)

@@ -106,7 +106,7 @@ async def serve_and_ask(socket: str, calls: Calls) -> None:
     workers = WorkerPoolConfig(endpoints=(socket,))
     gateway = Gateway(GatewayConfig(listen_address="127.0.0.1:0", metrics_address=None, workers=workers))
     await gateway.start()
-    async with grpc.aio.insecure_channel(gateway.listen_address) as channel:
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(gateway.listen_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         while not await _answered(stub, calls):  # noqa: ASYNC110  # until the worker is there
             await asyncio.sleep(0.1)
@@ -139,7 +139,7 @@ def main(model: str = "folio-chat") -> None:
         def ask() -> None:
             status = 1
             try:
-                asyncio.run(asyncio.wait_for(serve_and_ask(socket, calls), 120))
+                asyncio.run(serve_and_ask(socket, calls))
                 os.write(1, calls.as_json().encode())
                 status = 0
             finally:

@@ -132,7 +132,8 @@ async def test_the_second_signal_stops_at_once_and_the_third_kills(monkeypatch: 
     for _ in range(3):
         stage.service.on_signal()
         await asyncio.sleep(0.1)
-    assert await asyncio.wait_for(running, 30) == 0  # they would sleep for a minute
+    async with asyncio.timeout(30):  # they would sleep for a minute
+        assert await running == 0
     assert not any(child.is_running for child in stage.children.values())
 
 

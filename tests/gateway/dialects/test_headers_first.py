@@ -33,5 +33,6 @@ async def test_headers_come_although_nothing_is_said_yet(
 ) -> None:
     async with serve(FakePool()) as served:  # whose outputs say nothing
         called = call(served, vllm_stub)
-        await asyncio.wait_for(called.initial_metadata(), 30)
+        async with asyncio.timeout(30):
+            await called.initial_metadata()
         called.cancel()

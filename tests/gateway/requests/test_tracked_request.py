@@ -42,7 +42,8 @@ async def request_in_a_write() -> TrackedRequest:
 
 async def ends_with(tracked: TrackedRequest) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        await asyncio.wait_for(tracked.task, 30.0)
+        async with asyncio.timeout(30.0):
+            await tracked.task
     return caught.value
 
 

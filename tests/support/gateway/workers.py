@@ -135,7 +135,8 @@ class RecordingSink:
 
     async def end(self, timeout_s: float = WAIT_S) -> tuple[object, ...]:
         """Wait for the terminal call."""
-        await asyncio.wait_for(self.done.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self.done.wait()
         return self.ends[0]
 
 

@@ -55,7 +55,8 @@ class UnreadingCaller:
     async def receive(self, *, for_s: float) -> bool:
         """Take what comes within that time; whether anything came."""
         try:
-            data = await asyncio.wait_for(self.reader.read(65536), for_s)
+            async with asyncio.timeout(for_s):
+                data = await self.reader.read(65536)
         except TimeoutError:
             return False
         if not data:
