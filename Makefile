@@ -33,10 +33,14 @@ serve: install ## serve the embedded model until Ctrl-C
 check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
 
-# First what may run at once, a process a core; then, one by one, what starts services or looks at the time.
+# First what may run at once, a process a core; then, one by one, what starts services or looks at the time. With RERUNS=1,
+# as in CI, a test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of
+# seconds is no reason to run half an hour again, but each name there is to be looked into.
+RERUNS ?= 0
+RERUN := --reruns $(RERUNS) -rR
 test: dev ## the whole CPU suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds -n 2 --dist loadfile -m "not gpu and not alone"
-	@$(BIN)/python -m pytest --record-seconds -m "alone and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds $(RERUN) -n 2 --dist loadfile -m "not gpu and not alone"
+	@$(BIN)/python -m pytest --record-seconds $(RERUN) -m "alone and not gpu"
 
 # Without kernels for GPUs, which coverage cannot follow, and their tests.
 COVERAGE := --cov --cov-report= --cov-append
@@ -66,7 +70,7 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 # Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
 # with the others: what must be free within seconds is looked at here.
 test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, gRPC for Node
-	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra tests/interop
+	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra tests/interop
 
 test-wheels: dev ## the wheels in new environments of each Python that is found here, and `octavo tour` there, in some ten minutes
 	@$(BIN)/python deploy/try_wheels.py

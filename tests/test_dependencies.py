@@ -27,8 +27,8 @@ OURS = {*PRODUCT, *WORKSHOP, "octavo"}
 
 # What is needed without being imported: command-line tools, plugins of pytest, of mypy and of protoc, types.
 TOOLS = {
-    "mypy", "ruff", "pytest-asyncio", "pytest-cov", "pytest-timeout", "pytest-xdist", "check-jsonschema",
-    "grpcio-tools",
+    "mypy", "ruff", "pytest-asyncio", "pytest-cov", "pytest-timeout", "pytest-rerunfailures", "pytest-xdist",
+    "check-jsonschema", "grpcio-tools",
 }  # fmt: skip
 OTHER_ENVIRONMENTS = ("tests/interop/drivers", "tests/faults/injected")  # not run by our own Python's packages
 
