@@ -7,6 +7,8 @@ and the backend "invariant" does attention. On a GPU, model/gpu/invariant_steps.
 Must not know: requests, batches.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
@@ -18,6 +20,7 @@ from octavo.model.cpu.ops import rms_norm, silu_mul
 from octavo.model.cpu.products import pack_bf16
 from octavo.model.layers.decoder import Mlp, RmsNorm, Rope, RopeAngles
 from octavo.model.layers.linear import Linear, WeightFormat, packed
+from octavo.model.parallel import Sums
 
 DTYPES = (torch.float32, torch.bfloat16)
 LANES = 32
@@ -90,6 +93,7 @@ def make_invariant(model: CausalLM, *, max_positions: int, wanted: WeightFormat 
             attention.q_norm, attention.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
         layer.mlp = InvariantMlp(layer.mlp)  # type: ignore[assignment]
         layer.fuse()  # whose stages are the same kernels, in bf16; fp32 has none
+    model.ranks = replace(model.ranks, sums=Sums.BY_RANK)
     model.norm = _norm(model.norm)
     model.rope = TabulatedRope(model.config, model.dtype, max_positions=max_positions)
 
@@ -99,8 +103,6 @@ def check_available(model: CausalLM) -> None:
     config = model.config
     if model.device.type != "cpu":
         raise InvarianceUnavailable(f"this is for CPUs; the model is on {model.device}")
-    if model.ranks.size > 1:
-        raise InvarianceUnavailable("deterministic mode is for one rank: sums over ranks depend on the batch")
     if model.dtype not in DTYPES:
         raise InvarianceUnavailable(f"deterministic mode on a CPU is for bfloat16 and float32, not {model.dtype}")
     if native_library() is None:
@@ -111,7 +113,8 @@ def check_available(model: CausalLM) -> None:
         raise InvarianceUnavailable("deterministic mode has no products for the checkpoint's quantised weights")
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
     if any(width % LANES for width in widths):
-        raise InvarianceUnavailable(f"hidden, intermediate and head sizes {widths} must be multiples of {LANES}")
+        where = f" of each of {model.ranks.size} ranks" if model.ranks.size > 1 else ""
+        raise InvarianceUnavailable(f"hidden, intermediate and head sizes {widths}{where} must be multiples of {LANES}")
 
 
 def arithmetic(device: torch.device) -> str:

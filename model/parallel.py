@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -29,8 +30,19 @@ from octavo.model.families.interface import Cut
 JOIN_TIMEOUT_S = 120.0
 """For all ranks to come, and then for each sum."""
 
+MOST_TOLD = 512
+
 Part = tuple[slice, ...]
 """What a rank has of a tensor, a slice for each dimension."""
+
+
+class Sums(Enum):
+    """In which order a sum over ranks adds: FAST, as the library likes it, which may depend on how many rows there are;
+    or BY_RANK, in fp32 from rank 0 on and rounded once, so that a row's bits depend on nothing but the row and the
+    number of ranks (docs/decisions/0006-deterministic-mode.md)."""
+
+    FAST = "fast"
+    BY_RANK = "by rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +52,18 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: "distributed.ProcessGroup | None" = None
+    sums: Sums = Sums.FAST
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, in place."""
-        distributed.all_reduce(partial, group=self.group)
-        return partial
+        if self.sums is Sums.FAST:
+            distributed.all_reduce(partial, group=self.group)
+            return partial
+        first, *others = self._gather(partial)
+        total = first.float()
+        for other in others:
+            total = total + other.float()
+        return partial.copy_(total)
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""
@@ -54,11 +73,25 @@ class Ranks:
         distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN, group=self.group)
         return int(numbers)
 
+    def tell(self, text: str) -> list[str]:
+        """Every rank's text, in their order. Raises ValueError for more than MOST_TOLD bytes."""
+        data = text.encode()
+        if len(data) > MOST_TOLD:
+            raise ValueError(f"ranks tell each other up to {MOST_TOLD} bytes, not {len(data)}")
+        if self.size == 1:
+            return [text]
+        told = self._gather(torch.frombuffer(bytearray(data.ljust(MOST_TOLD, b"\0")), dtype=torch.uint8))
+        return [each.numpy().tobytes().rstrip(b"\0").decode() for each in told]
+
     def concatenate(self, part_SW: torch.Tensor) -> torch.Tensor:
         """[S, V] of all ranks' columns, in the order of the ranks."""
-        parts = [torch.empty_like(part_SW) for _ in range(self.size)]
-        distributed.all_gather(parts, part_SW, group=self.group)
-        return torch.cat(parts, dim=1)
+        return torch.cat(self._gather(part_SW), dim=1)
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's, in their order."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        distributed.all_gather(parts, tensor, group=self.group)
+        return parts
 
     def embed(self, ids_T: torch.Tensor, weight_WD: torch.Tensor) -> torch.Tensor:
         """A row for each id, of a weight whose rows are cut over the ranks."""
@@ -112,17 +145,40 @@ def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:
         raise ConfigError(
             "num_key_value_heads", f"{heads} can neither be divided among {size} tensor-parallel ranks nor repeated"
         )
-    if config.quantization is not None:
-        raise ConfigError(
-            "quantization_config",
-            f"a packed checkpoint cannot be cut into {size} tensor-parallel ranks; a plain one can",
-        )
-    return replace(
+    part = replace(
         config,
         num_attention_heads=config.num_attention_heads // size,
         num_key_value_heads=max(heads // size, 1),
         intermediate_size=config.intermediate_size // size,
     )
+    _check_packed(part, size)
+    return part
+
+
+def _check_packed(part: ModelConfig, size: int) -> None:
+    """part: of one of `size` ranks. Raises ConfigError where a cut goes through a word of packed integers, or through a
+    group of inputs that have one scale: a rank reads whole ones."""
+    settings, layers = part.quantization, range(part.num_hidden_layers)
+    if settings is None:
+        return
+    q_size, kv_size = part.num_attention_heads * part.head_dim, part.num_key_value_heads * part.head_dim
+    outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size, "gate_proj": part.intermediate_size}
+    inputs = {"self_attn.o_proj": q_size, "mlp.down_proj": part.intermediate_size}
+    for name, length in (outputs | inputs).items():
+        if length % settings.per_word:
+            raise ConfigError(
+                "quantization_config.bits",
+                f"{settings.per_word} integers of {settings.bits} bits make a word, and each of {size} tensor-parallel "
+                f"ranks would have {length} rows or columns of {name}",
+            )
+    for name, length in inputs.items():
+        is_packed = any(settings.applies_to(f"model.layers.{index}.{name}") for index in layers)
+        if is_packed and settings.group_size is not None and not settings.is_reordered and length % settings.group_size:
+            raise ConfigError(
+                "quantization_config.group_size",
+                f"groups of {settings.group_size} do not divide the {length} inputs of {name} that each of {size} "
+                "tensor-parallel ranks would have",
+            )
 
 
 def part_of(name: str, shape: tuple[int, ...], config: ModelConfig, ranks: Ranks) -> Part:

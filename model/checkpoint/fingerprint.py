@@ -33,6 +33,8 @@ def fingerprint(model: "CausalLM") -> bytes:
     del config["family"]  # the names of the tensors tell families apart
     if config["quantization"] is None:
         del config["quantization"]
+    else:
+        del config["quantization"]["is_reordered"]  # as g_idx has it
     digest = hashlib.blake2b(repr((sorted(config.items()), str(model.dtype))).encode(), digest_size=DIGEST_BYTES)
     if model.ranks.size > 1:
         digest.update(f"rank {model.ranks.rank} of {model.ranks.size}".encode())

@@ -4,7 +4,7 @@ is not a weight's is named in one error, before any weight is read.
 Must not know: hubs, requests.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -13,11 +13,11 @@ import torch
 
 from octavo.model.causal_lm import CausalLM, LayerMatrices
 from octavo.model.checkpoint.fingerprint import fingerprint
-from octavo.model.checkpoint.packed import Packed, PackedWeights, packed_dtype
+from octavo.model.checkpoint.packed import OnTensors, Packed, PackedWeights, packed_dtype
 from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES, part_bytes
 from octavo.model.checkpoint.shards import Shards, open_shards
 from octavo.model.checkpoint.weight_names import EMBEDDING, HEAD, destinations
-from octavo.model.config import ModelConfig, load_config
+from octavo.model.config import load_config
 from octavo.model.errors import CheckpointError
 from octavo.model.parallel import ALONE, Part, Ranks, part_of
 
@@ -62,13 +62,18 @@ def load_model(
         shards = open_shards(folder, stack)
         chosen = dtype or (None if config.quantization else config.dtype) or torch.bfloat16
         plain = CausalLM(config, dtype=chosen, device="meta")
-        weights = PackedWeights.of(plain)
+        weights = PackedWeights.of(plain, ranks)
         shapes = weights.replace_shapes(expected_shapes(plain))
         check_tensors(shards, shapes)
         matrices = LayerMatrices.DEFERRED if weights.is_any else LayerMatrices.ALLOCATED
         model = CausalLM(config, dtype=chosen, device=device, layer_matrices=matrices, ranks=ranks)
-        names_read = weights.read(shards, model, packed, on_progress)
-        read_weights(shards, model, config, on_progress, done_before=names_read)
+        cuts = weights.cuts()
+        parts = {name: part_of(name, shards.entry(name).shape, config, ranks) for name in shards.file_of.keys() - cuts}
+        progress = _Progress(
+            {name: part_bytes(shards.entry(name), part) for name, part in (parts | cuts).items()}, on_progress
+        )
+        weights.read(shards, model, packed, progress)
+        read_weights(shards, model, parts, progress)
     if weight_scan is WeightScan.FINITE:
         check_finite(model)
     model.fingerprint = fingerprint(model)
@@ -103,23 +108,25 @@ def wanted_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ..
     return shapes.get(name, shapes[EMBEDDING] if name == HEAD else None)
 
 
-def read_weights(
-    shards: Shards,
-    model: CausalLM,
-    whole: ModelConfig,
-    on_progress: OnBytes,
-    done_before: Collection[str] = (),
-) -> None:
-    """Read every other tensor, or this rank's part of it, into its place, file by file in the order of the bytes."""
-    views, done = destinations(model), shards.bytes_of(done_before)
-    names = [name for name in shards.file_of if name not in done_before]
-    parts = {name: part_of(name, shards.entry(name).shape, whole, model.ranks) for name in names}
-    total = done + sum(part_bytes(shards.entry(name), part) for name, part in parts.items())
-    for name in sorted(names, key=lambda name: (shards.file_of[name].path.name, shards.entry(name).start)):
+class _Progress:
+    """Tells how many bytes of all tensors were read. bytes_of: of each, what this rank reads."""
+
+    def __init__(self, bytes_of: dict[str, int], on_progress: OnBytes) -> None:
+        self._bytes_of, self._on_progress = bytes_of, on_progress
+        self._done, self._total = 0, sum(bytes_of.values())
+
+    def __call__(self, names: Iterable[str]) -> None:
+        self._done += sum(self._bytes_of[name] for name in names)
+        self._on_progress(self._done, self._total)
+
+
+def read_weights(shards: Shards, model: CausalLM, parts: dict[str, Part], on_tensors: OnTensors) -> None:
+    """Read tensors, or this rank's parts of them, into their places, file by file in the order of the bytes."""
+    views = destinations(model)
+    for name in sorted(parts, key=lambda name: (shards.file_of[name].path.name, shards.entry(name).start)):
         if name in views:
             shards.file_of[name].read(name, views[name], parts[name])
-        done += part_bytes(shards.entry(name), parts[name])
-        on_progress(done, total)
+        on_tensors([name])
     if HEAD in shards.file_of and HEAD not in views:
         check_tied_head(shards, model, parts[HEAD])
 

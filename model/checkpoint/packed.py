@@ -17,10 +17,13 @@ from octavo.model.checkpoint.shards import Shards
 from octavo.model.checkpoint.weight_names import split
 from octavo.model.errors import CheckpointError, ConfigError
 from octavo.model.layers.linear import Linear
+from octavo.model.parallel import ALONE, Part, Ranks, part_of
 from octavo.model.quantization.grouped import GroupedWeight, join_outputs
 from octavo.model.quantization.settings import GroupSettings, Packing
 
-OnBytes = Callable[[int, int], None]
+OnTensors = Callable[[list[str]], None]
+"""Called with the names of tensors that were read."""
+
 WEIGHT = ".weight"
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 INTEGERS = (".qweight", ".qzeros", ".g_idx")
@@ -52,7 +55,7 @@ def packed_shapes(settings: GroupSettings, num_outputs: int, num_inputs: int) ->
 
     Raises ValueError where the matrix cannot be quantised this way.
     """
-    groups, per_word = settings.groups_of(num_inputs), 32 // settings.bits
+    groups, per_word = settings.groups_of(num_inputs), settings.per_word
     if num_outputs % per_word or num_inputs % per_word:
         raise ValueError(f"{num_outputs} outputs and {num_inputs} inputs are no multiples of {per_word}")
     zeros, scales = (groups, num_outputs // per_word), (groups, num_outputs)
@@ -62,22 +65,63 @@ def packed_shapes(settings: GroupSettings, num_outputs: int, num_inputs: int) ->
     return {"qweight": words, "qzeros": zeros, "scales": scales, "g_idx": (num_inputs,)}
 
 
+def groups_of_part(settings: GroupSettings, inputs: slice, num_groups: int, group_I: torch.Tensor | None) -> slice:
+    """The groups that these inputs of a matrix are of: no others where the part is made of whole groups, as g_idx
+    (group_I, of these inputs) has them, too; else all."""
+    size = settings.group_size
+    if size is None or inputs.start % size or inputs.stop % size:
+        return slice(0, num_groups)
+    groups = _every(inputs, size)
+    is_apart = group_I is None or (int(group_I.min()) >= groups.start and int(group_I.max()) < groups.stop)
+    return groups if is_apart else slice(0, num_groups)
+
+
+def packed_cuts(settings: GroupSettings, part: Part, groups: slice) -> dict[str, Part]:
+    """What belongs to a part of the matrix, of the tensors of `packed_shapes`."""
+    outputs, inputs = part
+    zeros, scales = (groups, _every(outputs, settings.per_word)), (groups, outputs)
+    if settings.packing is Packing.AWQ:
+        return {"qweight": (inputs, _every(outputs, settings.per_word)), "qzeros": zeros, "scales": scales}
+    words = (_every(inputs, settings.per_word), outputs)
+    return {"g_idx": (inputs,), "qweight": words, "qzeros": zeros, "scales": scales}
+
+
+def _every(elements: slice, number: int) -> slice:
+    """The words, or groups, of so many elements each."""
+    return slice(elements.start // number, elements.stop // number)
+
+
 def unpack(settings: GroupSettings, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> GroupedWeight:
     """The matrix that tensors of `packed_shapes` hold. Raises PackingError for a g_idx that is none."""
-    per_word, scale_GO, order_I = 32 // settings.bits, tensors["scales"], None
+    code_OI, zero_GO = _codes_and_zeros(settings, tensors)
+    scale_GO, order_I = tensors["scales"], None
+    if settings.packing is Packing.GPTQ:
+        order_I = input_order(tensors["g_idx"], num_groups=len(scale_GO))
+    if order_I is not None:
+        code_OI = code_OI[:, order_I.long()]
+    return GroupedWeight.pack(code_OI, scale_GO, zero_GO, bits=settings.bits, dtype=dtype, order_I=order_I)
+
+
+def unpack_scattered(settings: GroupSettings, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> torch.Tensor:
+    """The plain values [O, I] of inputs that are of any groups, some of more of them than others: a part of a GPTQ
+    matrix whose groups are no neighbours. Raises PackingError."""
+    code_OI, zero_GO = _codes_and_zeros(settings, tensors)
+    scale_GO, group_I = tensors["scales"], tensors["g_idx"].long()
+    _check_groups(group_I, num_groups=len(scale_GO))
+    return ((code_OI.float() - zero_GO[group_I].T.float()) * scale_GO[group_I].T.float()).to(dtype)
+
+
+def _codes_and_zeros(settings: GroupSettings, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 code_OI, inputs as they lie, and zero_GO."""
     if settings.packing is Packing.AWQ:
         # Place p of a word is output AWQ_ORDER[p]; so output o is in the place where AWQ_ORDER has o.
-        place = torch.tensor([AWQ_ORDER.index(o) for o in range(per_word)], device=scale_GO.device)
+        place = torch.tensor([AWQ_ORDER.index(o) for o in range(settings.per_word)], device=tensors["scales"].device)
         code_OI = split_words(tensors["qweight"], settings.bits)[:, :, place].flatten(1).T
         zero_GO = split_words(tensors["qzeros"], settings.bits)[:, :, place].flatten(1)
     else:
         code_OI = split_words(tensors["qweight"].T, settings.bits).flatten(1)
         zero_GO = split_words(tensors["qzeros"], settings.bits).flatten(1)
-        order_I = input_order(tensors["g_idx"], num_groups=len(scale_GO))
-    if order_I is not None:
-        code_OI = code_OI[:, order_I.long()]
-    zero_GO = ((zero_GO.int() + settings.zero_offset) & (2**settings.bits - 1)).to(torch.uint8)
-    return GroupedWeight.pack(code_OI, scale_GO, zero_GO, bits=settings.bits, dtype=dtype, order_I=order_I)
+    return code_OI, ((zero_GO.int() + settings.zero_offset) & (2**settings.bits - 1)).to(torch.uint8)
 
 
 def split_words(words_RC: torch.Tensor, bits: int) -> torch.Tensor:
@@ -90,8 +134,7 @@ def input_order(group_I: torch.Tensor, *, num_groups: int) -> torch.Tensor | Non
     """int32: inputs sorted by their group, None where they are already. Raises PackingError where groups are not all of
     one size."""
     I = len(group_I)
-    if int(group_I.min()) < 0 or int(group_I.max()) >= num_groups:
-        raise PackingError(f"g_idx: names groups {int(group_I.min())} to {int(group_I.max())}, of {num_groups}")
+    _check_groups(group_I, num_groups=num_groups)
     counts = torch.bincount(group_I.long(), minlength=num_groups)
     if bool((counts != I // num_groups).any()):
         raise PackingError(
@@ -101,20 +144,40 @@ def input_order(group_I: torch.Tensor, *, num_groups: int) -> torch.Tensor | Non
     return None if torch.equal(order_I, torch.arange(I, dtype=torch.int32, device=order_I.device)) else order_I
 
 
+def _check_groups(group_I: torch.Tensor, *, num_groups: int) -> None:
+    if int(group_I.min()) < 0 or int(group_I.max()) >= num_groups:
+        raise PackingError(f"g_idx: names groups {int(group_I.min())} to {int(group_I.max())}, of {num_groups}")
+
+
 class Packed(Enum):
     """What becomes of packed matrices. UNPACKED: plain weights in the model's dtype, for every device. KEPT: integers
-    as they are, for steps that multiply with them; where parts of a fused matrix do not fit together, unpacked."""
+    as they are, for steps that multiply with them; where parts of a fused matrix do not fit together, or a rank's
+    inputs share groups with those of another, unpacked."""
 
     UNPACKED = "unpacked"
     KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """What a matrix of ours is fused from. name: in the checkpoint. shape: [O, I] there. cut: what this rank has."""
+
+    name: str
+    shape: tuple[int, int]
+    cut: Part
+
+    @property
+    def num_outputs(self) -> int:
+        """Of what this rank has."""
+        return int(self.cut[0].stop - self.cut[0].start)
+
+
+@dataclass(frozen=True, slots=True)
 class _Matrix:
-    """One of our matrices. parts: (full name in the checkpoint, [O, I]) of what it is fused from."""
+    """One of our matrices."""
 
     path: str
-    parts: tuple[tuple[str, tuple[int, int]], ...]
+    parts: tuple[_Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +188,20 @@ class PackedWeights:
     matrices: tuple[_Matrix, ...]
 
     @classmethod
-    def of(cls, model: CausalLM) -> "PackedWeights":
-        """Of a model that may be without memory."""
+    def of(cls, model: CausalLM, ranks: Ranks = ALONE) -> "PackedWeights":
+        """Of a whole model, which may be without memory. ranks: of which one reads."""
         settings = model.config.quantization
         if settings is None:
             return cls(None, ())
         found = []
         for path, module in model.named_modules():
             if isinstance(module, Linear) and path.startswith("layers."):
-                parts = split(f"{path}{WEIGHT}", "", module.weight.data, model.config)
-                names = ((f"model.{name.removesuffix(WEIGHT)}", view.shape) for name, view in parts)
-                found.append(_Matrix(path, tuple((name, (shape[0], shape[1])) for name, shape in names)))
+                views = split(f"{path}{WEIGHT}", "", module.weight.data, model.config)
+                parts = []
+                for weight, view in views:
+                    name, shape = f"model.{weight.removesuffix(WEIGHT)}", (view.shape[0], view.shape[1])
+                    parts.append(_Part(name, shape, part_of(f"model.{weight}", shape, model.config, ranks)))
+                found.append(_Matrix(path, tuple(parts)))
         return cls(settings, tuple(found))
 
     @property
@@ -146,70 +212,92 @@ class PackedWeights:
     def replace_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Expected tensors with the packed ones in the place of the plain ones. Raises ConfigError."""
         shapes = dict(shapes)
-        for name, (num_outputs, num_inputs) in self._packed_parts():
+        for part in self._packed_parts():
             assert self.settings is not None
-            del shapes[name + WEIGHT]
+            del shapes[part.name + WEIGHT]
             try:
-                wanted = packed_shapes(self.settings, num_outputs, num_inputs)
+                wanted = packed_shapes(self.settings, *part.shape)
             except ValueError as error:
-                raise ConfigError("quantization_config", f"{name}: {error}") from error
-            shapes |= {f"{name}.{tensor}": shape for tensor, shape in wanted.items()}
+                raise ConfigError("quantization_config", f"{part.name}: {error}") from error
+            shapes |= {f"{part.name}.{tensor}": shape for tensor, shape in wanted.items()}
         return shapes
 
-    def read(self, shards: Shards, model: CausalLM, packed: Packed, on_progress: OnBytes) -> set[str]:
-        """Fill or replace every packed matrix; plain ones get their memory. Returns the names of the tensors read.
-        Raises CheckpointError."""
-        read: set[str] = set()
+    def cuts(self) -> dict[str, Part]:
+        """What this rank reads of every packed tensor, where g_idx does not say that it needs all groups."""
+        found: dict[str, Part] = {}
+        for part in self._packed_parts():
+            assert self.settings is not None
+            groups = groups_of_part(self.settings, part.cut[1], self.settings.groups_of(part.shape[1]), None)
+            cuts = packed_cuts(self.settings, part.cut, groups)
+            found |= {f"{part.name}.{tensor}": cut for tensor, cut in cuts.items()}
+        return found
+
+    def read(self, shards: Shards, model: CausalLM, packed: Packed, on_tensors: OnTensors) -> None:
+        """Fill or replace every packed matrix; plain ones get their memory. on_tensors: told the names of the tensors
+        that were read, matrix by matrix. Raises CheckpointError."""
         for matrix in self.matrices:
             linear = model.get_submodule(matrix.path)
             assert isinstance(linear, Linear)
-            parts = [self._read_part(shards, model, name, shape) for name, shape in matrix.parts]
+            parts = [self._read_part(shards, model, part) for part in matrix.parts]
             joined = self._joined(parts) if packed is Packed.KEPT else None
             if joined is not None:
                 linear.hold(joined)
             else:
                 linear.allocate(model.dtype, model.device)
                 _fill(linear, matrix, parts)
-            read |= {f"{name}.{tensor}" for name, _ in matrix.parts for tensor in TENSORS} & shards.file_of.keys()
-            on_progress(shards.bytes_of(read), shards.num_bytes)
-        return read
+            every = (f"{part.name}.{tensor}" for part in matrix.parts for tensor in TENSORS)
+            on_tensors([name for name in every if name in shards.file_of])
 
-    def _packed_parts(self) -> Iterable[tuple[str, tuple[int, int]]]:
+    def _packed_parts(self) -> list[_Part]:
         if self.settings is None:
             return []
         every = (part for matrix in self.matrices for part in matrix.parts)
-        return [(name, shape) for name, shape in every if self.settings.applies_to(name)]
+        return [part for part in every if self.settings.applies_to(part.name)]
 
-    def _read_part(self, shards: Shards, model: CausalLM, name: str, shape: tuple[int, int]) -> GroupedWeight | None:
+    def _read_part(self, shards: Shards, model: CausalLM, part: _Part) -> GroupedWeight | torch.Tensor | None:
         """None for a part that is plain."""
-        assert self.settings is not None
-        if not self.settings.applies_to(name):
+        settings, inputs = self.settings, part.cut[1]
+        assert settings is not None
+        if not settings.applies_to(part.name):
             return None
-        tensors = {}
-        for tensor, tensor_shape in packed_shapes(self.settings, *shape).items():
-            file = shards.file_of[f"{name}.{tensor}"]
-            dtype = READABLE[file.entries[f"{name}.{tensor}"].dtype]
-            tensors[tensor] = torch.empty(tensor_shape, dtype=dtype, device=model.device)
-            file.read(f"{name}.{tensor}", tensors[tensor])
-        if not bool(tensors["scales"].isfinite().all()):
-            raise CheckpointError(f"{file.path.name}: {name}.scales: holds NaN or infinity")
-        try:
-            return unpack(self.settings, tensors, dtype=model.dtype)
-        except PackingError as error:
-            raise CheckpointError(f"{file.path.name}: {name}.{error}") from error
 
-    def _joined(self, parts: list[GroupedWeight | None]) -> GroupedWeight | None:
-        there = [part for part in parts if part is not None]
+        def read(tensor: str, cut: Part) -> torch.Tensor:
+            file = shards.file_of[f"{part.name}.{tensor}"]
+            dtype = READABLE[file.entries[f"{part.name}.{tensor}"].dtype]
+            into = torch.empty([each.stop - each.start for each in cut], dtype=dtype, device=model.device)
+            file.read(f"{part.name}.{tensor}", into, cut)
+            return into
+
+        group_I = read("g_idx", (inputs,)) if settings.packing is Packing.GPTQ else None
+        num_groups = settings.groups_of(part.shape[1])
+        groups = groups_of_part(settings, inputs, num_groups, group_I)
+        cuts = packed_cuts(settings, part.cut, groups)
+        tensors = {tensor: read(tensor, cut) for tensor, cut in cuts.items() if tensor != "g_idx"}
+        if group_I is not None:
+            tensors["g_idx"] = group_I - groups.start
+        where = f"{shards.file_of[f'{part.name}.scales'].path.name}: {part.name}"
+        if not bool(tensors["scales"].isfinite().all()):
+            raise CheckpointError(f"{where}.scales: holds NaN or infinity")
+        is_of_whole_groups = groups != slice(0, num_groups) or inputs == slice(0, part.shape[1])
+        take = unpack if is_of_whole_groups or settings.group_size is None else unpack_scattered
+        try:
+            return take(settings, tensors, dtype=model.dtype)
+        except PackingError as error:
+            raise CheckpointError(f"{where}.{error}") from error
+
+    def _joined(self, parts: list[GroupedWeight | torch.Tensor | None]) -> GroupedWeight | None:
+        there = [part for part in parts if isinstance(part, GroupedWeight)]
         return join_outputs(there) if len(there) == len(parts) else None
 
 
-def _fill(linear: Linear, matrix: _Matrix, parts: list[GroupedWeight | None]) -> None:
+def _fill(linear: Linear, matrix: _Matrix, parts: list[GroupedWeight | torch.Tensor | None]) -> None:
     """Unpacked values into the rows of the packed parts."""
     start = 0
-    for (_, (num_outputs, _)), part in zip(matrix.parts, parts, strict=True):
+    for each, part in zip(matrix.parts, parts, strict=True):
         if part is not None:
-            linear.weight.data[start : start + num_outputs] = part.dequantized()
-        start += num_outputs
+            values = part.dequantized() if isinstance(part, GroupedWeight) else part
+            linear.weight.data[start : start + each.num_outputs] = values
+        start += each.num_outputs
 
 
 def packed_dtype(name: str, plain: Iterable[str]) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ Must not know: what the tensors mean.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +23,6 @@ class Shards:
     """Open files, and which of them has each tensor. Close with the stack that opened them."""
 
     file_of: dict[str, SafetensorsFile]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return self.bytes_of(self.file_of)
-
-    def bytes_of(self, names: Iterable[str]) -> int:
-        """Of some tensors."""
-        entries = (self.entry(name) for name in names)
-        return sum(entry.end - entry.start for entry in entries)
 
     def entry(self, name: str) -> TensorEntry:
         """What a header says of a tensor."""

@@ -23,14 +23,21 @@ class GroupSettings:
     """Integers of `bits` bits with a scale and a zero point for each output and each `group_size` inputs.
 
     group_size None: all inputs are one group. zero_offset: what is added to stored zero points (1 in GPTQ's first
-    format). left_out: parts of the names of modules that are not quantised.
+    format). is_reordered: groups may be of inputs that are no neighbours (GPTQ's desc_act). left_out: parts of the
+    names of modules that are not quantised.
     """
 
     packing: Packing
     bits: int
     group_size: int | None
     zero_offset: int
+    is_reordered: bool = False
     left_out: tuple[str, ...] = ()
+
+    @property
+    def per_word(self) -> int:
+        """Integers in a word of 32 bits."""
+        return 32 // self.bits
 
     def groups_of(self, num_inputs: int) -> int:
         """Groups of a matrix. Raises ValueError where they would not come out even."""
@@ -68,13 +75,13 @@ def _parse_gptq(fields: ConfigFields) -> GroupSettings:
         raise ConfigError(fields.path("dynamic"), "settings of single modules are not supported")
     if fields.has("pack_dtype"):
         fields.must_be_one_of("pack_dtype", ("int32",))
-    fields.boolean("desc_act", False)
     fields.boolean("sym", True)
     return GroupSettings(
         packing=Packing.GPTQ,
         bits=_bits(fields, (4, 8)),
         group_size=_group_size(fields),
         zero_offset=1 if layout == "gptq" else 0,
+        is_reordered=fields.boolean("desc_act", False),
         left_out=_left_out(fields),
     )
 

@@ -13,7 +13,6 @@ from octavo.model.attention.paged import PagedSequences, paged_generate, paged_l
 from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.cpu.products import can_panel
 from octavo.model.families.registry import FAMILIES
-from octavo.model.invariant import InvarianceUnavailable, make_invariant
 from octavo.model.layers.linear import WeightFormat
 from octavo.model.parallel import Ranks, config_of_rank, part_of
 from octavo.model.quantization.cache_scales import fold_cache_scales
@@ -185,12 +184,6 @@ def test_the_parts_of_all_ranks_are_the_whole_tensor_in_order(family: str, size:
         found = element[parts[0]] if is_whole else torch.cat([element[part] for part in parts], dim)
         assert torch.equal(found, element), name
     assert config_of_rank(config, size).num_attention_heads * size == 8
-
-
-def test_deterministic_mode_is_for_one_rank() -> None:
-    model = CausalLM(ModelConfig.from_dict(tiny_config()), ranks=Ranks(size=2))
-    with pytest.raises(InvarianceUnavailable, match="deterministic mode is for one rank"):
-        make_invariant(model, max_positions=16)
 
 
 def test_a_weight_of_which_the_family_does_not_say_how_it_is_cut_is_refused() -> None:

@@ -28,7 +28,8 @@ from octavo.model.errors import ConfigError
 from octavo.model.parallel import config_of_rank, join_ranks
 from octavo.wire.host import die_with
 from octavo.wire.logs import configure_logs
-from octavo.worker.config import Deterministic, RunnerKind, WorkerConfig
+from octavo.worker.config import RunnerKind, WorkerConfig
+from octavo.worker.loading.agreement import build_name, check_agreement, checkpoint_name
 from octavo.worker.loading.loaded import Loaded, served_name
 from octavo.worker.loading.loader import load_torch, prepare
 from octavo.worker.loading.progress import OnProgress
@@ -100,10 +101,11 @@ class FollowerProcesses:
 
 def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     """`load_torch` of a worker with any number of ranks, of which this process is rank 0. The runner's `close` ends the
-    others. Raises what `load_torch` raises, and GroupLost where a follower ends on the way."""
+    others. Raises what `load_torch` raises, RanksDiffer, and GroupLost where a follower ends on the way."""
     if config.tensor_parallel_size == 1:
         return load_torch(config, on_progress)
     check_group(config)
+    build = build_name()
     folder = resolve_checkpoint(
         config.model,
         revision=config.revision,
@@ -118,6 +120,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         stack.callback(followers.close)
         try:
             ranks = stack.enter_context(join_ranks(meeting, rank=0, size=config.tensor_parallel_size))
+            check_agreement(ranks, build=build, checkpoint=checkpoint_name(folder))
             loaded = load_torch(
                 config,
                 on_progress,
@@ -128,7 +131,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
             followers.check(wait_s=LOST_WAIT_S)
             raise
         ending.enter_context(stack.pop_all())
-    return loaded
+    return replace(loaded, notes=loaded.notes + notes_on_cores(config.tensor_parallel_size))
 
 
 def check_group(config: WorkerConfig) -> None:
@@ -138,8 +141,14 @@ def check_group(config: WorkerConfig) -> None:
         raise ValueError(f"tensor_parallel_size {size} is for models: the oracle has nothing to cut")
     if torch.device(config.device).type != "cpu":
         raise ValueError(f"tensor_parallel_size {size} is served on CPUs so far, and the device is {config.device}")
-    if config.deterministic is Deterministic.ON:
-        raise ValueError(f"deterministic mode goes with one rank only, and tensor_parallel_size is {size}")
+
+
+def notes_on_cores(size: int) -> tuple[str, ...]:
+    """What an operator should know of ranks on CPUs, in a sentence."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if size <= cores:
+        return ()
+    return (f"{size} tensor-parallel ranks share {cores} cores: steps wait for each other, fewer ranks are faster",)
 
 
 def check_cut(folder: Path, size: int) -> None:
@@ -163,7 +172,9 @@ def main() -> int:
     config, size = task.config, task.config.tensor_parallel_size
     configure_logs(config.log_format, config.log_level)
     try:
+        build = build_name()
         with join_ranks(Path(task.meeting), rank=task.rank, size=size) as ranks:
+            check_agreement(ranks, build=build, checkpoint=checkpoint_name(Path(config.model)))
             follow(prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner, sys.stdin.buffer)
     except Exception as error:
         log.error("follower_failed", rank=task.rank, num_ranks=size, error=f"{type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from octavo.wire.messages import Grammar, GrammarKind, Pooling, SamplingParams
-from octavo.worker.config import Deterministic, RunnerKind, WorkerConfig
+from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.group import load_group
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.loading.loader import load_torch
@@ -169,7 +169,6 @@ def test_what_a_group_cannot_be_had_with_is_refused_before_anything_starts(folde
     for changes, reason in (
         ({"device": "cuda"}, "tensor_parallel_size 2 is served on CPUs so far, and the device is cuda"),
         ({"runner": RunnerKind.ORACLE}, "the oracle has nothing to cut"),
-        ({"deterministic": Deterministic.ON}, "deterministic mode goes with one rank only"),
     ):
         with pytest.raises(ValueError, match=reason):
             load(replace(good, **changes))  # type: ignore[arg-type]

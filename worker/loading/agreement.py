@@ -1,0 +1,68 @@
+"""What the ranks of a group must have alike before they load: the program, and the checkpoint. Halves of two models
+would give tokens, and no error.
+
+Must not know: how ranks are started, what they do.
+"""
+
+import hashlib
+import importlib.util
+import os
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from octavo.model.parallel import Ranks
+
+PACKAGES = ("octavo.model", "octavo.wire", "octavo.worker")  # what a rank runs
+SOURCES = {".py", ".c", ".h"}
+NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
+_DIGEST_BYTES = 6
+
+
+class RanksDiffer(ValueError):
+    """A rank has another build or another checkpoint than rank 0; the message says which rank, and what to do."""
+
+
+def check_agreement(ranks: Ranks, *, build: str, checkpoint: str) -> None:
+    """On every rank, with its own `build_name` and `checkpoint_name`. Raises RanksDiffer, on every rank the same."""
+    for what, own, advice in (
+        ("another build of Octavo", build, "install one build everywhere and start again"),
+        ("another checkpoint", checkpoint, "its files changed while the ranks started, or differ between hosts"),
+    ):
+        first, *others = ranks.tell(own)
+        for rank, theirs in enumerate(others, start=1):
+            if theirs != first:
+                raise RanksDiffer(
+                    f"rank {rank} of {ranks.size} has {what} than rank 0 ({theirs}, not {first}): {advice}"
+                )
+
+
+def build_name() -> str:
+    """The version, torch's, and a hash of the sources as they are on disk."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for path in sorted(path for path in Path(place).rglob("*") if path.suffix in SOURCES):
+                digest.update(f"{package} {path.relative_to(place)}\0".encode() + path.read_bytes())
+    try:
+        version = metadata.version("octavo")
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    return f"{version} {digest.hexdigest()}, torch {torch.__version__}"
+
+
+def checkpoint_name(folder: Path) -> str:
+    """A hash of config.json and, of every file of weights, its name, its size, its head and pages spread over it: not
+    all of 144 GB, but more than two trainings have alike."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors*")]):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}\0".encode())
+            for index in range(NUM_SAMPLES):
+                digest.update(
+                    os.pread(file.fileno(), SAMPLE_BYTES, index * max(size - SAMPLE_BYTES, 0) // (NUM_SAMPLES - 1))
+                )
+    return f"{folder.name} {digest.hexdigest()}"
