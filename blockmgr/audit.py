@@ -14,6 +14,8 @@ from octavo.blockmgr.pool import BlockPool
 from octavo.blockmgr.prefix_index import Chain
 from octavo.blockmgr.tables import UNSET, CopyQueue, SlotTables
 
+PART_BLOCKS = 1 << 17
+"""That one look of a recount counts: they take a millisecond."""
 _MAX_NAMED = 8  # blocks or slots listed in one violation
 
 
@@ -40,7 +42,8 @@ def audit_blocks(
     pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue, chains: dict[int, Chain]
 ) -> BlockAudit:
     """Look at everything; O(blocks + table), no Python per block while all is well."""
-    refs_P, host_refs_P = _count_references(pool, tables, copies), _count_host_references(host)
+    holders = ((pool, _holders(tables, copies)), (host.pool, _host_holders(host)))
+    refs_P, host_refs_P = (_count(each, held_by) for each, held_by in holders)
     violations = [*_check_rows(pool, tables), *_check_copies(pool, copies), *_check_moves(pool, host)]
     for each, found_P in ((pool, refs_P), (host.pool, host_refs_P)):
         violations += [*_check_references(each, found_P), *_check_places(each, found_P), *_check_cached(each)]
@@ -52,25 +55,58 @@ def audit_blocks(
         num_cached=len(cached),
         num_active=int(np.count_nonzero(refs_P)) + len(held),
         num_deferred=len(held),
-        num_leaked=_num_leaked(pool, refs_P) + _num_leaked(host.pool, host_refs_P),
+        num_leaked=sum(_num_leaked(each, held_by, *_ids(each)) for each, held_by in holders),
         violations=tuple(violations),
         num_host_free=len(host.pool.blank_blocks()),
         num_host_cached=len(host.pool.lru.to_array()),
     )
 
 
-def count_leaked(pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue) -> int:
-    """`BlockAudit.num_leaked` alone: O(blocks + rows in use), tens of microseconds."""
-    refs_P, host_refs_P = _count_references(pool, tables, copies), _count_host_references(host)
-    return _num_leaked(pool, refs_P) + _num_leaked(host.pool, host_refs_P)
+class Recount:
+    """`BlockAudit.num_leaked`, found some blocks at a time: each look takes the next PART_BLOCKS, so that none takes
+    longer than a millisecond or two however large the pools are. A part is counted as it is at that moment, so the
+    parts need not be of one moment.
+    """
+
+    def __init__(self, pool: BlockPool, host: HostTier, tables: SlotTables, copies: CopyQueue) -> None:
+        self._tables, self._copies, self._host = tables, copies, host
+        self._parts = [
+            (each, begin, min(begin + PART_BLOCKS, each.first + each.num_blocks))
+            for each in (pool, host.pool)
+            for begin in range(each.first, each.first + each.num_blocks, PART_BLOCKS)
+        ]
+        self._found = [0] * len(self._parts)
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Looks that it takes to see every block."""
+        return len(self._parts)
+
+    @property
+    def num_leaked(self) -> int:
+        """Of all parts, each as it was found last."""
+        return sum(self._found)
+
+    def look_at_all(self) -> None:
+        """Count every part."""
+        for _ in self._parts:
+            self.look()
+
+    def look(self) -> None:
+        """Count the next part."""
+        pool, begin, end = self._parts[self._next]
+        holders = _host_holders(self._host) if pool.first else _holders(self._tables, self._copies)
+        self._found[self._next] = _num_leaked(pool, holders, begin, end)
+        self._next = (self._next + 1) % len(self._parts)
 
 
-def _num_leaked(pool: BlockPool, refs_P: np.ndarray) -> int:
-    is_somewhere_P = refs_P > 0
-    for blocks in (pool.blank_blocks(), pool.lru.to_array(), pool.fence.to_array()):
-        is_somewhere_P[_in_pool(pool, blocks)] = True
-    is_lost_P = ~is_somewhere_P | (pool.ref_P > refs_P)
-    return int(np.count_nonzero(is_lost_P[pool.first :]))
+def _num_leaked(pool: BlockPool, holders: np.ndarray, begin: int, end: int) -> int:
+    """Of the blocks from begin to end, which are the pool's. holders: a block for each reference to it."""
+    refs_B = np.bincount(holders[(holders >= begin) & (holders < end)] - begin, minlength=end - begin)
+    is_somewhere_B = (refs_B > 0) | pool.is_blank(begin, end) | pool.lru.stands(begin, end)
+    held = pool.fence.to_array()
+    is_somewhere_B[held[(held >= begin) & (held < end)] - begin] = True
+    return int(np.count_nonzero(~is_somewhere_B | (pool.ref_P[begin:end] > refs_B)))
 
 
 def _named(ids: np.ndarray) -> str:
@@ -86,15 +122,20 @@ def _count(pool: BlockPool, blocks: np.ndarray) -> np.ndarray:
     return np.bincount(_in_pool(pool, blocks), minlength=len(pool.ref_P))
 
 
-def _count_references(pool: BlockPool, tables: SlotTables, copies: CopyQueue) -> np.ndarray:
+def _holders(tables: SlotTables, copies: CopyQueue) -> np.ndarray:
+    """A block for each reference that a row or a queued copy has."""
     width = int(tables.num_blocks_S.max(initial=0))  # what is set beyond a row's length is a violation of its own
     rows_SM = tables.table_SM[tables.is_live_S, :width]
-    return _count(pool, np.concatenate([rows_SM.ravel(), np.array(copies.sources, np.int32)]))
+    return np.concatenate([rows_SM.ravel(), np.array(copies.sources, np.int32)])
 
 
-def _count_host_references(host: HostTier) -> np.ndarray:
+def _host_holders(host: HostTier) -> np.ndarray:
     held = [parcel.blocks for parcel in host.parcels.values()]
-    return _count(host.pool, np.concatenate([*held, np.array(host.ins.sources, np.int32)]))
+    return np.concatenate([*held, np.array(host.ins.sources, np.int32)])
+
+
+def _ids(pool: BlockPool) -> tuple[int, int]:
+    return pool.first, pool.first + pool.num_blocks
 
 
 def _count_places(pool: BlockPool, refs_P: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.blockmgr.audit import BlockAudit, audit_blocks, count_leaked
+from octavo.blockmgr.audit import BlockAudit, Recount, audit_blocks
 from octavo.blockmgr.block_map import BlockMap, HostBlockMap, map_blocks, map_host_blocks
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
@@ -359,10 +359,10 @@ class BlockManager:
         """The same of the second tier; None where there is none."""
         return map_host_blocks(self._host, max_cells)
 
-    def count_leaked(self) -> int:
-        """Active blocks that no slot, queued copy or step in flight accounts for, counted from the table: 0, or a
-        defect. The cheap part of `audit`."""
-        return count_leaked(self._pool, self._host, self._tables, self._growth.copies)
+    def recount(self) -> Recount:
+        """Counts active blocks that no slot, queued copy or step in flight accounts for, from the table, some at a
+        time: 0, or a defect. The cheap part of `audit`."""
+        return Recount(self._pool, self._host, self._tables, self._growth.copies)
 
     def audit(self) -> BlockAudit:
         """Recount everything from scratch."""

@@ -151,6 +151,13 @@ class LruQueue:
         """bool per block: is it in the queue."""
         return self._position_P[blocks] != _ABSENT
 
+    def stands(self, begin: int, end: int) -> np.ndarray:
+        """bool for each of these block ids: is it where its position says; found without `__len__`."""
+        position_B = self._position_P[begin:end]
+        is_inside_B = (position_B >= self._head) & (position_B < self._tail)
+        found_B = self._entries[np.where(is_inside_B, position_B, 0)] == np.arange(begin, end, dtype=np.int32)
+        return np.asarray(is_inside_B & found_B)
+
     def to_array(self) -> np.ndarray:
         """All blocks, oldest first, int32."""
         return self._entries[self._live_positions(self._head, self._tail)]
@@ -188,6 +195,7 @@ class BlockPool:
         self.num_evicted_blocks = 0
         rising = np.arange(first, first + num_blocks, dtype=np.int32)
         self._blank = rising[::-1].copy()  # a stack; its top is at the end
+        self._blank_place_P = np.arange(first + num_blocks - 1, -1, -1, dtype=np.int32)  # of ids below `first` nothing
         self._num_blank = num_blocks
 
     @property
@@ -208,6 +216,13 @@ class BlockPool:
     def blank_blocks(self) -> np.ndarray:
         """Blank blocks, int32, the next one to be handed out last."""
         return self._blank[: self._num_blank].copy()
+
+    def is_blank(self, begin: int, end: int) -> np.ndarray:
+        """bool for each of these block ids: does it stand in the stack of blank ones."""
+        place_B = self._blank_place_P[begin:end]
+        is_inside_B = place_B < self._num_blank
+        found_B = self._blank[np.where(is_inside_B, place_B, 0)] == np.arange(begin, end, dtype=np.int32)
+        return np.asarray(is_inside_B & found_B)
 
     def allocate(self, num: int) -> np.ndarray:
         """``num`` blocks with one reference each, int32. OutOfBlocks leaves everything as it was.
@@ -286,4 +301,5 @@ class BlockPool:
 
     def _push_blank(self, blocks: np.ndarray) -> None:
         self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
+        self._blank_place_P[blocks] = np.arange(self._num_blank, self._num_blank + len(blocks), dtype=np.int32)
         self._num_blank += len(blocks)

@@ -80,7 +80,7 @@ class WorkerWatchSettings(WorkerMetricsSettings):
     )
     audit_every_steps: int = setting(
         1000,
-        "Engine steps between two audits of all KV blocks, beside those without work; 0: no audits",
+        "Engine steps between two audits of pools up to 16,384 KV blocks, beside those without work; 0: no audits",
         panel="Watching",
         ge=0,
     )

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from octavo.blockmgr import BlockAudit, BlockManager
+from octavo.blockmgr import BlockAudit, BlockManager, audit
+from octavo.blockmgr.pool import BlockPool
 
 MakeManager = Callable[..., BlockManager]
 TEN = np.arange(10, dtype=np.int32)
@@ -175,3 +176,34 @@ def test_leaked_blocks_are_counted(make_manager: MakeManager) -> None:
     leak(manager)
     keep_a_reference(manager)
     assert manager.audit().num_leaked == 2
+
+
+@pytest.mark.parametrize("corrupt", [leak, lose_a_reference, keep_a_reference, uncache, index_a_blank_block, busy])
+@pytest.mark.parametrize("part", [1, 3, 10, 64])
+def test_a_recount_in_parts_finds_what_an_audit_finds(
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, corrupt: Callable[..., object], part: int
+) -> None:
+    monkeypatch.setattr(audit, "PART_BLOCKS", part)
+    manager = busy(make_manager)
+    recount = manager.recount()
+    assert len(recount) == -(-10 // part)
+    recount.look_at_all()
+    assert recount.num_leaked == 0
+    if corrupt is not busy:
+        corrupt(manager)
+    recount.look_at_all()
+    assert recount.num_leaked == manager.audit().num_leaked
+
+
+def test_a_look_counts_no_more_blocks_than_a_part_has(
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "PART_BLOCKS", 4)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        BlockPool, "is_blank", lambda self, begin, end: seen.append((begin, end)) or np.ones(end - begin, np.bool_)
+    )
+    recount = make_manager(num_blocks=10, num_host_blocks=3).recount()
+    for _ in range(5):
+        recount.look()
+    assert seen == [(0, 4), (4, 8), (8, 10), (10, 13), (0, 4)]

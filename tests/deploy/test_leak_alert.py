@@ -14,6 +14,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from octavo.blockmgr.pool import BlockPool
+from octavo.worker.engine import interfaces
 from octavo.worker.metrics import SnapshotCollector
 from octavo.worker.transport.link import LinkStats
 from tests.support.worker.engine_rig import Rig, run_message
@@ -120,6 +121,46 @@ def test_a_leak_is_counted_while_there_is_always_work(
     assert [line["event"] for line in logged] == ["audit_failed"]
 
 
+def count_audits(rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
+    """When the blocks were audited, by the rig's clock, each time for so long."""
+    at: list[float] = []
+    audit = rig.blocks.audit
+
+    def slow_audit() -> Any:
+        at.append(rig.now_s)
+        rig.now_s += seconds
+        return audit()
+
+    monkeypatch.setattr(rig.blocks, "audit", slow_audit)
+    return at
+
+
+@pytest.mark.parametrize(("num_blocks", "num_audits"), [(interfaces.AUDITED_AT_WORK, 8), (2 * 10**6, 0)])
+def test_no_step_waits_for_the_audit_of_a_large_pool(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_audits: int
+) -> None:
+    rig = Rig(WorldConfig(num_blocks=num_blocks), audit_every_steps=3)
+    at = count_audits(rig, monkeypatch, 0.0)
+    rig.inbox.put(run_message(99, [3, 4, 5], max_tokens=30, min_tokens=30))
+    rig.steps(24)
+    assert rig.engine.stats.has_work
+    assert len(at) == num_audits
+
+
+def test_an_audit_that_takes_long_waits_longer_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(WorldConfig(num_blocks=64), audit_every_steps=1000)
+    at = count_audits(rig, monkeypatch, 0.2)
+    serve(rig, 1)
+    be_idle(rig)
+    assert len(at) == 1
+    serve(rig, 1)
+    worked_s = rig.now_s
+    while len(at) == 1 and rig.now_s < worked_s + 60:
+        rig.now_s += 0.1
+        rig.engine.step()
+    assert 0.2 * interfaces.IDLE_PER_AUDIT - 1 < at[1] - worked_s < 0.2 * interfaces.IDLE_PER_AUDIT + 1
+
+
 def test_violations_are_logged_once_and_named(monkeypatch: pytest.MonkeyPatch, logged: list[Any]) -> None:
     leak_a_block_per_release(monkeypatch)
     rig = Rig(WorldConfig(num_blocks=64), audit_every_steps=1)
@@ -135,9 +176,11 @@ def test_violations_are_logged_once_and_named(monkeypatch: pytest.MonkeyPatch, l
 def test_blocks_that_wait_for_steps_in_flight_have_not_leaked() -> None:
     rig = Rig(WorldConfig(num_blocks=16, max_in_flight=2))
     rig.inbox.put(run_message(1, [3, 4, 5], max_tokens=6))
+    recount = rig.blocks.recount()
     for _ in range(12):
         rig.engine.step()
-        assert rig.blocks.count_leaked() == rig.blocks.audit().num_leaked == 0
+        recount.look_at_all()
+        assert recount.num_leaked == rig.blocks.audit().num_leaked == 0
 
 
 def test_prometheus_agrees_that_the_rule_fires(repository: Path, tmp_path: Path) -> None:

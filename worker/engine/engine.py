@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import structlog
 
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import AdminQuery, AdminReply, Cancel, Drain, Leaving, Pause, Resume, Run
 from octavo.worker.engine.interfaces import (
+    BlockChecks,
     Clock,
     EngineStats,
     GatewayJoined,
@@ -35,11 +35,6 @@ from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs
 from octavo.worker.scheduler.request import failure
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.scheduler.slot_state import InFlightStep
-
-log = structlog.get_logger(__name__)
-
-RECOUNT_S = 1.0  # between two recounts of the blocks while steps are made
-IDLE_S = 0.25  # without work, after which an audit delays no step
 
 
 class StepPipeline:
@@ -176,10 +171,7 @@ class Engine:
         self._drain_until_s: float | None = None
         self._wanted_grace_s: float | None = None
         self._is_stopping = False
-        self._num_leaked_blocks = 0
-        self._violations: tuple[str, ...] = ()  # of the last audit
-        self._recounted_s = self._worked_s = clock()
-        self._is_audit_due = False  # something has been done since the last one
+        self._checks = BlockChecks(blocks, clock, audit_every_steps=config.audit_every_steps)
         self.num_steps = 0
         self.stats = self._snapshot()
 
@@ -214,7 +206,7 @@ class Engine:
         self._send(self._pipeline.collect() if len(self._pipeline) else self._scheduler.flush())
         self._kv_events.publish_changes()
         self._kv_events.publish_part()
-        self._check_blocks(self._clock())
+        self._checks.look(self._scheduler)
         self.stats = self._snapshot()
 
     @property
@@ -240,7 +232,8 @@ class Engine:
 
     def _handle(self, gateway: GatewayIndex, message: InboxMessage) -> None:
         now_s = self._clock()
-        self._is_audit_due |= not isinstance(message, AdminQuery) or message.flush_prefix_cache
+        if not isinstance(message, AdminQuery) or message.flush_prefix_cache:
+            self._checks.note_work()
         match message:
             case Run():
                 self._add(gateway, message, now_s)
@@ -276,7 +269,7 @@ class Engine:
 
     def _answer(self, gateway: GatewayIndex, query: AdminQuery) -> AdminReply:
         num_flushed = self._blocks.flush_prefix_cache() if query.flush_prefix_cache else 0
-        violations = self._audit() if query.audit else ()
+        violations = self._checks.audit() if query.audit else ()
         block_map = self._blocks.map(query.max_cells) if query.max_cells > 0 else None
         rows = self._scheduler.requests.outputs_of(gateway, max_outputs=query.max_outputs)
         return AdminReply(
@@ -309,11 +302,8 @@ class Engine:
 
     def _step_ended(self, step: InFlightStep) -> None:
         self.num_steps += 1
-        self._is_audit_due = True
         plan = step.plan
-        every = self._config.audit_every_steps
-        if every and self.num_steps % every == 0:
-            self._audit()
+        self._checks.note_step(self.num_steps)
         self._observer.on_step(
             StepReport(
                 step=plan.step,
@@ -334,34 +324,6 @@ class Engine:
             for finished in output.finished:
                 self._observer.on_finished(finished)
 
-    # ------------------------------------------------------------ blocks
-
-    def _check_blocks(self, now_s: float) -> None:
-        """A recount now and then while there is work, an audit when there is none."""
-        if self._scheduler.has_work:
-            self._worked_s = now_s
-            if now_s - self._recounted_s >= RECOUNT_S:
-                self._recount(now_s)
-        elif self._is_audit_due and now_s - self._worked_s >= IDLE_S:
-            self._is_audit_due = False
-            if self._config.audit_every_steps:
-                self._audit()
-            else:
-                self._recount(now_s)
-
-    def _recount(self, now_s: float) -> None:
-        self._recounted_s = now_s
-        former, self._num_leaked_blocks = self._num_leaked_blocks, self._blocks.count_leaked()
-        if self._num_leaked_blocks > former:
-            self._audit()  # which names them
-
-    def _audit(self) -> tuple[str, ...]:
-        audit, former = self._blocks.audit(), self._violations
-        self._num_leaked_blocks, self._violations = audit.num_leaked, audit.violations
-        if audit.violations and audit.violations != former:
-            log.error("audit_failed", num_leaked_blocks=audit.num_leaked, violations=audit.violations)
-        return audit.violations
-
     def _snapshot(self) -> EngineStats:
         """Gauges and counters as they are now; leaks and violations as they were found last."""
         counters = self._scheduler.counters
@@ -375,9 +337,9 @@ class Engine:
             num_blocks=self._blocks.config.num_blocks,
             num_free_blocks=self._blocks.num_free,
             num_cached_blocks=self._blocks.num_cached,
-            num_active_blocks=max(0, self._blocks.num_active - self._num_leaked_blocks),
-            num_leaked_blocks=self._num_leaked_blocks,
-            num_violations=len(self._violations),
+            num_active_blocks=max(0, self._blocks.num_active - self._checks.num_leaked),
+            num_leaked_blocks=self._checks.num_leaked,
+            num_violations=len(self._checks.violations),
             num_queried_tokens=self._blocks.num_queried_tokens,
             num_hit_tokens=self._blocks.num_hit_tokens,
             num_preemptions=counters.num_preemptions,

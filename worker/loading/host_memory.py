@@ -15,12 +15,13 @@ import torch
 
 from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused, OnParts
 from octavo.model.parallel import ALONE, Ranks
-from octavo.worker.loading.memory import GIB, MOST_SPARE_BLOCKS, DoesNotFit, available_host_bytes
+from octavo.worker.loading.memory import GIB, DoesNotFit, available_host_bytes
 
 log = structlog.get_logger(__name__)
 
 SHARE = 0.25  # of free host memory, for the workers of all GPUs together
 MOST_UNASKED_BYTES = 16 * GIB  # pinning takes a third of a second for a GiB, and more
+MOST_UNASKED_BLOCKS = 1 << 18  # of tiny models: a gateway that joins is told of each
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -30,7 +31,7 @@ def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus:
     free_bytes = available_host_bytes()
     if host_kv_gib is None:
         unasked_bytes = min(int(SHARE * free_bytes) // num_gpus, MOST_UNASKED_BYTES) if num_gpus else 0
-        return min(unasked_bytes // block_bytes, MOST_SPARE_BLOCKS)
+        return min(unasked_bytes // block_bytes, MOST_UNASKED_BLOCKS)
     wanted_bytes = int(host_kv_gib * GIB)
     if wanted_bytes > free_bytes:
         total = psutil.virtual_memory().total

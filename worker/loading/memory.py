@@ -20,8 +20,9 @@ from octavo.model.layers.linear import Linear
 GIB = 1 << 30
 RESERVE_BYTES = 256 << 20
 """Left alone besides everything that is accounted for: allocator slack, the interpreter, other libraries."""
-MOST_SPARE_BLOCKS = 1 << 18
-"""Of cached prefixes alone: a recount of the blocks, once a second, is to take no more than some milliseconds."""
+MOST_BLOCKS = 1 << 24
+"""Of a pool that takes all there is: each takes some 200 bytes of the host's memory. A block of the smallest models
+takes 80 KB, so that this is more than a terabyte."""
 _CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_FRACTION = 0.95
 
@@ -109,8 +110,9 @@ def _blocks_in_budget(needs: MemoryNeeds) -> int:
     fitting = max(room_bytes, 0) // needs.block_bytes
     if fitting < needs.blocks_per_request:
         raise _over_budget(needs, room_bytes)
-    most = needs.max_num_seqs * needs.blocks_per_request
-    return min(fitting, max(most, MOST_SPARE_BLOCKS) if needs.spare is SpareMemory.TAKEN else most)
+    if needs.spare is SpareMemory.TAKEN:
+        return min(fitting, MOST_BLOCKS)
+    return min(fitting, needs.max_num_seqs * needs.blocks_per_request)
 
 
 def _over_budget(needs: MemoryNeeds, room_bytes: int) -> DoesNotFit:

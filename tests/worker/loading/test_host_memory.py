@@ -9,7 +9,7 @@ import torch
 from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused
 from octavo.worker.loading import host_memory
 from octavo.worker.loading.host_memory import allocate_host_blocks, cpus_beside, host_blocks_wanted, near, parse_cpus
-from octavo.worker.loading.memory import GIB, MOST_SPARE_BLOCKS, DoesNotFit, MemoryNeeds, SpareMemory, size_pool
+from octavo.worker.loading.memory import GIB, MOST_BLOCKS, DoesNotFit, MemoryNeeds, SpareMemory, size_pool
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -109,6 +109,34 @@ def test_a_gpu_gives_spare_memory_to_cached_prefixes() -> None:
     )
     assert size_pool(needs).num_blocks == 2 * 64
     assert size_pool(replace(needs, spare=SpareMemory.TAKEN)).num_blocks == 7 * 1024
-    tiny = replace(needs, block_bytes=1024, spare=SpareMemory.TAKEN)
-    assert size_pool(tiny).num_blocks == MOST_SPARE_BLOCKS  # of a tiny model: more would cost more than it is worth
-    assert host_blocks_wanted(None, 1024, num_gpus=1) == MOST_SPARE_BLOCKS
+    tiny = replace(needs, block_bytes=256, spare=SpareMemory.TAKEN)
+    assert size_pool(tiny).num_blocks == MOST_BLOCKS
+    assert host_blocks_wanted(None, 1024, num_gpus=1) == host_memory.MOST_UNASKED_BLOCKS
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.9, 0.95])
+@pytest.mark.parametrize("device_gib", [16, 24, 40, 80, 141, 192, 288])
+@pytest.mark.parametrize(
+    ("block_bytes", "weights_gib"), [(81_920, 0.1), (98_304, 0.9), (196_608, 0.9), (917_504, 14.0)]
+)
+def test_the_pool_takes_what_the_fraction_promises_of_any_device(
+    device_gib: int, block_bytes: int, weights_gib: float, fraction: float
+) -> None:
+    """The embedded model in float32, Qwen2.5-0.5B with an fp8 and a bf16 cache, 7B; 4 requests to 4,096."""
+    if weights_gib > 0.8 * fraction * device_gib:
+        return  # the weights alone take it
+    available = device_gib * GIB - int(weights_gib * GIB)
+    for max_num_seqs, max_model_len in ((4, 256), (256, 32_768), (4096, 2048)):
+        needs = MemoryNeeds(
+            available_bytes=available,
+            weights_bytes=int(weights_gib * GIB),
+            activation_bytes=GIB // 2,
+            block_bytes=block_bytes,
+            block_size=16,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            memory_fraction=fraction,
+            spare=SpareMemory.TAKEN,
+        )
+        taken = size_pool(needs).num_bytes + needs.fixed_bytes
+        assert needs.budget_bytes - block_bytes < taken <= needs.budget_bytes
