@@ -51,6 +51,8 @@ class SchedulerConfig:
     max_waiting: requests queued besides; more are refused with QUEUE_FULL.
     max_batch_tokens: token budget of a step; at least max_num_seqs, so that prefill always gets on.
     max_chunk_tokens: of one request in one step; None: the whole budget.
+    max_chunks: prompts that one step goes on with; None: as many as there are. A GPU's recorded steps have room for so
+        many, and one of more is launched kernel by kernel.
     max_model_len: prompt and output together.
     vocab_size: ids are below this.
     max_in_flight: plans outstanding at once (what the runner bears).
@@ -66,6 +68,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     max_batch_tokens: int = 2048
     max_chunk_tokens: int | None = None
+    max_chunks: int | None = None
     max_in_flight: int = 1
     aging_s: float = 10.0
     preempt_every_steps: int | None = None
@@ -80,8 +83,9 @@ class SchedulerConfig:
             self.max_batch_tokens >= self.max_num_seqs,
             f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs})",
         )
-        chunk = self.max_chunk_tokens
-        _require(chunk is None or chunk >= 1, f"max_chunk_tokens must be at least 1, not {chunk}")
+        for name in ("max_chunk_tokens", "max_chunks"):
+            most = getattr(self, name)
+            _require(most is None or most >= 1, f"{name} must be at least 1, not {most}")
         every = self.preempt_every_steps
         _require(every is None or every >= 2, f"preempt_every_steps must be at least 2, not {every}")
 

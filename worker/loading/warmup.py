@@ -37,7 +37,8 @@ class WarmConfig(Protocol):
 
 
 class WarmRunner(Runner, Protocol):
-    """A runner that has such a configuration, and measures copies between the tiers, if there are two."""
+    """A runner that has such a configuration, and measures copies between the tiers, if there are two. max_chunks: of a
+    step, None for any number."""
 
     @property
     def config(self) -> WarmConfig: ...
@@ -45,6 +46,8 @@ class WarmRunner(Runner, Protocol):
     def host_blocks(self) -> HostBlocks | None: ...
     @property
     def max_copies_in(self) -> int: ...
+    @property
+    def max_chunks(self) -> int | None: ...
     def measure_copies(self) -> float: ...
 
 

@@ -65,6 +65,7 @@ class GroupRunner:
         self.config = runner.config  # every rank has the same
         self.host_blocks = runner.host_blocks  # each rank has its part of every block
         self.max_copies_in = runner.max_copies_in
+        self.max_chunks = runner.max_chunks
         self.measure_copies = runner.measure_copies
         self._runner, self._followers, self._close = runner, followers, close
 

@@ -1,4 +1,4 @@
-"""What goes into the next step: decodes first, then prefill chunks until the token budget is spent.
+"""What goes into the next step: decodes first, then prefill chunks until the token budget or their number is spent.
 
 There is no prefill phase and no decode phase: a step is some tokens of some requests. Blocks are taken here, all or
 nothing; when there are none, requests are preempted. None is preempted while a step is in flight: its blocks would not
@@ -165,6 +165,7 @@ class Planner:
 
     def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self._config = config
+        self._max_chunks = config.max_chunks or config.max_num_seqs
         self._requests = table
         self._slots = table.slots
         self._blocks = table.blocks
@@ -261,7 +262,7 @@ class Planner:
     def _continue_prefills(self, budget: int, now_s: float) -> list[Chunk]:
         chunks: list[Chunk] = []
         for request in sorted(self._requests.prefilling, key=lambda request: request.rank):
-            if not budget:
+            if not budget or len(chunks) == self._max_chunks:
                 break
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens
@@ -311,7 +312,10 @@ class Planner:
     # ------------------------------------------------------------ admission
 
     def _admit_waiting(self, budget: int, chunks: list[Chunk], in_flight: InFlight, now_s: float) -> None:
-        while budget and (request := self._admission.admit_head(in_flight, now_s)):
+        while budget and len(chunks) < self._max_chunks:
+            request = self._admission.admit_head(in_flight, now_s)
+            if request is None:
+                return
             self._join(request)
             if request.phase is Phase.LOADING:
                 continue

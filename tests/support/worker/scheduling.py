@@ -40,6 +40,7 @@ class WorldConfig:
     max_num_seqs: int = 4
     max_batch_tokens: int = 8
     max_chunk_tokens: int | None = None
+    max_chunks: int | None = None
     max_model_len: int = 64
     max_waiting: int = 100
     max_in_flight: int = 1
@@ -58,6 +59,7 @@ class WorldConfig:
             max_waiting=self.max_waiting,
             max_batch_tokens=self.max_batch_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
+            max_chunks=self.max_chunks,
             max_in_flight=self.max_in_flight,
             aging_s=self.aging_s,
             copy_s_per_block=self.copy_s_per_block,

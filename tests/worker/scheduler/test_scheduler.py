@@ -31,6 +31,33 @@ def test_a_chunk_limit_lets_short_prompts_pass_a_long_one() -> None:
     assert world.step_seen() == Seen(prefill=((1, 5, 5),), decode=((2, 2),))
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_step_goes_on_with_no_more_prompts_than_the_runner_has_recorded(max_in_flight: int) -> None:
+    """Prompts that are cached but for a few tokens are many in a budget."""
+    config = WorldConfig(
+        num_blocks=400,
+        max_num_seqs=40,
+        max_batch_tokens=64,
+        max_chunks=6,
+        max_chunk_tokens=3,
+        max_in_flight=max_in_flight,
+    )
+    world = World(config)
+    prompts = [[i, *range(7)] for i in range(40)]
+    for turn in (0, 1):
+        for i, prompt in enumerate(prompts):
+            world.add(100 * turn + i, prompt, max_tokens=12)
+        sizes = []
+        while world.scheduler.has_work:
+            plan = world.step()
+            sizes.append(len(plan.prefill) if plan else 0)
+        assert max(sizes) == 6
+        if turn:
+            assert sizes[:5] == [6] * 5  # nobody waits for more than it takes to see all of them
+    world.check_complete()
+    world.check_quiet()
+
+
 def test_nothing_to_do_is_no_plan() -> None:
     world = World(WorldConfig())
     assert world.scheduler.plan(now_s=0.0) is None

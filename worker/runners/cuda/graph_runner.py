@@ -167,6 +167,11 @@ class GraphRunner:
         self._staged_U = staged_U
 
     @property
+    def max_chunks(self) -> int:
+        """That a recorded mixed step has room for."""
+        return self._shapes.max_chunks
+
+    @property
     def num_shapes(self) -> int:
         """How many steps `record` records."""
         return len(self._sizes) + len(self._shapes.layouts())

@@ -139,6 +139,7 @@ class CudaRunner:
         self.max_in_flight = config.max_in_flight
         self._device = weights.embed_VD.device
         self.graphs = GraphRunner(weights, config)
+        self.max_chunks = self.graphs.max_chunks
         self._rows = StagedRows(self.graphs.state.layout)
         worst = worst_layout(max_slots=config.max_slots, max_batch_tokens=config.max_batch_tokens)
         self._staging = StagingBuffer(

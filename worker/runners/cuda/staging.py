@@ -142,6 +142,11 @@ class MixedShapes:
         token_sizes = (*(size for size in TOKEN_SIZES if size < largest), largest)
         return cls(decode_sizes=decode_sizes, token_sizes=token_sizes)
 
+    @property
+    def max_chunks(self) -> int:
+        """A step of no more chunks and no more tokens than the largest shape has fits one of them."""
+        return _num_chunks(self.token_sizes[-1])
+
     def layouts(self) -> list[MixedLayout]:
         """Largest first: what a recording needs, smaller ones find there."""
         sizes = [(tokens, decodes) for tokens in self.token_sizes for decodes in self.decode_sizes]

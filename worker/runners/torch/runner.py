@@ -215,6 +215,7 @@ class TorchRunner:
         )
         self.host_blocks = host_blocks
         self.max_copies_in = MAX_COPIES_IN
+        self.max_chunks: int | None = None  # as many as there are
         self._num_copied_blocks, self._copy_s = 0, 0.0  # since the last result
         self._rows = RunnerRows(
             max_slots=config.max_slots,

@@ -65,6 +65,23 @@ def test_a_step_gets_the_smallest_shape_it_fits_into(
     assert found is None or found in SHAPES.layouts()
 
 
+@pytest.mark.parametrize("max_batch_tokens", [16, 40, 256, 2048, 8192])
+@pytest.mark.parametrize("share", ["all cached", "half", "none"])
+def test_every_plan_of_no_more_chunks_than_it_has_room_for_is_recorded(max_batch_tokens: int, share: str) -> None:
+    """Of 256 prompts at once that are cached but for less than a block, or not."""
+    shapes = MixedShapes.of(max_slots=256, max_batch_tokens=max_batch_tokens)
+    rng = np.random.default_rng(0)
+    for num_chunks in range(1, shapes.max_chunks + 1):
+        longest = {"all cached": 16, "half": 200, "none": 1024}[share]
+        lengths = rng.integers(1, longest + 1, num_chunks)
+        lengths = np.maximum(1, np.minimum(lengths, (max_batch_tokens - num_chunks) // num_chunks)).tolist()
+        plan = plan_of(list(range(256 - num_chunks)), *(chunk(i, 0, length) for i, length in enumerate(lengths)))
+        if sum(lengths) <= max_batch_tokens:
+            assert shapes.find(MixedLayout.exact(plan), num_chunks) in shapes.layouts()
+    crowd = plan_of([], *(chunk(i, 0, 1) for i in range(shapes.max_chunks + 1)))
+    assert shapes.find(MixedLayout.exact(crowd), shapes.max_chunks + 1) is None
+
+
 @pytest.mark.parametrize("lengths", [[100], [1] * 6, [33, 33, 34], [1, 99]])
 def test_every_shape_found_has_room_for_its_tiles_and_ends(lengths: list[int]) -> None:
     plan = plan_of([], *(chunk(i, 0, length) for i, length in enumerate(lengths)))
