@@ -27,8 +27,32 @@ from octavo.wire.run_dir import RunDirError, ensure_run_dir
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
+CORES_PER_GATEWAY = 4
+MOST_GATEWAYS = 8
+CORES_PER_WORKER = 2
 READY_FILE = "ready"
 """In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
+
+
+def choose_gateways(num_cores: int, *, num_workers: int, on_gpu: bool) -> int:
+    """How many gateways are best for a service of which nothing else is known. A model on the CPU computes on every
+    core, and a gateway more takes time from it. Beside a GPU a gateway for every four cores: callers, a worker's own
+    thread and the kernel's network need the others (bench/RESULTS.md: 4 of 16 cores carry 80k tokens/s, 8 as many). A
+    worker beyond the first has a thread that plans and one that copies."""
+    if not on_gpu:
+        return 1
+    cores = num_cores - CORES_PER_WORKER * (num_workers - 1)
+    return min(max(cores // CORES_PER_GATEWAY, 1), MOST_GATEWAYS)
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may run on at once: those of its affinity, or what the container's quota leaves."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        granted, period = quota.read_text().split()
+        return max(1, min(cores, round(int(granted) / int(period))))
+    except (OSError, ValueError, ZeroDivisionError):  # "max": no quota
+        return cores
 
 
 @contextmanager
@@ -92,7 +116,7 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
     """(setting, port) of every process in the order of `plan_processes`; 0 stays 0."""
     gateway, worker = settings.metrics_port, settings.worker_metrics_port
     num_workers = settings.workers * len(settings.model)
-    return [("metrics_port", gateway and gateway + GATEWAY_PORT_STRIDE * n) for n in range(settings.gateways)] + [
+    return [("metrics_port", gateway and gateway + GATEWAY_PORT_STRIDE * n) for n in range(settings.num_gateways)] + [
         ("worker_metrics_port", worker and worker + n) for n in range(num_workers)
     ]
 
@@ -101,8 +125,8 @@ def plan_processes(
     settings: ServeSettings, *, run_dir: Path, port: int, ports: list[int], openai_port: int | None = None
 ) -> tuple[ProcessPlan, ...]:
     """Gateways, then workers, then the front. port: of the gRPC service. ports: of the metrics; none of them 0."""
-    endpoints = [f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.gateways)]
-    controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.gateways)]
+    endpoints = [f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.num_gateways)]
+    controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
     gateways = [
         ProcessPlan(
             name=f"gateway-{n}",
@@ -125,10 +149,10 @@ def plan_processes(
         ProcessPlan(
             name=f"worker-{n}",
             role=Role.WORKER,
-            settings=_worker_settings(settings, run_dir, f"worker-{n}", model, ports[settings.gateways + n], endpoints),
-            metrics_port=ports[settings.gateways + n],
+            settings=_worker_settings(settings, run_dir, f"worker-{n}", model, metrics_port, endpoints),
+            metrics_port=metrics_port,
         )
-        for n, model in enumerate(models)
+        for n, (model, metrics_port) in enumerate(zip(models, ports[settings.num_gateways :], strict=True))
     ]
     fronts = [] if openai_port is None else [_plan_front(settings, run_dir, openai_port)]
     return (*gateways, *workers, *fronts)
@@ -139,7 +163,7 @@ def _plan_front(settings: ServeSettings, run_dir: Path, port: int) -> ProcessPla
     own = {
         "run_dir": str(run_dir),
         "openai": port,
-        "front_target": [f"unix:{front_socket(run_dir, n).absolute()}" for n in range(settings.gateways)],
+        "front_target": [f"unix:{front_socket(run_dir, n).absolute()}" for n in range(settings.num_gateways)],
     }
     return ProcessPlan(
         name="openai",
@@ -195,7 +219,7 @@ def _gateway_settings(
             "admin_port": admin,
             "metrics_port": metrics_port,
             "worker_endpoint": [endpoint],
-            "port_sharing": "shared" if settings.gateways > 1 else "exclusive",
+            "port_sharing": "shared" if settings.num_gateways > 1 else "exclusive",
         }
         | _logs(settings)
     )

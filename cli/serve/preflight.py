@@ -3,11 +3,13 @@
 A mistake that every worker would die of costs a second here, and a quarter of a minute and two errors there.
 """
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
@@ -122,6 +124,20 @@ def _check_gpu(device: str, version: str, cuda: str, count: str) -> None:
         has = f"torch {version} is built without CUDA" if cuda == "no" else f"torch {version} sees {count} GPUs"
         advice = "leave --device out, or give cpu; `octavo doctor` lists the devices"
         raise CliError("there is no such GPU", f"--device is {device}, and {has}", advice)
+
+
+def serves_on_gpu(settings: ServeSettings, devices: Path = Path("/dev")) -> bool:
+    """Whether the workers will find a GPU, told without importing torch: `auto` takes one where the system has one that
+    is not hidden, and torch is built for it."""
+    if settings.runner != "torch" or settings.device == "cpu":
+        return False
+    if settings.device.startswith("cuda"):
+        return True
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    with contextlib.suppress(PackageNotFoundError):
+        return not version("torch").endswith("+cpu") and any(devices.glob("nvidia[0-9]*"))
+    return False
 
 
 def _gpus() -> tuple[str, str, str]:

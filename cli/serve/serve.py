@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,15 +18,17 @@ from octavo.cli.serve.children import Child
 from octavo.cli.serve.launch import (
     READY_FILE,
     ProcessPlan,
+    choose_gateways,
     command_line,
     environment,
     metrics_ports,
     plan_processes,
     run_folder,
+    usable_cores,
     write_settings,
 )
 from octavo.cli.serve.ports import free_port, held_port, require_free
-from octavo.cli.serve.preflight import check_front, check_traces, check_workers, warn_of_variables
+from octavo.cli.serve.preflight import check_front, check_traces, check_workers, serves_on_gpu, warn_of_variables
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
 from octavo.cli.serve.record import record_of, recorded
 from octavo.cli.serve.service import Notice, Service, Stage, keep
@@ -47,6 +50,9 @@ def serve(settings: ServeSettings) -> int:
     check_access(settings)
     check_workers(settings)
     check_traces()
+    gateways_why = ""
+    if settings.gateways is None:
+        settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=serves_on_gpu(settings))
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
     if settings.guards_its_door and not settings.prefix_salt_secret:  # one for all gateways
@@ -61,16 +67,25 @@ def serve(settings: ServeSettings) -> int:
             *(of_model for _, of_model in model_ports(settings)),
         }
         port = settings.port or free_port(settings.host, others)
-        if settings.gateways > 1:
+        if settings.num_gateways > 1:
             stack.enter_context(held_port(settings.host, port))
         openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
         plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port)
         address = join_address(reachable(settings.host), port)
         stack.enter_context(recorded(record_of(address, run_dir, plans, metrics_host=settings.metrics_host)))
-        return asyncio.run(_serve(settings, plans, run_dir, port))
+        return asyncio.run(_serve(settings, plans, run_dir, port, gateways_why))
 
 
-async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, port: int) -> int:
+def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> tuple[ServeSettings, str]:
+    """The settings with a number of gateways, and what the summary says of it."""
+    number = choose_gateways(num_cores, num_workers=settings.workers * len(settings.model), on_gpu=on_gpu)
+    where = f"beside a GPU with {num_cores} cores" if on_gpu else f"since the model computes on the {num_cores} cores"
+    return settings.model_copy(update={"gateways": number}), f"{number}, {where} (--gateways)"
+
+
+async def _serve(
+    settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, port: int, gateways_why: str
+) -> int:
     started_s = time.monotonic()
     console = Console(stderr=True)
     view = StartupView(plans, console=console, level=settings.log_level, style=_line_style(settings, console))
@@ -79,7 +94,7 @@ async def _serve(settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, service, notice)
-    announcer = asyncio.create_task(_announce(settings, plans, run_dir, port, started_s, service, view))
+    announcer = asyncio.create_task(_announce(settings, plans, run_dir, port, started_s, service, view, gateways_why))
     announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
     try:
         code = await service.run()
@@ -110,6 +125,7 @@ async def _announce(
     started_s: float,
     service: Service,
     view: StartupView,
+    gateways_why: str,
 ) -> None:
     """Print the summary once the service answers; end the service where that takes too long."""
     address = join_address(reachable(settings.host), port)
@@ -127,7 +143,7 @@ async def _announce(
     models = model_summaries(served, list(view.loaded.values()))
     with contextlib.suppress(OSError):  # nobody reads stdout
         summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
-        show_summary(summary)
+        show_summary(replace(summary, gateways=gateways_why))
     (run_dir / READY_FILE).write_text(address + "\n")
 
 

@@ -46,7 +46,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSummary:
-    """A service that is ready."""
+    """A service that is ready. gateways: how many there are and why, where nobody asked for a number."""
 
     address: str
     admin_address: str | None
@@ -55,6 +55,7 @@ class ServiceSummary:
     ready_after_s: float
     access: Sequence[str] = ()
     openai_url: str | None = None
+    gateways: str = ""
     page: str | None = None
 
     @property
@@ -73,6 +74,7 @@ def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
     rows += [("OpenAI", summary.openai_url)] if summary.openai_url else []
     rows += [("admin", summary.admin_address)] if summary.admin_address else []
     rows += [("page", summary.page)] if summary.page else []
+    rows += [("gateways", summary.gateways)] if summary.gateways else []
     rows += [("access", " + ".join(summary.access))] if summary.access else []
     rows += [("metrics", f"http://{address}/metrics  ({name})") for name, address in summary.metrics]
     for model in summary.models:

@@ -155,8 +155,20 @@ class ServeSettings(
     """`octavo serve`."""
 
     workers: int = setting(1, "Workers of each model", panel="Service", ge=1, le=64)
-    gateways: int = setting(1, "Gateway processes, all on one port", panel="Service", ge=1, le=64)
+    gateways: int | None = setting(
+        None,
+        "Gateway processes, all on one port; unset: 1 where the model computes on the CPU, one for every four cores, "
+        "at most 8, where it has a GPU",
+        panel="Service",
+        ge=1,
+        le=64,
+    )
     startup_timeout_s: float = setting(600.0, "Seconds until the service must be ready", panel="Service", gt=0)
+
+    @property
+    def num_gateways(self) -> int:
+        """As many as were asked for; 1 before `octavo serve` has chosen."""
+        return self.gateways or 1
 
 
 class CallSettings(CredentialSettings, AddressSettings):

@@ -1,3 +1,4 @@
+import os
 import stat
 import sys
 import tomllib
@@ -5,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.serve.launch import Role, command_line, environment, metrics_ports, plan_processes, write_settings
+from octavo.cli.serve.launch import (
+    Role,
+    choose_gateways,
+    command_line,
+    environment,
+    metrics_ports,
+    plan_processes,
+    usable_cores,
+    write_settings,
+)
 from octavo.cli.serve.parent import PARENT_VARIABLE
 from octavo.cli.settings.groups import ALL_KEYS, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.resolve import resolve
@@ -47,6 +57,28 @@ def test_the_first_gateway_has_the_page_of_the_service() -> None:
 
     assert pages() == pages(page="on") == ["on", "off", "off"]
     assert pages(page="off", page_port=7) == ["off"] * 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "on_gpu", "wanted"),
+    [
+        *((cores, 1, False, 1) for cores in (1, 2, 4, 16, 64, 256)),  # they would take time from the model
+        *((cores, 1, True, wanted) for cores, wanted in ((1, 1), (2, 1), (4, 1), (8, 2), (12, 3), (16, 4), (26, 6))),
+        *((cores, 1, True, 8) for cores in (32, 64, 256)),
+        *((16, workers, True, wanted) for workers, wanted in ((2, 3), (4, 2), (8, 1), (64, 1))),
+        (128, 8, True, 8),
+    ],
+)
+def test_gateways_follow_from_cores_and_device(cores: int, workers: int, on_gpu: bool, wanted: int) -> None:
+    assert choose_gateways(cores, num_workers=workers, on_gpu=on_gpu) == wanted
+
+
+def test_a_containers_quota_limits_the_cores(tmp_path: Path) -> None:
+    every, quota = len(os.sched_getaffinity(0)), tmp_path / "cpu.max"
+    for text, wanted in (("max 100000", every), ("100000 100000", 1), ("20000 100000", 1), (f"{10**9} 100000", every)):
+        quota.write_text(text)
+        assert usable_cores(quota) == wanted
+    assert usable_cores(tmp_path / "none") == every
 
 
 def test_one_gateway_has_the_port_to_itself() -> None:

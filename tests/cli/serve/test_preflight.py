@@ -10,6 +10,7 @@ import pytest
 
 from octavo.cli.explain import explain
 from octavo.cli.main import main
+from octavo.cli.serve import preflight
 from octavo.cli.serve.launch import environment
 from octavo.cli.serve.preflight import (
     BACKENDS,
@@ -260,3 +261,35 @@ def test_instructions_that_the_cpu_lacks_are_found_before_a_process_starts(monke
     monkeypatch.setattr("octavo.model.cpu.isa.machine_isa", lambda: Isa.AVX2)
     with pytest.raises(CpuIsaError, match="is 'amx', but this CPU has avx2"):
         check_workers(ServeSettings(cpu_isa="amx", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "version", "visible", "wanted"),
+    [
+        ({"device": "cpu"}, "2.11.0", None, False),
+        ({"device": "cuda:1"}, "2.11.0", None, True),
+        ({}, "2.11.0", None, True),
+        ({}, "2.11.0", "0,1", True),
+        ({}, "2.11.0", "", False),
+        ({}, "2.11.0", "-1", False),
+        ({}, "2.11.0+cpu", None, False),
+        ({"runner": "oracle"}, "2.11.0", None, False),
+    ],
+)
+def test_whether_a_gpu_serves_is_told_without_torch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    version: str,
+    visible: str | None,
+    wanted: bool,
+) -> None:
+    monkeypatch.setattr(preflight, "version", lambda name: version)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "nvidia0").touch()
+    settings = ServeSettings(**given)  # type: ignore[arg-type]
+    assert preflight.serves_on_gpu(settings, tmp_path) is wanted
+    if not given:
+        assert not preflight.serves_on_gpu(settings, tmp_path / "no-gpu")

@@ -2,7 +2,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from octavo.cli.serve.serve import with_gateways
 from octavo.cli.serve.summary import ModelSummary, ServiceSummary, boxed, plain
+from octavo.cli.settings.groups import ServeSettings
 
 MODEL = ModelSummary(
     name="m", device="cuda", dtype="bfloat16", num_workers=2, num_blocks=1000, block_size=16, max_model_len=32768
@@ -27,6 +29,14 @@ Octavo is ready after 3.1 s
 
 def test_plain_lines_tell_everything() -> None:
     assert plain(SUMMARY) == PLAIN
+
+
+def test_it_tells_how_many_gateways_were_chosen_and_why() -> None:
+    chosen, why = with_gateways(ServeSettings(model=("a", "b")), 16, on_gpu=True)
+    assert chosen.num_gateways == 3
+    assert "\n  gateways: 3, beside a GPU with 16 cores (--gateways)\n" in plain(replace(SUMMARY, gateways=why))
+    chosen, why = with_gateways(ServeSettings(), 4, on_gpu=False)
+    assert (chosen.num_gateways, why) == (1, "1, since the model computes on the 4 cores (--gateways)")
 
 
 def test_it_names_the_live_page() -> None:
