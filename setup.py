@@ -10,13 +10,11 @@ FOLDERS = ("wire", "blockmgr", "grammar", "model", "worker", "gateway", "cli")
 setup(
     package_dir={
         "octavo.kserve": "proto/octavo/kserve",  # stubs that only the server needs
-        "octavo.openengine": "proto/octavo/openengine",  # likewise
         "octavo.vllm": "proto/octavo/vllm",  # likewise
         **{f"octavo.{folder}": folder for folder in FOLDERS},
     },
     packages=[
         "octavo.kserve",
-        "octavo.openengine",
         "octavo.vllm",
         *(f"octavo.{folder}" for folder in FOLDERS),
         *(f"octavo.{folder}.{each}" for folder in FOLDERS for each in find_packages(folder)),

@@ -96,7 +96,7 @@ def sources(root: Path, prefix: str) -> set[str]:
 
 def of_the_server_alone(tree: Path) -> set[str]:
     """Stubs of contracts that Octavo's own client does not speak."""
-    names = ("kserve", "openengine", "vllm")
+    names = ("kserve", "vllm")
     return set().union(*(sources(tree / "proto/octavo" / name, f"octavo/{name}") for name in names))
 
 
