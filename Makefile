@@ -69,7 +69,7 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 
 # Each client has an environment of its own under .interop/ (or $$OCTAVO_INTEROP_DIR), made on the first run. Not together
 # with the others: what must be free within seconds is looked at here.
-test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, gRPC for Node
+test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, NVIDIA Dynamo, gRPC for Node
 	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra tests/interop
 
 test-wheels: dev ## the wheels in new environments of each Python that is found here, and `octavo tour` there, in some ten minutes
@@ -117,7 +117,7 @@ lint: dev ## style and types
 types: dev
 	@rm -rf .cache/types && mkdir -p .cache/types/octavo
 	@ln -s $(CURDIR)/proto/octavo/* $(foreach folder,$(FOLDERS),$(CURDIR)/$(folder)) .cache/types/octavo/
-	@MYPYPATH=.cache/types $(BIN)/mypy -p octavo -p sim
+	@MYPYPATH=.cache/types:integrations/dynamo $(BIN)/mypy -p octavo -p sim -p octavo_dynamo
 
 format: dev ## rewrite the code in the one style
 	@$(BIN)/ruff check --fix .

@@ -18,12 +18,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-STUBS = ("proto/octavo/kserve", "proto/octavo/openengine", "proto/octavo/vllm")  # that only the server has
+STUBS = ("proto/octavo/kserve", "proto/octavo/vllm")  # that only the server has
 SERVER = ("blockmgr", "cli", "gateway", "grammar", "model", *STUBS, "wire", "worker")
 CLIENT = ("proto/octavo",)  # octavo-client
 PRODUCT = (*SERVER, *CLIENT)
 WORKSHOP = ("sim", "bench", "examples", "tests", "deploy")
-OURS = {*PRODUCT, *WORKSHOP, "octavo"}
+OURS = {*PRODUCT, *WORKSHOP, "octavo", "octavo_dynamo"}
 
 # What is needed without being imported: command-line tools, plugins of pytest, of mypy and of protoc, types.
 TOOLS = {

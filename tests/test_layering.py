@@ -11,6 +11,7 @@ import pytest
 # folder -> (folders that it may import, third-party packages that it may never import)
 ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "proto/octavo": ({"client"}, {"torch", "zmq", "transformers"}),
+    "integrations/dynamo": ({"client"}, {"torch", "zmq", "transformers", "msgspec"}),
     "wire": ({"wire"}, {"torch", "grpc", "transformers"}),
     "blockmgr": ({"blockmgr"}, {"torch", "zmq", "grpc", "transformers", "msgspec"}),
     "grammar": ({"grammar", "wire"}, {"torch", "zmq", "grpc", "transformers"}),
