@@ -33,6 +33,12 @@ def triton_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def dynamo_python() -> Path:
+    """An interpreter that has NVIDIA Dynamo; skips where it cannot be installed."""
+    return _python("dynamo")
+
+
+@pytest.fixture(scope="session")
 def node() -> Callable[..., str]:
     """Runs a script with gRPC for Node; skips where that cannot be installed."""
     try:

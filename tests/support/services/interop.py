@@ -24,26 +24,29 @@ def environments_folder() -> Path:
 
 @cache
 def interop_python(name: str) -> Path:
-    """The interpreter of the environment of `tests/interop/NAME.txt`. Raises NoEnvironment."""
-    pins = (PINS / f"{name}.txt").read_bytes()
+    """The interpreter of the environment of `tests/interop/NAME.txt`, and of `NAME-alone.txt` where there is one: that
+    is installed without its requirements. Raises NoEnvironment."""
+    files = [file for file in (PINS / f"{name}.txt", PINS / f"{name}-alone.txt") if file.exists()]
+    pins = b"".join(file.read_bytes() for file in files)
     digest = hashlib.sha256(pins + sys.version.encode()).hexdigest()[:12]
     folder = environments_folder() / f"{name}-{digest}"
     python = folder / "bin" / "python"
     if not (folder / ".complete").exists():
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
-        _make(folder, python, PINS / f"{name}.txt")
+        _make(folder, python, files)
         (folder / ".complete").touch()
     return python
 
 
-def _make(folder: Path, python: Path, pins: Path) -> None:
+def _make(folder: Path, python: Path, files: list[Path]) -> None:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries=1"]
     try:
         _run([sys.executable, "-m", "venv", str(folder)])
-        _run([*pip, "-r", str(pins)])
+        for file in files:
+            _run([*pip, *(["--no-deps"] if file.stem.endswith("-alone") else []), "-r", str(file)])
     except (NoEnvironment, subprocess.TimeoutExpired) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise NoEnvironment(f"{pins.name} could not be installed: {error}") from None
+        raise NoEnvironment(f"{files[0].name} could not be installed: {error}") from None
 
 
 @cache
