@@ -5,7 +5,8 @@ A rank is a process with a device of its own and a part of every large matrix; w
 inner columns, so that two sums over ranks make a layer whole: after attention's output and after the MLP's down
 projection. The embedding needs one sum more, the head a concatenation. Of one rank nothing of this happens.
 
-Every rank must run the same steps in the same order: a sum waits for all of them.
+Every rank must run the same steps in the same order: a sum waits for all of them. On CUDA devices it is a kernel like
+others, which the step's graph holds; which one, NCCL's or one that reads its peers' memory, is `peers`' business.
 
 Legend: T tokens · S rows · D model dim · V vocabulary · W rows of the embedding that a rank has.
 Must not know: layers, files, what makes a rank run a step.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import distributed
@@ -35,6 +37,23 @@ MOST_TOLD = 512
 Part = tuple[slice, ...]
 """What a rank has of a tensor, a slice for each dimension."""
 
+Agreed = TypeVar("Agreed")
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+"""Its name since torch 2.13, and the one before."""
+
+
+class PeerSums(Protocol):
+    """A way to sum small tensors beside the group's own."""
+
+    def takes(self, partial: torch.Tensor) -> bool:
+        """Whether it is the faster one for tensors of this shape: the same on every rank."""
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Where such a tensor must lie to be summed. One at a time."""
+
+    def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        """out: the sum over all ranks of what lies there."""
+
 
 class Sums(Enum):
     """In which order a sum over ranks adds: FAST, as the library likes it, which may depend on how many rows there are;
@@ -47,27 +66,42 @@ class Sums(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank."""
+    """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank, or where
+    nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums."""
 
     rank: int = 0
     size: int = 1
     group: "distributed.ProcessGroup | None" = None
     sums: Sums = Sums.FAST
+    peers: PeerSums | None = None
 
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in place."""
-        if self.sums is Sums.FAST:
+    def room(self, like: torch.Tensor, *, plain: torch.Tensor | None = None) -> torch.Tensor:
+        """Memory of this shape for what `sum` is given next, with nothing in it. plain: what will do where it need not
+        be special; None: new memory."""
+        if self.peers is not None and self.peers.takes(like):
+            return self.peers.room(like)
+        return torch.empty_like(like) if plain is None else plain
+
+    def sum(self, partial: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of all ranks' tensors, in `out`; where that is None, in place or in new memory. partial: in what
+        `room` gave, and worth nothing afterwards."""
+        if self.peers is not None and self.peers.takes(partial):
+            out = torch.empty_like(partial) if out is None else out
+            self.peers.sum(partial, out)
+            return out
+        if self.sums is Sums.BY_RANK:
+            first, *others = self._gather(partial)
+            total = first.float()
+            for other in others:
+                total = total + other.float()
+            return (partial if out is None else out).copy_(total)
+        if self.group is not None:
             distributed.all_reduce(partial, group=self.group)
-            return partial
-        first, *others = self._gather(partial)
-        total = first.float()
-        for other in others:
-            total = total + other.float()
-        return partial.copy_(total)
+        return partial if out is None or out is partial else out.copy_(partial)
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""
-        if self.size == 1:
+        if self.group is None:
             return number
         numbers = torch.tensor([number])
         distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN, group=self.group)
@@ -78,19 +112,27 @@ class Ranks:
         data = text.encode()
         if len(data) > MOST_TOLD:
             raise ValueError(f"ranks tell each other up to {MOST_TOLD} bytes, not {len(data)}")
-        if self.size == 1:
-            return [text]
         told = self._gather(torch.frombuffer(bytearray(data.ljust(MOST_TOLD, b"\0")), dtype=torch.uint8))
         return [each.numpy().tobytes().rstrip(b"\0").decode() for each in told]
 
+    def agree(self, value: Agreed) -> Agreed:
+        """Rank 0's value, which can be pickled."""
+        if self.group is None:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
+        return values[0]
+
     def concatenate(self, part_SW: torch.Tensor) -> torch.Tensor:
         """[S, V] of all ranks' columns, in the order of the ranks."""
-        return torch.cat(self._gather(part_SW), dim=1)
+        return self._gather(part_SW).transpose(0, 1).reshape(len(part_SW), -1)
 
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's, in their order."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        distributed.all_gather(parts, tensor, group=self.group)
+    def _gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Every rank's, in their order, along a new first dimension."""
+        parts = part.new_empty(self.size, *part.shape)
+        if self.group is None:
+            return parts.copy_(part)
+        _all_gather(parts.view(-1, *part.shape[1:]), part.contiguous(), group=self.group)
         return parts
 
     def embed(self, ids_T: torch.Tensor, weight_WD: torch.Tensor) -> torch.Tensor:
@@ -106,28 +148,52 @@ ALONE = Ranks()
 
 @contextmanager
 def join_ranks(
-    meeting: Path, *, rank: int, size: int, device: torch.device | str = "cpu", timeout_s: float = JOIN_TIMEOUT_S
+    meeting: Path,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device | str = "cpu",
+    timeout_s: float = JOIN_TIMEOUT_S,
+    backend: str | None = None,
 ) -> Iterator[Ranks]:
-    """This process as one of `size` on one host: tensors go over gloo, of CUDA devices over NCCL.
+    """This process as one of `size` on one host: tensors of CPUs are summed by gloo, of CUDA devices by NCCL.
 
-    meeting: a file that does not exist yet, the same for all ranks, in a folder that no one else writes to. Raises
-    torch.distributed.DistError where not all come in time.
+    meeting: a file that does not exist yet, the same for all ranks, in a folder that no one else writes to. device: of
+    this rank alone; torch's current one from here on. backend: another way than these, for ranks that share a device.
+    Raises torch.distributed.DistError where not all come in time.
     """
     if size == 1:
         yield ALONE
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one host, and no other host is to reach them
+    device = torch.device(device)
+    for library in ("GLOO", "NCCL"):  # the ranks are on one host, and no other host is to reach them
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    has_nccl = device.type == "cuda" and backend is None
     distributed.init_process_group(
-        "nccl" if torch.device(device).type == "cuda" else "gloo",
+        backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo"),
         init_method=meeting.absolute().as_uri(),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
+        device_id=device if has_nccl else None,
     )
+    ranks = Ranks(rank=rank, size=size, group=distributed.group.WORLD)
     try:
-        yield Ranks(rank=rank, size=size, group=distributed.group.WORLD)
+        if has_nccl:
+            ranks.sum(torch.zeros(1, device=device))  # what cannot work fails here, before minutes of loading
+        yield ranks
     finally:
+        abort(ranks)
         distributed.destroy_process_group()
+
+
+def abort(ranks: Ranks) -> None:
+    """Let sums on CUDA devices that wait for a rank which will not come end, with nothing in them. From any thread. A
+    sum over gloo fails by itself when the other end is gone."""
+    if ranks.group is not None and "nccl" in distributed.get_backend_config(ranks.group):
+        ranks.group._get_backend(torch.device("cuda")).abort()
 
 
 def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,9 @@ def run_folder(given: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
 class Role(Enum):
     """What a process does."""
 
@@ -92,7 +95,8 @@ class Role(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
     """One process: its name, its settings, where its metrics are, where a gateway that guards its door can be asked
-    for health and models all the same, and the address of one that speaks HTTP to callers."""
+    for health and models all the same, the address of one that speaks HTTP to callers, and what its environment has
+    that others have not."""
 
     name: str
     role: Role
@@ -100,6 +104,7 @@ class ProcessPlan:
     metrics_port: int | None
     status_socket: Path | None = None
     url: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -151,11 +156,22 @@ def plan_processes(
             role=Role.WORKER,
             settings=_worker_settings(settings, run_dir, f"worker-{n}", model, metrics_port, endpoints),
             metrics_port=metrics_port,
+            variables=devices_of_group(settings, n),
         )
         for n, (model, metrics_port) in enumerate(zip(models, ports[settings.num_gateways :], strict=True))
     ]
     fronts = [] if openai_port is None else [_plan_front(settings, run_dir, openai_port)]
     return (*gateways, *workers, *fronts)
+
+
+def devices_of_group(settings: ServeSettings, n: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What shows worker n, where it is a group, GPUs that no other worker has."""
+    size = settings.tensor_parallel_size
+    if size == 1 or settings.device == "cpu":
+        return {}
+    named = [entry.strip() for entry in environment.get(VISIBLE_DEVICES, "").split(",") if entry.strip()]
+    entries = (named or [str(number) for number in range((n + 1) * size)])[n * size : (n + 1) * size]
+    return {VISIBLE_DEVICES: ",".join(entries)}
 
 
 def _plan_front(settings: ServeSettings, run_dir: Path, port: int) -> ProcessPlan:

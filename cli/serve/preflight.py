@@ -41,12 +41,17 @@ OTHER_VARIABLES = frozenset(
 BACKENDS = ("auto", "reference", "sdpa")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _CUDA_TIMEOUT_S = 60.0
-_COUNT_GPUS = "import torch; print(torch.__version__, torch.version.cuda or 'no', torch.cuda.device_count())"
+_COUNT_GPUS = """import os, torch
+parts = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip().startswith("MIG-")]
+count = torch.cuda.device_count()
+print(torch.__version__, torch.version.cuda or "no", len(parts) if parts and count else count)
+"""  # a process sees one part of a GPU at most, each of its children another
 
 
 def check_workers(settings: ServeSettings | WorkerSettings) -> None:
     """Models and device. Raises CliError, CheckpointError, CardError."""
     check_device(settings.device)
+    check_group_devices(settings)
     if settings.runner == "torch":
         check_isa(settings.cpu_isa)
         check_numbers(settings)
@@ -99,6 +104,27 @@ def check_device_here(device: str) -> None:
         import torch
 
         _check_gpu(device, torch.__version__, torch.version.cuda or "no", str(torch.cuda.device_count()))
+
+
+def check_group_devices(settings: ServeSettings | WorkerSettings) -> None:
+    """That every rank of every group can have a GPU of its own, where they go to GPUs. Raises CliError."""
+    size = settings.tensor_parallel_size
+    if size == 1 or settings.device == "cpu" or settings.runner != "torch":
+        return
+    if ":" in settings.device:
+        numbers = f"--device is {settings.device}, and a group of {size} ranks takes the first {size} GPUs"
+        raise usage(
+            "a group names no GPU", numbers, "give --device cuda, and CUDA_VISIBLE_DEVICES to choose among them"
+        )
+    _, cuda, count = _gpus()
+    if settings.device == "auto" and int(count) == 0:
+        return
+    num_groups = settings.workers * len(settings.model) if isinstance(settings, ServeSettings) else 1
+    if num_groups * size > int(count):
+        groups = f" in {num_groups} workers" if num_groups > 1 else ""
+        has = "torch is built without CUDA" if cuda == "no" else f"torch sees {count}"
+        numbers = f"--tensor-parallel-size {size}{groups} needs {num_groups * size} GPUs, and {has}"
+        raise CliError("there are too few GPUs", numbers, "give fewer ranks or workers, or --device cpu")
 
 
 def _check_name(device: str) -> None:

@@ -113,7 +113,8 @@ def _make_service(
     kept = []
     for plan in plans:
         command = command_line(plan.role.value, write_settings(plan.settings, run_dir / f"{plan.name}.toml"))
-        kept.append(keep(plan, Child(plan.name, command, environment(), view.on_line), RestartPolicy()))
+        child = Child(plan.name, command, environment() | dict(plan.variables), view.on_line)
+        kept.append(keep(plan, child, RestartPolicy()))
     return Service(kept, drain_grace_s=settings.drain_grace_s, notice=notice)
 
 

@@ -70,7 +70,9 @@ class ModelSettings(Settings):
     )
     num_threads: int | None = setting(None, "CPU threads of the model; unset: torch decides", panel="Model", ge=1)
     tensor_parallel_size: int = setting(
-        1, "Processes of a worker that compute each step together, each with a part of the weights; on CPUs so far",
+        1,
+        "Processes of a worker that compute each step together, each with a part of the weights, and with a GPU of its "
+        "own where there are GPUs (which has not been run on several GPUs yet)",
         panel="Model", ge=1, le=64,
     )  # fmt: skip
     cpu_isa: Literal["auto", "avx2", "avx512", "vnni", "bf16", "amx"] = setting(

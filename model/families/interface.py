@@ -63,7 +63,8 @@ class FinishOps(Protocol):
         """x + down_proj(activated)."""
 
     def begin_sum(self, x: Any) -> Any:
-        """What a rank of a tensor-parallel group adds its product to, before `reduce`: zeros. Of one rank, x."""
+        """What a rank of a tensor-parallel group adds its product to, before `reduce`: zeros, or room that the product
+        overwrites. Of one rank, x."""
 
     def reduce(self, x: Any, partial: Any) -> Any:
         """x + the sum of all ranks' partial. Of one rank, partial: x is in it."""

@@ -23,6 +23,7 @@ from octavo.model.cache_folder import cache_folder
 from octavo.model.config import ModelConfig
 from octavo.model.gpu.small_batch_layers import SmallBatchCuts, cuts_of
 from octavo.model.gpu.split_k_layers import SPLIT_K_SIZES, SplitKCuts, split_k_cuts_of
+from octavo.model.parallel import ALONE, Ranks
 
 FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.0}
 """Of the weights that a program reads, by the candidate's name."""
@@ -31,6 +32,8 @@ TIMED_SIZES = (1, 2, *SPLIT_K_SIZES)
 """Each stands for the sizes below it, down to the one before. Beyond 2 rows the kernels for a small batch
 have always lost (each row adds its own latency to each of them), beyond the last cuBLAS has won (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
+CAPTURE = "thread_local"
+"""What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,15 @@ def stands_for(batch_size: int) -> int | None:
 
 class Autotuner:
     """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
-    paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed."""
+    paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed. Ranks of a group
+    take the same way, rank 0's: the steps of all wait for one another."""
 
-    def __init__(self, candidates: dict[str, StepPath], file: Path | None, names: dict[int, str]) -> None:
+    def __init__(
+        self, candidates: dict[str, StepPath], file: Path | None, names: dict[int, str], ranks: Ranks = ALONE
+    ) -> None:
         self._candidates = candidates
         self._file = file
+        self._ranks = ranks
         self.names = {size: name for size, name in names.items() if name in candidates}
 
     @classmethod
@@ -92,13 +99,13 @@ class Autotuner:
         return cls({"cublas": Cublas()}, None, dict.fromkeys(range(1, DEFAULT_SMALL_BATCH + 1), "cublas"))
 
     @classmethod
-    def find(cls, config: ModelConfig, weight: torch.Tensor) -> "Autotuner":
-        """The choice kept for this shape and the weight's dtype and device, if there is one."""
-        file = cache_file(config, weight) if weight.is_cuda else None
+    def find(cls, config: ModelConfig, weight: torch.Tensor, ranks: Ranks = ALONE) -> "Autotuner":
+        """The choice kept for this shape and the weight's dtype and device, if there is one. config: of this rank."""
+        file = cache_file(config, weight, num_ranks=ranks.size) if weight.is_cuda else None
         usable = candidates(config)
         if not fits_split_k_tiles(weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
-        return cls(usable, file, read_names(file) if file else {})
+        return cls(usable, file, ranks.agree(read_names(file)) if file else {}, ranks)
 
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""
@@ -119,8 +126,9 @@ class Autotuner:
         stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each that it has seen
         for key, size in missing.items():
             times_ms = {name: time_graph(partial(run, size), stream) for name in self.try_all(size)}
-            self.names[key] = min(times_ms, key=lambda name: times_ms[name])
-        write_names(self._file, self.names)
+            self.names[key] = self._ranks.agree(min(times_ms, key=lambda name: times_ms[name]))
+        if self._ranks.rank == 0:
+            write_names(self._file, self.names)
 
     def try_all(self, batch_size: int) -> Iterator[str]:
         """Let the size go each way that it may be chosen to go, one after the other, then as before."""
@@ -147,7 +155,7 @@ def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None
     with torch.cuda.stream(stream):
         work()
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE):
             work()
         for _ in range(WARM_UP_STEPS):
             graph.replay()
@@ -166,7 +174,7 @@ def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
     return begin.elapsed_time(end) / steps
 
 
-def cache_file(config: ModelConfig, weight: torch.Tensor) -> Path:
+def cache_file(config: ModelConfig, weight: torch.Tensor, *, num_ranks: int = 1) -> Path:
     """Where the choice for this shape, dtype, device and these versions is kept ($XDG_CACHE_HOME or ~/.cache)."""
     shape = {
         name: getattr(config, name)
@@ -178,7 +186,7 @@ def cache_file(config: ModelConfig, weight: torch.Tensor) -> Path:
     cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Cublas)}
     device = torch.cuda.get_device_name(weight.device)
     kind = [config.family.model_type, str(weight.dtype), device, torch.__version__, triton.__version__]
-    key = json.dumps([shape, kind, cuts], sort_keys=True)
+    key = json.dumps([shape, kind, cuts, *([num_ranks] if num_ranks > 1 else [])], sort_keys=True)
     return cache_folder("paths") / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
 

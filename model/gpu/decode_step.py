@@ -59,7 +59,9 @@ class DecodeStep:
         self._small_batch = SmallBatchLayers(weights, state, kv, max_batch=max_batch)
         self._finish, self._room = finish_of(weights, self.buffers), split_k_room(config, device)
         is_plain = weights.has_plain_products
-        self.autotuner = Autotuner.find(config, weights.embed_VD) if is_plain else Autotuner.cublas_only()
+        self.autotuner = (
+            Autotuner.find(config, weights.embed_VD, weights.ranks) if is_plain else Autotuner.cublas_only()
+        )
         self._parts = SampleParts(max_batch, vocab_size, device)
 
     def run(self, batch_size: int) -> None:

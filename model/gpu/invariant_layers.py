@@ -92,8 +92,12 @@ class InvariantLayers:
         self.project(hidden_SD, logits_SV)
 
     def project(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
-        """The head alone, of any number of rows."""
-        invariant_product(hidden_SD, self.weights.head_VD, logits_SV, self.part)
+        """The head alone, of any number of rows; all ranks' columns."""
+        ranks, head_VD = self.weights.ranks, self.weights.head_VD
+        part_SW = logits_SV if ranks.size == 1 else logits_SV.new_empty(len(logits_SV), len(head_VD))
+        invariant_product(hidden_SD, head_VD, part_SW, self.part)
+        if ranks.size > 1:
+            logits_SV.copy_(ranks.concatenate(part_SW))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,9 +143,7 @@ class _InvariantOps(SumsInPlace):
 
     def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        matrix = self.layers.weights.layers[layer].o_DA
-        invariant_add_product(attended_TNH.flatten(1), matrix, x_TD, self.layers.part)
-        return x_TD
+        return self._put(x_TD, attended_TNH.flatten(1), self.weights.layers[layer].o_DA)
 
     def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
@@ -153,5 +155,9 @@ class _InvariantOps(SumsInPlace):
 
     def add_down(self, layer: int, x_TD: torch.Tensor, act_TI: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        invariant_add_product(act_TI, self.layers.weights.layers[layer].down_DI, x_TD, self.layers.part)
+        return self._put(x_TD, act_TI, self.weights.layers[layer].down_DI)
+
+    def _put(self, x_TD: torch.Tensor, y_TQ: torch.Tensor, matrix_DQ: torch.Tensor) -> torch.Tensor:
+        put = invariant_product if self.has_sums else invariant_add_product
+        put(y_TQ, matrix_DQ, x_TD, self.layers.part)
         return x_TD

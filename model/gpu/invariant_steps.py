@@ -4,6 +4,8 @@
 Legend: B sequences of the batch · T tokens · D model dim.
 """
 
+from dataclasses import replace
+
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
@@ -15,6 +17,7 @@ from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.invariant import InvarianceUnavailable
+from octavo.model.parallel import Sums
 
 
 class InvariantDecodeStep(DecodeStep):
@@ -32,10 +35,10 @@ class InvariantDecodeStep(DecodeStep):
     ) -> None:
         if weights.is_quantized:
             raise InvarianceUnavailable("deterministic mode has no products for weights of fewer bits on a GPU")
-        if weights.ranks.size > 1:
-            raise InvarianceUnavailable("deterministic mode is for one rank: sums over ranks depend on the batch")
         if weights.addends is not None:
             raise InvarianceUnavailable("deterministic mode adds nothing to products on a GPU")
+        ranks = replace(weights.ranks, sums=Sums.BY_RANK, peers=None)
+        weights = replace(weights, ranks=ranks if ranks.size > 1 else weights.ranks)
         super().__init__(weights, state, kv, max_batch=max_batch, vocab_size=vocab_size, rows_B=rows_B)
         self.autotuner = Autotuner.cublas_only()  # nothing to choose, nothing to measure
         device = weights.embed_VD.device
@@ -54,7 +57,7 @@ class InvariantDecodeStep(DecodeStep):
 
     def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """See DecodeStep.project."""
-        logits_SV = hidden_SD.new_empty(len(hidden_SD), len(self.weights.head_VD))
+        logits_SV = hidden_SD.new_empty(len(hidden_SD), self.weights.config.vocab_size)
         self.layers.project(hidden_SD, logits_SV)
         return logits_SV
 

@@ -20,6 +20,8 @@ from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
 from octavo.model.kernels.rows import embed, rms_scale
+from octavo.model.quantization.grouped import GroupedWeight
+from octavo.model.quantization.rounding import Fp8Weight
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
@@ -44,17 +46,23 @@ class LayerBuffers:
 
 
 class SumsInPlace:
-    """The sums over ranks of operations that change x in place."""
+    """The sums over ranks of operations that change x in place. Where there are several ranks, what adds a product
+    writes it: the room that a sum begins with has nothing in it."""
 
     weights: GpuWeights
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether there are several ranks."""
+        return self.weights.ranks.size > 1
+
     def begin_sum(self, x_SD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return x_SD if self.weights.ranks.size == 1 else torch.zeros_like(x_SD)
+        return self.weights.ranks.room(x_SD) if self.has_sums else x_SD
 
     def reduce(self, x_SD: torch.Tensor, partial_SD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return partial_SD if self.weights.ranks.size == 1 else x_SD.add_(self.weights.ranks.sum(partial_SD))
+        return x_SD.add_(self.weights.ranks.sum(partial_SD)) if self.has_sums else partial_SD
 
 
 class PlainFinish(SumsInPlace):
@@ -66,7 +74,7 @@ class PlainFinish(SumsInPlace):
 
     def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return x_SD.addmm_(attended_SNH.flatten(1), self.weights.layers[layer].o_DA.T)
+        return self._take_product(x_SD, attended_SNH.flatten(1), self.weights.layers[layer].o_DA)
 
     def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
         """See FinishOps; the activation in the product's epilogue where that is faster, else by way of memory."""
@@ -84,7 +92,10 @@ class PlainFinish(SumsInPlace):
 
     def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return x_SD.addmm_(act_SI, self.weights.layers[layer].down_DI.T)
+        return self._take_product(x_SD, act_SI, self.weights.layers[layer].down_DI)
+
+    def _take_product(self, x_SD: torch.Tensor, y_SQ: torch.Tensor, matrix_DQ: torch.Tensor) -> torch.Tensor:
+        return torch.mm(y_SQ, matrix_DQ.T, out=x_SD) if self.has_sums else x_SD.addmm_(y_SQ, matrix_DQ.T)
 
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
         """The raw product that attention starts from."""
@@ -104,7 +115,7 @@ class QuantizedFinish(PlainFinish):
 
     def add_output(self, layer: int, x_SD: torch.Tensor, attended_SNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        self._products.add_product(attended_SNH.flatten(1), matrices_of(self.weights.layers[layer]).output, x_SD)
+        self._put(x_SD, attended_SNH.flatten(1), matrices_of(self.weights.layers[layer]).output)
         return x_SD
 
     def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
@@ -116,8 +127,12 @@ class QuantizedFinish(PlainFinish):
 
     def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        self._products.add_product(act_SI, matrices_of(self.weights.layers[layer]).down, x_SD)
+        self._put(x_SD, act_SI, matrices_of(self.weights.layers[layer]).down)
         return x_SD
+
+    def _put(self, x_SD: torch.Tensor, y_SQ: torch.Tensor, matrix: GroupedWeight | Fp8Weight) -> None:
+        put = self._products.multiply if self.has_sums else self._products.add_product
+        put(y_SQ, matrix, x_SD)
 
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
         """See PlainFinish.multiply_qkv."""
@@ -207,8 +222,9 @@ def embed_tokens(
     if ranks.size == 1:
         embed(ids_T, rows_T, last_token_R, embed_VD, x_TD)
     else:
-        embed(ids_T, rows_T, last_token_R, embed_VD, x_TD, first=ranks.rank * len(embed_VD))
-        ranks.sum(x_TD)
+        partial_TD = ranks.room(x_TD, plain=x_TD)
+        embed(ids_T, rows_T, last_token_R, embed_VD, partial_TD, first=ranks.rank * len(embed_VD))
+        ranks.sum(partial_TD, out=x_TD)
 
 
 def run_layers(weights: GpuWeights, ops: LayerOps, x_TD: torch.Tensor, take: TakeHidden | None = None) -> torch.Tensor:

@@ -89,12 +89,15 @@ class SmallBatchLayers:
         return SmallBatchOps(self, rows_B, cuts)
 
     def head(self, x_BD: torch.Tensor, index_B: torch.Tensor, logits_BV: torch.Tensor, cuts: SmallBatchCuts) -> None:
-        """Final norm and head of x_BD[index_B]."""
-        weights = self.weights
+        """Final norm and head of x_BD[index_B], all ranks' columns."""
+        weights, ranks = self.weights, self.weights.ranks
+        part_BW = logits_BV.new_empty(len(logits_BV), len(weights.head_VD)) if ranks.size > 1 else logits_BV
         small_batch_head(
-            x_BD, index_B, weights.norm_D, weights.head_VD, logits_BV, weights.config.rms_norm_eps,
+            x_BD, index_B, weights.norm_D, weights.head_VD, part_BW, weights.config.rms_norm_eps,
             cut=cuts.head, overlap=self.overlap,
         )  # fmt: skip
+        if ranks.size > 1:
+            logits_BV.copy_(ranks.concatenate(part_BW))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,9 +155,7 @@ class SmallBatchOps(SumsInPlace):
 
     def add_output(self, layer: int, x_BD: torch.Tensor, attended_BNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        matrix, overlap = self.layers.weights.layers[layer].o_DA, self.layers.overlap
-        small_batch_add_product(x_BD, attended_BNH.flatten(1), matrix, cut=self.cuts.output, overlap=overlap)
-        return x_BD
+        return self._put(x_BD, attended_BNH.flatten(1), self.weights.layers[layer].o_DA, self.cuts.output)
 
     def activate(self, layer: int, x_BD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
@@ -165,6 +166,11 @@ class SmallBatchOps(SumsInPlace):
 
     def add_down(self, layer: int, x_BD: torch.Tensor, act_BI: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        matrix, overlap = self.layers.weights.layers[layer].down_DI, self.layers.overlap
-        small_batch_add_product(x_BD, act_BI, matrix, cut=self.cuts.down, overlap=overlap)
+        return self._put(x_BD, act_BI, self.weights.layers[layer].down_DI, self.cuts.down)
+
+    def _put(self, x_BD: torch.Tensor, y_BQ: torch.Tensor, matrix_DQ: torch.Tensor, cut: Cut) -> torch.Tensor:
+        if self.has_sums:
+            small_batch_product(y_BQ, matrix_DQ, x_BD, cut=cut, overlap=self.layers.overlap)
+        else:
+            small_batch_add_product(x_BD, y_BQ, matrix_DQ, cut=cut, overlap=self.layers.overlap)
         return x_BD

@@ -84,8 +84,7 @@ class SplitKFinish(PlainFinish):
         if self._cuts.output is None:
             return super().add_output(layer, x_TD, attended_TNH)
         weight = self.weights.layers[layer].o_DA
-        split_k_add_product(x_TD, attended_TNH.flatten(1), weight, self._room, self._cuts.output)
-        return x_TD
+        return self._put(x_TD, attended_TNH.flatten(1), weight, self._cuts.output)
 
     def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
@@ -99,5 +98,11 @@ class SplitKFinish(PlainFinish):
         """See FinishOps."""
         if self._cuts.down is None:
             return super().add_down(layer, x_TD, act_TI)
-        split_k_add_product(x_TD, act_TI, self.weights.layers[layer].down_DI, self._room, self._cuts.down)
+        return self._put(x_TD, act_TI, self.weights.layers[layer].down_DI, self._cuts.down)
+
+    def _put(self, x_TD: torch.Tensor, y_TQ: torch.Tensor, matrix_DQ: torch.Tensor, cut: SplitKCut) -> torch.Tensor:
+        if self.has_sums:
+            split_k_product(y_TQ, matrix_DQ, x_TD, self._room, cut)
+        else:
+            split_k_add_product(x_TD, y_TQ, matrix_DQ, self._room, cut)
         return x_TD

@@ -93,7 +93,7 @@ class GpuWeights:
     @property
     def has_plain_products(self) -> bool:
         """Whether every kernel can read the layers' matrices, and nothing happens to a product before the next."""
-        return self.products is None and self.addends is None and self.ranks.size == 1
+        return self.products is None and self.addends is None
 
     @property
     def is_quantized(self) -> bool:

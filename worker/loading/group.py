@@ -1,9 +1,12 @@
 """A worker that is a tensor-parallel group: how its processes start, load and end together.
 
-Rank 0 is the worker itself. It starts the others as `python -m octavo.worker.loading.group`, writes them their settings
-and then each step's orders (worker/runners/group.py) to standard input, and all of them load at once, each its part of
-the model. A follower ends when its input does; one that ends before makes rank 0 end, and the supervisor starts all
-anew. Followers ignore signals: they would drain nothing.
+Rank 0 is the worker itself. It starts the others as `python -m octavo.worker.loading.group`, tells them their settings
+and then each step's orders (worker/runners/orders.py; what orders are, worker/runners/group.py), and all of them load
+at once, each its part of the model. Where the model goes to GPUs, rank r has the r-th that CUDA_VISIBLE_DEVICES names.
+
+A follower ends when its orders do; one that ends before makes rank 0 end, and the supervisor starts all anew. A thread
+for each follower sees that and lets rank 0's sums end, since a GPU waits for its peers forever; one that stands still
+is the watchdog's business. Followers ignore signals: they would drain nothing.
 
 Must not know: the scheduler, sockets to gateways.
 """
@@ -13,6 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +31,7 @@ import torch
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.errors import ConfigError
-from octavo.model.parallel import config_of_rank, join_ranks
+from octavo.model.parallel import abort, config_of_rank, join_ranks
 from octavo.wire.host import die_with
 from octavo.wire.logs import configure_logs
 from octavo.worker.config import RunnerKind, WorkerConfig
@@ -33,12 +39,16 @@ from octavo.worker.loading.agreement import build_name, check_agreement, checkpo
 from octavo.worker.loading.loaded import Loaded, served_name
 from octavo.worker.loading.loader import load_torch, prepare
 from octavo.worker.loading.progress import OnProgress
-from octavo.worker.runners.group import LOST_WAIT_S, GroupLost, GroupRunner, follow, read_frame, write_frame
+from octavo.worker.runners.group import LOST_WAIT_S, GroupLost, GroupRunner, follow
+from octavo.worker.runners.orders import OrderReader, OrderRing
 
 log = structlog.get_logger(__name__)
 
 END_TIMEOUT_S = 10.0
-"""For a follower to end after its input has."""
+"""For a follower to end after its orders have."""
+READ_TIMEOUT_S = 60.0
+"""For followers to take what fills the memory that orders go through."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,21 +64,29 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Task)
 
 
 class FollowerProcesses:
-    """Ranks 1 and up of a group, started by rank 0. Implements `worker.runners.group.Followers`."""
+    """Ranks 1 and up of a group, started by rank 0. Implements `worker.runners.group.Followers`. on_lost: called from a
+    thread when one has ended before `dismiss`."""
 
     def __init__(self, config: WorkerConfig, meeting: Path) -> None:
-        self._processes = [
-            subprocess.Popen([sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)
-            for _ in range(1, config.tensor_parallel_size)
-        ]
+        self.on_lost: Callable[[], None] = lambda: None
+        self._is_dismissed = False
+        self._ring = OrderRing(config.tensor_parallel_size - 1)
+        self._processes = [self._start(config, rank) for rank in range(1, config.tensor_parallel_size)]
+        for process in self._processes:
+            threading.Thread(target=self._watch, args=(process,), name="rank", daemon=True).start()
         told = replace(config, gateway_endpoints=(), registration_token="", curve=None)
         for rank in range(1, config.tensor_parallel_size):
-            self._write(rank, _ENCODER.encode(Task(config=told, rank=rank, parent=os.getpid(), meeting=str(meeting))))
+            device, _ = place_of_rank(config.device, rank, os.environ)
+            task = Task(config=replace(told, device=device), rank=rank, parent=os.getpid(), meeting=str(meeting))
+            frame = _ENCODER.encode(task)
+            self._write(rank, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
     def send(self, frame: bytes) -> None:
         """See Followers."""
-        for rank in range(1, len(self._processes) + 1):
-            self._write(rank, frame)
+        deadline_s = time.monotonic() + READ_TIMEOUT_S
+        for bell in self._ring.put(frame, wait=lambda: self._wait_for_room(deadline_s)):
+            for rank in range(1, len(self._processes) + 1):
+                self._write(rank, bell)
 
     def check(self, *, wait_s: float) -> None:
         """See Followers."""
@@ -79,24 +97,71 @@ class FollowerProcesses:
                 continue
             raise GroupLost(f"rank {rank} of {len(self._processes) + 1} ended with status {status}; its log says why")
 
-    def close(self) -> None:
-        """End all of them. Idempotent."""
+    def dismiss(self) -> None:
+        """There are no more orders: they end by themselves. Idempotent."""
+        self._is_dismissed = True
         for process in self._processes:
             with suppress(OSError):  # what it did not read is lost with it
                 cast(BinaryIO, process.stdin).close()
+
+    def close(self) -> None:
+        """End all of them. Idempotent."""
+        self.dismiss()
         for process in self._processes:
             try:
                 process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._ring.close()
 
-    def _write(self, rank: int, frame: bytes) -> None:
+    def _start(self, config: WorkerConfig, rank: int) -> "subprocess.Popen[bytes]":
+        _, changes = place_of_rank(config.device, rank, os.environ)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(self._ring.descriptor)],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **changes},
+            pass_fds=(self._ring.descriptor,),
+            start_new_session=True,
+        )
+
+    def _watch(self, process: "subprocess.Popen[bytes]") -> None:
+        process.wait()
+        if not self._is_dismissed:
+            self.on_lost()
+
+    def _wait_for_room(self, deadline_s: float) -> None:
+        self.check(wait_s=0.001)
+        if time.monotonic() > deadline_s:
+            raise GroupLost(f"a rank of {len(self._processes) + 1} has taken no orders for {READ_TIMEOUT_S:g} s")
+
+    def _write(self, rank: int, data: bytes) -> None:
+        pipe = cast(BinaryIO, self._processes[rank - 1].stdin)
         try:
-            write_frame(cast(BinaryIO, self._processes[rank - 1].stdin), frame)
+            pipe.write(data)
+            pipe.flush()
         except OSError:
             self.check(wait_s=END_TIMEOUT_S)
             raise
+
+
+_LENGTH_BYTES = 4
+
+
+def place_of_rank(device: str, rank: int, environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """A rank's device, and how its environment must differ from rank 0's. A process sees one part of a GPU at most
+    (MIG), so each rank is shown its own."""
+    if torch.device(device).type != "cuda":
+        return device, {}
+    entries = visible_entries(environment)
+    if entries and entries[0].startswith("MIG-"):
+        return "cuda:0", {VISIBLE: entries[rank]}
+    return f"cuda:{rank}", {}
+
+
+def visible_entries(environment: Mapping[str, str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names; empty where it is not set."""
+    return [entry.strip() for entry in environment.get(VISIBLE, "").split(",") if entry.strip()]
 
 
 def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
@@ -118,11 +183,14 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
         meeting = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-ranks-"))) / "meeting"
         followers = FollowerProcesses(config, meeting)
         stack.callback(followers.close)
+        device, _ = place_of_rank(config.device, 0, os.environ)
         try:
-            ranks = stack.enter_context(join_ranks(meeting, rank=0, size=config.tensor_parallel_size))
+            ranks = stack.enter_context(join_ranks(meeting, rank=0, size=config.tensor_parallel_size, device=device))
+            stack.callback(followers.dismiss)  # they leave the group when this rank does, not after it
+            followers.on_lost = lambda: abort(ranks)
             check_agreement(ranks, build=build, checkpoint=checkpoint_name(folder))
             loaded = load_torch(
-                config,
+                replace(config, device=device),
                 on_progress,
                 ranks=ranks,
                 wrap=lambda runner: GroupRunner(runner, followers, close=ending.close),
@@ -139,8 +207,8 @@ def check_group(config: WorkerConfig) -> None:
     size = config.tensor_parallel_size
     if config.runner is RunnerKind.ORACLE:
         raise ValueError(f"tensor_parallel_size {size} is for models: the oracle has nothing to cut")
-    if torch.device(config.device).type != "cpu":
-        raise ValueError(f"tensor_parallel_size {size} is served on CPUs so far, and the device is {config.device}")
+    if torch.device(config.device).type == "cuda":
+        check_gpus(config.device, size)
 
 
 def notes_on_cores(size: int) -> tuple[str, ...]:
@@ -149,6 +217,18 @@ def notes_on_cores(size: int) -> tuple[str, ...]:
     if size <= cores:
         return ()
     return (f"{size} tensor-parallel ranks share {cores} cores: steps wait for each other, fewer ranks are faster",)
+
+
+def check_gpus(device: str, size: int) -> None:
+    """Raises ValueError where there are fewer GPUs than ranks, or one is named."""
+    if torch.device(device).index is not None:
+        raise ValueError(
+            f"the device is {device}, and {size} ranks take the first {size} GPUs: give cuda, and {VISIBLE} to choose"
+        )
+    entries = visible_entries(os.environ)
+    count = len(entries) if entries and entries[0].startswith("MIG-") else torch.cuda.device_count()
+    if count < size:
+        raise ValueError(f"tensor_parallel_size {size} needs a GPU for each rank, and torch sees {count}")
 
 
 def check_cut(folder: Path, size: int) -> None:
@@ -164,8 +244,9 @@ def main() -> int:
     """A follower. Returns 0 where rank 0 has ended, 1 where something failed here."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    frame = read_frame(sys.stdin.buffer)
-    if frame is None:
+    told = sys.stdin.buffer.read(_LENGTH_BYTES)
+    frame = sys.stdin.buffer.read(int.from_bytes(told, "little"))
+    if len(told) < _LENGTH_BYTES or len(frame) < int.from_bytes(told, "little"):
         return 0
     task = _DECODER.decode(frame)
     die_with(task.parent)  # also where it stands still and does not see its input end
@@ -173,9 +254,14 @@ def main() -> int:
     configure_logs(config.log_format, config.log_level)
     try:
         build = build_name()
-        with join_ranks(Path(task.meeting), rank=task.rank, size=size) as ranks:
+        with join_ranks(Path(task.meeting), rank=task.rank, size=size, device=config.device) as ranks:
             check_agreement(ranks, build=build, checkpoint=checkpoint_name(Path(config.model)))
-            follow(prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner, sys.stdin.buffer)
+            runner = prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner
+            reader = OrderReader(int(sys.argv[1]), task.rank - 1, sys.stdin.buffer)
+            try:
+                follow(runner, reader.take)
+            finally:
+                runner.close()  # what has sums in it must go before the group does
     except Exception as error:
         log.error("follower_failed", rank=task.rank, num_ranks=size, error=f"{type(error).__name__}: {error}")
         return 1

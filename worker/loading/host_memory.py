@@ -60,18 +60,20 @@ def allocate_host_blocks(
     num_blocks = ranks.least(host_blocks_wanted(part_gib, block_bytes, num_gpus=num_gpus))  # a block is the same on all
     if not num_blocks:
         return None
+    host = None
     try:
         with near(device):
             host = HostBlocks(num_blocks, block_bytes, is_pinned=device.type == "cuda", on_parts=on_parts)
     except HostMemoryRefused as error:
-        if host_kv_gib is None:
-            log.warning("host_memory_refused", num_bytes=num_blocks * block_bytes, error=str(error))
-            return None
-        raise DoesNotFit(
-            f"the system refuses {num_blocks * block_bytes / GIB:.2f} GiB of host memory for KV blocks",
-            str(error),
-            "try a smaller --host-kv-gib, or 0 for none; pinned memory may need a higher limit (ulimit -l)",
-        ) from error
+        if host_kv_gib is not None:
+            raise DoesNotFit(
+                f"the system refuses {num_blocks * block_bytes / GIB:.2f} GiB of host memory for KV blocks",
+                str(error),
+                "try a smaller --host-kv-gib, or 0 for none; pinned memory may need a higher limit (ulimit -l)",
+            ) from error
+        log.warning("host_memory_refused", num_bytes=num_blocks * block_bytes, error=str(error))
+    if not ranks.least(int(host is not None)) or host is None:  # all ranks, or none
+        return None
     log.info("host_memory_taken", num_blocks=num_blocks, num_bytes=host.num_bytes, is_pinned=host.is_pinned)
     return host
 

@@ -299,7 +299,7 @@ def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> 
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
-        memory_fraction=config.memory_fraction / model.ranks.size,  # ranks on CPUs share the host's memory
+        memory_fraction=_share_of_memory(config, model),
         kv_dtype=cache_dtype(config.kv_cache_dtype),
     )
     pool = size_pool(needs, num_blocks=config.num_blocks)
@@ -307,6 +307,11 @@ def _pool_size(config: WorkerConfig, model: CausalLM, *, max_model_len: int) -> 
     return PoolSize(
         num_blocks=num_blocks, num_tokens=num_blocks * config.block_size, num_bytes=num_blocks * needs.block_bytes
     )
+
+
+def _share_of_memory(config: WorkerConfig, model: CausalLM) -> float:
+    """Ranks on CPUs share the host's memory; GPUs have their own."""
+    return config.memory_fraction / (model.ranks.size if model.device.type == "cpu" else 1)
 
 
 def wants_cuda_runner(config: WorkerConfig) -> bool:

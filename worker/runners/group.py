@@ -5,13 +5,15 @@ same with parts of their own (model/parallel.py).
                    |---- orders ----> follower: the runner of rank 1, and so on
 
 A follower needs each step's plan and the masks for it, and nothing else: every rank has all logits and chooses the same
-tokens. Scheduler, block manager and gateways know nothing of it. A rank that ends takes the group with it.
+tokens. Scheduler, block manager and gateways know nothing of it. A rank that ends takes the group with it, and so does
+a step that fails: the others may have gone through it, and wait for this one in the next.
 
-Must not know: models, devices, how a follower was started.
+Must not know: models, devices, how a follower was started, how orders reach it.
 """
 
-from collections.abc import Callable
-from typing import Any, BinaryIO, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +21,6 @@ import numpy as np
 from octavo.worker.runners.interface import Runner, RunnerError
 from octavo.worker.scheduler.plan import StepMasks, StepPlan, StepResult
 
-LENGTH_BYTES = 4
 LOST_WAIT_S = 2.0
 """After a step that failed, for a follower to end: what fails on one rank alone ends it."""
 
@@ -40,11 +41,7 @@ class Constrain(msgspec.Struct, frozen=True, tag="constrain"):
     masks: StepMasks
 
 
-class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """See Runner.collect."""
-
-
-Order = Launch | Constrain | Collect
+Order = Launch | Constrain
 
 
 class Followers(Protocol):
@@ -70,9 +67,10 @@ class GroupRunner:
         self._runner, self._followers, self._close = runner, followers, close
 
     def launch(self, plan: StepPlan) -> None:
-        """See Runner.launch. Raises GroupLost too."""
+        """See Runner.launch. Raises GroupLost instead."""
         self._followers.send(encode(Launch(plan)))
-        self._runner.launch(plan)
+        with self._together():
+            self._runner.launch(plan)
 
     def constrain(self, masks: StepMasks) -> None:
         """See Runner.constrain. Raises GroupLost too."""
@@ -80,14 +78,19 @@ class GroupRunner:
         self._runner.constrain(masks)
 
     def collect(self) -> StepResult:
-        """See Runner.collect. Raises GroupLost too."""
-        self._followers.send(encode(Collect()))
-        try:
+        """See Runner.collect. Raises GroupLost instead, also where a sum has ended for want of a rank."""
+        with self._together():
             result: StepResult = self._runner.collect()
-        except RunnerError:
-            self._followers.check(wait_s=LOST_WAIT_S)
-            raise
+        self._followers.check(wait_s=0.0)
         return result
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except (RunnerError, ConnectionError) as error:
+            self._followers.check(wait_s=LOST_WAIT_S)
+            raise GroupLost(f"a step failed on rank 0, and the other ranks wait for it: {error}") from error
 
     def close(self) -> None:
         """Give the device back, and end the followers. Idempotent."""
@@ -95,31 +98,20 @@ class GroupRunner:
         self._close()
 
 
-def follow(runner: Runner, orders: BinaryIO) -> None:
-    """Do what rank 0 does until it ends. Raises RunnerError for a step that failed: the group ends then."""
-    while (frame := read_frame(orders)) is not None:
+def follow(runner: Runner, take: Callable[[], bytes | None]) -> None:
+    """Do what rank 0 does until it ends. take: its next order. A step's result is the same as rank 0's and is looked at
+    when the place is needed for another. Raises RunnerError for a step that failed: the group ends then."""
+    num_in_flight = 0
+    while (frame := take()) is not None:
         match decode(frame):
             case Launch(plan=plan):
+                if num_in_flight == runner.max_in_flight:
+                    runner.collect()
+                    num_in_flight -= 1
                 runner.launch(plan)
+                num_in_flight += 1
             case Constrain(masks=masks):
                 runner.constrain(masks)
-            case Collect():
-                runner.collect()
-
-
-def write_frame(stream: BinaryIO, frame: bytes) -> None:
-    """A frame and its length. Raises OSError where the reader has ended."""
-    stream.write(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next one; None where the writer has ended."""
-    length = stream.read(LENGTH_BYTES)
-    if len(length) < LENGTH_BYTES:
-        return None
-    frame = stream.read(int.from_bytes(length, "little"))
-    return frame if len(frame) == int.from_bytes(length, "little") else None
 
 
 def _from_array(value: Any) -> Any:

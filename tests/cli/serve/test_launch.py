@@ -10,6 +10,7 @@ from octavo.cli.serve.launch import (
     Role,
     choose_gateways,
     command_line,
+    devices_of_group,
     environment,
     metrics_ports,
     plan_processes,
@@ -131,3 +132,17 @@ def test_processes_get_no_settings_by_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_a_process_never_imports_from_the_working_directory() -> None:
     assert command_line("worker", Path("f.toml"))[:3] == [sys.executable, "-P", "-m"]
+
+
+def test_groups_have_gpus_of_their_own() -> None:
+    groups = ServeSettings(tensor_parallel_size=2, workers=2)
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,MIG-c,3"}
+    assert [devices_of_group(groups, n, {}) for n in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    assert [devices_of_group(groups, n, named)["CUDA_VISIBLE_DEVICES"] for n in range(2)] == ["GPU-a,GPU-b", "MIG-c,3"]
+    for alone in (ServeSettings(workers=2), ServeSettings(tensor_parallel_size=2, device="cpu")):
+        assert devices_of_group(alone, 1, named) == {}
+    plans = plan_processes(groups, run_dir=Path("run"), port=1, ports=list(range(1, 4)))
+    assert [plan.variables != {} for plan in plans] == [plan.role is Role.WORKER for plan in plans]

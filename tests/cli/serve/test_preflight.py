@@ -17,6 +17,7 @@ from octavo.cli.serve.preflight import (
     OTHER_VARIABLES,
     check_device,
     check_device_here,
+    check_group_devices,
     check_workers,
     unknown_variables,
 )
@@ -116,6 +117,26 @@ def test_a_gpu_that_is_not_there_is_told_by_the_flag(
         check_device("cuda:2")
     check_device_here("cpu")
     check_device_here("auto")
+
+
+def test_more_ranks_than_gpus_are_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, starts: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("octavo.cli.serve.preflight._gpus", lambda: ("2.13.0", "13.0", "3"))
+    for device in ("auto", "cuda"):
+        flags = ["--tensor-parallel-size", "2", "--workers", "2", "--device", device, "--port", "0"]
+        assert main(["serve", *flags, "--metrics-port", "0", "--worker-metrics-port", "0"]) == 1
+        shown = lines(capsys)
+        assert shown[:2] == [
+            "error: there are too few GPUs",
+            "--tensor-parallel-size 2 in 2 workers needs 4 GPUs, and torch sees 3",
+        ]
+    assert main(["serve", "--tensor-parallel-size", "2", "--device", "cuda:1", "--port", "0"]) != 0
+    assert "--device is cuda:1, and a group of 2 ranks takes the first 2 GPUs" in " ".join(lines(capsys))
+    assert starts == []
+    check_group_devices(ServeSettings(tensor_parallel_size=3, device="cuda"))
+    monkeypatch.setattr("octavo.cli.serve.preflight._gpus", lambda: ("2.13.0", "no", "0"))
+    check_group_devices(ServeSettings(tensor_parallel_size=3))  # on the CPU
 
 
 def test_attention_backends_are_those_that_there_are() -> None:

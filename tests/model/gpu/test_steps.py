@@ -9,14 +9,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import CausalLM, KvPool, ModelConfig, generate
-from octavo.model.checkpoint.weight_names import destinations
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.prefill import list_tiles
-from octavo.model.parallel import Ranks, part_of
-from tests.support.model.ranks import alone, on_ranks
+from octavo.model.parallel import Ranks
+from tests.support.model.ranks import alone, cut, on_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 S, M = 16, 12
@@ -125,19 +124,14 @@ def whole_model(changes: dict[str, object]) -> CausalLM:
 
 def tokens_of_rank(ranks: Ranks, changes: dict[str, object]) -> dict[str, object]:
     """A prompt, another in two chunks beside a decode, and decodes of both."""
-    whole = whole_model(changes)
-    model = CausalLM(whole.config, dtype=torch.float32, device=DEVICE, ranks=ranks)
-    views = destinations(whole)
-    for name, view in destinations(model).items():
-        view.copy_(views[name][part_of(name, tuple(views[name].shape), whole.config, ranks)])
-    device = Device(model, "cublas")
+    device = Device(cut(whole_model(changes), ranks), "cublas")
     tokens = [device.prefill([(0, [5, 6, 7], 0, True), (1, list(range(200, 217)), 0, False)], [])]
     tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
     tokens.append(device.step([0, 1]))
     return {"tokens": tokens, "logits": device.decode.logits_BV[:2].clone()}
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks need two devices")
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_ranks.py has what two ranks on a device can do")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("changes", [{}, QWEN3], ids=["qwen2", "qwen3"])
 def test_two_ranks_give_the_tokens_and_logits_of_one(changes: dict[str, object], tmp_path: Path) -> None:

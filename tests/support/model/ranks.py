@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from octavo.model.parallel import Ranks, join_ranks
+from octavo.model import CausalLM
+from octavo.model.checkpoint.weight_names import destinations
+from octavo.model.parallel import Ranks, join_ranks, part_of
 from tests.support.model.interpreter import let_comparisons_be_booleans
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def on_ranks(size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
@@ -38,6 +40,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return value
+
+
+def cut(whole: CausalLM, ranks: Ranks) -> CausalLM:
+    """What a rank has of a model."""
+    if ranks.size == 1:
+        return whole
+    model = CausalLM(whole.config, dtype=whole.dtype, device=whole.device, ranks=ranks)
+    views = destinations(whole)
+    for name, view in destinations(model).items():
+        view.copy_(views[name][part_of(name, tuple(views[name].shape), whole.config, ranks)])
+    return model
 
 
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -11,10 +11,10 @@ import pytest
 
 from octavo.wire.messages import Grammar, GrammarKind, Pooling, SamplingParams
 from octavo.worker.config import RunnerKind, WorkerConfig
-from octavo.worker.loading.group import load_group
+from octavo.worker.loading.group import load_group, place_of_rank
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.loading.loader import load_torch
-from octavo.worker.runners.group import Collect, Constrain, Launch, decode, encode
+from octavo.worker.runners.group import Constrain, Launch, decode, encode
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepMasks, StepPlan
 from tests.support.model.checkpoints import QWEN3, write_tiny_checkpoint
@@ -161,13 +161,28 @@ def test_orders_come_back_as_they_went() -> None:
     masks = decode(encode(Constrain(StepMasks(index_N=np.arange(2), bits_NW=np.ones((2, 3), np.int32)))))
     assert isinstance(masks, Constrain)
     assert masks.masks.bits_NW.shape == (2, 3)
-    assert decode(encode(Collect())) == Collect()
 
 
-def test_what_a_group_cannot_be_had_with_is_refused_before_anything_starts(folder: Path) -> None:
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    assert place_of_rank("cpu", 1, {}) == ("cpu", {})
+    for named in ("", "3,1", "GPU-1c2,GPU-77"):
+        assert place_of_rank("cuda", 1, {"CUDA_VISIBLE_DEVICES": named}) == ("cuda:1", {})
+    parts = {"CUDA_VISIBLE_DEVICES": "MIG-8, MIG-9"}
+    assert [place_of_rank("cuda", rank, parts) for rank in (0, 1)] == [
+        ("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-8"}),
+        ("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-9"}),
+    ]
+
+
+def test_what_a_group_cannot_be_had_with_is_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = config_of(folder, 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     for changes, reason in (
-        ({"device": "cuda"}, "tensor_parallel_size 2 is served on CPUs so far, and the device is cuda"),
+        ({"device": "cuda"}, "tensor_parallel_size 2 needs a GPU for each rank, and torch sees 1"),
+        ({"device": "cuda:1"}, "the device is cuda:1, and 2 ranks take the first 2 GPUs: give cuda, and CUDA_VISIBLE_"),
         ({"runner": RunnerKind.ORACLE}, "the oracle has nothing to cut"),
     ):
         with pytest.raises(ValueError, match=reason):

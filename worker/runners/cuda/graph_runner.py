@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
+from octavo.model.gpu.autotune import CAPTURE
 from octavo.model.gpu.decode_step import DecodeStep
 from octavo.model.gpu.invariant_steps import InvariantDecodeStep, InvariantMixedStep
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
@@ -62,7 +63,7 @@ class GraphRecorder:
             work()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=CAPTURE):
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph.replay

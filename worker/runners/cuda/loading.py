@@ -36,7 +36,9 @@ def make_cuda_runner(
     max_model_len: int,
     on_progress: OnProgress,
 ) -> CudaRunner:
-    """Takes the model's weights: it cannot be used on its own afterwards. Raises worker.loading.memory.DoesNotFit."""
+    """Takes the model's weights: it cannot be used on its own afterwards. Ranks of a group do all of it at the same
+    time, and settle what must be the same on all. Raises worker.loading.memory.DoesNotFit."""
+    ranks = model.ranks
     runner_config = CudaRunnerConfig(
         num_blocks=1,
         block_size=config.block_size,
@@ -64,8 +66,9 @@ def make_cuda_runner(
         block_bytes,
         weights.embed_VD.device,
         lambda done, total: on_progress("taking_host_memory", done, total),
+        ranks=ranks,
     )
-    rows = staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0])
+    rows = ranks.least(staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0]))
     on_progress("rehearsing_steps", None, None)
     has_cache = config.prefix_cache is PrefixCacheMode.ON
     needs = cuda_memory_needs(
@@ -76,15 +79,15 @@ def make_cuda_runner(
         spare=SpareMemory.TAKEN if has_cache else SpareMemory.LEFT,
         staging_bytes=staging_bytes(rows, block_bytes) if host is not None else 0,
     )
-    pool = size_pool(needs, num_blocks=config.num_blocks)
+    num_blocks = ranks.least(size_pool(needs, num_blocks=config.num_blocks).num_blocks)
     log.info(
         "kv_pool_sized",
-        num_blocks=pool.num_blocks,
-        num_tokens=pool.num_tokens,
-        num_bytes=pool.num_bytes,
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * config.block_size,
+        num_bytes=num_blocks * block_bytes,
         step_bytes=needs.activation_bytes,
     )
-    serving_config = replace(runner_config, num_blocks=pool.num_blocks, max_copies_in=rows)
+    serving_config = replace(runner_config, num_blocks=num_blocks, max_copies_in=rows)
     runner = CudaRunner(weights, serving_config, host_blocks=host)
     seconds = runner.record(lambda done, total: on_progress("recording_steps", done, total))
     log.info("steps_recorded", num_graphs=runner.graphs.num_shapes, seconds=round(seconds, 2))
@@ -95,7 +98,8 @@ def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: 
     """Compile every kernel that a runner of these shapes may launch, on every path of a step, before it is made: where
     Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
     loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
-    first_layer = replace(weights, layers=weights.layers[:1])
+    rehearsing = replace(weights.ranks, group=None, peers=None)  # nothing is computed that could be summed
+    first_layer = replace(weights, layers=weights.layers[:1], ranks=rehearsing)
     try:
         with torch.inference_mode():
             graphs = CudaRunner(first_layer, replace(config, num_blocks=1)).graphs
