@@ -4,6 +4,7 @@ A worker that breaks the protocol costs the outputs concerned, never the gateway
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -42,6 +43,7 @@ class Output:
     embedding_sink: EmbeddingSink | None = None
     prompt_sink: PromptSink | None = None
     num_unscored: int = 0
+    num_awaited: int = 0  # prompt tokens that its worker has to compute before the first token
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_moves: int = 0  # to another worker, or to a restarted one
     is_started: bool = False
@@ -81,6 +83,7 @@ class Outputs:
         self._stats = stats
         self._by_name: dict[int, Output] = {}
         self._live: dict[int, Output] = {}  # by handle: those that a worker has
+        self.waiting_tokens: Counter[int] = Counter()  # what outputs await, by incarnation
         self._next_handle = 1
         self.on_turned_away: Callable[[Output, Finished], bool] = lambda output, finished: False
         self.on_passed: Callable[[Output], None] = lambda output: None
@@ -105,8 +108,14 @@ class Outputs:
         """The output, while it lives."""
         return self._by_name.get(name)
 
+    def await_first(self, output: Output, num_tokens: int) -> None:
+        """Its worker has to compute so many tokens of its prompt before it gives one."""
+        output.num_awaited = num_tokens
+        self.waiting_tokens[output.incarnation] += num_tokens
+
     def detach(self, output: Output) -> None:
         """No worker has it for now; messages about it are late."""
+        self._settle(output)
         self._live.pop(output.handle, None)
 
     def rename(self, output: Output) -> None:
@@ -153,6 +162,7 @@ class Outputs:
         """End an output without a message from its worker."""
         if self._by_name.pop(output.name, None) is None:
             return
+        self._settle(output)
         self._live.pop(output.handle, None)
         try:
             output.sink.on_lost(reason.value, detail)
@@ -161,6 +171,14 @@ class Outputs:
             log.exception("sink_failed", **output.names)
 
     # ------------------------------------------------------------ parts
+
+    def _settle(self, output: Output) -> None:
+        """It awaits nothing any more."""
+        if output.num_awaited:
+            self.waiting_tokens[output.incarnation] -= output.num_awaited
+            output.num_awaited = 0
+            if not self.waiting_tokens[output.incarnation]:
+                del self.waiting_tokens[output.incarnation]
 
     def _take_tokens(self, incarnation: int, message: StepOutput, ended: list[Output]) -> None:
         handles = np.frombuffer(message.handles, "<i8").tolist()
@@ -188,6 +206,8 @@ class Outputs:
                     self._fault(output, "missing_logprobs", ended)
                     continue
             output.token_ids.append(token)
+            if output.num_awaited:
+                self._settle(output)
             if output.is_on_probation:
                 self.on_passed(output)
             if output.is_cancelled:
@@ -248,6 +268,7 @@ class Outputs:
         if is_whole and finished.completion_tokens != output.num_tokens:
             self._fault(output, "wrong_count", ended)
             return
+        self._settle(output)
         del self._live[output.handle], self._by_name[output.name]
         ended.append(output)
         try:

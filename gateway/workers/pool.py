@@ -19,10 +19,10 @@ from octavo.gateway.workers.events import BlockSubscription
 from octavo.gateway.workers.executor import Executor, OnModel
 from octavo.gateway.workers.link import OnFrame, RouterLink
 from octavo.gateway.workers.migration import Migration
-from octavo.gateway.workers.outputs import Output, Outputs, new_output
+from octavo.gateway.workers.outputs import Output, Outputs, new_output, num_prompt_tokens
 from octavo.gateway.workers.queries import Queries, WorkerLook, look_of
 from octavo.gateway.workers.registry import Registry, RegistryLimits, WorkerRecord
-from octavo.gateway.workers.router import Candidate, Prefixes, choose
+from octavo.gateway.workers.router import Prefixes, candidates_of, choose
 from octavo.gateway.workers.stats import PoolStats
 from octavo.gateway.workers.views import LostReason, OutputSink, WorkerState, WorkerView
 from octavo.gateway.workers.watch import ProcessWatch
@@ -145,24 +145,21 @@ class WorkerPool:
         return len(self._outputs)
 
     def choose(self, model: str, prompt_ids: np.ndarray, salt: str) -> WorkerView:
-        """Longest cached prefix, then least load; while an output is on probation at a worker, another one where there
-        is one. prompt_ids: int32 [T]. Raises NoWorker."""
+        """Where it costs the least (`workers.router`); while an output is on probation at a worker, another one where
+        there is one. prompt_ids: int32 [T]. Raises NoWorker."""
         ready = [r for r in self._registry if r.state is WorkerState.READY and r.card.name == model]
         if not ready:
             raise NoWorker(model)
         on_probation = self._migration.on_probation
         ready = [record for record in ready if record.incarnation not in on_probation] or ready
-        cached = self._prefixes.match(ready, prompt_ids, salt)
-        candidates = [
-            Candidate(incarnation=each.incarnation, load=each.load, cached_tokens=cached.get(each.incarnation, 0))
-            for each in ready
-        ]
+        match = self._prefixes.match(ready, prompt_ids, salt)
+        candidates = candidates_of(ready, match, self._outputs.waiting_tokens)
         self._turn += 1
-        best, reason = choose(candidates, turn=self._turn)
+        best, reason = choose(candidates, turn=self._turn, num_tokens=len(prompt_ids), num_branches=match.num_branches)
         self.stats.routed[reason.value] += 1
         record = self._registry.get(best.incarnation)
         assert record is not None
-        return record.view(time.monotonic())
+        return replace(record.view(time.monotonic()), cached_tokens=best.cached_tokens)
 
     # ------------------------------------------------------------ requests
 
@@ -189,6 +186,7 @@ class WorkerPool:
         for output in outputs:
             self._outputs.add(output)
             self._registry.opened(record, now_s)
+        self._outputs.await_first(outputs[0], num_prompt_tokens(run) - worker.cached_tokens)
 
     # Cancels and pauses go with the output wherever it moves, and wait where no worker has it. Handles that are unknown
     # or have ended are ignored.

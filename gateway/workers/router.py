@@ -1,4 +1,8 @@
-"""Which worker gets a request: the one with the longest cached prefix, then the one with the least load.
+"""Which worker gets a request: the one where it costs the least, in prompt tokens that somebody has to compute.
+
+That is what the worker lacks of the prompt; what it has to compute before it; and, the fuller its cache is, what the
+new tokens push out. What many prompts begin with is soon worth having everywhere, so that a worker that lacks it is
+charged only the share of one of them: new conversations spread, and then stay where they are.
 
 A hot prefix does not pin its traffic to one worker: where the holder is much busier than the idlest worker, the request
 goes there instead, computes the prefix again, and from then on two workers hold it.
@@ -11,7 +15,7 @@ Bounded: beyond ``max_nodes`` what was used least recently goes. Pure; must not 
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, count
@@ -34,27 +38,65 @@ class RouteReason(StrEnum):
     ONLY = "only"
     PREFIX = "prefix"
     LOAD = "load"  # no worker had a prefix
-    BALANCE = "balance"  # the holder of the longest prefix was too busy
+    BALANCE = "balance"  # another one has a longer prefix, and costs more
+
+
+class Match(dict[int, int]):
+    """Cached tokens by worker incarnation; none for a worker without a hit. num_branches: in how many ways other
+    prompts went on after the longest prefix."""
+
+    num_branches = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A ready worker of the model. load: requests over the number that run at once (above 1: it queues)."""
+    """A ready worker of the model. load: requests over the number that run at once (above 1: it queues).
+    waiting_tokens: prompt tokens that it has to compute first. fill: share of its blocks that hold something.
+    step_tokens: what it computes in a step."""
 
     incarnation: int
     load: float
     cached_tokens: int
+    waiting_tokens: int = 0
+    fill: float = 0.0
+    step_tokens: int = 0
 
 
-def choose(candidates: Sequence[Candidate], *, turn: int) -> tuple[Candidate, RouteReason]:
-    """The best of at least one candidate. turn: any counter; equals take turns by it."""
+def candidates_of(
+    records: Iterable[WorkerRecord], match: Mapping[int, int], waiting: Mapping[int, int]
+) -> list[Candidate]:
+    """match, waiting: tokens by incarnation."""
+    return [
+        Candidate(
+            incarnation=each.incarnation,
+            load=each.load,
+            cached_tokens=match.get(each.incarnation, 0),
+            waiting_tokens=waiting.get(each.incarnation, 0),
+            fill=1 - each.num_free_blocks / each.capacity.num_blocks,
+            step_tokens=each.capacity.max_batch_tokens,
+        )
+        for each in records
+    ]
+
+
+def choose(
+    candidates: Sequence[Candidate], *, turn: int, num_tokens: int, num_branches: int = 0
+) -> tuple[Candidate, RouteReason]:
+    """The cheapest of at least one candidate for a prompt of so many tokens. turn: any counter; equals take turns by
+    it. num_branches: see `Match`."""
     if len(candidates) == 1:
         return candidates[0], RouteReason.ONLY
     rotated = [candidates[(turn + offset) % len(candidates)] for offset in range(len(candidates))]
     least_load = min(candidate.load for candidate in rotated)
-    fair = [candidate for candidate in rotated if not _is_overloaded(candidate, least_load)]
-    best = min(fair, key=lambda candidate: (-candidate.cached_tokens, candidate.load))
     longest = max(candidate.cached_tokens for candidate in rotated)
+
+    def cost(candidate: Candidate) -> float:
+        # One way to go on may be that of the same caller, whose former answer is not what the prompt has of it.
+        lacking = (longest - candidate.cached_tokens) / max(num_branches, 1)
+        queue = candidate.waiting_tokens + candidate.load * candidate.step_tokens
+        return lacking + queue + candidate.fill * (num_tokens - candidate.cached_tokens)
+
+    best = min((each for each in rotated if not _is_overloaded(each, least_load)), key=cost)
     if best.cached_tokens < longest:
         return best, RouteReason.BALANCE
     return best, RouteReason.PREFIX if best.cached_tokens else RouteReason.LOAD
@@ -96,13 +138,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._recent)
 
-    def match(self, token_ids_T: np.ndarray, salt: str) -> dict[int, int]:
-        """Cached tokens per worker incarnation, at most len - 1 (the last token is always computed).
-
-        token_ids_T: int32. Workers without a hit are absent.
-        """
+    def match(self, token_ids_T: np.ndarray, salt: str) -> Match:
+        """Cached tokens are at most len - 1 (the last token is always computed). token_ids_T: int32."""
         path = self._walk(np.ascontiguousarray(token_ids_T, np.int32), salt)
-        matched: dict[int, int] = {}
+        matched = Match()
         holders: set[int] | None = None
         for depth, node in enumerate(path, start=1):
             holders = set(node.owners) if holders is None else holders & node.owners.keys()
@@ -112,7 +151,9 @@ class PrefixIndex:
                 matched[incarnation] = depth * self.block_size
         self._touch(path)
         longest = max(len(token_ids_T) - 1, 0)
-        return {incarnation: min(tokens, longest) for incarnation, tokens in matched.items()}
+        matched.update({incarnation: min(tokens, longest) for incarnation, tokens in matched.items()})
+        matched.num_branches = len(path[-1].children) if path else 0
+        return matched
 
     def apply(self, incarnation: int, event: KvEvent) -> None:
         """Take one event of a worker. What does not fit (unknown parent, wrong block size) is ignored."""
@@ -315,12 +356,14 @@ class Prefixes:
             index.apply(record.incarnation, event)
         feed.flush()
 
-    def match(self, records: Iterable[WorkerRecord], token_ids_T: np.ndarray, salt: str) -> dict[int, int]:
+    def match(self, records: Iterable[WorkerRecord], token_ids_T: np.ndarray, salt: str) -> Match:
         """Cached tokens by incarnation, for workers of one model. token_ids_T: int32."""
         keys = {(record.card.name, record.capacity.block_size) for record in records}
-        matched: dict[int, int] = {}
+        matched = Match()
         for key in keys & self._indexes.keys():
-            matched |= self._indexes[key].match(token_ids_T, salt)
+            found = self._indexes[key].match(token_ids_T, salt)
+            matched.update(found)
+            matched.num_branches = max(matched.num_branches, found.num_branches)
         return matched
 
     def forget(self, incarnation: int) -> None:

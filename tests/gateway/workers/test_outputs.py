@@ -135,6 +135,29 @@ def test_a_lost_output_is_told_once() -> None:
     assert bench.sinks[0].calls == [("lost", "WORKER_LOST")]
 
 
+@pytest.mark.parametrize("end", ["token", "finish", "lose", "detach", "fault"])
+def test_a_worker_is_awaited_until_the_first_token_or_the_end(end: str) -> None:
+    bench = Bench()
+    first, second = (output for output in map(bench.outputs.get, (1, 2)) if output is not None)
+    bench.outputs.await_first(first, 100)
+    bench.outputs.await_first(second, 30)
+    assert bench.outputs.waiting_tokens == {OURS: 130}
+    for _ in range(2):
+        if end == "token":
+            bench.take([(1, 10)])
+        elif end == "finish":
+            bench.take(finished=(finished(1, 0, reason=WireFinishReason.CANCELLED),))
+        elif end == "lose":
+            bench.outputs.lose(first, LostReason.WORKER_LOST, "")
+        elif end == "detach":
+            bench.outputs.detach(first)
+        else:
+            bench.take([(1, 1000)])
+        assert bench.outputs.waiting_tokens == {OURS: 30}
+    bench.take([(2, 10)])
+    assert bench.outputs.waiting_tokens == {}
+
+
 def test_handles_are_never_used_again() -> None:
     bench = Bench()
     bench.take(finished=(finished(1), finished(2)))
