@@ -12,6 +12,8 @@ from octavo.grammar.limits import GrammarLimits
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 8192
 """Tokens of a step by default: what a device computes without making those who decode wait for long."""
+GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS = 0.025, 16.0
+"""How long a GPU's step takes prompt tokens by default while outputs decode in it (SchedulerConfig)."""
 
 
 class RunnerKind(Enum):
@@ -55,6 +57,8 @@ class SchedulerConfig:
         many, and one of more is launched kernel by kernel.
     max_model_len: prompt and output together.
     vocab_size: ids are below this.
+    max_gap_s, max_gap_steps: of a step with prompts beside outputs that decode (scheduler/costs.py, `StepPace`); None:
+        as long as it takes.
     max_in_flight: plans outstanding at once (what the runner bears).
     aging_s: a request that waited this long in all goes first and is never preempted in favour of younger ones.
     preempt_every_steps: for tests: every so many steps a request is preempted without need; None: never.
@@ -69,6 +73,8 @@ class SchedulerConfig:
     max_batch_tokens: int = 2048
     max_chunk_tokens: int | None = None
     max_chunks: int | None = None
+    max_gap_s: float | None = None
+    max_gap_steps: float = 0.0
     max_in_flight: int = 1
     aging_s: float = 10.0
     preempt_every_steps: int | None = None
@@ -86,6 +92,8 @@ class SchedulerConfig:
         for name in ("max_chunk_tokens", "max_chunks"):
             most = getattr(self, name)
             _require(most is None or most >= 1, f"{name} must be at least 1, not {most}")
+        gap = self.max_gap_s
+        _require(gap is None or gap > 0, f"max_gap_s must be above 0, not {gap}")
         every = self.preempt_every_steps
         _require(every is None or every >= 2, f"preempt_every_steps must be at least 2, not {every}")
 
@@ -165,6 +173,8 @@ class WorkerConfig:
     max_waiting: int = 1024
     max_batch_tokens: int = CPU_BATCH_TOKENS
     max_chunk_tokens: int | None = None
+    max_gap_s: float | None = None
+    max_gap_steps: float = 0.0
     aging_s: float = 10.0
     grammars: GrammarConfig = field(default_factory=GrammarConfig)
     # link

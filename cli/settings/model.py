@@ -130,6 +130,14 @@ class SchedulingSettings(Settings):
     max_chunk_tokens: int | None = setting(
         None, "Prompt tokens of one request in one step; unset: the whole step", panel="Scheduling", ge=1
     )
+    max_gap_ms: float | None = setting(
+        None,
+        "Milliseconds that a step takes prompts for while outputs are generated beside them; 0: as long as it takes; "
+        "unset: that on a CPU, on a GPU 25, or 16 steps without prompts, or as long as the next prompt has waited",
+        panel="Scheduling",
+        ge=0,
+        allow_inf_nan=False,
+    )
     aging_s: float = setting(10.0, "Seconds of waiting after which a request goes first", panel="Scheduling", ge=0)
 
 

@@ -7,6 +7,8 @@ from octavo.cli.settings.model_names import split_model
 from octavo.worker.config import (
     CPU_BATCH_TOKENS,
     GPU_BATCH_TOKENS,
+    GPU_MAX_GAP_S,
+    GPU_MAX_GAP_STEPS,
     CheckNumerics,
     CurveConfig,
     Deterministic,
@@ -21,6 +23,7 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
     """The worker's configuration. Raises CliError where there is not exactly one model."""
     name, checkpoint = split_model(only_model(settings))
     device = pick_device(settings.device) if settings.runner == "torch" else "cpu"
+    max_gap_s, max_gap_steps = longest_gap(device, settings.max_gap_ms)
     return WorkerConfig(
         model=checkpoint,
         served_name=name,
@@ -49,6 +52,8 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
         max_waiting=settings.max_waiting,
         max_batch_tokens=settings.max_batch_tokens or default_batch_tokens(device, settings.max_num_seqs),
         max_chunk_tokens=settings.max_chunk_tokens,
+        max_gap_s=max_gap_s,
+        max_gap_steps=max_gap_steps,
         aging_s=settings.aging_s,
         grammars=GrammarConfig(
             limits=settings.grammar_limits,
@@ -97,6 +102,13 @@ def pick_device(device: str) -> str:
 def default_batch_tokens(device: str, max_num_seqs: int) -> int:
     """Tokens of a step: what a device computes without making those who decode wait for long (bench/RESULTS.md)."""
     return max(CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS, max_num_seqs)
+
+
+def longest_gap(device: str, max_gap_ms: float | None) -> tuple[float | None, float]:
+    """Seconds, and steps without prompts, that a step with prompts may take beside outputs; None: any number."""
+    if max_gap_ms is not None:
+        return max_gap_ms / 1e3 or None, 0.0
+    return (None, 0.0) if device == "cpu" else (GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS)
 
 
 def _curve(settings: WorkerSettings) -> CurveConfig | None:

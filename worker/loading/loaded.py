@@ -78,6 +78,8 @@ def scheduler_config(config: WorkerConfig, described: Described, *, max_in_fligh
         max_waiting=config.max_waiting,
         max_batch_tokens=config.max_batch_tokens,
         max_chunk_tokens=config.max_chunk_tokens,
+        max_gap_s=config.max_gap_s,
+        max_gap_steps=config.max_gap_steps,
         max_in_flight=max_in_flight,
         aging_s=config.aging_s,
         preempt_every_steps=config.preempt_every_steps,

@@ -18,6 +18,7 @@ import numpy as np
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.wire.messages import WireFinishReason
 from octavo.worker.config import SchedulerConfig
+from octavo.worker.scheduler.costs import Allowance, StepPace
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
 from octavo.worker.scheduler.request import Ending, Phase, Request, failure
 from octavo.worker.scheduler.request_table import RequestTable
@@ -170,7 +171,9 @@ class Planner:
         self._slots = table.slots
         self._blocks = table.blocks
         self._admission = Admission(config, table)
+        self.pace = None if config.max_gap_s is None else StepPace(config.max_gap_s, least_steps=config.max_gap_steps)
         self._new_requests: list[NewRequest] = []  # of the plan that is being made
+        self._allowance: Allowance | None = None  # of the same; None: all that fits
 
     def plan(self, step: int, in_flight: InFlight, now_s: float) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Raises ResultsFirst."""
@@ -181,6 +184,8 @@ class Planner:
         self._disturb(step, in_flight, now_s)
         decode_slots_S = self._schedule_decodes(in_flight, now_s)
         budget = self._config.max_batch_tokens - len(decode_slots_S)
+        if self.pace is not None:
+            self._allowance = self.pace.allow(len(decode_slots_S), waited_s=self._longest_wait_s(now_s))
         chunks = self._continue_prefills(budget, now_s)
         if self._requests.counters.num_preemptions == num_preempted:
             budget -= sum(chunk.num_tokens for chunk in chunks)
@@ -262,16 +267,30 @@ class Planner:
     def _continue_prefills(self, budget: int, now_s: float) -> list[Chunk]:
         chunks: list[Chunk] = []
         for request in sorted(self._requests.prefilling, key=lambda request: request.rank):
-            if not budget or len(chunks) == self._max_chunks:
+            if not budget or len(chunks) == self._max_chunks or self._is_spent:
                 break
             chunks.append(self._next_chunk(request, budget, now_s))
             budget -= chunks[-1].num_tokens
         return chunks
 
+    @property
+    def _is_spent(self) -> bool:
+        return self._allowance is not None and self._allowance.is_spent
+
+    def _longest_wait_s(self, now_s: float) -> float:
+        """Of the prompts that this step may go on with, for their first token; 0 where it bounds nothing by that."""
+        if not self._config.max_gap_steps:
+            return 0.0
+        head = self._requests.waiting.head(now_s)
+        nexts = [*self._requests.prefilling, *([] if head is None else [head])]
+        return max((now_s - each.arrival_s for each in nexts if each.first_token_s is None), default=0.0)
+
     def _next_chunk(self, request: Request, budget: int, now_s: float) -> Chunk:
         slot = request.held_slot
         start, num_known = int(self._slots.num_scheduled_S[slot]), int(self._slots.num_known_S[slot])
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens or budget)
+        if self._allowance is not None:
+            num_tokens = self._allowance.take(start, num_tokens)
         self._slots.num_scheduled_S[slot] += num_tokens
         self._note_scheduled(request, num_tokens, now_s)
         is_last = start + num_tokens == num_known
@@ -312,7 +331,7 @@ class Planner:
     # ------------------------------------------------------------ admission
 
     def _admit_waiting(self, budget: int, chunks: list[Chunk], in_flight: InFlight, now_s: float) -> None:
-        while budget and len(chunks) < self._max_chunks:
+        while budget and len(chunks) < self._max_chunks and not self._is_spent:
             request = self._admission.admit_head(in_flight, now_s)
             if request is None:
                 return

@@ -12,7 +12,7 @@ from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.ids import PrefixLookup
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.messages import OutputPhase, WireFinishReason
-from octavo.worker.scheduler.copy_costs import CopyCosts
+from octavo.worker.scheduler.costs import CopyCosts
 from octavo.worker.scheduler.plan import GatewayIndex, OutputBuffer, RequestKey, Slot
 from octavo.worker.scheduler.request import Ending, Phase, Request, SchedulerCounters, block_seconds, finished_message
 from octavo.worker.scheduler.request_queue import RequestQueue

@@ -17,7 +17,7 @@ from octavo.blockmgr.manager import BlockManager
 from octavo.wire.codec import TOKEN_BYTES
 from octavo.wire.messages import Finished, Run, WireFinishReason
 from octavo.worker.config import SchedulerConfig
-from octavo.worker.scheduler.copy_costs import CopyCosts
+from octavo.worker.scheduler.costs import CopyCosts
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepPlan, StepResult
 from octavo.worker.scheduler.planner import InFlight, Planner, ResultsFirst
 from octavo.worker.scheduler.request import (
@@ -239,8 +239,7 @@ class Scheduler:
     def apply(self, result: StepResult, *, now_s: float) -> StepOutputs:
         """Take the result of the oldest plan; all news since the last outputs. Raises ValueError for another step."""
         step = self._take_oldest(result.step)
-        if self._blocks.config.num_host_blocks:
-            self._note_costs(step, result, now_s)
+        self._note_costs(step, result, now_s)
         self._results.succeed(step, result, now_s)
         return self._requests.outputs.take()
 
@@ -307,8 +306,11 @@ class Scheduler:
     def _note_costs(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
         num_decodes, seconds = len(step.plan.decode_slots_S), now_s - max(step.planned_s, self._applied_s)
         self._applied_s = now_s
-        self.costs.note_step(step.plan.num_tokens - num_decodes, num_decodes, seconds)
-        self.costs.copy.add(result.num_copied_blocks, result.copy_s)
+        if self._planner.pace is not None:
+            self._planner.pace.note(step.plan.prefill, num_decodes, seconds)
+        if self._blocks.config.num_host_blocks:
+            self.costs.note_step(step.plan.num_tokens - num_decodes, num_decodes, seconds)
+            self.costs.copy.add(result.num_copied_blocks, result.copy_s)
 
     def _take_oldest(self, step: int) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].plan.step != step:

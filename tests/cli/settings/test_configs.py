@@ -23,6 +23,8 @@ from octavo.gateway.text.render_pool import RenderLimits
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.grammar.limits import GrammarLimits
 from octavo.worker.config import (
+    GPU_MAX_GAP_S,
+    GPU_MAX_GAP_STEPS,
     CheckNumerics,
     CurveConfig,
     Deterministic,
@@ -127,7 +129,8 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         max_model_len=2, num_threads=3, check_numerics="on", quantization="int8", deterministic=True,
         kv_cache_dtype="fp8", cpu_isa="avx2", tensor_parallel_size=4,
         check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, host_kv_gib=28.5, block_size=8,
-        prefix_cache="off", max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12, aging_s=13.5,
+        prefix_cache="off", max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12, max_gap_ms=30,
+        aging_s=13.5,
         gateway_endpoint=("ipc:///a", "ipc:///b"), worker_id="w", worker_key_file=Path("w.key"),
         gateway_public_key_file=Path("g.pub"), registration_token="word", heartbeat_interval_s=14.5,
         drain_grace_s=20.5, stall_exit_s=21.5,
@@ -143,7 +146,7 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         deterministic=Deterministic.ON, cpu_isa="avx2", tensor_parallel_size=4,
         check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, host_kv_gib=28.5, block_size=8,
         prefix_cache=PrefixCacheMode.OFF, max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12,
-        aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"), worker_id="w",
+        max_gap_s=0.03, aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"), worker_id="w",
         curve=CurveConfig(secret_key_file=Path("w.key"), gateway_public_key_file=Path("g.pub")),
         registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5,
         metrics_port=15, metrics_host="::1",
@@ -154,8 +157,26 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         audit_every_steps=16, log_format="json", log_level="error", runner=RunnerKind.TORCH, oracle_vocab_size=17,
         oracle_step_delay_s=18.5, oracle_eos_every=19, preempt_every_steps=20,
     )  # fmt: skip
-    # torch is RunnerKind's default: every other field differs from it, so none was forgotten above.
-    assert unchanged(config, required={"model", "gateway_endpoints"}) == {"runner"}
+    # torch is RunnerKind's default, and a gap that was asked for is no number of steps: every other field differs from
+    # its default, so none was forgotten above.
+    assert unchanged(config, required={"model", "gateway_endpoints"}) == {"runner", "max_gap_steps"}
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "wanted"),
+    [
+        ("cpu", None, (None, 0.0)),
+        ("cuda", None, (GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS)),
+        ("cuda:1", 30.0, (0.03, 0.0)),
+        ("cpu", 200.0, (0.2, 0.0)),
+        ("cuda", 0.0, (None, 0.0)),
+    ],
+)
+def test_the_longest_gap_follows_from_the_device_and_is_strict_where_it_was_asked_for(
+    device: str, asked: float | None, wanted: tuple[float | None, float]
+) -> None:
+    config = worker_config(WorkerSettings(device=device, max_gap_ms=asked))
+    assert (config.max_gap_s, config.max_gap_steps) == wanted
 
 
 def unchanged(config: object, required: frozenset[str] | set[str] = frozenset()) -> set[str]:

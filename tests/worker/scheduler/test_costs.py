@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from octavo.worker.scheduler.copy_costs import CopyCosts, FadingRate
+from octavo.worker.scheduler.costs import CopyCosts, FadingRate
 from tests.support.worker.scheduling import World, WorldConfig, key
 
 DEVICE, HOST = False, True

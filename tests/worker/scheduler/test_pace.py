@@ -1,0 +1,121 @@
+"""How many prompt tokens a step takes beside outputs that are being read: learned from steps, counted in steps."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.worker.pace import H200, Asked, code, nano, simulate
+from octavo.worker.config import GPU_MAX_GAP_S, GPU_MAX_GAP_STEPS
+from octavo.worker.scheduler.costs import LEAST_PROMPT_TOKENS, Allowance, StepPace
+from octavo.worker.scheduler.plan import Chunk, Slot
+from octavo.worker.scheduler.scheduler import Scheduler
+from tests.support.worker.scheduling import World, WorldConfig
+
+AUTO = {"max_gap_s": GPU_MAX_GAP_S, "max_gap_steps": GPU_MAX_GAP_STEPS}
+
+
+def chunk(start: int, num_tokens: int) -> Chunk:
+    return Chunk(slot=Slot(0), start=start, num_tokens=num_tokens, is_last=False)
+
+
+def learned(
+    token_s: float, attended_s: float, *, decode_s: float = 0.002, max_gap_s: float = 0.025, steps: float = 0.0
+) -> StepPace:
+    """From forty steps of a device like that."""
+    pace, rng = StepPace(max_gap_s, least_steps=steps), np.random.default_rng(0)
+    for _ in range(40):
+        start, num = int(rng.integers(0, 20_000)), int(rng.integers(64, 4096))
+        seconds = decode_s + num * token_s + num * (start + num / 2) * attended_s
+        pace.note((chunk(start, num),), 8, seconds * float(rng.uniform(0.97, 1.03)))
+        pace.note((), 8, decode_s)
+    return pace
+
+
+@pytest.mark.parametrize(("token_s", "attended_s"), [(2e-5, 0.0), (2e-5, 8e-10), (1.3e-6, 2e-10), (2e-3, 1e-7)])
+@pytest.mark.parametrize("start", [0, 1000, 20_000])
+@pytest.mark.parametrize("gap_s", [0.01, 0.025, 0.4])
+def test_a_bounded_step_takes_about_as_long_as_it_may(
+    token_s: float, attended_s: float, start: int, gap_s: float
+) -> None:
+    num = learned(token_s, attended_s, max_gap_s=gap_s).allow(8).take(start, 10**6)
+    seconds = 0.002 + num * token_s + num * (start + num / 2) * attended_s
+    assert num == LEAST_PROMPT_TOKENS or gap_s / 2 < seconds < 1.15 * gap_s
+    assert num & (num - 1) == 0 or num % 3 == 0  # as recorded steps are
+
+
+def test_chunks_of_one_step_share_what_it_may_take() -> None:
+    allowance = learned(2e-5, 0.0, max_gap_s=0.0221).allow(8)  # for 1,000 tokens
+    taken = [allowance.take(0, 300), allowance.take(0, 300)]
+    assert not allowance.is_spent
+    taken.append(allowance.take(0, 5000))
+    assert allowance.is_spent
+    assert taken[:2] == [300, 300]
+    assert sum(taken) == 768
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1])
+def test_nothing_is_bounded_before_it_is_learned_or_where_nobody_waits_for_the_step(num_decodes: int) -> None:
+    fresh, only_prompts = StepPace(0.001), StepPace(0.001)
+    only_prompts.note((chunk(0, 4096),), 0, 1.0)
+    for pace in (fresh, only_prompts, *([] if num_decodes else [learned(1.0, 0.0)])):
+        assert pace.allow(num_decodes).take(0, 8192) == 8192
+
+
+def test_prompts_get_on_however_slow_the_device_is() -> None:
+    assert learned(1.0, 0.0).allow(1).take(0, 8192) == LEAST_PROMPT_TOKENS
+    assert learned(1.0, 0.0).allow(1).take(0, 5) == 5
+    assert Allowance(-1.0, 1.0, 0.0).take(0, 8192) == LEAST_PROMPT_TOKENS
+    assert Allowance(math.inf, 0.0, 0.0).take(0, 8192) == 8192
+
+
+def test_by_default_steps_are_as_long_as_the_next_prompt_has_waited() -> None:
+    pace = learned(2e-5, 0.0, steps=3.0)
+    counts = [pace.allow(8, waited_s=waited_s).take(0, 10**6) for waited_s in (0.0, 0.01, 0.1, 1.0)]
+    assert counts[0] == counts[1] < counts[2] < counts[3]
+    strict = learned(2e-5, 0.0)
+    assert strict.allow(8, waited_s=1.0).take(0, 10**6) == strict.allow(8).take(0, 10**6)
+
+
+def test_a_prompt_beside_a_stream_is_cut_into_steps_of_the_target() -> None:
+    """Steps of the scheduler, on a clock by which a token takes a millisecond."""
+    config = WorldConfig(num_blocks=800, max_num_seqs=4, max_batch_tokens=512, max_model_len=1000)
+    world = World(config, make_scheduler=lambda made, blocks: Scheduler(replace(made, max_gap_s=0.1), blocks))
+    world.add(1, [1, 2, 3] * 20, max_tokens=300, min_tokens=300)
+
+    def step() -> int:
+        plan = world.launch()
+        assert plan is not None
+        world.now_s += 0.001 * plan.num_tokens
+        world.collect()
+        return sum(chunk.num_tokens for chunk in plan.prefill)
+
+    lone = [step() for _ in range(5)]
+    assert lone[0] == 60  # alone it is not cut
+    world.add(2, list(range(10, 40)) * 13, max_tokens=3)
+    seen = [step() for _ in range(10)]
+    assert [each for each in seen if each] == [96, 96, 96, 96, 6]
+
+
+def test_a_strict_bound_holds_while_prompts_flood_in() -> None:
+    asked = code(3, count=150, rate=14)
+    before, after = simulate(asked, H200["7B"]), simulate(asked, H200["7B"], max_gap_s=0.025)
+    assert before["gap_p99_ms"] > 100
+    assert after["gap_p99_ms"] < 1.3 * 25
+
+
+def test_the_default_is_smoother_and_costs_neither_first_tokens_nor_rate() -> None:
+    asked = code(3, count=200, rate=8)
+    before, after = simulate(asked, H200["7B"]), simulate(asked, H200["7B"], **AUTO)
+    assert after["gap_p99_ms"] < 0.75 * before["gap_p99_ms"]
+    assert after["ttft_p50_ms"] < 1.03 * before["ttft_p50_ms"]
+    assert after["tokens_per_s"] > 0.999 * before["tokens_per_s"]
+
+
+@pytest.mark.parametrize("shape", ["0.5B", "7B"])
+def test_the_default_costs_a_burst_nothing(shape: str) -> None:
+    asked = [Asked(at_s=0.0, num_prompt=each.num_prompt, num_output=each.num_output // 4) for each in nano(0)]
+    before, after = simulate(asked, H200[shape]), simulate(asked, H200[shape], **AUTO)
+    assert after["tokens_per_s"] > 0.99 * before["tokens_per_s"]
+    assert after["ttft_p50_ms"] < 1.01 * before["ttft_p50_ms"]
