@@ -9,6 +9,7 @@ from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools import doctor_checks as checks
 from octavo.cli.tools.doctor_checks import Finding, Verdict, check_cpu
 from octavo.cli.tools.doctor_model import check_models
+from octavo.cli.tools.doctor_ranks import check_ranks
 
 _MARKS = {Verdict.GOOD: "[green]✓[/]", Verdict.WARNING: "[yellow]![/]", Verdict.BAD: "[bold red]✗[/]"}
 NAME = "deterministic"
@@ -47,6 +48,7 @@ def examine(settings: ServeSettings) -> list[Finding]:
         *checks.check_packages(),
         *checks.check_torch(),
         *check_deterministic(settings),
+        *check_ranks(settings),
         *check_models(settings),
         checks.check_memory(),
         checks.check_shared_memory(),
