@@ -13,9 +13,10 @@ Must not know: layers, files, what makes a rank run a step.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -64,16 +65,32 @@ class Sums(Enum):
     BY_RANK = "by rank"
 
 
+class Exchanges:
+    """How long this process was in exchanges with other ranks, waiting for them included."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start_s = 0.0
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_error: object) -> None:
+        self.seconds += time.perf_counter() - self._start_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """A group of ranks, seen from one of them. group: of torch.distributed; None where there is one rank, or where
-    nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums."""
+    nobody is there to sum with: a rehearsal, whose numbers mean nothing. peers: see PeerSums. exchanges: how long they
+    took."""
 
     rank: int = 0
     size: int = 1
     group: "distributed.ProcessGroup | None" = None
     sums: Sums = Sums.FAST
     peers: PeerSums | None = None
+    exchanges: Exchanges = field(default_factory=Exchanges, compare=False)
 
     def room(self, like: torch.Tensor, *, plain: torch.Tensor | None = None) -> torch.Tensor:
         """Memory of this shape for what `sum` is given next, with nothing in it. plain: what will do where it need not
@@ -96,7 +113,8 @@ class Ranks:
                 total = total + other.float()
             return (partial if out is None else out).copy_(total)
         if self.group is not None:
-            distributed.all_reduce(partial, group=self.group)
+            with self.exchanges:
+                distributed.all_reduce(partial, group=self.group)
         return partial if out is None or out is partial else out.copy_(partial)
 
     def least(self, number: int) -> int:
@@ -132,7 +150,8 @@ class Ranks:
         parts = part.new_empty(self.size, *part.shape)
         if self.group is None:
             return parts.copy_(part)
-        _all_gather(parts.view(-1, *part.shape[1:]), part.contiguous(), group=self.group)
+        with self.exchanges:
+            _all_gather(parts.view(-1, *part.shape[1:]), part.contiguous(), group=self.group)
         return parts
 
     def embed(self, ids_T: torch.Tensor, weight_WD: torch.Tensor) -> torch.Tensor:
@@ -203,9 +222,9 @@ def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:
     """
     if size == 1:
         return config
-    for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, field) % size:
-            raise ConfigError(field, f"{getattr(config, field)} cannot be divided among {size} tensor-parallel ranks")
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % size:
+            raise ConfigError(name, f"{getattr(config, name)} cannot be divided among {size} tensor-parallel ranks")
     heads = config.num_key_value_heads
     if heads % size and size % heads:
         raise ConfigError(

@@ -29,7 +29,7 @@ MODEL_FREE = ("worker/runners/interface.py", "worker/runners/oracle/")
 # (config, errors, …) is "": everybody may import it, but it imports only what its own row has.
 INNER: dict[str, dict[str, set[str]]] = {
     "worker": {
-        "": {"engine", "grammar", "loading", "scheduler", "transport"},  # main puts the parts together
+        "": {"engine", "grammar", "loading", "runners", "scheduler", "transport"},  # main puts the parts together
         "scheduler": set(),
         "engine": {"scheduler", "grammar", "runners"},
         "transport": {"engine", "scheduler"},

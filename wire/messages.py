@@ -123,6 +123,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]  # from generation_config.json: temperature, top_k, top_p, repetition_penalty
     tokenizer_digest: str  # SHA-256 hex over the bundle's files, in name order
+    tensor_parallel_size: int = 1  # ranks that have a part of the model each
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

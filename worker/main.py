@@ -34,7 +34,15 @@ from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.grammar.manager import make_grammar_manager
 from octavo.worker.loading.loaded import Loaded, load_oracle
 from octavo.worker.loading.progress import LoggedProgress, OnProgress
-from octavo.worker.metrics import BusyLog, CacheInfo, InfoCollector, MetricsServer, SnapshotCollector, StepMetrics
+from octavo.worker.metrics import (
+    BusyLog,
+    CacheInfo,
+    InfoCollector,
+    MetricsServer,
+    RankCollector,
+    SnapshotCollector,
+    StepMetrics,
+)
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.heartbeat import HeartbeatThread
 from octavo.worker.transport.link import WorkerLink
@@ -163,6 +171,7 @@ def _assemble(
         is_host_pinned=loaded.is_host_pinned,
     )
     registry.register(InfoCollector(loaded.card, loaded.capacity, version=_version(), cache=cache))
+    registry.register(RankCollector(loaded.card.tensor_parallel_size, loaded.read_ranks))
     metrics_port = _serve_metrics(config, registry, stack, lambda: _why_not_ready(engine, link))
     heartbeat = HeartbeatThread(
         config.gateway_endpoints,
@@ -186,6 +195,7 @@ def _assemble(
         device=loaded.device,
         products=loaded.products,
         dtype=loaded.card.dtype,
+        tensor_parallel_size=loaded.card.tensor_parallel_size,
         num_blocks=loaded.num_blocks,
         block_size=loaded.block_size,
         num_host_blocks=loaded.num_host_blocks,

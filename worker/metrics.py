@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from octavo.wire.messages import Capacity, Finished, ModelCard, WireFinishReason
 from octavo.wire.scrape_server import ScrapeServer, pages_of
 from octavo.worker.engine.interfaces import EngineStats, Observer, StepReport
+from octavo.worker.runners.rank_figures import RankFigures
 from octavo.worker.transport.link import LinkStats
 
 STEP_BUCKETS_S = (
@@ -209,6 +210,30 @@ class InfoCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The same at each scrape."""
         return iter(self._families)
+
+
+class RankCollector(Collector):
+    """The ranks of a tensor-parallel group. read: what they measured; None for a worker of one."""
+
+    def __init__(self, size: int, read: Callable[[], list[RankFigures]] | None) -> None:
+        self._size, self._read = size, read
+
+    def collect(self) -> Iterator[Metric]:
+        """How many there are, and rows for each where there are several."""
+        text = "Ranks that have a part of the model each and compute each step together"
+        yield _gauge("octavo_tensor_parallel_size", text, self._size)
+        steps = CounterMetricFamily("octavo_rank_steps", "Engine steps that the rank has launched", labels=["rank"])
+        text = "In engine steps, as the rank's own thread sees it"
+        busy = CounterMetricFamily("octavo_rank_step_seconds", text, labels=["rank"])
+        text = "Of the rank's step seconds, those in exchanges with other ranks; the slowest rank waits least"
+        exchanges = CounterMetricFamily("octavo_rank_exchange_seconds", text, labels=["rank"])
+        memory = GaugeMetricFamily("octavo_rank_memory_bytes", "Memory that the rank holds", labels=["rank"])
+        for rank, figures in enumerate(self._read() if self._read else ()):
+            steps.add_metric([str(rank)], figures.num_steps)
+            busy.add_metric([str(rank)], figures.step_s)
+            exchanges.add_metric([str(rank)], figures.exchange_s)
+            memory.add_metric([str(rank)], figures.memory_bytes)
+        yield from (steps, busy, exchanges, memory)
 
 
 class MetricsServer:

@@ -10,6 +10,7 @@ def receipt_rows(finished: inference_pb2.Finished) -> list[tuple[str, str]]:
     usage, receipt = finished.usage, finished.receipt
     reason = inference_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
     prompt = f"{usage.prompt_tokens} prompt ({usage.cached_tokens} cached)"
+    ranks = f" of {receipt.tensor_parallel_size} ranks" if receipt.tensor_parallel_size > 1 else ""
     per_token_s = receipt.decode_s / max(1, usage.completion_tokens - 1)
     return [
         ("finished", reason + _stop(finished.stop)),
@@ -31,7 +32,7 @@ def receipt_rows(finished: inference_pb2.Finished) -> list[tuple[str, str]]:
             f"{receipt.preemptions} ({receipt.swaps} by swap)" if receipt.swaps else str(receipt.preemptions),
         ),
         ("migrations", str(receipt.migrations)),
-        ("worker", f"{receipt.worker_id}, model {receipt.model_fingerprint[:12]}"),
+        ("worker", f"{receipt.worker_id}{ranks}, model {receipt.model_fingerprint[:12]}"),
         ("seed", str(receipt.seed)),
     ]
 

@@ -32,7 +32,7 @@ _CONDITIONS = {
     load_pb2.WORKER_CONDITION_LOST: "down",
 }
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-HEADS = ("service", "address", "process", "pid", "model", "state", "requests", "kv", "uptime")
+HEADS = ("service", "address", "process", "pid", "model", "ranks", "state", "requests", "kv", "uptime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,8 @@ class ProcessState:
     """One process of a service; None where there is no such figure.
 
     state: ready, loading (it answers nobody yet), waiting (for a gateway to take it), draining, down (not running now).
-    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1.
+    requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
+    tensor-parallel.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ProcessState:
     uptime_s: float | None = None
     requests: int | None = None
     kv_usage: float | None = None
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,7 @@ def _of_snapshot(address: str, snapshot: load_pb2.WatchLoadResponse) -> ServiceS
             model=worker.model,
             requests=worker.num_running + worker.num_waiting + worker.num_paused,
             kv_usage=worker.blocks.num_active / max(1, worker.blocks.num_blocks),
+            ranks=worker.tensor_parallel_size or None,
         )
         for worker in snapshot.workers
     ]
@@ -123,7 +126,13 @@ def _of_snapshot(address: str, snapshot: load_pb2.WatchLoadResponse) -> ServiceS
 
 def _of_models(address: str, models: Sequence[model_pb2.ModelInfo]) -> ServiceState:
     processes = tuple(
-        ProcessState(name=f"{model.num_workers} workers", role=Role.WORKER.value, state="ready", model=model.name)
+        ProcessState(
+            name=f"{model.num_workers} workers",
+            role=Role.WORKER.value,
+            state="ready",
+            model=model.name,
+            ranks=model.tensor_parallel_size or None,
+        )
         for model in models
     )
     return ServiceState(address=address, state="ready" if models else "loading", processes=processes)
@@ -165,6 +174,7 @@ def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
         uptime_s=None if pid is None else _uptime_s(pid),
         requests=_count(samples, *(counted if is_worker else ("octavo_gateway_requests",))),
         kv_usage=_total(samples, "octavo_kv_cache_usage_ratio") if is_worker else None,
+        ranks=_count(samples, "octavo_tensor_parallel_size") if is_worker else None,
     )
 
 
@@ -220,12 +230,14 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
     """The service, then its processes: one row each, with a cell for each of HEADS."""
     pid, uptime = _shown(service.pid), shown_duration(service.uptime_s)
     rows: list[tuple[str, ...]] = [
-        (pid, service.address, "-", pid, "-", service.state, _shown(service.requests), "-", uptime)
+        (pid, service.address, "-", pid, "-", "-", service.state, _shown(service.requests), "-", uptime)
     ]
     for each in service.processes:
         usage = "-" if each.kv_usage is None else f"{each.kv_usage:.0%}"
-        what = (each.name, _shown(each.pid), each.model or "-", each.state, _shown(each.requests), usage)
-        rows.append((pid, each.url or service.address, *what, shown_duration(each.uptime_s)))
+        what = (each.name, _shown(each.pid), each.model or "-", _shown(each.ranks), each.state)
+        rows.append(
+            (pid, each.url or service.address, *what, _shown(each.requests), usage, shown_duration(each.uptime_s))
+        )
     return rows
 
 

@@ -152,6 +152,7 @@ def _seconds(seconds: float) -> str:
 _WORKERS = (
     _Column(title="WORKER", width=12, is_text=True),
     _Column(title="MODEL", width=20, least=110, is_text=True),
+    _Column(title="RANKS", width=5, least=130),
     _Column(title="STATE", width=8, is_text=True),
     _Column(title="KV", width=17, least=60, is_text=True),
     _Column(title="USED", width=4),
@@ -192,6 +193,7 @@ def _worker(worker: pb.WorkerSnapshot) -> tuple[Text, ...]:
     return (
         Text(worker.worker_id),
         Text(worker.model),
+        Text(f"{max(1, worker.tensor_parallel_size)}"),
         Text(state, style),
         _bar(blocks),
         Text(f"{used:.0%}"),

@@ -194,6 +194,7 @@ def embedding_message(each: Embedded, card: ModelCard, arrived_s: float, *, is_s
             swaps=figures.swaps,
             block_seconds=figures.block_seconds,
             migrations=len(each.moves),
+            tensor_parallel_size=card.tensor_parallel_size,
         ),
     )
 
@@ -330,6 +331,7 @@ def receipt_of(tracked: TrackedRequest, index: int = 0) -> common_pb2.Receipt:
         inter_token_p99_s=figures.inter_token_p99_s,
         block_seconds=figures.block_seconds,
         migrations=len(stream.moves),
+        tensor_parallel_size=tracked.card.tensor_parallel_size,
     )
 
 

@@ -81,6 +81,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             kv_capacity_tokens=sum(worker.capacity.num_blocks * worker.capacity.block_size for worker in workers),
             server_version=VERSION,
             limits=self._limits(workers),
+            tensor_parallel_size=card.tensor_parallel_size,
         )
 
     def _limits(self, workers: list[WorkerView]) -> model_pb2.RequestLimits:

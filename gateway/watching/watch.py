@@ -373,6 +373,7 @@ def _known(view: WorkerView) -> pb.WorkerSnapshot:
         max_num_seqs=view.capacity.max_num_seqs,
         num_steps=view.num_steps,
         num_preemptions=view.num_preemptions,
+        tensor_parallel_size=view.card.tensor_parallel_size,
     )
 
 

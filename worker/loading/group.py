@@ -22,16 +22,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
+import psutil
 import structlog
 import torch
 
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.errors import ConfigError
-from octavo.model.parallel import abort, config_of_rank, join_ranks
+from octavo.model.parallel import Ranks, abort, config_of_rank, join_ranks
 from octavo.wire.host import die_with
 from octavo.wire.logs import configure_logs
 from octavo.worker.config import RunnerKind, WorkerConfig
@@ -41,6 +42,7 @@ from octavo.worker.loading.loader import load_torch, prepare
 from octavo.worker.loading.progress import OnProgress
 from octavo.worker.runners.group import LOST_WAIT_S, GroupLost, GroupRunner, follow
 from octavo.worker.runners.orders import OrderReader, OrderRing
+from octavo.worker.runners.rank_figures import MeasuredRunner, RankBoard
 
 log = structlog.get_logger(__name__)
 
@@ -50,14 +52,18 @@ READ_TIMEOUT_S = 60.0
 """For followers to take what fills the memory that orders go through."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
+MEETING, BOARD = "meeting", "figures"
+"""Files of a group."""
+
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a follower is told first. parent: rank 0's pid. meeting: see `join_ranks`."""
+    """What a follower is told first. parent: rank 0's pid. meeting: see `join_ranks`. board: file of the RankBoard."""
 
     config: WorkerConfig
     rank: int
     parent: int
     meeting: str
+    board: str
 
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Task)
@@ -67,7 +73,9 @@ class FollowerProcesses:
     """Ranks 1 and up of a group, started by rank 0. Implements `worker.runners.group.Followers`. on_lost: called from a
     thread when one has ended before `dismiss`."""
 
-    def __init__(self, config: WorkerConfig, meeting: Path) -> None:
+    def __init__(self, config: WorkerConfig, folder: Path) -> None:
+        """folder: of this group alone, where its ranks meet and write figures."""
+        self.board = RankBoard.create(folder / BOARD, size=config.tensor_parallel_size)
         self.on_lost: Callable[[], None] = lambda: None
         self._is_dismissed = False
         self._ring = OrderRing(config.tensor_parallel_size - 1)
@@ -75,9 +83,11 @@ class FollowerProcesses:
         for process in self._processes:
             threading.Thread(target=self._watch, args=(process,), name="rank", daemon=True).start()
         told = replace(config, gateway_endpoints=(), registration_token="", curve=None)
+        meeting, board = str(folder / MEETING), str(folder / BOARD)
         for rank in range(1, config.tensor_parallel_size):
             device, _ = place_of_rank(config.device, rank, os.environ)
-            task = Task(config=replace(told, device=device), rank=rank, parent=os.getpid(), meeting=str(meeting))
+            told_rank = replace(told, device=device)
+            task = Task(config=told_rank, rank=rank, parent=os.getpid(), meeting=meeting, board=board)
             frame = _ENCODER.encode(task)
             self._write(rank, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
@@ -180,12 +190,14 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     config = replace(config, served_name=config.served_name or served_name(config.model), model=str(folder))
     ending = ExitStack()
     with ExitStack() as stack:
-        meeting = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-ranks-"))) / "meeting"
-        followers = FollowerProcesses(config, meeting)
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-ranks-")))
+        followers = FollowerProcesses(config, place)
         stack.callback(followers.close)
         device, _ = place_of_rank(config.device, 0, os.environ)
         try:
-            ranks = stack.enter_context(join_ranks(meeting, rank=0, size=config.tensor_parallel_size, device=device))
+            ranks = stack.enter_context(
+                join_ranks(place / MEETING, rank=0, size=config.tensor_parallel_size, device=device)
+            )
             stack.callback(followers.dismiss)  # they leave the group when this rank does, not after it
             followers.on_lost = lambda: abort(ranks)
             check_agreement(ranks, build=build, checkpoint=checkpoint_name(folder))
@@ -193,13 +205,31 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
                 replace(config, device=device),
                 on_progress,
                 ranks=ranks,
-                wrap=lambda runner: GroupRunner(runner, followers, close=ending.close),
+                wrap=lambda runner: GroupRunner(
+                    measured(runner, followers.board, ranks, config.device), followers, close=ending.close
+                ),
             )
         except RuntimeError:  # of a sum whose other end is gone
             followers.check(wait_s=LOST_WAIT_S)
             raise
         ending.enter_context(stack.pop_all())
-    return replace(loaded, notes=loaded.notes + notes_on_cores(config.tensor_parallel_size))
+    notes = loaded.notes
+    if torch.device(config.device).type == "cpu":
+        notes += notes_on_cores(config.tensor_parallel_size)
+    return replace(loaded, notes=notes, read_ranks=followers.board.read)
+
+
+def measured(runner: Any, board: RankBoard, ranks: Ranks, device: str) -> Any:
+    """The runner of a rank, whose figures are written down."""
+    is_device = torch.device(device).type == "cuda"
+    process = psutil.Process()
+    return MeasuredRunner(
+        runner,
+        board,
+        ranks.rank,
+        exchange_s=lambda: ranks.exchanges.seconds,
+        memory_bytes=lambda: torch.cuda.memory_reserved() if is_device else int(process.memory_info().rss),
+    )
 
 
 def check_group(config: WorkerConfig) -> None:
@@ -256,10 +286,11 @@ def main() -> int:
         build = build_name()
         with join_ranks(Path(task.meeting), rank=task.rank, size=size, device=config.device) as ranks:
             check_agreement(ranks, build=build, checkpoint=checkpoint_name(Path(config.model)))
+            board = RankBoard.open(Path(task.board), size=size)
             runner = prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner
             reader = OrderReader(int(sys.argv[1]), task.rank - 1, sys.stdin.buffer)
             try:
-                follow(runner, reader.take)
+                follow(measured(runner, board, ranks, config.device), reader.take)
             finally:
                 runner.close()  # what has sums in it must go before the group does
     except Exception as error:

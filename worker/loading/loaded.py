@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from octavo.worker.runners.interface import Runner
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.runners.oracle.runner import OracleRunner
 from octavo.worker.runners.oracle.tokenizer import describe_oracle
+from octavo.worker.runners.rank_figures import RankFigures
 
 ORACLE_MODEL_LEN = 32_768
 ORACLE_NUM_BLOCKS = 4_096
@@ -25,7 +27,8 @@ class Loaded:
     """What `worker.main` puts together to an engine. fingerprint: raw bytes, root of the prefix hashes. products: for
     people, how matrices are multiplied; empty where there is nothing to say. notes: what an operator should know of the
     model, for the log and the summary of the start. num_host_blocks, host_bytes, is_host_pinned: of the second tier.
-    max_copies_in: blocks that one plan may bring back from it."""
+    max_copies_in: blocks that one plan may bring back from it. read_ranks: what each rank of a tensor-parallel group
+    measures of itself; None where there is one."""
 
     runner: Runner
     card: ModelCard
@@ -41,6 +44,7 @@ class Loaded:
     host_bytes: int = 0
     is_host_pinned: bool = False
     max_copies_in: int = 64
+    read_ranks: Callable[[], list[RankFigures]] | None = None
 
     @property
     def capacity(self) -> Capacity:

@@ -179,6 +179,7 @@ def load_torch(
             fingerprint=fingerprint.hex(),
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=scheduler.max_model_len,
+            tensor_parallel_size=ranks.size,
         ),
         tokenizer_files=described.files,
         fingerprint=fingerprint,

@@ -47,7 +47,9 @@ class Described:
     default_sampling: dict[str, float]
     notes: tuple[str, ...] = ()
 
-    def card(self, *, name: str, fingerprint: str, dtype: str, max_model_len: int) -> ModelCard:
+    def card(
+        self, *, name: str, fingerprint: str, dtype: str, max_model_len: int, tensor_parallel_size: int = 1
+    ) -> ModelCard:
         """The card under the name that it is served by."""
         return ModelCard(
             name=name,
@@ -59,6 +61,7 @@ class Described:
             eos_token_ids=self.eos_token_ids,
             default_sampling=self.default_sampling,
             tokenizer_digest=bundle_digest(self.files),
+            tensor_parallel_size=tensor_parallel_size,
         )
 
 

@@ -19,8 +19,9 @@ ENGINE = "octavo"
 
 
 def server_info(workers: Sequence[WorkerView], *, instance_id: str, revision: int, release: str) -> oe.ServerInfo:
-    """All workers together, as one rank."""
+    """All workers together, as one data-parallel rank; tensor-parallel ranks are those of the largest of them."""
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
+    ranks = max((worker.card.tensor_parallel_size for worker in ready), default=1)
     extra = struct_pb2.Struct()
     extra.update({"num_workers": len(ready)})
     return oe.ServerInfo(
@@ -30,7 +31,7 @@ def server_info(workers: Sequence[WorkerView], *, instance_id: str, revision: in
         instance_id=instance_id,
         supported_models=sorted({worker.card.name for worker in ready}),
         parallelism=oe.ParallelismInfo(
-            tensor_parallel_size=1,
+            tensor_parallel_size=ranks,
             pipeline_parallel_size=1,
             data_parallel_size=1,
             data_parallel_rank=0,
@@ -67,6 +68,7 @@ def model_info(card: ModelCard, workers: Sequence[WorkerView], *, has_text: bool
     )
     extra = struct_pb2.Struct()
     extra.update({"fingerprint": card.fingerprint, "architecture": card.architecture, "dtype": card.dtype})
+    extra.update({"tensor_parallel_size": card.tensor_parallel_size})
     room = max((each.capacity.max_num_seqs + each.capacity.max_waiting for each in workers), default=MAX_OUTPUTS)
     return oe.ModelInfo(
         model_id=card.name,

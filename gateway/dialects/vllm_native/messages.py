@@ -103,19 +103,20 @@ def reason_of(stream: OutputStream) -> "vllm.FinishInfo.FinishReason.ValueType":
 
 
 def server_info(workers: Sequence[WorkerView], *, instance_id: str) -> vllm.ServerInfo:
-    """All workers together, as one rank."""
+    """All workers together, as one data-parallel rank; tensor-parallel ranks are those of the largest of them."""
     ready = [worker for worker in workers if worker.state is WorkerState.READY]
+    ranks = max((worker.card.tensor_parallel_size for worker in ready), default=1)
     sizes = {worker.capacity.block_size for worker in ready}
     return vllm.ServerInfo(
         engine_version=VERSION,
         api_version=API_VERSION,
         instance_id=instance_id,
         parallelism=vllm.ParallelismInfo(
-            tensor_parallel_size=1,
+            tensor_parallel_size=ranks,
             pipeline_parallel_size=1,
             data_parallel_size=1,
             decode_context_parallel_size=1,
-            world_size=1,
+            world_size=ranks,
             data_parallel_size_local=1,
         ),
         max_model_len=max((worker.card.max_model_len for worker in ready), default=0),

@@ -213,6 +213,7 @@ class Receipt(_message.Message):
     BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
     MIGRATIONS_FIELD_NUMBER: _builtins.int
     SWAPS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that ran the request."""
     model_fingerprint: _builtins.str
@@ -247,6 +248,8 @@ class Receipt(_message.Message):
     """
     swaps: _builtins.int
     """Of the preemptions, those where its blocks went to the host's memory and came back, so that nothing was computed again."""
+    tensor_parallel_size: _builtins.int
+    """Tensor-parallel ranks of its worker: devices, or processes, that computed each step together; 1 for one."""
     def __init__(
         self,
         *,
@@ -266,10 +269,11 @@ class Receipt(_message.Message):
         block_seconds: _builtins.float = ...,
         migrations: _builtins.int = ...,
         swaps: _builtins.int = ...,
+        tensor_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_seconds", b"block_seconds", "computed_tokens", b"computed_tokens", "decode_s", b"decode_s", "gateway_s", b"gateway_s", "inter_token_p50_s", b"inter_token_p50_s", "inter_token_p99_s", b"inter_token_p99_s", "migrations", b"migrations", "model_fingerprint", b"model_fingerprint", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "seed", b"seed", "swaps", b"swaps", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_seconds", b"block_seconds", "computed_tokens", b"computed_tokens", "decode_s", b"decode_s", "gateway_s", b"gateway_s", "inter_token_p50_s", b"inter_token_p50_s", "inter_token_p99_s", b"inter_token_p99_s", "migrations", b"migrations", "model_fingerprint", b"model_fingerprint", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "seed", b"seed", "swaps", b"swaps", "tensor_parallel_size", b"tensor_parallel_size", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

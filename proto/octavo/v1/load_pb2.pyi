@@ -568,6 +568,7 @@ class WorkerSnapshot(_message.Message):
     BLOCK_MAP_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_MAP_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     epoch: _builtins.str
@@ -598,6 +599,8 @@ class WorkerSnapshot(_message.Message):
     """Engine steps since its start."""
     num_preemptions: _builtins.int
     """Outputs that gave up their blocks to others since its start."""
+    tensor_parallel_size: _builtins.int
+    """Its tensor-parallel ranks; 1 for a worker of one device."""
     @_builtins.property
     def blocks(self) -> Global___KvBlocks:
         """Its blocks."""
@@ -638,10 +641,11 @@ class WorkerSnapshot(_message.Message):
         block_map: Global___BlockMap | None = ...,
         host_blocks: Global___HostKvBlocks | None = ...,
         host_block_map: Global___HostBlockMap | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_map", b"block_map", "blocks", b"blocks", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_map", b"block_map", "block_size", b"block_size", "blocks", b"blocks", "condition", b"condition", "epoch", b"epoch", "generation_tokens_per_s", b"generation_tokens_per_s", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_paused", b"num_paused", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "steps_per_s", b"steps_per_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_map", b"block_map", "block_size", b"block_size", "blocks", b"blocks", "condition", b"condition", "epoch", b"epoch", "generation_tokens_per_s", b"generation_tokens_per_s", "host_block_map", b"host_block_map", "host_blocks", b"host_blocks", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_paused", b"num_paused", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "steps_per_s", b"steps_per_s", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,11 +69,11 @@ def test_a_pipe_gets_a_row_for_the_service_and_each_process(service: Service) ->
     head, own, *processes = [line.split() for line in done.stdout.splitlines()]
     pid = str(service.process.pid)
     assert head == [name.upper() for name in HEADS]
-    assert own[:8] == [pid, service.target, "-", pid, "-", "ready", "0", "-"]
-    assert [(row[0], row[1], row[2], *row[4:8]) for row in processes] == [
-        (pid, service.target, "gateway-0", "-", "ready", "0", "-"),
-        (pid, service.target, "worker-0", "folio-chat", "ready", "0", "0%"),
-        (pid, service.target, "worker-1", "folio-chat", "ready", "0", "0%"),
+    assert own[:9] == [pid, service.target, "-", pid, "-", "-", "ready", "0", "-"]
+    assert [(row[0], row[1], row[2], *row[4:9]) for row in processes] == [
+        (pid, service.target, "gateway-0", "-", "-", "ready", "0", "-"),
+        (pid, service.target, "worker-0", "folio-chat", "1", "ready", "0", "0%"),
+        (pid, service.target, "worker-1", "folio-chat", "1", "ready", "0", "0%"),
     ]
     workers = {str(each.pid) for each in service.children("worker")}
     assert {row[3] for row in processes[1:]} == workers

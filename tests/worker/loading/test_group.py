@@ -1,5 +1,6 @@
 """A worker of two processes with a half of the model each gives what one with all of it does."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from octavo.wire.messages import Grammar, GrammarKind, Pooling, SamplingParams
 from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.group import load_group, place_of_rank
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.loading.loader import load_torch
+from octavo.worker.metrics import RankCollector
 from octavo.worker.runners.group import Constrain, Launch, decode, encode
 from octavo.worker.runners.oracle.model import OracleModel
 from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepMasks, StepPlan
@@ -109,6 +112,38 @@ def test_every_output_of_any_traffic_is_what_one_rank_gives(
             pairs = zip(getattr(ours, name), getattr(theirs, name), strict=True)
             assert all(abs(left.logprob - right.logprob) < 1e-4 for left, right in pairs)
     assert found.streams[key(22)].embedding == pytest.approx(expected.streams[key(22)].embedding, abs=1e-4)
+
+
+def test_every_rank_measures_its_steps_for_rank_0(group: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs(group, monkeypatch, num_blocks=64)
+    assert group.card.tensor_parallel_size == 2
+    assert group.read_ranks is not None
+    for _ in range(10_000):  # rank 0 does not wait for the other to have written
+        first, second = group.read_ranks()
+        if first.num_steps == second.num_steps:
+            break
+        time.sleep(0.005)
+    assert first.num_steps == second.num_steps > 10
+    for figures in (first, second):
+        assert figures.step_s > figures.exchange_s > 0
+        assert figures.memory_bytes > 10_000_000
+    page = generate_latest(registry_of(group)).decode()
+    assert "octavo_tensor_parallel_size 2.0" in page
+    assert f'octavo_rank_steps_total{{rank="1"}} {second.num_steps:.1f}' in page
+    assert page.count('rank="0"') == page.count('rank="1"') == 4
+
+
+def test_a_worker_of_one_rank_has_no_rows_of_ranks(one: Loaded) -> None:
+    page = generate_latest(registry_of(one)).decode()
+    assert "octavo_tensor_parallel_size 1.0" in page
+    assert 'rank="' not in page
+
+
+def registry_of(loaded: Loaded) -> CollectorRegistry:
+    """What /metrics says of ranks."""
+    registry = CollectorRegistry()
+    registry.register(RankCollector(loaded.card.tensor_parallel_size, loaded.read_ranks))
+    return registry
 
 
 def test_every_rank_moves_its_part_of_a_block_to_the_host_and_back(
