@@ -1,7 +1,9 @@
 """deploy/kubernetes: valid, hardened, about settings, files and metrics that exist; and what it starts serves."""
 
 import itertools
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import kubernetes_validate  # type: ignore[import-untyped]
 import promql_parser
+import psutil
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,8 +29,9 @@ from tests.support.services.service import REPOSITORY, environment, free_port, s
 
 FOLDER = REPOSITORY / "deploy/kubernetes"
 VERSIONS = ("1.30", "1.37")  # the oldest that has preStop's sleep, and the newest that the validator knows
-OVERLAYS = ("cpu", "gpu")
-COMPONENTS = ("access", "autoscaling", "monitoring")
+RANK = "octavo.worker.loading.group"
+OVERLAYS = ("cpu", "gpu", "tensor-parallel")
+COMPONENTS = ("access", "autoscaling", "leader-worker-set", "monitoring")
 OPERATORS = {"PodMonitor", "PrometheusRule"}  # of Prometheus's operator: no schema comes with Kubernetes
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlays; none here")
@@ -36,7 +41,7 @@ def manifests(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """Every resource as it stands in the files."""
     found = []
     for file in sorted(folder.rglob("*.yaml")):
-        if file.name not in ("kustomization.yaml", "adapter-values.yaml"):
+        if file.name not in ("kustomization.yaml", "adapter-values.yaml", "references.yaml"):
             found += list(yaml.safe_load_all(file.read_text()))
     return found
 
@@ -48,6 +53,11 @@ def render(overlay: str, *components: str, folder: Path) -> list[dict[str, Any]]
         f"components: [{', '.join(os.path.relpath(FOLDER / 'components' / each, folder) for each in components)}]"
     ]
     (folder / "kustomization.yaml").write_text("namespace: octavo\n" + "\n".join(lines))
+    return built(folder)
+
+
+def built(folder: Path) -> list[dict[str, Any]]:
+    """What its kustomization renders to."""
     command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -60,7 +70,27 @@ def of_kind(resources: list[dict[str, Any]], kind: str, name: str) -> dict[str, 
 
 
 def pod_of(resources: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    return of_kind(resources, "StatefulSet", f"octavo-{role}")["spec"]["template"]["spec"]
+    name = f"octavo-{role}"
+    if any((each["kind"], each["metadata"]["name"]) == ("StatefulSet", name) for each in resources):
+        pod: dict[str, Any] = of_kind(resources, "StatefulSet", name)["spec"]["template"]["spec"]
+    else:
+        group = of_kind(resources, "LeaderWorkerSet", name)["spec"]["leaderWorkerTemplate"]
+        pod = group["workerTemplate"]["spec"]
+    return pod
+
+
+def check_group(resource: Mapping[str, Any]) -> None:
+    """A LeaderWorkerSet by what we know of its schema, and what is in it by Kubernetes's."""
+    jsonschema.validate(resource, json.loads((Path(__file__).parent / "leader_worker_set.json").read_text()))
+    template = resource["spec"]["leaderWorkerTemplate"]
+    spec = {
+        "serviceName": "octavo-worker",
+        "selector": {"matchLabels": template["workerTemplate"]["metadata"]["labels"]},
+        "template": template["workerTemplate"],
+        "volumeClaimTemplates": template["volumeClaimTemplates"],
+    }
+    as_pods = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "octavo-worker"}, "spec": spec}
+    kubernetes_validate.validate(as_pods, VERSIONS[0], strict=True)
 
 
 def shared_values() -> dict[str, str]:
@@ -71,8 +101,8 @@ def shared_values() -> dict[str, str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_resource_is_valid_under_the_schemas_of_kubernetes(version: str) -> None:
-    resources = [each for each in manifests() if each["kind"] not in OPERATORS]
-    assert len(resources) >= 12
+    resources = [each for each in manifests() if each["kind"] not in OPERATORS | {"LeaderWorkerSet"}]
+    assert len(resources) >= 13
     for resource in resources:
         kubernetes_validate.validate(resource, version, strict=True)
 
@@ -87,21 +117,97 @@ def test_the_schemas_would_refuse_a_mistyped_key() -> None:
 @needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize(
-    "components", [each for size in range(4) for each in itertools.combinations(COMPONENTS, size)], ids="+".join
+    "components", [each for size in range(5) for each in itertools.combinations(COMPONENTS, size)], ids="+".join
 )
 def test_every_overlay_renders_with_any_components(overlay: str, components: tuple[str, ...], tmp_path: Path) -> None:
     resources = render(overlay, *components, folder=tmp_path)
     for resource in resources:
         assert resource["kind"] == "Namespace" or resource["metadata"]["namespace"] == "octavo"
-        if resource["kind"] not in OPERATORS:
+        if resource["kind"] == "LeaderWorkerSet":
+            check_group(resource)
+        elif resource["kind"] not in OPERATORS:
             kubernetes_validate.validate(resource, VERSIONS[0], strict=True)
     kinds = [each["kind"] for each in resources]
     assert ("HorizontalPodAutoscaler" in kinds) == ("autoscaling" in components)
     assert ("PodMonitor" in kinds) == ("monitoring" in components)
-    replicas = of_kind(resources, "StatefulSet", "octavo-worker")["spec"].get("replicas")
-    assert (replicas is None) == ("autoscaling" in components)  # else each apply would undo what the autoscaler did
+    kind = "LeaderWorkerSet" if "leader-worker-set" in components else "StatefulSet"
+    assert [
+        each["kind"] for each in resources if each["metadata"]["name"] == "octavo-worker" and "Set" in each["kind"]
+    ] == [kind]
+    replicas = of_kind(resources, kind, "octavo-worker")["spec"].get("replicas")
+    if "autoscaling" in components:
+        assert replicas is None  # else each apply would undo what the autoscaler did
+        target = of_kind(resources, "HorizontalPodAutoscaler", "octavo-worker")["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) == (kind, "octavo-worker")
+        assert target["apiVersion"] == of_kind(resources, kind, "octavo-worker")["apiVersion"]
+    (shared,) = [each["metadata"]["name"] for each in resources if each["kind"] == "ConfigMap"]
     for role in ("gateway", "worker"):
-        check_pod(pod_of(resources, role), role)
+        pod = pod_of(resources, role)
+        check_pod(pod, role)
+        assert pod["containers"][0]["envFrom"] == [{"configMapRef": {"name": shared}}]
+    check_ranks(pod_of(resources, "worker"), is_parallel=overlay == "tensor-parallel")
+
+
+def check_ranks(pod: Mapping[str, Any], *, is_parallel: bool) -> None:
+    """A device for each rank, and memory that ranks share."""
+    (container,) = pod["containers"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    size = int(values.get("OCTAVO_TENSOR_PARALLEL_SIZE") or 1)
+    assert (size > 1) == is_parallel
+    if values["OCTAVO_DEVICE"] == "cuda":
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == size
+    shared = [each["name"] for each in container["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+    assert bool(shared) == is_parallel
+    for name in shared:
+        (volume,) = [each for each in pod["volumes"] if each["name"] == name]
+        assert volume["emptyDir"]["medium"] == "Memory"
+
+
+@needs_kubectl
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_the_overlay_of_the_page_has_four_ranks_on_four_gpus(in_groups: bool, tmp_path: Path) -> None:
+    """As docs/kubernetes.md has it, and as the resource of another one that makes groups of its workers."""
+    page = (REPOSITORY / "docs/kubernetes.md").read_text()
+    (own,) = [each for each in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "TENSOR_PARALLEL_SIZE" in each]
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for folder in (inner, outer):
+        folder.mkdir()
+    (inner / "kustomization.yaml").write_text(own.replace("deploy/", f"{os.path.relpath(REPOSITORY, inner)}/deploy/"))
+    component = os.path.relpath(FOLDER / "components/leader-worker-set", outer)
+    (outer / "kustomization.yaml").write_text(f"resources: [../inner]\ncomponents: [{component}]\n")
+    resources = built(outer if in_groups else inner)
+    assert in_groups == any(each["kind"] == "LeaderWorkerSet" for each in resources)
+    pod = pod_of(resources, "worker")
+    check_ranks(pod, is_parallel=True)
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+
+
+def test_our_schema_of_groups_would_refuse_a_mistyped_key() -> None:
+    group = of_kind(manifests(), "LeaderWorkerSet", "octavo-worker")
+    pods = of_kind(manifests(), "StatefulSet", "octavo-worker")["spec"]
+    template = group["spec"]["leaderWorkerTemplate"]
+    template |= {"workerTemplate": pods["template"], "volumeClaimTemplates": pods["volumeClaimTemplates"]}
+    check_group(group)
+    template["restartPolicies"] = template.pop("restartPolicy")
+    with pytest.raises(jsonschema.ValidationError):
+        check_group(group)
+
+
+@needs_kubectl
+def test_a_setting_of_ones_own_reaches_every_pod(tmp_path: Path) -> None:
+    """It changes the name of the ConfigMap, which groups have to follow too."""
+    render("gpu", "leader-worker-set", folder=tmp_path)
+    more = "configMapGenerator: [{name: octavo, behavior: merge, literals: [OCTAVO_MODEL=mine]}]\n"
+    more += "images: [{name: octavo-worker, newName: mine/octavo-worker, newTag: '7'}]\n"
+    with (tmp_path / "kustomization.yaml").open("a") as file:
+        file.write(f"\n{more}")
+    resources = built(tmp_path)
+    (shared,) = [each for each in resources if each["kind"] == "ConfigMap"]
+    assert shared["data"]["OCTAVO_MODEL"] == "mine"
+    for role in ("gateway", "worker"):
+        (container,) = pod_of(resources, role)["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": shared["metadata"]["name"]}}]
+    assert container["image"] == "mine/octavo-worker:7"
 
 
 def check_pod(pod: Mapping[str, Any], role: str) -> None:
@@ -208,10 +314,10 @@ def process(role: str, variables: Mapping[str, str], folder: Path) -> Iterator[s
         stop_by_force(started)
 
 
-def variables_of(role: str, places: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a pod of the CPU overlay. places: what stands on one host for what the cluster has."""
+def variables_of(role: str, places: Mapping[str, str], overlay: str = "cpu") -> dict[str, str]:
+    """The environment of a pod of an overlay. places: what stands on one host for what the cluster has."""
     (container,) = pod_of(manifests(FOLDER / "base"), role)["containers"]
-    (patch,) = yaml.safe_load((FOLDER / "overlays/cpu/kustomization.yaml").read_text())["patches"]
+    patch = yaml.safe_load((FOLDER / "overlays" / overlay / "kustomization.yaml").read_text())["patches"][0]
     more = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"][0]["env"]
     listed = container["env"] + (more if role == "worker" else [])
     values = shared_values() | {each["name"]: each["value"] for each in listed if "value" in each}
@@ -232,11 +338,15 @@ def is_serving(port: int, service: str) -> bool:
 
 
 @pytest.mark.slow
-def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("overlay", "num_ranks"), [("cpu", 1), ("tensor-parallel", 2)])
+def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
+    tmp_path: Path, overlay: str, num_ranks: int
+) -> None:
+    """The ranks of the overlay for GPUs are tried on CPUs: their number is all that is different."""
     keys = tmp_path / "keys"
     for name in ("gateway", "worker"):
         save_keys(generate_keys(), keys, name)
-    places = {"/etc/octavo/keys": str(keys), "0.0.0.0": "127.0.0.1"}
+    places = {"/etc/octavo/keys": str(keys), "0.0.0.0": "127.0.0.1", "cuda": "cpu"}
     listening = [{5555: free_port(), 5556: free_port()} for _ in range(2)]
     for n, ports in enumerate(listening):
         for port, here in ports.items():
@@ -252,9 +362,12 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(tmp_pa
             values |= {"OCTAVO_PORT": str(calls[n]), "OCTAVO_METRICS_PORT": "0"}
             values["OCTAVO_RUN_DIR"] = str(tmp_path / f"run-{n}")
             stack.enter_context(process("gateway", values, tmp_path / f"gateway-{n}"))
-        values = variables_of("worker", places) | {"OCTAVO_WORKER_METRICS_PORT": "0", "OCTAVO_NUM_BLOCKS": "128"}
+        values = variables_of("worker", places, overlay) | {
+            "OCTAVO_WORKER_METRICS_PORT": "0",
+            "OCTAVO_NUM_BLOCKS": "128",
+        }
         values |= {"OCTAVO_RUN_DIR": str(tmp_path / "run-worker"), "OCTAVO_NUM_THREADS": "1"}
-        stack.enter_context(process("worker", values, tmp_path / "worker"))
+        worker = stack.enter_context(process("worker", values, tmp_path / "worker"))
         (container,) = pod_of(manifests(), "gateway")["containers"]
         ready = container["readinessProbe"]["grpc"]["service"]
         deadline_s = time.monotonic() + 120
@@ -265,3 +378,5 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(tmp_pa
         for port in calls:
             with Client(f"127.0.0.1:{port}") as client:
                 assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
+        ranks = [each for each in psutil.Process(worker.pid).children() if RANK in each.cmdline()]
+        assert len(ranks) == num_ranks - 1
