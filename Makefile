@@ -33,14 +33,15 @@ serve: install ## serve the embedded model until Ctrl-C
 check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
 
-# First what may run at once, a process a core; then, one by one, what starts services or looks at the time. With RERUNS=1,
+# First what only computes, a process a core; then what starts services or looks at the time, two files at once. With RERUNS=1,
 # as in CI, a test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of
 # seconds is no reason to run half an hour again, but each name there is to be looked into.
+CPU_JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))')
 RERUNS ?= 0
 RERUN := --reruns $(RERUNS) -rR
 test: dev ## the whole CPU suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds $(RERUN) -n 2 --dist loadfile -m "not gpu and not alone"
-	@$(BIN)/python -m pytest --record-seconds $(RERUN) -m "alone and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds $(RERUN) -n $(CPU_JOBS) --dist loadfile -m "not gpu and not alone"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --record-seconds $(RERUN) -n 2 --dist loadfile -m "alone and not gpu"
 
 # Without kernels for GPUs, which coverage cannot follow, and their tests.
 COVERAGE := --cov --cov-report= --cov-append
@@ -63,7 +64,7 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 			sys.exit(3 * (Isa[sys.argv[1].upper()] > machine_isa()))' $$isa \
 			|| { [ $$? = 3 ] || exit 1; echo "$$isa: not this CPU, skipped"; continue; }; \
 		echo "with no better instructions than $$isa"; \
-		OCTAVO_CPU_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" \
+		OCTAVO_CPU_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CPU_JOBS) --dist loadfile -m "not gpu" \
 			--ignore tests/model/kernels --ignore tests/model/gpu $(ISA_TESTS); \
 	done
 

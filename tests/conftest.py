@@ -14,7 +14,7 @@ if shutil.which("nvidia-smi") is None:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# What starts services, or looks at the time of its own process: no other test may run beside it.
+# What starts services, or looks at the time of its own process: a core of the machine for each would not be enough.
 ALONE = (
     "browser", "cli/serve", "cli/test_errors.py", "deploy", "e2e", "examples", "faults",
     "gateway/observability/test_logs.py",
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of services are marked `alone`: `make test` runs the others at once before them."""
+    """Tests of services are marked `alone`: `make test` runs them two files at once, after the others."""
     for item in items:
         place = item.path.relative_to(REPOSITORY / "tests")
         if any(place.is_relative_to(each) for each in ALONE):
