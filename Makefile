@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-isa test-interop test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-gpu lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20

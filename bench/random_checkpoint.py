@@ -21,12 +21,18 @@ _SHARD_BYTES = 4 << 30
 
 def write_checkpoint(folder: Path, shape: Shape, *, seed: int = 0, max_model_len: int = MAX_POSITIONS) -> Path:
     """config.json, bf16 safetensors (one file or several with their index), tokenizer. Returns the folder."""
+    write_description(folder, shape, max_model_len=max_model_len)
+    _write_weights(folder, shape, seed)
+    return folder
+
+
+def write_description(folder: Path, shape: Shape, *, max_model_len: int = MAX_POSITIONS) -> Path:
+    """All of it but the weights, which `--load-format random` draws. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape, max_model_len), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKEN_ID}))
     for name, data in oracle_tokenizer_files(shape.num_ids).items():
         (folder / name).write_bytes(data)
-    _write_weights(folder, shape, seed)
     return folder
 
 

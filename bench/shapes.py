@@ -62,6 +62,14 @@ PUBLISHED = {
         hidden_size=5120, intermediate_size=13824, num_layers=48, num_heads=40, num_kv_heads=8, vocab_size=152_064,
         tied=False,
     ),
+    "32B": Shape(
+        hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8, vocab_size=152_064,
+        tied=False,
+    ),
+    "72B": Shape(
+        hidden_size=8192, intermediate_size=29568, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=152_064,
+        tied=False,
+    ),
 }  # fmt: skip
 TINY = Shape(
     hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=10_240, num_ids=10_100

@@ -189,6 +189,7 @@ def join_ranks(
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # sums by peers' memory (model/gpu) do without
     has_nccl = device.type == "cuda" and backend is None
     distributed.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo"),

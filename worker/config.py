@@ -45,6 +45,13 @@ class Deterministic(Enum):
     OFF = "off"
 
 
+class LoadFormat(Enum):
+    """Where the weights come from."""
+
+    CHECKPOINT = "checkpoint"
+    RANDOM = "random"  # numbers of their scale: for measurements of shapes that are on no disk
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of the scheduler. Raises ValueError naming the field that does not fit.
@@ -127,7 +134,8 @@ class WorkerConfig:
     num_blocks None: sized from free memory, ``memory_fraction`` of it. host_kv_gib: memory of the host for blocks;
     None: a
         share of what is free where a GPU serves. max_model_len None: the model's own.
-    attention_backend None: the best one for the device.
+    load_format: whether weights are read from the checkpoint's files. attention_backend None: the best one for the
+        device.
     quantization: "int8" rounds the weights to integers with a scale per output, "fp8" to e4m3 (GPUs only); None: as
         they are in the checkpoint.
     kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
@@ -152,6 +160,7 @@ class WorkerConfig:
     runner: RunnerKind = RunnerKind.TORCH
     device: str = "cpu"
     dtype: str | None = None
+    load_format: LoadFormat = LoadFormat.CHECKPOINT
     attention_backend: str | None = None
     deterministic: Deterministic = Deterministic.OFF
     check_numerics: CheckNumerics = CheckNumerics.OFF

@@ -1,5 +1,5 @@
-"""An engine over a CUDA runner that counts tokens and times the parts of its thread: methods are replaced by ones that
-read the clock before and after.
+"""An engine over a runner, a group's too, that counts tokens and times the parts of its thread: methods are replaced by
+ones that read the clock before and after.
 
 Must not know: workloads, floors.
 """
@@ -14,6 +14,7 @@ import torch
 from bench.in_process import GATEWAY, Mailbox, assemble, run_of
 from octavo.blockmgr.ids import PrefixCache
 from octavo.wire.messages import StepOutput
+from octavo.worker.loading.warmup import WarmRunner
 from octavo.worker.runners.cuda.runner import CudaRunner
 
 
@@ -88,19 +89,18 @@ class CountingMail(Mailbox):
 class GpuEngine:
     """An engine over one runner, made anew for every workload that needs another prefix cache."""
 
-    def __init__(self, runner: CudaRunner, *, prefix_cache: PrefixCache) -> None:
-        config = runner.config
+    def __init__(self, runner: WarmRunner, *, prefix_cache: PrefixCache, max_batch_tokens: int | None = None) -> None:
+        """max_batch_tokens None: the runner's own, which CUDA runners have."""
+        config, own = runner.config, getattr(runner, "_runner", runner)  # rank 0's where there are several
+        budget = max_batch_tokens or own.config.max_batch_tokens
         self.mail, self.stopwatch, self._num_asked = CountingMail(), Stopwatch(), 0
-        parts = assemble(runner, config, self.mail, max_batch_tokens=config.max_batch_tokens, prefix_cache=prefix_cache)
+        parts = assemble(runner, config, self.mail, max_batch_tokens=budget, prefix_cache=prefix_cache)
         self._engine, self._scheduler = parts.engine, parts.scheduler
-        for owner, method, part in (
-            (parts.scheduler, "plan", "plan"),
-            (parts.scheduler, "apply", "apply"),
-            (runner, "launch", "launch"),
-            (runner._results, "wait", "wait"),
-            (runner.graphs, "run_decode", "replay"),
-            (runner.graphs, "run_mixed", "replay"),
-        ):
+        watched = [(parts.scheduler, "plan", "plan"), (parts.scheduler, "apply", "apply"), (runner, "launch", "launch")]
+        if isinstance(own, CudaRunner):
+            watched += [(own._results, "wait", "wait")]
+            watched += [(own.graphs, "run_decode", "replay"), (own.graphs, "run_mixed", "replay")]
+        for owner, method, part in watched:
             self.stopwatch.watch(owner, method, part)
 
     def ask(self, prompt_ids_T: np.ndarray, num_output: int, **sampling: Any) -> None:
@@ -127,5 +127,6 @@ class GpuEngine:
         self.mail.num_tokens, start_s = 0, time.perf_counter()
         while self.mail.num_finished < self._num_asked:
             self.step()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter() - start_s

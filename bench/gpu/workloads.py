@@ -13,7 +13,7 @@ import numpy as np
 from bench.gpu.timed_engine import GpuEngine
 
 LARGEST_ID = 10_000
-NANO_REQUESTS = 256
+NANO_REQUESTS, NANO_LONGEST = 256, 1024
 NANO_SAMPLING = {"temperature": 0.6}
 QWENS_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
@@ -23,15 +23,22 @@ def random_prompt(rng: np.random.Generator, length: int) -> np.ndarray:
     return rng.integers(0, LARGEST_ID + 1, length)
 
 
-def nano_lengths(rng: np.random.Generator) -> np.ndarray:
-    """[256, 2] prompt and output tokens of nano-vllm's bench.py."""
-    return rng.integers(100, 1025, (NANO_REQUESTS, 2))
+def nano_lengths(rng: np.random.Generator, *, requests: int = NANO_REQUESTS, longest: int = NANO_LONGEST) -> np.ndarray:
+    """[256, 2] prompt and output tokens of nano-vllm's bench.py, or fewer and shorter ones."""
+    return rng.integers(min(100, longest // 2), longest + 1, (requests, 2))
 
 
-def nano(engine: GpuEngine, seed: int, sampling: dict[str, Any] | None = None) -> dict[str, float]:
+def nano(
+    engine: GpuEngine,
+    seed: int,
+    sampling: dict[str, Any] | None = None,
+    *,
+    requests: int = NANO_REQUESTS,
+    longest: int = NANO_LONGEST,
+) -> dict[str, float]:
     """The workload of nano-vllm's bench.py, all at once. Raises RuntimeError where tokens are missing."""
     rng = np.random.default_rng(seed)
-    lengths = nano_lengths(rng)
+    lengths = nano_lengths(rng, requests=requests, longest=longest)
     for num_prompt, num_output in lengths.tolist():
         engine.ask(random_prompt(rng, num_prompt), num_output, **(sampling or NANO_SAMPLING))
     engine.stopwatch.set_to_zero()
@@ -48,15 +55,15 @@ def nano(engine: GpuEngine, seed: int, sampling: dict[str, Any] | None = None) -
     }  # fmt: skip
 
 
-def first_token_ms(engine: GpuEngine, length: int) -> float:
+def first_token_ms(engine: GpuEngine, length: int, *, times: int = 9) -> float:
     """Median of nine prompts alone, from the request in the inbox to its token in the outbox."""
-    rng, times = np.random.default_rng(length), []
-    for _ in range(9):
+    rng, seconds = np.random.default_rng(length), []
+    for _ in range(times):
         engine.ask(random_prompt(rng, length), 1, temperature=0.0)
         start_s = time.perf_counter()
         engine.finish()
-        times.append(engine.mail.first_s - start_s)
-    return statistics.median(times) * 1e3
+        seconds.append(engine.mail.first_s - start_s)
+    return statistics.median(seconds) * 1e3
 
 
 def prefill(engine: GpuEngine, num_prompts: int, length: int) -> dict[str, float]:
@@ -69,7 +76,7 @@ def prefill(engine: GpuEngine, num_prompts: int, length: int) -> dict[str, float
     return {"tokens_per_s": num_prompts * length / seconds, "seconds": seconds}
 
 
-def decode_ms(engine: GpuEngine, batch: int) -> float:
+def decode_ms(engine: GpuEngine, batch: int, *, num_steps: int = 256) -> float:
     """Milliseconds per token of so many greedy requests, median of three."""
     rng = np.random.default_rng(batch)
 
@@ -78,18 +85,18 @@ def decode_ms(engine: GpuEngine, batch: int) -> float:
             engine.ask(random_prompt(rng, 128), num_output, temperature=0.0)
         return engine.finish()
 
-    return statistics.median((seconds(257) - seconds(1)) / 256 for _ in range(3)) * 1e3
+    return statistics.median((seconds(num_steps + 1) - seconds(1)) / num_steps for _ in range(3)) * 1e3
 
 
-def host_us(engine: GpuEngine, batch: int) -> dict[str, float]:
+def host_us(engine: GpuEngine, batch: int, *, num_steps: int = 220) -> dict[str, float]:
     """Microseconds of a decode step, by part of the engine's thread, with so many running: the mean of the last two
     hundred, those in which everybody ends among them."""
     rng = np.random.default_rng(batch)
     for _ in range(batch):
-        engine.ask(random_prompt(rng, 32), 220, temperature=0.6)
+        engine.ask(random_prompt(rng, 32), num_steps, temperature=0.6)
     while not engine.is_steady:
         engine.step()
-    for _ in range(20):
+    for _ in range(num_steps // 10):
         engine.step()
     engine.stopwatch.set_to_zero()
     engine.finish()

@@ -61,6 +61,12 @@ class ModelSettings(Settings):
         "compute capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
         panel="Model",
     )
+    load_format: Literal["checkpoint", "random"] = setting(
+        "checkpoint",
+        "Where weights come from. random: numbers of their scale, drawn on the device, to measure a shape whose "
+        "config.json and tokenizer there are; no file of weights is read",
+        panel="Model",
+    )
     deterministic: bool = setting(
         False, "The same bits for a request whatever else is in the batch, at a price", panel="Model"
     )

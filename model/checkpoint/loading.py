@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from octavo.model.causal_lm import CausalLM, LayerMatrices
+from octavo.model.causal_lm import VECTOR_DEVIATION, CausalLM, LayerMatrices
 from octavo.model.checkpoint.fingerprint import fingerprint
 from octavo.model.checkpoint.packed import OnTensors, Packed, PackedWeights, packed_dtype
 from octavo.model.checkpoint.safetensors_file import TORCH_DTYPES, part_bytes
 from octavo.model.checkpoint.shards import Shards, open_shards
 from octavo.model.checkpoint.weight_names import EMBEDDING, HEAD, destinations
 from octavo.model.config import load_config
-from octavo.model.errors import CheckpointError
+from octavo.model.errors import CheckpointError, ConfigError
 from octavo.model.parallel import ALONE, Part, Ranks, part_of
 
 OnBytes = Callable[[int, int], None]
@@ -76,6 +76,29 @@ def load_model(
         read_weights(shards, model, parts, progress)
     if weight_scan is WeightScan.FINITE:
         check_finite(model)
+    model.fingerprint = fingerprint(model)
+    return model
+
+
+def draw_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ranks: Ranks = ALONE,
+) -> CausalLM:
+    """The model that a folder's config.json describes, with weights drawn on the device, of a scale that keeps
+    activations finite: no file of weights is read, and a rank of several draws what it has and no more. dtype: see
+    `load_model`. Raises ConfigError, for packed weights too."""
+    config = load_config(Path(folder))
+    if config.quantization is not None:
+        raise ConfigError("quantization_config", "packed weights cannot be drawn, only read")
+    model = CausalLM(config, dtype=dtype or config.dtype or torch.bfloat16, device=device, ranks=ranks)
+    generator = torch.Generator(model.device).manual_seed(ranks.rank)
+    for name, parameter in model.named_parameters():
+        deviation = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else VECTOR_DEVIATION
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        parameter.data.normal_(mean, deviation, generator=generator)
     model.fingerprint = fingerprint(model)
     return model
 

@@ -24,7 +24,7 @@ from octavo.model.cache_folder import (
     triton_folder,
 )
 from octavo.model.causal_lm import CausalLM
-from octavo.model.checkpoint.loading import load_model
+from octavo.model.checkpoint.loading import draw_model, load_model
 from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
@@ -38,7 +38,7 @@ from octavo.model.parallel import ALONE, Ranks
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8
 from octavo.model.quantization.settings import GroupSettings
-from octavo.worker.config import CheckNumerics, Deterministic, SchedulerConfig, WorkerConfig
+from octavo.worker.config import CheckNumerics, Deterministic, LoadFormat, SchedulerConfig, WorkerConfig
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
 from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
@@ -269,15 +269,19 @@ def _load_weights(config: WorkerConfig, folder: Path, on_progress: OnProgress, r
     if device.type == "cpu":
         on_progress("compiling_kernels", None, None)
         native_library()
-    model = load_model(
-        folder,
-        dtype=dtype,
-        device=config.device,
-        on_progress=_staged("loading_weights", on_progress),
-        # Deterministic steps multiply with plain weights only.
-        packed=Packed.KEPT if has_cuda_runner and not is_deterministic else Packed.UNPACKED,
-        ranks=ranks,
-    )
+    if config.load_format is LoadFormat.RANDOM:
+        on_progress("loading_weights", None, None)
+        model = draw_model(folder, dtype=dtype, device=config.device, ranks=ranks)
+    else:
+        model = load_model(
+            folder,
+            dtype=dtype,
+            device=config.device,
+            on_progress=_staged("loading_weights", on_progress),
+            # Deterministic steps multiply with plain weights only.
+            packed=Packed.KEPT if has_cuda_runner and not is_deterministic else Packed.UNPACKED,
+            ranks=ranks,
+        )
     if config.kv_cache_dtype is not None:
         fold_cache_scales(model)
     on_progress("packing_weights", None, None)

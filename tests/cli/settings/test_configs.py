@@ -29,6 +29,7 @@ from octavo.worker.config import (
     CurveConfig,
     Deterministic,
     GrammarConfig,
+    LoadFormat,
     PrefixCacheMode,
     RunnerKind,
     WorkerConfig,
@@ -127,7 +128,7 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
     settings = WorkerSettings(
         model=("name=folder",), revision="r", device="cuda:1", dtype="float16", attention_backend="sdpa",
         max_model_len=2, num_threads=3, check_numerics="on", quantization="int8", deterministic=True,
-        kv_cache_dtype="fp8", cpu_isa="avx2", tensor_parallel_size=4,
+        kv_cache_dtype="fp8", cpu_isa="avx2", tensor_parallel_size=4, load_format="random",
         check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, host_kv_gib=28.5, block_size=8,
         prefix_cache="off", max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12, max_gap_ms=30,
         aging_s=13.5,
@@ -143,7 +144,7 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
     assert config == WorkerConfig(
         model="folder", served_name="name", revision="r", device="cuda:1", dtype="float16", attention_backend="sdpa",
         max_model_len=2, num_threads=3, check_numerics=CheckNumerics.ON, quantization="int8", kv_cache_dtype="fp8",
-        deterministic=Deterministic.ON, cpu_isa="avx2", tensor_parallel_size=4,
+        deterministic=Deterministic.ON, cpu_isa="avx2", tensor_parallel_size=4, load_format=LoadFormat.RANDOM,
         check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, host_kv_gib=28.5, block_size=8,
         prefix_cache=PrefixCacheMode.OFF, max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12,
         max_gap_s=0.03, aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"), worker_id="w",

@@ -11,10 +11,11 @@ import torch
 
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.causal_lm import CausalLM
+from octavo.model.gpu.peer_sums import with_peer_sums
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.precompile import OnProgress as OnKernels
 from octavo.model.kernels.precompile import compiling
-from octavo.worker.config import PrefixCacheMode, WorkerConfig
+from octavo.worker.config import Deterministic, PrefixCacheMode, WorkerConfig
 from octavo.worker.loading.host_memory import allocate_host_blocks
 from octavo.worker.loading.loader import cache_dtype, weight_format
 from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
@@ -58,6 +59,15 @@ def make_cuda_runner(
         weight_format=weight_format(config.quantization),
     )
     torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
+    if ranks.size > 1 and config.deterministic is Deterministic.OFF:
+        faster = with_peer_sums(
+            ranks,
+            hidden_size=weights.config.hidden_size,
+            dtype=weights.dtype,
+            device=weights.embed_VD.device,
+            note=lambda told: log.info("sums_measured", found=told),
+        )
+        weights = replace(weights, ranks=faster)
     compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
     kv_dtype = runner_config.kv_dtype or weights.dtype
     block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
