@@ -23,7 +23,7 @@ from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector, MetricsEndpoint, registry_of
 from octavo.gateway.observability.tracing import Tracing
 from octavo.gateway.peers.control import Control
-from octavo.gateway.peers.peers import name_of
+from octavo.gateway.peers.others import name_of
 from octavo.gateway.requests.embedding import Embedder
 from octavo.gateway.requests.input_processor import InputProcessor
 from octavo.gateway.requests.submit import Collaborators, Submitter
@@ -115,12 +115,14 @@ class Gateway:
             num_generated=self.meters.num_generated,
             begin_drain=self._drain_for_operator,
             describe=self.load_watch.own.describe_to_peer,
+            models=config.expected_models,
         )
         self.ticker = Ticker(
             self._collaborators,
             coalescer=self.submitter.coalescer,
             collector=self.collector,
             load_watch=self.load_watch,
+            control=self.control,
         )
         self.readiness = Readiness(self.is_ready, self._ready_models)
         self.listen_address = ""
@@ -161,7 +163,7 @@ class Gateway:
         self.models.on_change(self.readiness.changed)
         self.pool.on_change(self.load_watch.changed)
         await self.pool.start()
-        await self.control.peers.start()
+        await self.control.start()
         self._tasks = [
             asyncio.create_task(self.readiness.run(), name="readiness"),
             asyncio.create_task(self.reloader.run(), name="reloader"),
@@ -360,7 +362,7 @@ class Gateway:
         await asyncio.gather(*(server.stop(0.5) for server in self._servers))
         self._servers.clear()
         await self._cancel_tasks()
-        await self.control.peers.close()
+        await self.control.close()
         await self.pool.close()
         await self.models.close()
         self.text.close()

@@ -51,6 +51,7 @@ class RequestLimits:
     max_metadata_bytes: int = 16 * 1024
     max_streams_per_connection: int = 512
     max_requests: int = 4096  # in flight, all workers together
+    max_service_requests: int | None = None  # in flight at all gateways of the service; None: any
     max_prompt_bytes: int = 2 * MIB  # UTF-8 bytes of text, or of a rendered chat, before it is tokenized
     tokenizer_threads: int = 2
     max_tokenizing: int = 512  # texts waiting for these threads …
@@ -116,7 +117,8 @@ class PeerConfig:
     """The other gateways of the service, which an abort, a drain or a query of the load has to reach too.
 
     endpoint: where they reach this one, ``ipc:///run/dir/NAME.peers.sock`` or ``tcp://host:port``; empty: there is one
-    gateway. others: their endpoints; this gateway's own may be among them, so that all gateways can have one list.
+    gateway. others: their endpoints; this gateway's own may be among them, so that all gateways can have one list. A
+    name stands for every address that it has, now and later.
     key_file: the CURVE pair that all gateways of the service share; tcp needs it, on loopback too."""
 
     endpoint: str = ""

@@ -13,6 +13,7 @@ import structlog
 
 from octavo.gateway.observability.meters import GatewayMeters
 from octavo.gateway.observability.metrics import GatewayCollector
+from octavo.gateway.peers.control import Control
 from octavo.gateway.requests.submit import Collaborators
 from octavo.gateway.streams.stream import Coalescer
 from octavo.gateway.watching.watch import LoadWatch
@@ -108,12 +109,14 @@ class Ticker:
         coalescer: Coalescer,
         collector: GatewayCollector,
         load_watch: LoadWatch,
+        control: Control,
     ) -> None:
         self._tracker, self._pool, self._models = collaborators.tracker, collaborators.pool, collaborators.models
         self._text, self._meters = collaborators.text, collaborators.meters
         self._coalescer = coalescer
         self._collector = collector
         self._load_watch = load_watch
+        self._control = control
 
     async def refresh(self) -> None:
         """Every second, until cancelled."""
@@ -132,6 +135,9 @@ class Ticker:
         meters.num_tokenizing = self._text.num_waiting
         meters.is_draining = self._tracker.is_draining
         meters.token_interval_s = self._coalescer.interval_s
+        peers = self._control.figures()
+        meters.num_peers, meters.num_unreachable_peers = peers.num_known, peers.num_unreachable
+        meters.peer_news_age_s = peers.news_age_s
         workers = self._pool.workers()
         self._collector.see(workers)
         self._load_watch.see(workers)

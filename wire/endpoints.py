@@ -77,6 +77,20 @@ def _parse_tcp(address: str) -> Endpoint:
     return Endpoint(address=address, transport=Transport.TCP, host=match[1].strip("[]"), port=int(match[2]))
 
 
+def is_address(host: str) -> bool:
+    """Whether it is an address of IPv4 or IPv6, and no name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all addresses of a host: to bind, never to dial."""
+    return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""The messages between the gateways of a service: what one asks the others, and their answers."""
+"""The messages between the gateways of a service: what one asks or tells the others, and their answers."""
 
 import msgspec
 
@@ -44,6 +44,39 @@ class PeerWatch(Message, frozen=True, kw_only=True):
 
     call_id: int
     max_requests: int = 0
+
+
+class TenantUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What one tenant uses of its limits at one gateway: outputs in flight and of these not begun, tokens reserved less
+    those given back, the same number when its bucket was full for the last time, and what its bucket lacks of being
+    full by all that the gateway knows."""
+
+    name: str
+    num_in_flight: int = 0
+    num_queued: int = 0
+    num_spent: int = 0
+    num_spent_before: int = 0
+    num_lacking: int = 0
+
+
+class PeerUse(Message, frozen=True, kw_only=True):
+    """Tell what is used here of limits that all gateways share. Answered where call_id is not 0.
+
+    gateway_id: new at each start of a gateway. name, release, models: for people; models: those that it expects.
+    number: grows from message to message. num_outputs: in flight. tenants: all that use anything in a sweep (one of its
+    parts, where it has several), else those whose use has changed. is_leaving: nothing is in flight any more, and
+    nothing follows."""
+
+    call_id: int
+    gateway_id: str
+    number: int
+    name: str = ""
+    release: str = ""
+    models: tuple[str, ...] = ()
+    num_outputs: int = 0
+    is_sweep: bool = False
+    is_leaving: bool = False
+    tenants: tuple[TenantUse, ...] = ()
 
 
 class LoadPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -103,4 +136,4 @@ class PeerReply(Message, frozen=True, kw_only=True):
     part: GatewayPart | None = None
 
 
-ToPeer = PeerAbort | PeerCancel | PeerCancelAll | PeerDrain | PeerAskLoad | PeerWatch
+ToPeer = PeerAbort | PeerCancel | PeerCancelAll | PeerDrain | PeerAskLoad | PeerWatch | PeerUse

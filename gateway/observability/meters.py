@@ -101,6 +101,9 @@ class GatewayMeters:
     num_watchers: int = 0  # calls of WatchLoad and pages that are open
     token_interval_s: float = 0.0  # between rounds of messages; 0.0: tokens go out as they come
     is_draining: bool = False
+    num_peers: int = 0  # other gateways of the service
+    num_unreachable_peers: int = 0
+    peer_news_age_s: float = 0.0  # of the oldest that one of them told of its use
     tenant_refusals: int = 0  # a tenant had reached its own limit
 
     def num_generated(self) -> int:

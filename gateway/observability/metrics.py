@@ -170,6 +170,7 @@ class GatewayCollector(Collector):
             value=meters.token_interval_s,
         )
         yield GaugeMetricFamily("octavo_gateway_draining", "1 while shutting down", value=int(meters.is_draining))
+        yield from _of_peers(meters)
         yield CounterMetricFamily(
             "octavo_gateway_tenant_refusals", "Requests refused: a tenant's limit", value=meters.tenant_refusals
         )
@@ -229,6 +230,19 @@ class GatewayCollector(Collector):
             info.add_metric([card.name, card.fingerprint, card.architecture, card.dtype, str(card.max_model_len)], 1)
         yield steps
         yield info
+
+
+def _of_peers(meters: GatewayMeters) -> Iterator[Metric]:
+    for name, text, value in (
+        ("octavo_gateway_peers", "Other gateways of the service", meters.num_peers),
+        ("octavo_gateway_peers_unreachable", "Those that do not answer", meters.num_unreachable_peers),
+        (
+            "octavo_gateway_peer_news_age_seconds",
+            "Since another gateway told of its use of shared limits; the longest",
+            meters.peer_news_age_s,
+        ),
+    ):
+        yield GaugeMetricFamily(name, text, value=value)
 
 
 def _of_connections(connections: ConnectionLimiter) -> Iterator[Metric]:

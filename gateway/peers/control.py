@@ -1,7 +1,8 @@
-"""Abort, cancel, drain and the query of the load, for the requests of every gateway of the service.
+"""Abort, cancel, drain and the query of the load, for the requests of every gateway of the service; and limits that
+they share.
 
-Each is done here, and the other gateways are asked to do the same; what they ask is done here alone. Must not know
-sockets, nor gRPC.
+Each is done here, and the other gateways are asked to do the same; what they ask is done here alone. What is used here
+of shared limits they are told without being asked. Must not know sockets, nor gRPC.
 """
 
 import asyncio
@@ -10,12 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import structlog
 
 from octavo.gateway.auth.authenticator import Caller
 from octavo.gateway.config import PeerConfig
 from octavo.gateway.errors import RequestAborted
+from octavo.gateway.peers.limits import FORGET_S, GAP_S, SWEEP_S, SharedLimits
 from octavo.gateway.peers.peers import Asked, Peers
 from octavo.gateway.requests.tracker import RequestTracker
+from octavo.gateway.version import VERSION
 from octavo.wire.peer_messages import (
     GatewayPart,
     PeerAbort,
@@ -24,14 +28,17 @@ from octavo.wire.peer_messages import (
     PeerCancelAll,
     PeerDrain,
     PeerReply,
+    PeerUse,
     PeerWatch,
     ToPeer,
 )
 
+log = structlog.get_logger(__name__)
 TIMEOUT_S = 2.0  # for all other gateways together, as the contract says
 MIN_WINDOW_S = 1.0  # callers that ask more often get the rate of the last window
 _MAX_KEYS = 256  # in one message
 _NO_ID = 0  # the transport numbers questions
+_LEAVE_S = 0.3  # for the others to hear that this gateway holds nothing any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +64,20 @@ class Outcome:
         return sum(reply.tokens_per_s for reply in self.replies.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFigures:
+    """num_known: other gateways. num_unreachable: of these, have not answered for two seconds. news_age_s: of the
+    oldest that they told of their use and that counts here."""
+
+    num_known: int = 0
+    num_unreachable: int = 0
+    news_age_s: float = 0.0
+
+
 class Control:
     """One per gateway; every method on its event loop. name: this gateway's, for people. num_generated: tokens
     that it has sent so far. begin_drain(grace_s or None): start the shutdown of this gateway alone, return at once.
-    describe(max_requests): this gateway's part of a snapshot.
+    describe(max_requests): this gateway's part of a snapshot. models: that it expects.
     peers: a simulation brings its own."""
 
     def __init__(
@@ -72,14 +89,46 @@ class Control:
         num_generated: Callable[[], int],
         begin_drain: Callable[[float | None], None],
         describe: Callable[[int], GatewayPart],
+        models: tuple[str, ...] = (),
     ) -> None:
-        self.peers = Peers(config, self.answer)
+        self._has_news = asyncio.Event()
+        self._sweep_s = 0.0  # when the next one is due
+        self.peers = Peers(config, self.answer, self._sweep_now)
+        self._introduction = PeerUse(
+            call_id=_NO_ID, number=0, gateway_id=self.peers.gateway_id, name=name, release=VERSION, models=models
+        )
+        self._limits = SharedLimits(tracker, self._introduction)
+        self._not_told: set[str] = set()
+        self._teller: asyncio.Task[None] | None = None
         self._tracker = tracker
         self._num_generated = num_generated
         self.name = name
         self._describe = describe
         self._begin_drain = begin_drain
         self._throughput = Throughput(now_s=time.monotonic())
+
+    async def start(self) -> None:
+        """Raises what `Peers.start` does."""
+        await self.peers.start()
+        if self.peers.has_others:
+            for counted in (self._tracker.quotas, self._tracker.admission):
+                counted.on_change = self._has_news.set
+            self._teller = asyncio.create_task(self._tell_forever(), name="tell the other gateways")
+
+    async def close(self) -> None:
+        """With a farewell. Idempotent."""
+        if self._teller is not None:
+            self._teller.cancel()
+            await asyncio.gather(self._teller, return_exceptions=True)
+            self._teller = None
+            await self.peers.leave(self._limits.farewell(), timeout_s=_LEAVE_S)
+        await self.peers.close()
+
+    def figures(self) -> PeerFigures:
+        """Of the other gateways, now."""
+        num_known, num_unreachable = self.peers.counts()
+        age_s = self._limits.age_s(time.monotonic_ns())
+        return PeerFigures(num_known=num_known, num_unreachable=num_unreachable, news_age_s=age_s)
 
     async def abort(self, request_id: str) -> Outcome:
         """End the requests of this id, of any tenant, as an operator does."""
@@ -89,11 +138,13 @@ class Control:
         """End a caller's own request: it gets what came before and an end."""
         return await self._everywhere(PeerCancel(call_id=_NO_ID, keys=(caller.key_of(request_id),)))
 
-    async def cancel_all(self, request_ids: Sequence[str], caller: Caller) -> None:
-        """The same for any number of them."""
+    async def cancel_all(self, request_ids: Sequence[str], caller: Caller) -> tuple[str, ...]:
+        """The same for any number of them; names of gateways that did not answer."""
         keys = list(map(caller.key_of, request_ids))
         parts = [tuple(keys[begin : begin + _MAX_KEYS]) for begin in range(0, len(keys), _MAX_KEYS)]
-        await asyncio.gather(*(self._everywhere(PeerCancel(call_id=_NO_ID, keys=part)) for part in parts))
+        questions = [PeerCancel(call_id=_NO_ID, keys=part) for part in parts]
+        outcomes = await asyncio.gather(*map(self._everywhere, questions))
+        return tuple(dict.fromkeys(name for each in outcomes for name in each.silent))
 
     async def cancel_every(self, caller: Caller) -> Outcome:
         """The same for all requests of the caller's tenant that are in flight now."""
@@ -121,6 +172,9 @@ class Control:
 
     def answer(self, question: ToPeer) -> PeerReply:
         """Do it at this gateway alone; the reply has the load just before."""
+        if isinstance(question, PeerUse):
+            self._hear(question)
+            return PeerReply(call_id=_NO_ID, gateway_id="")
         load = self._load()
         match question:
             case PeerAbort():
@@ -142,6 +196,57 @@ class Control:
         own = self.answer(question)
         asked = await self.peers.ask(question, timeout_s=TIMEOUT_S)
         return Outcome(replies={self.name: own} | asked.replies, silent=asked.silent)
+
+    # ------------------------------------------------------------ limits that are shared
+
+    async def _tell_forever(self) -> None:
+        """A change soon, everything now and then; never faster than every GAP_S."""
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, self._sweep_s - time.monotonic())):
+                    await self._has_news.wait()
+            except TimeoutError:
+                pass
+            self._has_news.clear()
+            self._tell()
+            await asyncio.sleep(GAP_S)
+
+    def _tell(self) -> None:
+        now_s, now_ns = time.monotonic(), time.monotonic_ns()
+        is_sweep = now_s >= self._sweep_s
+        if is_sweep:
+            self._sweep_s = now_s + SWEEP_S
+            for name in self._limits.forget_silent(now_ns):
+                log.warning("peer_forgotten", gateway=name, error=f"{name} told nothing for {FORGET_S:g} s")
+            self._look_who_is_told(now_ns)
+        for message in self._limits.tell(now_ns, is_sweep=is_sweep):
+            self.peers.tell(message)
+
+    def _sweep_now(self) -> None:
+        """Somebody can be reached who may know nothing yet."""
+        self._sweep_s = 0.0
+        self._has_news.set()
+
+    def _hear(self, use: PeerUse) -> None:
+        if not self._limits.hear(use, time.monotonic_ns()):
+            return
+        own, told = self._introduction, f"gateway {use.name}"
+        log.info("peer_met", gateway=use.name)
+        if use.release != own.release:
+            error = f"{told} is of release {use.release}, this one of {own.release}: let one replace the other soon"
+            log.warning("peer_of_another_release", gateway=use.name, error=error)
+        if use.models and own.models and set(use.models) != set(own.models):
+            theirs, ours = ", ".join(use.models), ", ".join(own.models)
+            error = f"{told} expects {theirs}, and this one {ours}: gateways of one service have the same models"
+            log.warning("peer_of_other_models", gateway=use.name, error=error)
+
+    def _look_who_is_told(self, now_ns: int) -> None:
+        """Warn of gateways that tell us and are not told by us: their limits leave out what is used here."""
+        for gateway_id, (name, known_s) in self._limits.heard(now_ns).items():
+            if known_s > FORGET_S and gateway_id not in self.peers.told_ids() | self._not_told:
+                self._not_told.add(gateway_id)
+                error = f"gateway {name} knows this one and is not among its --peer-endpoint: it is told nothing here"
+                log.warning("peer_not_told", gateway=name, error=error)
 
     def _load(self) -> PeerReply:
         num_in_flight = self._tracker.admission.counts().num_entered

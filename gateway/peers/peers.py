@@ -1,12 +1,13 @@
-"""The other gateways of the service: asks them, and answers them.
+"""The other gateways of the service: asks them, tells them, and answers them.
 
 Each gateway binds one ROUTER, which the others dial; it asks them over a DEALER each. Both are apart from the
-sockets of workers: a worker must not be able to end what others have. Must not know requests.
+sockets of workers: a worker must not be able to end what others have. Where a name stands for several addresses, each
+of them is a gateway, and it is looked up again and again. Must not know requests.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,22 +17,21 @@ import zmq
 import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
+from octavo.gateway.peers.others import Other, addresses_of
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import PeerFull, PeerGone, RouterLink
 from octavo.gateway.workers.stats import PoolStats
-from octavo.wire.codec import ProtocolError, decode_peer_reply, decode_to_peer, encode
-from octavo.wire.curve import secure_client
-from octavo.wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint
+from octavo.wire.codec import ProtocolError, decode_to_peer
+from octavo.wire.endpoints import Endpoint, EndpointError, Transport, is_address, is_wildcard, parse_endpoint
 from octavo.wire.keys import KeyPair, load_keys
-from octavo.wire.options import new_dealer
-from octavo.wire.peer_messages import PeerReply, PeerWatch, ToPeer
+from octavo.wire.peer_messages import PeerReply, PeerUse, PeerWatch, ToPeer
 from octavo.wire.run_dir import RunDirError
 
 log = structlog.get_logger(__name__)
-_TRY_AGAIN_S = 0.01  # until a connection is open
-_SEND_AGAIN_S = 0.5  # a question may be lost with its connection; a repeated one has no further effect
-_TICK_S = 1.0
+LOOK_UP_S = 5.0  # between two lookups of a name
+_TICK_S = 0.5
+_MAX_TOLD = 64  # different complaints about messages in the log, each once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +42,41 @@ class Asked:
     silent: tuple[str, ...] = ()
 
 
-def name_of(endpoint: str) -> str:
-    """A gateway's name for people: the first word of its socket's file, or host and port."""
-    scheme, _, place = endpoint.partition("://")
-    return place if scheme == "tcp" else place.rpartition("/")[2].partition(".")[0]
+@dataclass(slots=True, eq=False)
+class _Name:
+    """A configured name. addresses None: it has not been looked up yet."""
+
+    endpoint: Endpoint
+    addresses: tuple[str, ...] | None = None
+    trouble: str = ""
 
 
 class Peers:
     """One per gateway, every method on its event loop. answer(question): do what is asked, now."""
 
-    def __init__(self, config: PeerConfig, answer: Callable[[ToPeer], PeerReply]) -> None:
+    def __init__(
+        self, config: PeerConfig, answer: Callable[[ToPeer], PeerReply], on_open: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_open: is called when a connection to another gateway is made."""
         self.gateway_id = secrets.token_hex(16)
         self._config = config
         self._answer = answer
-        self._others: list[_Other] = []
+        self._on_open = on_open
+        self._others: dict[str, Other] = {}  # by address
+        self._names: list[_Name] = []
+        self._keys: KeyPair | None = None
         self._watched_silent: set[str] = set()
+        self._told_selves: set[str] = set()
+        self._told_errors: set[str] = set()
         self._call_ids = count(1)
         self._context: zmq.asyncio.Context | None = None
         self._link: RouterLink | None = None
-        self._ticker: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there can be any."""
+        return bool(self._others or self._names)
 
     async def start(self) -> None:
         """Bind, and dial the others, which may start later. Raises EndpointError, KeyFileError, RunDirError,
@@ -78,13 +94,16 @@ class Peers:
 
     async def _open(self) -> None:
         config = self._config
-        others = [parse_endpoint(each) for each in config.others if each != config.endpoint]
+        others = [parse_endpoint(each) for each in dict.fromkeys(config.others) if each != config.endpoint]
         for endpoint in (parse_endpoint(config.endpoint), *others):
             if endpoint.transport is Transport.TCP and config.key_file is None:
                 raise EndpointError(
                     f"{endpoint.address}: gateways trust each other by --gateway-key-file, which a tcp address needs"
                 )
-        keys = load_keys(config.key_file) if config.key_file else None
+        for endpoint in others:
+            if endpoint.transport is Transport.TCP and (is_wildcard(endpoint.host) or not endpoint.port):
+                raise EndpointError(f"--peer-endpoint {endpoint.address}: nobody can be reached at this address")
+        self._keys = load_keys(config.key_file) if config.key_file else None
         listening = WorkerPoolConfig(
             endpoints=(config.endpoint,),
             server_key_file=config.key_file,
@@ -93,17 +112,25 @@ class Peers:
         self._link = RouterLink(listening, self._take, PoolStats())
         self._link.open()
         self._context = zmq.asyncio.Context()
-        self._others = [_Other(self._context, endpoint, keys) for endpoint in others]
-        self._ticker = asyncio.create_task(self._tick_forever(self._link), name="peers")
+        for endpoint in others:
+            if endpoint.transport is Transport.TCP and not is_address(endpoint.host):
+                self._names.append(_Name(endpoint))
+            else:
+                self._dial(endpoint)
+        self._tasks = [
+            asyncio.create_task(self._tick_forever(self._link), name="peers"),
+            *(asyncio.create_task(self._look_up_forever(each), name="names of peers") for each in self._names),
+        ]
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-            self._ticker = None
-        await asyncio.gather(*(other.close() for other in self._others))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        await asyncio.gather(*(other.close() for other in self._others.values()))
         self._others.clear()
+        self._names.clear()
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -114,13 +141,19 @@ class Peers:
     async def ask(self, question: ToPeer, *, timeout_s: float) -> Asked:
         """Ask every other gateway at once, and wait so long for all of them together."""
         question = msgspec.structs.replace(question, call_id=next(self._call_ids))
-        others = tuple(self._others)
+        others = [each for each in self._others.values() if each.gateway_id != self.gateway_id]
         replies = await asyncio.gather(*(other.ask(question, timeout_s=timeout_s) for other in others))
         by_id: dict[str, tuple[str, PeerReply]] = {}
         for other, reply in zip(others, replies, strict=True):
             if reply is not None and reply.gateway_id != self.gateway_id:  # that one was ourselves
                 by_id.setdefault(reply.gateway_id, (other.name, reply))
-        silent = _silent(others, replies)
+        # Whoever answered at another address of it is not silent.
+        missing = [
+            other.name
+            for other, reply in zip(others, replies, strict=True)
+            if reply is None and other.gateway_id not in by_id
+        ]
+        silent = (*missing, *(each.endpoint.address for each in self._names if not each.addresses))
         told: set[str] = set()
         if isinstance(question, PeerWatch):
             told, self._watched_silent = self._watched_silent, set(silent)
@@ -130,13 +163,47 @@ class Peers:
                 log.warning("gateway_silent", gateway=name, asked=type(question).__name__, timeout_s=timeout_s)
         return Asked(replies=dict(by_id.values()), silent=silent)
 
+    def tell(self, message: PeerUse) -> None:
+        """Send it to every other gateway that can be reached now. A sweep is answered, so that we know who can be."""
+        if message.is_sweep:
+            message = msgspec.structs.replace(message, call_id=next(self._call_ids))
+        for other in self._others.values():
+            if message.is_sweep or other.gateway_id != self.gateway_id:
+                other.tell(message)
+
+    async def leave(self, farewell: PeerUse, *, timeout_s: float) -> None:
+        """Tell it to those who can be reached, and wait so long until they have it."""
+        farewell = msgspec.structs.replace(farewell, call_id=next(self._call_ids))
+        reached = [each for each in self._others.values() if not each.is_silent and each.gateway_id != self.gateway_id]
+        await asyncio.gather(*(each.ask(farewell, timeout_s=timeout_s) for each in reached))
+
+    def counts(self) -> tuple[int, int]:
+        """How many other gateways are known, and how many of them have not answered for long. A name without an
+        address is one that has not."""
+        known, silent = set[str](), set[str]()
+        for address, other in self._others.items():
+            if other.gateway_id != self.gateway_id:
+                known.add(other.gateway_id or address)
+                if other.is_silent:
+                    silent.add(other.gateway_id or address)
+        reached = {each.gateway_id for each in self._others.values() if not each.is_silent}
+        nameless = [each for each in self._names if not each.addresses]
+        return len(known) + len(nameless), len(silent - reached) + len(nameless)
+
+    def told_ids(self) -> set[str]:
+        """Of the gateways that are told of our use."""
+        return {each.gateway_id for each in self._others.values()}
+
     # ------------------------------------------------------------ parts
 
     def _take(self, peer: Peer, frame: bytes) -> None:
         try:
             question = decode_to_peer(frame)
         except ProtocolError as error:
-            log.warning("peer_message_dropped", error=str(error))
+            if str(error) not in self._told_errors and len(self._told_errors) < _MAX_TOLD:
+                self._told_errors.add(str(error))
+                detail = f"a gateway of another release, or no gateway, sends what this one does not know: {error}"
+                log.warning("peer_message_dropped", error=detail)
             return
         try:
             reply = self._answer(question)
@@ -145,6 +212,8 @@ class Peers:
             return
         if reply.num_ended:
             log.info("ended_for_peer", asked=type(question).__name__, requests=reply.num_ended)
+        if isinstance(question, PeerUse) and not question.call_id:
+            return
         reply = msgspec.structs.replace(reply, call_id=question.call_id, gateway_id=self.gateway_id)
         try:
             if self._link is not None:
@@ -160,62 +229,53 @@ class Peers:
                 link.restore()
             except (RunDirError, OSError) as error:
                 log.error("ipc_socket_lost", error=str(error))
+            await self._look_around()
 
+    async def _look_around(self) -> None:
+        """Say who has fallen silent, who answers again, and who is ourselves; hang up where nobody is any more."""
+        for address, other in tuple(self._others.items()):
+            if other.gateway_id == self.gateway_id:
+                if address not in self._told_selves:
+                    self._told_selves.add(address)
+                    log.info("peer_is_this_gateway", detail=f"{address} is this gateway itself: it is left out")
+            elif other.is_silent and not other.is_listed:
+                del self._others[address]
+                log.info("gateway_gone", gateway=other.name)
+                await other.close()
+            elif other.is_silent != other.is_told_silent:
+                other.is_told_silent = other.is_silent
+                if other.is_silent:
+                    log.warning("gateway_unreachable", gateway=other.name, error=other.why_silent())
+                else:
+                    log.info("gateway_reached", gateway=other.name)
 
-class _Other:
-    """One other gateway, seen from here."""
+    # ------------------------------------------------------------ who they are
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: Endpoint, keys: KeyPair | None) -> None:
-        self.name = name_of(endpoint.address)
-        self._waiting: dict[int, asyncio.Future[PeerReply]] = {}
-        self._socket: zmq.asyncio.Socket = new_dealer(context)  # type: ignore[arg-type,assignment]
-        if keys is not None and endpoint.transport is Transport.TCP:
-            secure_client(self._socket, keys, keys.public)  # type: ignore[arg-type]
-        self._socket.connect(endpoint.address)
-        self._reader = asyncio.create_task(self._read_forever(), name=f"replies of {self.name}")
+    def _dial(self, endpoint: Endpoint) -> None:
+        assert self._context is not None
+        self._others[endpoint.address] = Other(self._context, endpoint, self._keys, on_open=self._on_open)
 
-    async def ask(self, question: ToPeer, *, timeout_s: float) -> PeerReply | None:
-        """None: it has not answered in time."""
-        future: asyncio.Future[PeerReply] = asyncio.get_running_loop().create_future()
-        self._waiting[question.call_id] = future
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    await self._send(encode(question))
-                    done, _ = await asyncio.wait([future], timeout=_SEND_AGAIN_S)
-                    if done:
-                        return future.result()
-        except TimeoutError:
-            return None
-        finally:
-            del self._waiting[question.call_id]
-
-    async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close(linger=0)
-
-    async def _send(self, frame: bytes) -> None:
-        """As soon as there is a connection."""
+    async def _look_up_forever(self, name: _Name) -> None:
         while True:
             try:
-                await self._socket.send(frame, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                await asyncio.sleep(_TRY_AGAIN_S)
+                found = await addresses_of(name.endpoint.host)
+                self._now_at(name, found)
+            except OSError as error:  # those that are known stay: a resolver that is down ends nobody
+                self._complain(name, f"--peer-endpoint {name.endpoint.address} cannot be looked up: {error}")
+            await asyncio.sleep(LOOK_UP_S)
 
-    async def _read_forever(self) -> None:
-        while True:
-            frame = (await self._socket.recv_multipart())[-1]
-            try:
-                reply = decode_peer_reply(frame)
-            except ProtocolError as error:
-                log.warning("peer_message_dropped", gateway=self.name, error=str(error))
-                continue
-            future = self._waiting.get(reply.call_id)
-            if future is not None and not future.done():
-                future.set_result(reply)
+    def _now_at(self, name: _Name, found: tuple[str, ...]) -> None:
+        host, port = name.endpoint.host, name.endpoint.port
+        self._complain(name, "" if found else f"--peer-endpoint {name.endpoint.address}: {host} has no address")
+        name.addresses = tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in found)
+        listed = {address for each in self._names for address in each.addresses or ()} | set(self._config.others)
+        for address, other in self._others.items():
+            other.is_listed = address in listed
+        for address in name.addresses:
+            if address not in self._others:
+                self._dial(parse_endpoint(address))
 
-
-def _silent(others: Sequence[_Other], replies: Sequence[PeerReply | None]) -> tuple[str, ...]:
-    return tuple(other.name for other, reply in zip(others, replies, strict=True) if reply is None)
+    def _complain(self, name: _Name, trouble: str) -> None:
+        if trouble and trouble != name.trouble:
+            log.warning("peer_not_found", error=trouble)
+        name.trouble = trouble

@@ -5,62 +5,23 @@ times, until the last of them has ended.
     TenantQuotas:  enter ──► (in flight, queued) ──► reserve ──► started (no longer queued) ──► leave
 
 A request enters before it costs anything (tokenizing included), is placed on a worker and reserves its tokens when its
-prompt is known, and leaves exactly once, however it ends; tokens that it did not use are refunded. Pure: no sockets,
-and times are arguments.
+prompt is known, and leaves exactly once, however it ends; tokens that it did not use are refunded. What the other
+gateways of the service told of theirs counts too: a limit is exact for what is here, eventual for what is elsewhere
+(`gateway.peers.limits` says when it is told). Pure: no sockets, and times are arguments.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from octavo.gateway.auth.authenticator import Caller, TenantLimits, id_in
 from octavo.gateway.errors import DuplicateRequest, ExceedsCapacity, QueueFull, TenantLimit
+from octavo.gateway.requests.token_bucket import NotEnough, TokenBucket
+from octavo.wire.peer_messages import TenantUse
 
-_UNITS_PER_TOKEN = 60_000_000_000  # one unit comes in per nanosecond and token a minute: whole numbers, no rounding
 _NS_PER_MS = 1_000_000
 MAX_KNOWN_PEERS = 16_384
-
-
-class NotEnough(Exception):
-    """A bucket is too empty. wait_ns: until it is full enough, None for never."""
-
-    def __init__(self, wait_ns: int | None) -> None:
-        super().__init__(wait_ns)
-        self.wait_ns = wait_ns
-
-
-class TokenBucket:
-    """Fills by tokens_per_minute up to burst_tokens; starts full. Exact: an integer of 1/60e9 tokens."""
-
-    def __init__(self, *, tokens_per_minute: int, burst_tokens: int, now_ns: int) -> None:
-        self._rate = tokens_per_minute
-        self._capacity = burst_tokens * _UNITS_PER_TOKEN
-        self._level = self._capacity
-        self._at_ns = now_ns
-
-    def take(self, num_tokens: int, now_ns: int) -> None:
-        """Raises NotEnough; then nothing was taken."""
-        self._fill(now_ns)
-        wanted = num_tokens * _UNITS_PER_TOKEN
-        if wanted > self._capacity:
-            raise NotEnough(None)
-        if wanted > self._level:
-            raise NotEnough(-(-(wanted - self._level) // self._rate))
-        self._level -= wanted
-
-    def give_back(self, num_tokens: int, now_ns: int) -> None:
-        """Tokens that were taken and not used."""
-        self._fill(now_ns)
-        self._level = min(self._capacity, self._level + num_tokens * _UNITS_PER_TOKEN)
-
-    def level(self, now_ns: int) -> int:
-        """In units of 1/60e9 tokens."""
-        self._fill(now_ns)
-        return self._level
-
-    def _fill(self, now_ns: int) -> None:
-        passed_ns = max(0, now_ns - self._at_ns)
-        self._level = min(self._capacity, self._level + passed_ns * self._rate)
-        self._at_ns += passed_ns
+_UNLIMITED = TenantLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +39,14 @@ class _Tenant:
     bucket: TokenBucket | None
     num_in_flight: int = 0
     num_queued: int = 0
+    num_spent: int = 0  # tokens reserved less those given back, here
+    num_spent_before: int = 0  # the same when the bucket was full for the last time
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    use: TenantUse
+    at_ns: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,11 +60,14 @@ class _Held:
 
 class TenantQuotas:
     """What each tenant has in flight, by the key of a request (`Caller.key_of`). Callers without a tenant are not
-    counted."""
+    counted. on_change: is called when a tenant's use has changed here, whose names are in `changed`."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._held: dict[str, _Held] = {}
+        self._told: dict[str, dict[str, _Told]] = {}  # by tenant and gateway
+        self.changed: set[str] = set()
+        self.on_change: Callable[[], None] | None = None
 
     def enter(self, key: str, caller: Caller, now_ns: int, *, num_outputs: int = 1) -> None:
         """A new request, its key not in flight. Raises TenantLimit, ExceedsCapacity; then nothing has changed."""
@@ -105,12 +77,15 @@ class TenantQuotas:
         for where, limit in (("in flight", limits.max_requests), ("queued", limits.max_queued)):
             if limit is not None and num_outputs > limit:
                 raise ExceedsCapacity(f"{num_outputs} outputs are more than this tenant may ever have {where}")
-        tenant = self._tenant(caller.tenant, limits, now_ns)
-        _check("in flight", num_outputs, tenant.num_in_flight, limits.max_requests)
-        _check("queued", num_outputs, tenant.num_queued, limits.max_queued)
+        tenant, told = self._tenant(caller.tenant, limits, now_ns), self._told.get(caller.tenant, {}).values()
+        num_in_flight = tenant.num_in_flight + sum(each.use.num_in_flight for each in told)
+        num_queued = tenant.num_queued + sum(each.use.num_queued for each in told)
+        _check("in flight", num_outputs, num_in_flight, limits.max_requests)
+        _check("queued", num_outputs, num_queued, limits.max_queued)
         tenant.num_in_flight += num_outputs
         tenant.num_queued += num_outputs
         self._held[key] = _Held(tenant, num_outputs, set(range(num_outputs)))
+        self._note(tenant)
 
     def reserve(self, key: str, num_tokens: int, now_ns: int) -> None:
         """Prompt and max_tokens of every output of a request. A second time, for another worker, it costs nothing.
@@ -118,14 +93,20 @@ class TenantQuotas:
         held = self._held.get(key)
         if held is None or held.bucket is not None or held.tenant.bucket is None:
             return
+        tenant, bucket = held.tenant, held.tenant.bucket
+        was_full = not bucket.lacking(now_ns)
         try:
-            held.tenant.bucket.take(num_tokens, now_ns)
+            bucket.take(num_tokens, now_ns)
         except NotEnough as error:
             if error.wait_ns is None:
                 raise ExceedsCapacity(f"{num_tokens} tokens are more than this tenant may ever ask for") from None
             wait_ms = -(-error.wait_ns // _NS_PER_MS)
             raise TenantLimit(f"{num_tokens} tokens are too many now for this tenant", retry_after_ms=wait_ms) from None
-        held.bucket, held.reserved = held.tenant.bucket, num_tokens
+        held.bucket, held.reserved = bucket, num_tokens
+        if was_full:
+            tenant.num_spent_before = tenant.num_spent
+        tenant.num_spent += num_tokens
+        self._note(tenant)
 
     def started(self, key: str, output_index: int = 0) -> None:
         """A worker has begun this output. Idempotent."""
@@ -133,22 +114,81 @@ class TenantQuotas:
         if held is not None and output_index in held.queued:
             held.queued.remove(output_index)
             held.tenant.num_queued -= 1
+            self._note(held.tenant)
 
     def leave(self, key: str, *, num_used: int, now_ns: int) -> None:
         """The request ended after so many tokens, prompt included. Idempotent."""
         held = self._held.pop(key, None)
         if held is None:
             return
-        if held.bucket is not None:
-            held.bucket.give_back(max(0, held.reserved - num_used), now_ns)
         tenant = held.tenant
+        if held.bucket is not None:
+            num_unused = max(0, held.reserved - num_used)
+            held.bucket.give_back(num_unused, now_ns)
+            tenant.num_spent -= num_unused
         tenant.num_in_flight -= held.num_outputs
         tenant.num_queued -= len(held.queued)
-        if not tenant.num_in_flight and tenant.bucket is None:
+        if not tenant.num_in_flight and tenant.bucket is None and not tenant.num_spent:
             self._tenants.pop(tenant.name, None)
+        self._note(tenant)
+
+    # ------------------------------------------------------------ the other gateways
+
+    def uses(self, names: Iterable[str] | None, now_ns: int) -> list[TenantUse]:
+        """What these tenants use here, for the other gateways; None: all that have limits and use anything."""
+        found = []
+        for name in tuple(self._tenants) if names is None else names:
+            tenant = self._tenants.get(name) or _Tenant(name, _UNLIMITED, None)
+            num_lacking = 0 if tenant.bucket is None else tenant.bucket.lacking(now_ns)
+            if names is not None or (tenant.limits != _UNLIMITED and (tenant.num_in_flight or num_lacking)):
+                use = TenantUse(
+                    name=name,
+                    num_in_flight=tenant.num_in_flight,
+                    num_queued=tenant.num_queued,
+                    num_spent=tenant.num_spent,
+                    num_spent_before=tenant.num_spent_before,
+                    num_lacking=num_lacking,
+                )
+                found.append(use)
+        return found
+
+    def hear(self, gateway_id: str, use: TenantUse, now_ns: int, *, is_first: bool) -> None:
+        """What a tenant uses at another gateway now. is_first: it may have used more before we met that gateway."""
+        told = self._told.setdefault(use.name, {})
+        former, told[gateway_id] = told.get(gateway_id), _Told(use, now_ns)
+        tenant = self._tenants.get(use.name)
+        if tenant is None or tenant.bucket is None:
+            return
+        if former is not None:
+            since = former.use.num_spent
+            if former.use.num_spent_before != use.num_spent_before:  # its bucket has been full meanwhile
+                since = min(since, use.num_spent_before)
+            tenant.bucket.charge(use.num_spent - since, now_ns)
+        elif is_first:  # its bucket has what we and others spent in it
+            tenant.bucket.empty_to(use.num_lacking, now_ns)
+        else:
+            tenant.bucket.charge(use.num_spent - use.num_spent_before, now_ns)
+
+    def forget(self, gateway_id: str, *, before_ns: int | None = None) -> None:
+        """A gateway is gone with what it had in flight. before_ns: only what was told before. What it spent stays spent
+        until the bucket has filled again."""
+        for name, told in tuple(self._told.items()):
+            each = told.get(gateway_id)
+            if each is not None and before_ns is None:
+                del told[gateway_id]
+            elif each is not None and each.use.num_in_flight and before_ns is not None and each.at_ns < before_ns:
+                use = TenantUse(name=name, num_spent=each.use.num_spent, num_spent_before=each.use.num_spent_before)
+                told[gateway_id] = _Told(use, each.at_ns)
+            if not told:
+                del self._told[name]
+
+    def _note(self, tenant: _Tenant) -> None:
+        if self.on_change is not None and tenant.limits != _UNLIMITED:
+            self.changed.add(tenant.name)
+            self.on_change()
 
     def counts(self, tenant: str) -> TenantCounts:
-        """Now."""
+        """Here, now."""
         found = self._tenants.get(tenant)
         if found is None:
             return TenantCounts()
@@ -158,17 +198,22 @@ class TenantQuotas:
         """The tenant's counts; where its limits have changed, with a new bucket."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, limits, _bucket(limits, now_ns))
+            tenant = self._tenants[name] = _Tenant(name, limits, self._bucket(name, limits, now_ns))
         elif tenant.limits != limits:
-            tenant.limits, tenant.bucket = limits, _bucket(limits, now_ns)
+            tenant.limits, tenant.bucket = limits, self._bucket(name, limits, now_ns)
         return tenant
 
-
-def _bucket(limits: TenantLimits, now_ns: int) -> TokenBucket | None:
-    rate = limits.tokens_per_minute
-    if rate is None:
-        return None
-    return TokenBucket(tokens_per_minute=rate, burst_tokens=limits.burst_tokens or rate, now_ns=now_ns)
+    def _bucket(self, name: str, limits: TenantLimits, now_ns: int) -> TokenBucket | None:
+        """A new one, as empty as the emptiest of the others' was when they told, filled since."""
+        rate = limits.tokens_per_minute
+        if rate is None:
+            return None
+        burst, told = limits.burst_tokens or rate, self._told.get(name, {}).values()
+        start_ns = min((each.at_ns for each in told), default=now_ns)
+        bucket = TokenBucket(tokens_per_minute=rate, burst_tokens=burst, now_ns=start_ns)
+        for each in sorted(told, key=lambda each: each.at_ns):
+            bucket.empty_to(each.use.num_lacking, each.at_ns)
+        return bucket
 
 
 def _check(where: str, num_new: int, count: int, limit: int | None) -> None:
@@ -189,9 +234,12 @@ class Admission:
     """What all requests have in flight. An id is what distinguishes requests (`Caller.key_of`). A call that raises has
     changed nothing."""
 
-    def __init__(self, *, max_requests: int) -> None:
-        """max_requests: outputs in flight."""
+    def __init__(self, *, max_requests: int, max_service_requests: int | None = None) -> None:
+        """max_requests: outputs in flight here. max_service_requests: at all gateways of the service; None: any."""
         self._max_requests = max_requests
+        self._max_service_requests = max_service_requests
+        self.num_elsewhere = 0  # outputs that the other gateways have told of
+        self.on_change: Callable[[], None] | None = None  # is called when the number of outputs has changed here
         self._num_outputs = 0
         self._workers_of: dict[str, list[str | None]] = {}  # one place an output
         self._placed: Counter[str] = Counter()
@@ -204,8 +252,13 @@ class Admission:
             raise ExceedsCapacity(f"{num_outputs} outputs; this gateway holds {self._max_requests} at most")
         if self._num_outputs + num_outputs > self._max_requests:
             raise QueueFull(f"{self._num_outputs} outputs are in flight, the limit of this gateway")
+        if (limit := self._max_service_requests) is not None:
+            if num_outputs > limit:
+                raise ExceedsCapacity(f"{num_outputs} outputs; this service holds {limit} at most")
+            if (count := self._num_outputs + self.num_elsewhere) + num_outputs > limit:
+                raise QueueFull(f"{count} outputs are in flight at all gateways, the limit of the service is {limit}")
         self._workers_of[request_id] = [None] * num_outputs
-        self._num_outputs += num_outputs
+        self._count(num_outputs)
 
     def place(self, request_id: str, worker_id: str, *, max_on_worker: int) -> None:
         """Give all outputs of an entered request to a worker (again, after the first one left). Raises QueueFull; then
@@ -227,9 +280,14 @@ class Admission:
     def leave(self, request_id: str) -> None:
         """The request ended. Idempotent."""
         places = self._workers_of.pop(request_id, [])
-        self._num_outputs -= len(places)
+        self._count(-len(places))
         for index in range(len(places)):
             self._put(places, index, None)
+
+    def _count(self, num_more: int) -> None:
+        self._num_outputs += num_more
+        if self._max_service_requests is not None and self.on_change is not None:
+            self.on_change()
 
     def _put(self, places: list[str | None], index: int, worker_id: str | None) -> None:
         former, places[index] = places[index], worker_id

@@ -206,7 +206,7 @@ class RequestTracker:
     """
 
     def __init__(self, *, pool: WorkerPool, limits: RequestLimits, meters: GatewayMeters) -> None:
-        self.admission = Admission(max_requests=limits.max_requests)
+        self.admission = Admission(max_requests=limits.max_requests, max_service_requests=limits.max_service_requests)
         self.quotas = TenantQuotas()
         self.peers = Peers()
         self.is_draining = False

@@ -14,7 +14,8 @@ import zmq
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig
 from octavo.gateway.peers import control
-from octavo.gateway.peers.peers import Peers, name_of
+from octavo.gateway.peers.others import name_of
+from octavo.gateway.peers.peers import Peers
 from octavo.v1 import admin_pb2, common_pb2, load_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.endpoints import EndpointError
@@ -452,7 +453,7 @@ async def test_what_cannot_be_is_told_at_the_start(endpoint: str, others: tuple[
 
 @pytest.mark.parametrize(
     ("endpoint", "name"),
-    [("ipc:///run/octavo/gateway-12.peers.sock", "gateway-12"), ("tcp://10.0.0.1:7000", "10.0.0.1:7000"), ("", "")],
+    [("ipc:///run/octavo/gateway-12.peers.sock", "gateway-12"), ("tcp://10.0.0.1:7000", "10.0.0.1:7000")],
 )
 def test_a_gateway_is_named_after_where_it_is_reached(endpoint: str, name: str) -> None:
     assert name_of(endpoint) == name

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from octavo.gateway.auth.authenticator import UNIDENTIFIED, Caller, TenantLimits
 from octavo.gateway.errors import ExceedsCapacity, TenantLimit
-from octavo.gateway.requests.admission import NotEnough, TenantCounts, TenantQuotas, TokenBucket
+from octavo.gateway.requests.admission import TenantCounts, TenantQuotas
+from octavo.gateway.requests.token_bucket import NotEnough, TokenBucket
 
 MINUTE_NS = 60_000_000_000
 

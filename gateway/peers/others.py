@@ -1,0 +1,182 @@
+"""The connection to one other gateway, and the addresses behind a name of several. Must not know requests."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from octavo.wire.codec import ProtocolError, decode_peer_reply, encode
+from octavo.wire.curve import secure_client
+from octavo.wire.endpoints import Endpoint, Transport, is_wildcard, parse_endpoint
+from octavo.wire.keys import KeyPair
+from octavo.wire.options import new_dealer
+from octavo.wire.peer_messages import PeerReply, ToPeer
+
+log = structlog.get_logger(__name__)
+SILENT_S = 2.0  # without an answer, though it was told something four times meanwhile
+_TRY_AGAIN_S = 0.01  # until a connection is open
+_SEND_AGAIN_S = 0.5  # a question may be lost with its connection; a repeated one has no further effect
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
+
+_NOBODY = "nobody listens there, or the network lets nothing through"
+_WRONG_KEY = "it refuses this gateway's key or has another: all gateways of a service have one --gateway-key-file"
+_MUTE = "it is connected and does not answer: it is frozen, or no gateway of this release"
+
+
+def name_of(endpoint: str) -> str:
+    """A gateway's name for people: the first word of its socket's file, or host and port; this host's name where it is
+    reached at any of its addresses."""
+    parsed = parse_endpoint(endpoint)
+    if parsed.path is not None:
+        return parsed.path.name.partition(".")[0]
+    return (
+        f"{socket.gethostname()}:{parsed.port}" if is_wildcard(parsed.host) else parsed.address.removeprefix("tcp://")
+    )
+
+
+class Other:
+    """One other gateway, seen from here. gateway_id: of who answered last, empty before. is_listed: whether it is still
+    among the configured ones, or behind one of their names. on_open: is called when a connection is made."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: Endpoint,
+        keys: KeyPair | None,
+        *,
+        on_open: Callable[[], None],
+    ) -> None:
+        self.address, self.name = endpoint.address, name_of(endpoint.address)
+        self.gateway_id = ""
+        self.is_listed = True
+        self.is_told_silent = False
+        self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()  # of an answer, or of the beginning
+        self._trouble = _NOBODY
+        self._is_connected = False
+        self._on_open = on_open
+        self._waiting: dict[int, asyncio.Future[PeerReply]] = {}
+        self._socket: zmq.asyncio.Socket = new_dealer(context)  # type: ignore[arg-type,assignment]
+        if keys is not None and endpoint.transport is Transport.TCP:
+            secure_client(self._socket, keys, keys.public)  # type: ignore[arg-type]
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(endpoint.address)
+        self._tasks = [
+            asyncio.create_task(self._read_forever(), name=f"replies of {self.name}"),
+            asyncio.create_task(self._watch_forever(), name=f"connection to {self.name}"),
+        ]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has not answered for long."""
+        return self._loop.time() - self._last_s > SILENT_S
+
+    def why_silent(self) -> str:
+        """One sentence."""
+        return f"{self.address} has not answered for {self._loop.time() - self._last_s:.0f} s: {self._trouble}"
+
+    def tell(self, message: ToPeer) -> None:
+        """Send it where there is a connection and room; else it is dropped."""
+        sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
+        sent.add_done_callback(lambda each: each.exception())  # zmq.Again: taken from it, so that nobody warns
+
+    async def ask(self, question: ToPeer, *, timeout_s: float) -> PeerReply | None:
+        """None: it has not answered in time."""
+        future: asyncio.Future[PeerReply] = self._loop.create_future()
+        self._waiting[question.call_id] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    await self._send(encode(question))
+                    done, _ = await asyncio.wait([future], timeout=_SEND_AGAIN_S)
+                    if done:
+                        return future.result()
+        except TimeoutError:
+            return None
+        finally:
+            del self._waiting[question.call_id]
+
+    async def close(self) -> None:
+        """Whoever asks now gets no answer any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    async def _send(self, frame: bytes) -> None:
+        """As soon as there is a connection."""
+        while True:
+            try:
+                await self._socket.send(frame, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                await asyncio.sleep(_TRY_AGAIN_S)
+
+    async def _read_forever(self) -> None:
+        while True:
+            frame = (await self._socket.recv_multipart())[-1]
+            try:
+                reply = decode_peer_reply(frame)
+            except ProtocolError as error:
+                self._trouble = f"its answers are of another release ({error})"
+                continue
+            self.gateway_id, self._last_s = reply.gateway_id, self._loop.time()
+            future = self._waiting.get(reply.call_id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    async def _watch_forever(self) -> None:
+        while True:
+            event = int((await recv_monitor_message(self._monitor))["event"])
+            if event == zmq.EVENT_CONNECTED:
+                self._is_connected = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._trouble = _MUTE
+                self._on_open()
+            elif event & _REFUSED:
+                self._trouble = _WRONG_KEY
+            else:
+                # A connection that was made and broke before its handshake was over: CURVE says no more to strangers.
+                broke_early = self._is_connected and self._trouble != _MUTE
+                self._trouble = _WRONG_KEY if broke_early else _NOBODY
+                self._is_connected = False
+
+
+async def addresses_of(host: str) -> tuple[str, ...]:
+    """All addresses behind a name, of IPv4 where it has any. Raises OSError. In a thread that nobody waits for: a
+    resolver may take half a minute, and a gateway that stops does not."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[str, ...]] = loop.create_future()
+
+    def finish(found: tuple[str, ...], error: OSError | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    def look_up() -> None:
+        found: tuple[str, ...] = ()
+        problem: OSError | None = None
+        try:
+            rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            families = {row[0] for row in rows}
+            family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+            found = tuple(sorted({str(row[4][0]) for row in rows if row[0] == family}))
+        except (OSError, UnicodeError) as error:
+            problem = error if isinstance(error, OSError) else OSError(f"{host!r} is no name: {error}")
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(finish, found, problem)
+
+    threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
+    return await future
