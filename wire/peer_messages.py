@@ -57,6 +57,8 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     num_spent: int = 0
     num_spent_before: int = 0
     num_lacking: int = 0
+    tokens_per_minute: int = 0  # 0: it has no bucket
+    burst_tokens: int = 0
 
 
 class PeerUse(Message, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ GAP_S = 0.02  # between two tellings of changes
 SWEEP_S = 0.5  # between two tellings of everything
 FORGET_S = 5.0  # of silence; several sweeps, so that a short freeze forgets nothing
 MAX_ROWS = 1024  # tenants in one message
+_FIRST_SWEEP_S = 0.2
 
 
 class Held(Protocol):
@@ -80,8 +81,10 @@ class SharedLimits:
         heard.num_outputs, heard.has_left = use.num_outputs, use.is_leaving
         if use.is_leaving:
             self._held.quotas.forget(use.gateway_id)
+        # It may have several parts.
+        is_first = use.is_sweep and now_ns - heard.since_ns < _FIRST_SWEEP_S * 1e9
         for each in use.tenants:
-            self._held.quotas.hear(use.gateway_id, each, now_ns, is_first=use.is_sweep)
+            self._held.quotas.hear(use.gateway_id, each, now_ns, is_first=is_first)
         self._add_up()
         return is_new
 

@@ -141,6 +141,7 @@ class TenantQuotas:
             tenant = self._tenants.get(name) or _Tenant(name, _UNLIMITED, None)
             num_lacking = 0 if tenant.bucket is None else tenant.bucket.lacking(now_ns)
             if names is not None or (tenant.limits != _UNLIMITED and (tenant.num_in_flight or num_lacking)):
+                rate, burst = _rate_and_burst(tenant.limits)
                 use = TenantUse(
                     name=name,
                     num_in_flight=tenant.num_in_flight,
@@ -148,6 +149,8 @@ class TenantQuotas:
                     num_spent=tenant.num_spent,
                     num_spent_before=tenant.num_spent_before,
                     num_lacking=num_lacking,
+                    tokens_per_minute=rate,
+                    burst_tokens=burst,
                 )
                 found.append(use)
         return found
@@ -157,6 +160,9 @@ class TenantQuotas:
         told = self._told.setdefault(use.name, {})
         former, told[gateway_id] = told.get(gateway_id), _Told(use, now_ns)
         tenant = self._tenants.get(use.name)
+        if tenant is None and use.tokens_per_minute:
+            limits = TenantLimits(tokens_per_minute=use.tokens_per_minute, burst_tokens=use.burst_tokens)
+            tenant = self._tenant(use.name, limits, now_ns)
         if tenant is None or tenant.bucket is None:
             return
         if former is not None:
@@ -195,25 +201,26 @@ class TenantQuotas:
         return TenantCounts(num_in_flight=found.num_in_flight, num_queued=found.num_queued)
 
     def _tenant(self, name: str, limits: TenantLimits, now_ns: int) -> _Tenant:
-        """The tenant's counts; where its limits have changed, with a new bucket."""
+        """The tenant's counts; where its rate has changed, with a new bucket."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, limits, self._bucket(name, limits, now_ns))
+            tenant = self._tenants[name] = _Tenant(name, limits, _bucket(limits, now_ns))
         elif tenant.limits != limits:
-            tenant.limits, tenant.bucket = limits, self._bucket(name, limits, now_ns)
+            if _rate_and_burst(tenant.limits) != _rate_and_burst(limits):
+                tenant.bucket = _bucket(limits, now_ns)
+            tenant.limits = limits
         return tenant
 
-    def _bucket(self, name: str, limits: TenantLimits, now_ns: int) -> TokenBucket | None:
-        """A new one, as empty as the emptiest of the others' was when they told, filled since."""
-        rate = limits.tokens_per_minute
-        if rate is None:
-            return None
-        burst, told = limits.burst_tokens or rate, self._told.get(name, {}).values()
-        start_ns = min((each.at_ns for each in told), default=now_ns)
-        bucket = TokenBucket(tokens_per_minute=rate, burst_tokens=burst, now_ns=start_ns)
-        for each in sorted(told, key=lambda each: each.at_ns):
-            bucket.empty_to(each.use.num_lacking, each.at_ns)
-        return bucket
+
+def _rate_and_burst(limits: TenantLimits) -> tuple[int, int]:
+    """Zeros for none."""
+    rate = limits.tokens_per_minute or 0
+    return rate, limits.burst_tokens or rate
+
+
+def _bucket(limits: TenantLimits, now_ns: int) -> TokenBucket | None:
+    rate, burst = _rate_and_burst(limits)
+    return TokenBucket(tokens_per_minute=rate, burst_tokens=burst, now_ns=now_ns) if rate else None
 
 
 def _check(where: str, num_new: int, count: int, limit: int | None) -> None:
