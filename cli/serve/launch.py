@@ -22,6 +22,7 @@ from octavo.cli.serve.parent import PARENT_VARIABLE
 from octavo.cli.settings.gateway_config import join_address, reachable
 from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.setting import ENV_PREFIX, Settings, flag_of
+from octavo.wire.endpoints import parse_endpoint
 from octavo.wire.run_dir import RunDirError, ensure_run_dir
 
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
@@ -141,7 +142,7 @@ def plan_processes(
             )
             | {"status_socket": status_socket(settings, run_dir, n)}
             | {"front_socket": None if openai_port is None else front_socket(run_dir, n)}
-            | _peers(controls, n)
+            | _peers(settings, controls, n)
             | {"page": "off" if n or settings.page == "off" else "on"}
             | {"expected_model": list(settings.model)},
             metrics_port=ports[n],
@@ -241,11 +242,21 @@ def _gateway_settings(
     )
 
 
-def _peers(controls: list[str], n: int) -> dict[str, Any]:
-    """How gateway n and the others reach each other; nothing where it is the only one."""
-    if len(controls) == 1:
-        return {}
-    return {"control_endpoint": controls[n], "peer_endpoint": [each for each in controls if each != controls[n]]}
+def _peers(settings: ServeSettings, sockets: list[str], n: int) -> dict[str, Any]:
+    """How gateway n and the others reach each other; nothing where it is the only one. sockets: of those of this host,
+    where there is no other."""
+    if settings.control_endpoint:
+        first = parse_endpoint(settings.control_endpoint)
+        own = f"tcp://{join_address(first.host, first.port + n)}"
+        near = [
+            f"tcp://{join_address(reachable(first.host), first.port + other)}"
+            for other in range(settings.num_gateways)
+            if other != n
+        ]
+        return {"control_endpoint": own, "peer_endpoint": [*near, *settings.peer_endpoint]}
+    if len(sockets) == 1:
+        return {"control_endpoint": None, "peer_endpoint": None}
+    return {"control_endpoint": sockets[n], "peer_endpoint": [each for each in sockets if each != sockets[n]]}
 
 
 def _worker_settings(

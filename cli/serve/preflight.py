@@ -19,6 +19,8 @@ from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
 from octavo.gateway.config import Exposure
 from octavo.gateway.rpc.addresses import check_exposure
+from octavo.wire.endpoints import EndpointError, Transport, parse_endpoint
+from octavo.wire.keys import KeyFileError, load_keys
 
 OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"
@@ -39,6 +41,7 @@ OTHER_VARIABLES = frozenset(
     )
 )
 BACKENDS = ("auto", "reference", "sdpa")
+MAX_PORT = 65535
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _CUDA_TIMEOUT_S = 60.0
 _COUNT_GPUS = """import os, torch
@@ -58,6 +61,43 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
         check_names(settings.model)
         for model in settings.model:
             check_model(model, settings)
+
+
+def check_peers(settings: ServeSettings) -> None:
+    """Where gateways of other hosts reach those of this one. Raises CliError."""
+    if not settings.control_endpoint:
+        if settings.peer_endpoint:
+            raise usage(
+                "--peer-endpoint needs --control-endpoint",
+                "the other gateways could not reach those of this host",
+                "give --control-endpoint tcp://host:port as well",
+            )
+        return
+    flag = "--control-endpoint"
+    try:
+        first = parse_endpoint(settings.control_endpoint)
+        flag = "--peer-endpoint"
+        for each in settings.peer_endpoint:
+            parse_endpoint(each)
+    except EndpointError as error:
+        raise usage(f"bad value for {flag}", str(error), "write it as tcp://10.0.0.1:5556") from None
+    last = first.port + settings.num_gateways - 1
+    if first.transport is not Transport.TCP or not first.port or last > MAX_PORT:
+        raise usage(
+            "bad value for --control-endpoint",
+            f"{settings.control_endpoint!r} is no tcp://host:port with a port for each of {settings.num_gateways} gateways",
+            "write it as tcp://10.0.0.1:5556; gateway n adds n, and sockets within this host are serve's own",
+        )
+    if settings.gateway_key_file is None:
+        raise usage(
+            "--control-endpoint needs --gateway-key-file",
+            "gateways of several hosts trust each other by one key pair",
+            "make one with octavo keys new gateway, and give it to the gateways of every host",
+        )
+    try:
+        load_keys(settings.gateway_key_file)
+    except KeyFileError as error:
+        raise usage("bad value for --gateway-key-file", str(error), "make a pair with octavo keys new") from None
 
 
 def check_traces() -> None:

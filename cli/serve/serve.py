@@ -28,7 +28,14 @@ from octavo.cli.serve.launch import (
     write_settings,
 )
 from octavo.cli.serve.ports import free_port, held_port, require_free
-from octavo.cli.serve.preflight import check_front, check_traces, check_workers, serves_on_gpu, warn_of_variables
+from octavo.cli.serve.preflight import (
+    check_front,
+    check_peers,
+    check_traces,
+    check_workers,
+    serves_on_gpu,
+    warn_of_variables,
+)
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
 from octavo.cli.serve.record import record_of, recorded
 from octavo.cli.serve.service import Notice, Service, Stage, keep
@@ -48,10 +55,11 @@ def serve(settings: ServeSettings) -> int:
     warn_of_variables()
     check_front(settings)
     check_access(settings)
+    check_peers(settings)
     check_workers(settings)
     check_traces()
     gateways_why = ""
-    if settings.gateways is None:
+    if settings.gateways is None and not settings.control_endpoint:  # those of other hosts name each of ours
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=serves_on_gpu(settings))
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})

@@ -49,6 +49,12 @@ class LimitSettings(Settings):
     """What callers may ask of one gateway process."""
 
     max_requests: int = setting(4096, "Outputs in flight, per gateway", panel="Limits", ge=1)
+    max_service_requests: int | None = setting(
+        None,
+        "Outputs in flight at all gateways together, those of the others as they told them last; unset: any",
+        panel="Limits",
+        ge=1,
+    )
     max_prompt_bytes: int = setting(2 * 2**20, "Bytes of a prompt's text or rendered chat", panel="Limits", ge=1)
     max_message_bytes: int = setting(4 * 2**20, "Bytes of a gRPC message", panel="Limits", ge=1024)
     max_streams_per_connection: int = setting(512, "Calls in flight on one connection", panel="Limits", ge=1)
@@ -107,9 +113,6 @@ class WorkerDoorSettings(Settings):
         "all of them are ready, and their names are UNAVAILABLE until then; unset: whatever workers bring",
         panel="Workers",
     )
-    gateway_key_file: Path | None = setting(
-        None, "Secret CURVE key of the gateway (octavo keys new); tcp endpoints need it", panel="Workers"
-    )
     allowed_worker_keys: Names = setting((), "Public CURVE key files of workers that may connect", panel="Workers")
     port_sharing: Literal["exclusive", "shared"] = setting(
         "exclusive", "shared: several gateways of this host listen on one port", panel="Addresses"
@@ -119,14 +122,21 @@ class WorkerDoorSettings(Settings):
 class PeerSettings(Settings):
     """The other gateways of a service of several; serve tells its own of each other."""
 
+    gateway_key_file: Path | None = setting(
+        None, "Secret CURVE key of the gateway (octavo keys new); tcp endpoints need it", panel="Workers"
+    )
     control_endpoint: str = setting(
         "",
         "Where the other gateways of the service reach this one: ipc:///path, or tcp://host:port with "
-        "--gateway-key-file, one pair for all of them; unset: it is the only one",
+        "--gateway-key-file, one pair for all of them (gateway n of serve adds n to the port); unset: it is the only "
+        "one, or serve's are the only ones",
         panel="Gateways",
     )
     peer_endpoint: Names = setting(
-        (), "Control endpoints of the other gateways; repeat; its own may be among them", panel="Gateways"
+        (),
+        "Control endpoints of the other gateways; repeat; its own may be among them; a host name stands for all of its "
+        "addresses and is looked up every five seconds",
+        panel="Gateways",
     )
 
 

@@ -114,6 +114,7 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
             max_message_bytes=settings.max_message_bytes,
             max_streams_per_connection=settings.max_streams_per_connection,
             max_requests=settings.max_requests,
+            max_service_requests=settings.max_service_requests,
             max_prompt_bytes=settings.max_prompt_bytes,
             tokenizer_threads=settings.tokenizer_threads,
             pause_pending_tokens=settings.pause_pending_tokens,

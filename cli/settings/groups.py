@@ -146,6 +146,7 @@ class ServeSettings(
     ConstraintCheckSettings,
     GrammarSettings,
     LimitSettings,
+    PeerSettings,
     AccessSettings,
     ListenSettings,
     SchedulingSettings,

@@ -1,12 +1,26 @@
-"""What is wrong with a dialect's request, by the caller's own names: nothing is ignored."""
+"""What is wrong with a dialect's request, by the caller's own names: nothing is ignored. And what a dialect's answer
+has no field for: gateways that did not answer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.gateway.errors import InvalidRequest, Violation
 from octavo.gateway.validation.fields import REQUEST_ID, first_violations, raise_if_any
+
+SILENT_TRAILER = "x-unreachable-gateways"
+
+
+class _Call(Protocol):
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
+
+
+def tell_silent(call: _Call, silent: Sequence[str]) -> None:
+    """How many gateways did not answer, in the call's trailers; nothing where all did."""
+    if silent:
+        call.set_trailing_metadata(((SILENT_TRAILER, str(len(silent))),))
 
 
 def unserved(

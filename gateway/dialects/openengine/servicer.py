@@ -19,6 +19,7 @@ from octavo.gateway.dialects.openengine.translate import (
     read_metadata,
     translate,
 )
+from octavo.gateway.dialects.unserved import tell_silent
 from octavo.gateway.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -188,12 +189,16 @@ class OpenEngineControl(openengine_pb2_grpc.ControlServicer):
                 outcome = await self._control.cancel(request.request_id, caller)
             case "all_requests":
                 outcome = await self._control.cancel_every(caller)
+                tell_silent(context, outcome.silent)
                 message = f"{outcome.num_ended} requests"
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED, message=message)
             case _:
                 await context.abort(grpc.StatusCode.NOT_FOUND, "no cache comes from another engine here")
+        tell_silent(context, outcome.silent)
         if not outcome.num_ended:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such request is in flight")
+            num = len(outcome.silent)
+            where = f"; {num} gateway{'s' * (num > 1)} did not answer" if num else ""
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no such request is in flight{where}")
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
 
     async def LoadLora(self, request: oe.LoadLoraRequest, context: Context) -> oe.LoadLoraResponse:

@@ -14,7 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from octavo.gateway.dialects.unserved import check_request_ids
+from octavo.gateway.dialects.unserved import check_request_ids, tell_silent
 from octavo.gateway.dialects.vllm import info
 from octavo.gateway.dialects.vllm.messages import (
     KvBatches,
@@ -176,7 +176,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests, at whichever gateways they are; ids that are not in flight are no error."""
         check_request_ids(request.request_ids)
-        await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
+        tell_silent(context, await self._control.cancel_all(request.request_ids, current_rpc.get().caller))
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
@@ -214,17 +214,20 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         """Of all gateways and the workers behind them."""
+        load = await self._control.load()
+        tell_silent(context, load.silent)
         return info.server_info(
             self._workers(),
-            num_requests=(await self._control.load()).num_in_flight,
+            num_requests=load.num_in_flight,
             is_draining=self._tracker.is_draining,
             uptime_s=time.monotonic() - self._started_s,
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         """All workers as one rank, and what all gateways send."""
-        tokens_per_s = (await self._control.load()).tokens_per_s
-        return info.loads(self._workers(), tokens_per_s=tokens_per_s)
+        load = await self._control.load()
+        tell_silent(context, load.silent)
+        return info.loads(self._workers(), tokens_per_s=load.tokens_per_s)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files as a zip in chunks, its digest with the last."""

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from octavo.gateway.dialects.unserved import check_request_ids
+from octavo.gateway.dialects.unserved import check_request_ids, tell_silent
 from octavo.gateway.dialects.vllm_native.messages import Responses, merge, model_info, reason_of, server_info
 from octavo.gateway.dialects.vllm_native.translate import check_one_output, in_callers_names, translate
 from octavo.gateway.errors import InvalidRequest, RequestAborted
@@ -120,13 +120,13 @@ class VllmControl(vllm_pb2_grpc.ControlServicer):
 
     async def Shutdown(self, request: vllm.ShutdownRequest, context: Context) -> vllm.ShutdownResponse:
         """Every gateway drains, then the service ends."""
-        await self._control.drain(None)
+        tell_silent(context, (await self._control.drain(None)).silent)
         return vllm.ShutdownResponse()
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End the caller's requests, at whichever gateways they are."""
         check_request_ids(request.request_ids)
-        await self._control.cancel_all(request.request_ids, current_rpc.get().caller)
+        tell_silent(context, await self._control.cancel_all(request.request_ids, current_rpc.get().caller))
         return vllm.AbortResponse()
 
     async def GetKvEventSources(

@@ -50,6 +50,21 @@ def test_gateways_come_first_then_the_workers_of_each_model() -> None:
     assert all(each["gateway_endpoint"] == sockets for each in workers)
 
 
+def test_gateways_of_several_hosts_have_ports_side_by_side_and_know_their_neighbours() -> None:
+    settings = ServeSettings(
+        gateways=2,
+        control_endpoint="tcp://0.0.0.0:5556",
+        peer_endpoint=("tcp://10.0.0.2:5556", "tcp://10.0.0.2:5557"),
+        gateway_key_file=Path("g.key"),
+    )
+    plans = plan_processes(settings, run_dir=RUN, port=5, ports=[10, 11, 12])[:2]
+    assert [each.settings["control_endpoint"] for each in plans] == ["tcp://0.0.0.0:5556", "tcp://0.0.0.0:5557"]
+    assert [each.settings["peer_endpoint"] for each in plans] == [
+        [f"tcp://127.0.0.1:{near}", "tcp://10.0.0.2:5556", "tcp://10.0.0.2:5557"] for near in (5557, 5556)
+    ]
+    assert {each.settings["gateway_key_file"] for each in plans} == {Path("g.key")}
+
+
 def test_the_first_gateway_has_the_page_of_the_service() -> None:
     def pages(**given: object) -> list[object]:
         settings = ServeSettings(gateways=3, **given)  # type: ignore[arg-type]

@@ -83,6 +83,16 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["--max-batch-tokens", "3"], "--max-batch-tokens is 3, and --max-num-seqs is 256"),
         (["--attention-backend", "nope"], "--attention-backend is 'nope', which is none of them"),
         (["--device", "cuda:x"], "--device is 'cuda:x', which is no device"),
+        (["--peer-endpoint", "tcp://a:1"], "--peer-endpoint needs --control-endpoint"),
+        (["--control-endpoint", "a:1"], "bad value for --control-endpoint 'a:1' is neither ipc:///path nor"),
+        (["--control-endpoint", "ipc:///run/x.sock"], "no tcp://host:port with a port for each of 1 gateways"),
+        (["--control-endpoint", "tcp://a:65535", "--gateways", "2"], "with a port for each of 2 gateways"),
+        (["--control-endpoint", "tcp://a:1", "--peer-endpoint", "b"], "bad value for --peer-endpoint 'b' is neither"),
+        (["--control-endpoint", "tcp://a:1"], "--control-endpoint needs --gateway-key-file"),
+        (
+            ["--control-endpoint", "tcp://a:1", "--gateway-key-file", "no.key"],
+            "bad value for --gateway-key-file cannot read key file no.key",
+        ),
     ],
 )
 def test_a_mistake_is_told_once_and_nothing_is_started(

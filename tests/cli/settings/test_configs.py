@@ -83,7 +83,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
         status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
-        template_cpu_s=24.5,
+        template_cpu_s=24.5, max_service_requests=27,
         model_port=("Org/two=11", "a=b=12"),
         expected_model=("one=/somewhere", "Org/two", "/models/three"),
         control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",),

@@ -41,9 +41,9 @@ class Request:
 
 @dataclass(eq=False)
 class Gate:
-    """One start of a gateway. let_in, net: outputs of each kind that were let in, tokens reserved less those given back,
-    in all its life. heard: of each other one the same two when the last of its messages that told of them and came here
-    was sent."""
+    """One start of a gateway. let_in, net: outputs of each kind that were let in, tokens reserved less those given
+    back, in all its life. heard: of each other one the same two when the last of its messages that told of them
+    and came here was sent."""
 
     gateway_id: str
     place: int
@@ -365,8 +365,8 @@ def test_tokens_spent_elsewhere_are_missing_here_and_unused_ones_come_back(two: 
     one, other = two.gates
     (held,) = fill(two, one, 1, BURST)
     two.run(2 * GAP_S)
+    other.quotas.enter("t\nx", TENANT, two.now_ns)
     with pytest.raises(TenantLimit) as caught:
-        other.quotas.enter("t\nx", TENANT, two.now_ns)
         other.quotas.reserve("t\nx", 10, two.now_ns)
     assert caught.value.retry_after_ms == pytest.approx(500, abs=60)  # 10 of 20 a second
     two.leave(one, held, num_used=BURST - 30)
@@ -390,8 +390,8 @@ def test_a_gateway_that_starts_takes_over_how_empty_the_bucket_is_and_counts_it_
     service.run(2 * GAP_S)
     late = service.begin(3)
     service.run(SWEEP_S + GAP_S)
+    late.quotas.enter("t\nx", TENANT, service.now_ns)
     with pytest.raises(TenantLimit) as caught:
-        late.quotas.enter("t\nx", TENANT, service.now_ns)
         late.quotas.reserve("t\nx", BURST, service.now_ns)
     passed_s = service.now_s - 0.1
     assert caught.value.retry_after_ms == pytest.approx(1000 * (40 / 20 - passed_s), abs=100)
