@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo import Client
 from octavo.cli.settings.groups import COMMANDS, HealthSettings
+from octavo.v1 import inference_pb2 as pb
 from octavo.wire.keys import generate_keys, save_keys
 from tests.support.services.service import REPOSITORY, environment, free_port, stop_by_force
 
@@ -243,8 +244,9 @@ def test_shared_values_are_settings_and_name_every_gateway() -> None:
     assert {name.removeprefix("OCTAVO_").lower() for name in values} <= known
     gateway = of_kind(manifests(), "StatefulSet", "octavo-gateway")["spec"]
     names = [f"octavo-gateway-{n}.{gateway['serviceName']}" for n in range(gateway["replicas"])]
-    for name, port in (("OCTAVO_GATEWAY_ENDPOINT", 5555), ("OCTAVO_PEER_ENDPOINT", 5556)):
-        assert values[name].split(",") == [f"tcp://{each}:{port}" for each in names]
+    assert values["OCTAVO_GATEWAY_ENDPOINT"].split(",") == [f"tcp://{each}:5555" for each in names]
+    # Gateways look up the headless Service, which has all of them.
+    assert values["OCTAVO_PEER_ENDPOINT"] == f"tcp://{gateway['serviceName']}:5556"
 
 
 def test_names_of_gateways_resolve_before_they_are_ready() -> None:
@@ -351,6 +353,8 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
     for n, ports in enumerate(listening):
         for port, here in ports.items():
             places[f"octavo-gateway-{n}.octavo-gateways:{port}"] = f"127.0.0.1:{here}"
+    # What the cluster's DNS would say of the headless Service; here the gateways differ by their ports.
+    places["tcp://octavo-gateways:5556"] = ",".join(f"tcp://127.0.0.1:{ports[5556]}" for ports in listening)
     calls = [free_port(), free_port()]
     with ExitStack() as stack:
         for n, ports in enumerate(listening):
@@ -377,6 +381,7 @@ def test_two_gateways_and_a_worker_with_the_environment_of_the_pods_serve(
             time.sleep(0.1)
         for port in calls:
             with Client(f"127.0.0.1:{port}") as client:
+                assert client.cancel("nobody's") == pb.CancelResponse()  # all gateways answered
                 assert client.complete(text="x", max_tokens=2, temperature=0).finished.usage.completion_tokens == 2
         ranks = [each for each in psutil.Process(worker.pid).children() if RANK in each.cmdline()]
         assert len(ranks) == num_ranks - 1
