@@ -85,7 +85,8 @@ def check_peers(settings: ServeSettings) -> None:
     if first.transport is not Transport.TCP or not first.port or last > MAX_PORT:
         raise usage(
             "bad value for --control-endpoint",
-            f"{settings.control_endpoint!r} is no tcp://host:port with a port for each of {settings.num_gateways} gateways",
+            f"{settings.control_endpoint!r} is no tcp://host:port with a port for each of {settings.num_gateways} "
+            "gateways",
             "write it as tcp://10.0.0.1:5556; gateway n adds n, and sockets within this host are serve's own",
         )
     if settings.gateway_key_file is None:

@@ -15,9 +15,11 @@ START_S = 180.0
 
 
 def lines_of_page() -> list[tuple[str, str]]:
-    """Host and command, in their order."""
+    """Host and command of the blocks that are run here, in their order."""
     found = []
     for block in blocks_of(PAGE):
+        if block.verb != "run by":
+            continue
         hosts = [line.partition("$")[0] for line in block.code.splitlines() if "$ " in line.split(" ")[0] + " "]
         found += list(zip(hosts, block.commands(), strict=True))
     return found
