@@ -173,13 +173,11 @@ def join_ranks(
     size: int,
     device: torch.device | str = "cpu",
     timeout_s: float = JOIN_TIMEOUT_S,
-    backend: str | None = None,
 ) -> Iterator[Ranks]:
     """This process as one of `size` on one host: tensors of CPUs are summed by gloo, of CUDA devices by NCCL.
 
     meeting: a file that does not exist yet, the same for all ranks, in a folder that no one else writes to. device: of
-    this rank alone; torch's current one from here on. backend: another way than these, for ranks that share a device.
-    Raises torch.distributed.DistError where not all come in time.
+    this rank alone; torch's current one from here on. Raises torch.distributed.DistError where not all come in time.
     """
     if size == 1:
         yield ALONE
@@ -190,9 +188,9 @@ def join_ranks(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # sums by peers' memory (model/gpu) do without
-    has_nccl = device.type == "cuda" and backend is None
+    has_nccl = device.type == "cuda"
     distributed.init_process_group(
-        backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo"),
+        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
         init_method=meeting.absolute().as_uri(),
         rank=rank,
         world_size=size,
@@ -209,10 +207,16 @@ def join_ranks(
         distributed.destroy_process_group()
 
 
+def has_device_sums(ranks: Ranks) -> bool:
+    """Whether sums are CUDA devices' own, which wait for their peers whatever becomes of them."""
+    return ranks.group is not None and "nccl" in distributed.get_backend_config(ranks.group)
+
+
 def abort(ranks: Ranks) -> None:
-    """Let sums on CUDA devices that wait for a rank which will not come end, with nothing in them. From any thread. A
-    sum over gloo fails by itself when the other end is gone."""
-    if ranks.group is not None and "nccl" in distributed.get_backend_config(ranks.group):
+    """Let NCCL's sums that wait for a rank which will not come end, with nothing in them. From any thread. A sum over
+    gloo fails by itself when the other end is gone."""
+    if has_device_sums(ranks):
+        assert ranks.group is not None
         ranks.group._get_backend(torch.device("cuda")).abort()
 
 

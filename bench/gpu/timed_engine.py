@@ -16,6 +16,8 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.wire.messages import StepOutput
 from octavo.worker.loading.warmup import WarmRunner
 from octavo.worker.runners.cuda.runner import CudaRunner
+from octavo.worker.runners.group import GroupRunner
+from octavo.worker.runners.rank_figures import MeasuredRunner
 
 
 @dataclass(slots=True)
@@ -86,12 +88,19 @@ class CountingMail(Mailbox):
         self.num_finished += len(output.finished)
 
 
+def own_runner(runner: Any) -> Any:
+    """The runner itself, rank 0's where there are several: what has its steps, and its waits."""
+    while isinstance(runner, GroupRunner | MeasuredRunner):
+        runner = runner._runner
+    return runner
+
+
 class GpuEngine:
     """An engine over one runner, made anew for every workload that needs another prefix cache."""
 
     def __init__(self, runner: WarmRunner, *, prefix_cache: PrefixCache, max_batch_tokens: int | None = None) -> None:
         """max_batch_tokens None: the runner's own, which CUDA runners have."""
-        config, own = runner.config, getattr(runner, "_runner", runner)  # rank 0's where there are several
+        config, own = runner.config, own_runner(runner)
         budget = max_batch_tokens or own.config.max_batch_tokens
         self.mail, self.stopwatch, self._num_asked = CountingMail(), Stopwatch(), 0
         parts = assemble(runner, config, self.mail, max_batch_tokens=budget, prefix_cache=prefix_cache)

@@ -5,8 +5,8 @@ and then each step's orders (worker/runners/orders.py; what orders are, worker/r
 at once, each its part of the model. Where the model goes to GPUs, rank r has the r-th that CUDA_VISIBLE_DEVICES names.
 
 A follower ends when its orders do; one that ends before makes rank 0 end, and the supervisor starts all anew. A thread
-for each follower sees that and lets rank 0's sums end, since a GPU waits for its peers forever; one that stands still
-is the watchdog's business. Followers ignore signals: they would drain nothing.
+for each follower sees that and lets rank 0's sums end, since a GPU waits for its peers forever, or else the process;
+one that stands still is the watchdog's business. Followers ignore signals: they would drain nothing.
 
 Must not know: the scheduler, sockets to gateways.
 """
@@ -32,7 +32,7 @@ import torch
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.errors import ConfigError
-from octavo.model.parallel import Ranks, abort, config_of_rank, join_ranks
+from octavo.model.parallel import Ranks, abort, config_of_rank, has_device_sums, join_ranks
 from octavo.wire.host import die_with
 from octavo.wire.logs import configure_logs
 from octavo.worker.config import RunnerKind, WorkerConfig
@@ -48,6 +48,9 @@ log = structlog.get_logger(__name__)
 
 END_TIMEOUT_S = 10.0
 """For a follower to end after its orders have."""
+LOST_EXIT_S = 5.0
+"""After a follower has ended, for rank 0's thread to notice: nothing ends a GPU's sum that reads its peers' memory."""
+EXIT_LOST = 75
 READ_TIMEOUT_S = 60.0
 """For followers to take what fills the memory that orders go through."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -77,7 +80,7 @@ class FollowerProcesses:
         """folder: of this group alone, where its ranks meet and write figures."""
         self.board = RankBoard.create(folder / BOARD, size=config.tensor_parallel_size)
         self.on_lost: Callable[[], None] = lambda: None
-        self._is_dismissed = False
+        self._dismissed = threading.Event()
         self._ring = OrderRing(config.tensor_parallel_size - 1)
         self._processes = [self._start(config, rank) for rank in range(1, config.tensor_parallel_size)]
         for process in self._processes:
@@ -101,18 +104,30 @@ class FollowerProcesses:
     def check(self, *, wait_s: float) -> None:
         """See Followers."""
         for rank, process in enumerate(self._processes, start=1):
-            try:
-                status = process.wait(wait_s)
-            except subprocess.TimeoutExpired:
+            status = process.poll()
+            if status is None and wait_s:
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(wait_s)
+            if status is None:
                 continue
             raise GroupLost(f"rank {rank} of {len(self._processes) + 1} ended with status {status}; its log says why")
 
     def dismiss(self) -> None:
         """There are no more orders: they end by themselves. Idempotent."""
-        self._is_dismissed = True
+        self._dismissed.set()
         for process in self._processes:
             with suppress(OSError):  # what it did not read is lost with it
                 cast(BinaryIO, process.stdin).close()
+
+    def end_sums(self, ranks: Ranks) -> None:
+        """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, end the process.
+        From any thread."""
+        abort(ranks)
+        if has_device_sums(ranks) and not self._dismissed.wait(LOST_EXIT_S):
+            log.error("group_lost", error="a rank has ended, and rank 0 waits for it in a sum")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_LOST)
 
     def close(self) -> None:
         """End all of them. Idempotent."""
@@ -137,7 +152,7 @@ class FollowerProcesses:
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> None:
         process.wait()
-        if not self._is_dismissed:
+        if not self._dismissed.is_set():
             self.on_lost()
 
     def _wait_for_room(self, deadline_s: float) -> None:
@@ -199,7 +214,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
                 join_ranks(place / MEETING, rank=0, size=config.tensor_parallel_size, device=device)
             )
             stack.callback(followers.dismiss)  # they leave the group when this rank does, not after it
-            followers.on_lost = lambda: abort(ranks)
+            followers.on_lost = lambda: followers.end_sums(ranks)
             check_agreement(ranks, build=build, checkpoint=checkpoint_name(folder))
             loaded = load_torch(
                 replace(config, device=device),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from octavo.wire.messages import SamplingParams
 from octavo.worker.config import WorkerConfig
+from octavo.worker.loading import group
 from octavo.worker.loading.group import load_group
 from octavo.worker.loading.loaded import Loaded
 from octavo.worker.runners.group import GroupLost
@@ -64,6 +66,24 @@ def test_a_follower_that_is_killed_between_steps_ends_the_group(loaded: Loaded) 
     follower.kill()
     with pytest.raises(GroupLost, match=r"rank 1 of 2 ended with status -9; its log says why"):
         step(loaded.runner)
+
+
+def test_rank_0_ends_where_a_sum_of_a_gpu_does_not_let_it_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is no step, so that nobody else notices: a sum on a GPU waits for its peers forever."""
+    statuses, ended = list[int](), threading.Event()
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        ended.set()
+
+    monkeypatch.setattr(group.os, "_exit", end)
+    monkeypatch.setattr(group, "has_device_sums", lambda ranks: True)
+    monkeypatch.setattr(group, "abort", lambda ranks: None)
+    monkeypatch.setattr(group, "LOST_EXIT_S", 0.05)
+    (follower,) = followers()
+    follower.kill()
+    assert ended.wait(60)
+    assert statuses == [group.EXIT_LOST]
 
 
 def test_a_follower_that_is_killed_in_a_step_ends_the_group(loaded: Loaded) -> None:

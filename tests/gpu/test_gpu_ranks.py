@@ -1,0 +1,186 @@
+"""Ranks of a group on CUDA devices: two on one device, whose sums go by way of the host, and two with a device each,
+over NCCL inside of recorded steps, up to a request through the whole service."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from octavo import AsyncClient
+from octavo.model.gpu.peer_sums import with_peer_sums
+from octavo.model.parallel import Ranks
+from octavo.wire.messages import SamplingParams
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading.group import load_group
+from octavo.worker.loading.loaded import Loaded
+from octavo.worker.loading.loader import load_torch
+from octavo.worker.runners.cuda.graph_runner import Launching
+from octavo.worker.scheduler.plan import Chunk, NewRequest, Slot, StepPlan
+from tests.support.model.ranks import Place, alone, on_ranks
+from tests.support.services.service import Service, serve
+from tests.support.worker.rank_steps import steps_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+RANK = "octavo.worker.loading.group"
+TIMEOUT_S = 240.0
+
+
+def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Of every rank: tokens, and numbers as near as other kernels' are."""
+    for rank in found:
+        assert rank["tokens"] == expected["tokens"]
+        for name in ("chosen", "prompt"):
+            np.testing.assert_allclose(rank[name], expected[name], atol=2e-3, rtol=1e-3)
+        assert np.array_equal(rank["logits"], found[0]["logits"])
+
+
+@pytest.mark.parametrize("way", ["cublas", "small_batch", "deterministic"])
+@pytest.mark.parametrize("shape", ["qwen2", "qwen3"])
+def test_two_ranks_on_one_device_give_what_one_rank_gives(shape: str, way: str, tmp_path: Path) -> None:
+    expected = alone(steps_of, shape, way, "bf16", "auto")
+    compare(on_ranks(2, steps_of, tmp_path, shape, way, "bf16", "auto", place=Place.ONE_GPU), expected)
+
+
+@needs_two
+@pytest.mark.parametrize("launching", [Launching.EAGER, Launching.GRAPHS])
+@pytest.mark.parametrize("way", ["cublas", "small_batch", "deterministic"])
+def test_two_devices_give_what_one_gives(way: str, launching: Launching, tmp_path: Path) -> None:
+    expected = alone(steps_of, "qwen2", way, "bf16", "auto", launching)
+    found = on_ranks(2, steps_of, tmp_path, "qwen2", way, "bf16", "auto", launching, place=Place.GPUS)
+    compare(found, expected)
+
+
+def summed(ranks: Ranks) -> dict[str, Any]:
+    """Of numbers that both ranks know, by the way that was found to be fastest; several after one another, captured."""
+    told: list[str] = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    chosen = with_peer_sums(ranks, hidden_size=512, dtype=torch.bfloat16, device=device, note=told.append)
+    generator = torch.Generator("cpu").manual_seed(5)
+    parts = [torch.randn(4, 512, generator=generator).bfloat16() for _ in range(2)]
+    mine, out = parts[ranks.rank].to(device), torch.empty(4, 512, dtype=torch.bfloat16, device=device)
+
+    def work() -> None:
+        for _ in range(3):
+            room = chosen.room(mine)
+            room.copy_(mine)
+            chosen.sum(room, out=out)
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return {"told": told, "sum": out, "wanted": parts[0].float() + parts[1].float()}
+
+
+@needs_two
+def test_sums_by_whatever_is_fastest_are_right_and_the_same_on_both(tmp_path: Path) -> None:
+    first, second = on_ranks(2, summed, tmp_path, place=Place.GPUS)
+    assert len(first["told"]) == 1
+    np.testing.assert_allclose(first["sum"], first["wanted"], atol=2e-2, rtol=1e-2)
+    assert np.array_equal(first["sum"], second["sum"])
+
+
+def load(size: int, **settings: object) -> Loaded:
+    config = WorkerConfig(
+        **{
+            "model": "folio-chat", "gateway_endpoints": (), "device": "cuda", "dtype": "float32", "max_num_seqs": 8,
+            "max_batch_tokens": 128, "max_model_len": 256, "tensor_parallel_size": size, "num_blocks": 256,
+            "host_kv_gib": 0, **settings,
+        }  # type: ignore[arg-type]
+    )  # fmt: skip
+    start = load_torch if size == 1 else load_group
+    return start(config, lambda _stage, _done, _total: None)
+
+
+def followers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if RANK in child.cmdline()]
+
+
+def outputs(loaded: Loaded, num_steps: int = 12) -> list[int]:
+    """A prompt of 40 tokens in two chunks, then decodes."""
+    ids_T, blocks = np.arange(40, dtype=np.int32), np.arange(4, dtype=np.int32)
+    join = NewRequest(
+        slot=Slot(0), request_id="x", token_ids_T=ids_T, num_prompt_tokens=40, sampling=SamplingParams(temperature=0.0)
+    )
+    updates_U3 = np.stack([np.zeros_like(blocks), blocks, blocks], axis=1)
+    chunks = [Chunk(slot=Slot(0), start=start, num_tokens=20, is_last=start > 0) for start in (0, 20)]
+    plans = [
+        StepPlan(step=1, new_requests=(join,), block_updates_U3=updates_U3, prefill=(chunks[0],)),
+        StepPlan(step=2, prefill=(chunks[1],)),
+    ]
+    for step in range(num_steps):
+        slots_S, positions_S = np.zeros(1, np.int32), np.full(1, 40 + step, np.int32)
+        plans.append(StepPlan(step=3 + step, decode_slots_S=slots_S, decode_positions_S=positions_S))
+    tokens = []
+    for plan in plans:
+        loaded.runner.launch(plan)
+        tokens += loaded.runner.collect().tokens_S.tolist()
+    return tokens
+
+
+@needs_two
+def test_a_worker_of_two_devices_gives_the_tokens_of_one_and_ends_whole() -> None:
+    one = load(1)
+    expected = outputs(one)
+    one.runner.close()
+    for settings in ({}, {"dtype": "bfloat16", "quantization": "int8"}, {"kv_cache_dtype": "fp8"}):
+        group = load(2, **settings)
+        try:
+            assert group.device.endswith("2 ranks")
+            found = outputs(group)
+            assert found == outputs(group)
+            assert settings or found == expected
+        finally:
+            group.runner.close()
+        assert followers() == []
+
+
+async def answer(service: Service, num_tokens: int) -> list[int]:
+    """Greedy tokens of one request."""
+    got: list[int] = []
+    async with AsyncClient(service.target) as client, asyncio.timeout(TIMEOUT_S):
+        stream = client.stream(
+            messages=[("user", "Hello.")], temperature=0, max_tokens=num_tokens, ignore_eos=True, output="token_ids"
+        )
+        async for delta in stream.deltas():
+            got += delta.token_ids
+    return got
+
+
+@needs_two
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stands still"])
+async def test_a_service_over_two_devices_answers_and_comes_back_when_a_rank_is_lost(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    flags = ("--device=cuda", "--tensor-parallel-size=2", "--max-num-seqs=8", "--max-model-len=512")
+    with serve(tmp_path, *flags, "--stall-timeout-s=4", "--stall-exit-s=8") as service:
+        service.wait_until_supervised()
+        before = await answer(service, 16)
+        assert len(before) == 16
+        (follower,) = service.children(RANK)
+        task = asyncio.create_task(answer(service, 400))
+        follower.send_signal(number)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not service.load() or service.children(RANK) in ([], [follower]):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        await asyncio.wait([task], timeout=TIMEOUT_S)
+        assert task.done()
+        task.exception()  # it may have waited for the worker, or have been told
+        assert await answer(service, 16) == before
