@@ -78,7 +78,7 @@ def make_invariant(model: CausalLM, *, max_positions: int, wanted: WeightFormat 
     check_available(model)
     for module in list(model.modules()):
         if isinstance(module, Linear) and module._packed is None:
-            if wanted is WeightFormat.INT8:
+            if wanted is not WeightFormat.BF16:
                 module._packed = packed(module.weight.data, module.bias, wanted)
             elif module.weight.dtype == torch.bfloat16:
                 module._packed = pack_bf16(module.weight.data, module.bias)

@@ -136,8 +136,9 @@ class WorkerConfig:
         share of what is free where a GPU serves. max_model_len None: the model's own.
     load_format: whether weights are read from the checkpoint's files. attention_backend None: the best one for the
         device.
-    quantization: "int8" rounds the weights to integers with a scale per output, "fp8" to e4m3 (GPUs only); None: as
-        they are in the checkpoint.
+    quantization: "int8" rounds the weights to integers with a scale per output and, on a CPU, what they are multiplied
+        with; "int8-weights" the weights alone; "fp8" rounds them to e4m3 (GPUs only); None: as they are in the
+        checkpoint.
     kv_cache_dtype: "fp8" keeps keys and values as e4m3; None: in the model's dtype.
     deterministic: the same bits for a request in any batch, at a price; no attention_backend and no
         check_numerics with it.

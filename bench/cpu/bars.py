@@ -137,7 +137,7 @@ def show(values: dict[str, list[float]], weights: str, console: Console) -> None
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit 0 whether or not the bars are met: a benchmark reports."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.bars", description=__doc__)
-    parser.add_argument("--weights", choices=("bf16", "int8"), default="bf16")
+    parser.add_argument("--weights", choices=("bf16", "int8", "int8-weights"), default="bf16")
     parser.add_argument("--only", action="append", choices=[bar.name for bar in BARS], help="may be repeated")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of torch; default: one per core")

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.step", description=__doc__)
     parser.add_argument("--shape", choices=PUBLISHED, default="0.5B")
-    parser.add_argument("--weights", choices=("bf16", "int8"), default="bf16")
+    parser.add_argument("--weights", choices=("bf16", "int8", "int8-weights"), default="bf16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 10, 12, 16, 32])
     parser.add_argument("--context", type=int, default=200, help="tokens of every row; default: %(default)s")
     parser.add_argument("--steps", type=int, default=30, help="of each number of rows; default: %(default)s")

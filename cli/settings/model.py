@@ -55,10 +55,11 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", "Type of weights and activations; auto is the checkpoint's own", panel="Model"
     )
-    quantization: Literal["none", "int8", "fp8"] = setting(
+    quantization: Literal["none", "int8", "fp8", "int8-weights"] = setting(
         "none",
-        "Round a plain checkpoint's weights to 8 bits at loading: int8 (GPUs; CPUs with a C compiler) or fp8 (GPUs of "
-        "compute capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
+        "Round a plain checkpoint's weights to 8 bits at loading: int8 (GPUs; CPUs with a C compiler, which round what "
+        "weights are multiplied with, too), int8-weights (weights alone, everywhere) or fp8 (GPUs of compute "
+        "capability 8.9 and more). GPTQ and AWQ checkpoints need no flag",
         panel="Model",
     )
     load_format: Literal["checkpoint", "random"] = setting(

@@ -99,7 +99,7 @@ def sizing(
         list[float] | None, typer.Option(help="GiB of one device; repeat; unset: 16, 24, 48, 80, 141.", min=0.1)
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a stream, prompt and output together.", min=1)] = 4096,
-    quantization: Annotated[str, typer.Option(help="none, int8 or fp8, as of serve.")] = "none",
+    quantization: Annotated[str, typer.Option(help="none, int8, fp8 or int8-weights, as of serve.")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto or fp8, as of serve.")] = "auto",
     memory_fraction: Annotated[float, typer.Option(help="As of serve.", min=0.05, max=1.0)] = 0.9,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
@@ -110,7 +110,7 @@ def sizing(
     from octavo.cli.tools.sizing import sizing as run
 
     for name, value, words in (
-        ("quantization", quantization, ("none", "int8", "fp8")),
+        ("quantization", quantization, ("none", "int8", "fp8", "int8-weights")),
         ("kv-cache-dtype", kv_cache_dtype, ("auto", "fp8")),
     ):
         if value not in words:
@@ -130,7 +130,9 @@ _Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_he
 _Dtype = Annotated[
     str | None, typer.Option(help="bfloat16, float16 or float32; unset: the checkpoint's.", rich_help_panel=AS_SERVED)
 ]
-_Quantization = Annotated[str | None, typer.Option(help="Weights rounded to int8 or fp8.", rich_help_panel=AS_SERVED)]
+_Quantization = Annotated[
+    str | None, typer.Option(help="Weights rounded to int8, fp8 or int8-weights.", rich_help_panel=AS_SERVED)
+]
 _CacheDtype = Annotated[str | None, typer.Option("--kv-cache-dtype", help="A cache of fp8.", rich_help_panel=AS_SERVED)]
 _Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="The deterministic mode.", rich_help_panel=AS_SERVED)

@@ -8,13 +8,16 @@
 #include "team.h"
 #include "vectors.h"
 
-/* A packed weight, as octavo_matmul takes it. N outputs, K inputs. Must match products.py. */
+/* A packed weight, as the products take it. N outputs, K inputs. Must match products.py. */
 typedef struct {
     const void *panels;
     const float *scale, *bias;
     int64_t N, K;
-    int is_int8;
+    int layout; /* of panels */
 } weight;
+
+/* Must match products.py. */
+enum layout { PAIRS, INTEGER_PAIRS, INTEGER_FOURS };
 
 /* Must match products.py. */
 typedef struct {
@@ -30,6 +33,8 @@ typedef struct {
 
 int octavo_matmul(const bf16 *x, const void *panels, int is_int8, const float *scale, const float *bias, void *out,
                   int is_wide, int64_t M, int64_t N, int64_t K, int num_threads);
+int octavo_matmul_int8(const bf16 *x, const int8_t *panels, const float *scale, const float *bias, void *out,
+                       int is_wide, int64_t M, int64_t N, int64_t K, int num_threads);
 void octavo_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t T, int64_t D, float epsilon,
                      int num_threads);
 void octavo_silu_mul(const bf16 *gate_up, bf16 *out, int64_t T, int64_t I, int num_threads);
@@ -47,8 +52,16 @@ static void add_some(void *context, int64_t first, int64_t end, int seat) {
         narrow(all->out + i, widen(all->x + i) + widen(all->y + i));
 }
 
+/* out = x @ w.T * scale + bias, in fp32 with bf16's values where is_wide. Returns 0, or 1 without memory. */
+int octavo_multiply(const weight *by, const bf16 *x, void *out, int is_wide, int64_t T, int num_threads) {
+    if (by->layout == INTEGER_FOURS)
+        return octavo_matmul_int8(x, by->panels, by->scale, by->bias, out, is_wide, T, by->N, by->K, num_threads);
+    return octavo_matmul(x, by->panels, by->layout == INTEGER_PAIRS, by->scale, by->bias, out, is_wide, T, by->N, by->K,
+                         num_threads);
+}
+
 static int multiply(const weight *by, const bf16 *x, bf16 *out, int64_t T, int num_threads) {
-    return octavo_matmul(x, by->panels, by->is_int8, by->scale, by->bias, out, 0, T, by->N, by->K, num_threads);
+    return octavo_multiply(by, x, out, 0, T, num_threads);
 }
 
 static void add(const bf16 *x, const bf16 *y, bf16 *out, int64_t T, int64_t D, int num_threads) {

@@ -190,20 +190,10 @@ static void widen_some(void *context, int64_t first, int64_t end, int seat) {
     }
 }
 
-/* A row's sums, scaled and rounded to bf16, to where they belong; width: columns that are there. */
-static void put_row(const product *all, int64_t m, int64_t column, const float *sums) {
-    int64_t width = all->N - column < PANEL ? all->N - column : PANEL, at = m * all->N + column;
-    bf16 rounded[PANEL];
-    for (int n = 0; n < PANEL; n += LANES) {
-        vec sum, scale, bias;
-        memcpy(&sum, sums + n, sizeof sum);
-        memcpy(&scale, all->scale + column + n, sizeof scale);
-        memcpy(&bias, all->bias + column + n, sizeof bias);
-        narrow(rounded + n, sum * scale + bias);
-    }
-    if (!all->is_wide) memcpy((bf16 *)all->out + at, rounded, (size_t)width * sizeof(bf16));
-    else
-        for (int64_t n = 0; n < width; n++) ((float *)all->out)[at + n] = widen1(rounded[n]);
+/* A row's sums, scaled and rounded to bf16, to where they belong. */
+static inline void put_row(const product *all, int64_t m, int64_t column, const float *sums) {
+    put_scaled(sums, all->scale + column, all->bias + column, PANEL, all->N - column, all->out, all->is_wide,
+               m * all->N + column);
 }
 
 static void multiply_panel(const product *all, int64_t p, float *sums) {

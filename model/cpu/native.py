@@ -20,11 +20,10 @@ from octavo.model.cpu.isa import compiler_flags
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.c")
-    for name in ("team", "kernels", "matmul", "matmul_fp32", "prefill", "invariant", "largest", "layer")
+    for name in ("team", "kernels", "matmul", "matmul_fp32", "matmul_int8", "prefill", "invariant", "largest", "layer")
 )
 HEADERS = tuple(
-    Path(__file__).with_name(name)
-    for name in ("team.h", "vectors.h", "integers.h", "lanes.h", "spans_bf16.h", "spans_fp32.h")
+    Path(__file__).with_name(name) for name in ("team.h", "vectors.h", "lanes.h", "spans_bf16.h", "spans_fp32.h")
 )
 _FLAGS = (
     "-O3",
@@ -45,7 +44,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "octavo_rms_norm": ([_TENSOR, _TENSOR, _TENSOR, _LONG, _LONG, _FLOAT, _INT], None),
     "octavo_silu_mul": ([_TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_arithmetic": ([], ctypes.c_char_p),
-    "octavo_matmul": ([_TENSOR, _TENSOR, _INT, *[_TENSOR] * 3, _INT, *[_LONG] * 3, _INT], _INT),
+    "octavo_integer_arithmetic": ([], ctypes.c_char_p),
+    "octavo_multiply": ([*[_TENSOR] * 3, _INT, _LONG, _INT], _INT),
     "octavo_largest": ([_TENSOR, _LONG, _TENSOR, _TENSOR, _LONG, _LONG, _INT], None),
     "octavo_chunk_attention": ([*[_TENSOR] * 5, *[_LONG] * 6, _FLOAT, _INT], _INT),
     "octavo_layer_rest": ([*[_TENSOR] * 5, _LONG, _TENSOR], _INT),
@@ -91,6 +91,12 @@ def kernels_arithmetic() -> str:
     """For people: what the products of bf16 weights are computed by. Empty where there is no library."""
     library = native_library()
     return "" if library is None else bytes(library.octavo_arithmetic()).decode()
+
+
+def integer_arithmetic() -> str:
+    """For people: what multiplies integers by integers. Empty where nothing does."""
+    library = native_library()
+    return "" if library is None else bytes(library.octavo_integer_arithmetic()).decode()
 
 
 def kernels_fingerprint() -> str:

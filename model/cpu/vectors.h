@@ -55,13 +55,38 @@ static inline uvec rounded_bits(vec x) {
 static inline vec round_bf16(vec x) { return (vec)(rounded_bits(x) & 0xffff0000u); }
 
 static inline void narrow(bf16 *out, vec x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#ifdef __AVX512F__
+    __m256i half = _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16));
+#elif defined(__AVX2__)
     __m256i wide = (__m256i)(rounded_bits(x) >> 16);
     __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
 #else
     hvec half = __builtin_convertvector(rounded_bits(x) >> 16, hvec);
 #endif
     memcpy(out, &half, sizeof half);
+}
+
+/* sums * scale + bias in bf16, or in fp32 with the same values where is_wide, to out[at] and on: `width` of `count`, a
+ * multiple of LANES up to 32. */
+static inline __attribute__((always_inline)) void put_scaled(const float *sums, const float *scale, const float *bias,
+                                                             const int count, int64_t width, void *out, int is_wide,
+                                                             int64_t at) {
+    float wide[32];
+    bf16 narrow_ones[32];
+    float *wide_to = is_wide && width >= count ? (float *)out + at : wide;
+    bf16 *to = !is_wide && width >= count ? (bf16 *)out + at : narrow_ones;
+    for (int n = 0; n < count; n += LANES) {
+        vec sum, by, more;
+        memcpy(&sum, sums + n, sizeof sum);
+        memcpy(&by, scale + n, sizeof by);
+        memcpy(&more, bias + n, sizeof more);
+        sum = sum * by + more;
+        if (is_wide) sum = round_bf16(sum), memcpy(wide_to + n, &sum, sizeof sum);
+        else narrow(to + n, sum);
+    }
+    if (width >= count) return;
+    if (is_wide) memcpy((float *)out + at, wide, (size_t)width * sizeof(float));
+    else memcpy((bf16 *)out + at, narrow_ones, (size_t)width * sizeof(bf16));
 }
 
 static inline float sum(vec x) {

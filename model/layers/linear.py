@@ -19,18 +19,28 @@ from torch import nn
 from torch.nn import functional as F
 
 from octavo.model.cpu.isa import bound
-from octavo.model.cpu.native import kernels_arithmetic, why_missing
-from octavo.model.cpu.products import PanelWeight, can_panel, pack_bf16, pack_int8
+from octavo.model.cpu.native import integer_arithmetic, kernels_arithmetic, why_missing
+from octavo.model.cpu.products import (
+    Layout,
+    PanelWeight,
+    can_panel,
+    multiplies_integers,
+    pack_bf16,
+    pack_int8,
+    pack_int8_rounding,
+)
 from octavo.model.quantization.grouped import GroupedWeight
 from octavo.model.quantization.rounding import Fp8Weight
 
 
 class WeightFormat(Enum):
-    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact. FP8: e4m3 with
-    a scale per output, which only the steps of model/gpu multiply with."""
+    """What weights are packed as. INT8: integers with a scale per output, half the bytes and less exact; on a CPU their
+    inputs are rounded, too, 32 at a time by a scale of their own. INT8_WEIGHTS: the same, and inputs stay as they are.
+    FP8: e4m3 with a scale per output, which only the steps of model/gpu multiply with."""
 
     BF16 = "bf16"
     INT8 = "int8"
+    INT8_WEIGHTS = "int8-weights"
     FP8 = "fp8"
 
 
@@ -127,6 +137,8 @@ class Linear(nn.Module):
     @property
     def arithmetic(self) -> str:
         """For people: what computes the product; empty where there is nothing to say."""
+        if self.panels is not None and self.panels.layout is Layout.INTEGER_FOURS:
+            return f"own kernels (integers by {integer_arithmetic()}, inputs rounded)"
         if self.panels is not None:
             return f"own kernels ({kernels_arithmetic()})"
         if isinstance(self._packed, OneDnnWeight):
@@ -143,11 +155,13 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, wanted: WeightFormat
     """The best layout here; None where that is the plain one."""
     if wanted is WeightFormat.FP8:
         raise FormatUnavailable("fp8 weights need a CUDA device of compute capability 8.9 or more; a CPU has int8")
-    if wanted is WeightFormat.INT8:
+    if wanted is not WeightFormat.BF16:
         if not can_panel(weight):
             raise FormatUnavailable(
                 "int8 weights on a CPU need a bf16 model and a C compiler (cc), and OCTAVO_NATIVE not off"
             )
+        if wanted is WeightFormat.INT8 and multiplies_integers():
+            return pack_int8_rounding(weight, bias)
         return pack_int8(weight, bias)
     if can_panel(weight) and not has_amx():
         return pack_bf16(weight, bias)

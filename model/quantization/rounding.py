@@ -15,6 +15,9 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest finite e4m3 (arXiv:2209.05433); torch's cast makes NaN of what lies above."""
 
+INPUT_GROUP = 32
+"""Inputs that are rounded together (model/cpu/matmul_int8.c; OpenVINO and llama.cpp take as many)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Fp8Weight:
@@ -74,6 +77,15 @@ def quantize_rows(x_RI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale_R = x_RI.abs().amax(1).float() / FP8_MAX
     scale_R = torch.where(scale_R > 0, scale_R, torch.ones_like(scale_R))
     return to_fp8(x_RI.float() / scale_R[:, None]), scale_R
+
+
+def round_inputs(x: torch.Tensor) -> torch.Tensor:
+    """What a CPU multiplies int8 weights with, as fp32 [..., I]: each INPUT_GROUP in units of a 127th of its largest
+    magnitude, rounded to the nearest. Where one is infinite or no number, none of the group is one."""
+    groups = F.pad(x.float(), (0, -x.shape[-1] % INPUT_GROUP)).unflatten(-1, (-1, INPUT_GROUP))
+    most = groups.abs().amax(-1, keepdim=True)
+    steps = torch.where(most == 0, 0, groups.double() * (torch.full_like(most, 127) / most)).round()
+    return (steps.float() * (most / 127)).flatten(-2)[..., : x.shape[-1]]
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:

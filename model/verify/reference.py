@@ -130,6 +130,10 @@ class Reference:
             for module in self._model.model.layers.modules():
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(lambda _module, inputs: (_rounded_tokens(inputs[0]),))
+        if rounded.weights == "int8" and not rounded.on_gpu and dtype != torch.float32:  # so do a CPU's, of any tokens
+            for module in self._model.modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(lambda _module, inputs: (_rounded_inputs(inputs[0]),))
         return self._model
 
     def forget(self) -> None:
@@ -192,14 +196,20 @@ def round_weights(model: CausalLM, rounded: Rounded) -> None:
 def rounded_rows(weight_OI: torch.Tensor, name: str) -> torch.Tensor:
     """float32: each row in units of its largest magnitude, to the nearest integer or e4m3."""
     wide_OI = weight_OI.float()
-    most = 127 if name == "int8" else FP8_MAX
+    is_integer = name.startswith("int8")
+    most = 127 if is_integer else FP8_MAX
     scale_O1 = (wide_OI.abs().amax(1, keepdim=True) / most).clamp_min(torch.finfo(torch.float32).tiny)
     steps_OI = wide_OI / scale_O1
-    return (steps_OI.round() if name == "int8" else steps_OI.to(FP8).float()) * scale_O1
+    return (steps_OI.round() if is_integer else steps_OI.to(FP8).float()) * scale_O1
 
 
 def _rounded_tokens(x: torch.Tensor) -> torch.Tensor:
     return rounded_rows(x.flatten(0, -2), "fp8").to(x.dtype).view(x.shape)
+
+
+def _rounded_inputs(x: torch.Tensor) -> torch.Tensor:
+    groups = nn.functional.pad(x.flatten(0, -2), (0, -x.shape[-1] % 32)).view(-1, 32)
+    return rounded_rows(groups, "int8").view(*x.shape[:-1], -1)[..., : x.shape[-1]].to(x.dtype)
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> Any:

@@ -16,8 +16,12 @@ from octavo.model.quantization.rounding import FP8
 from octavo.model.verify.prompts import make_prompts
 from octavo.model.verify.rounding_error import Rounding, RoundingError, measure, round_model
 
-ROUNDINGS = {"int8": Rounding.INT8_WEIGHTS, "fp8": Rounding.FP8_WEIGHTS}
-"""By the name that `--quantization` has for it."""
+ROUNDINGS = {
+    "int8": Rounding.INT8_WEIGHTS_AND_INPUTS,
+    "fp8": Rounding.FP8_WEIGHTS,
+    "int8-weights": Rounding.INT8_WEIGHTS,
+}
+"""By the name that `--quantization` has for it, as a CPU rounds."""
 CACHES = {"fp8": FP8}
 """By the name that `--kv-cache-dtype` has for it."""
 

@@ -7,10 +7,11 @@ Must not know: files, how figures are printed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import torch
+from torch.nn import functional as F
 
 from octavo.model.attention.interface import get_backend
 from octavo.model.attention.paged import paged_generate, paged_logits
@@ -18,7 +19,8 @@ from octavo.model.causal_lm import CausalLM
 from octavo.model.layers.decoder import DecoderLayer
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.cache_scales import fold_cache_scales
-from octavo.model.quantization.rounding import FP8, Fp8Weight, round_to_groups
+from octavo.model.quantization.grouped import GroupedWeight
+from octavo.model.quantization.rounding import FP8, Fp8Weight, round_inputs, round_to_groups
 
 
 class Rounding(Enum):
@@ -28,6 +30,7 @@ class Rounding(Enum):
     FP8_WEIGHTS = "fp8 weights"
     FP8_WEIGHTS_AND_TOKENS = "fp8 weights and tokens"
     INT8_WEIGHTS = "int8 weights, a scale per output"
+    INT8_WEIGHTS_AND_INPUTS = "int8 weights, a scale per output, and their inputs, 32 at a time"
     INT8_GROUPS = "int8 weights, groups of 128"
     INT4_GROUPS = "int4 weights, groups of 128"
     INT4_SMALL_GROUPS = "int4 weights, groups of 32"
@@ -42,6 +45,7 @@ class Rounding(Enum):
 
 GROUPED = {
     Rounding.INT8_WEIGHTS: (8, None),
+    Rounding.INT8_WEIGHTS_AND_INPUTS: (8, None),
     Rounding.INT8_GROUPS: (8, 128),
     Rounding.INT4_GROUPS: (4, 128),
     Rounding.INT4_SMALL_GROUPS: (4, 32),
@@ -55,6 +59,15 @@ class RoundingTokens(Fp8Weight):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """See `Fp8Weight.multiply_rounded`."""
         return self.multiply_rounded(x)
+
+
+class RoundingInputs(GroupedWeight):
+    """Integers that round what they are multiplied with."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """As a CPU does for int8 weights."""
+        bias_O = None if self.bias_O is None else self.bias_O.float()
+        return F.linear(round_inputs(x), self.dequantized(), bias_O).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,10 @@ def round_linear(linear: Linear, norm_D: torch.Tensor | None, rounding: Rounding
         bits, group_size = GROUPED[rounding]
         fitting = group_size if group_size and linear.weight.shape[1] % group_size == 0 else None
         grouped = round_to_groups(linear.weight.data, bits=bits, group_size=fitting)
+        if rounding is Rounding.INT8_WEIGHTS_AND_INPUTS:
+            parts = {field.name: getattr(grouped, field.name) for field in fields(grouped)}
+            linear.hold(RoundingInputs(**parts | {"dtype": torch.float32}))
+            return
         linear.weight.data = replace(grouped, dtype=linear.weight.dtype).dequantized()
         return
     if rounding in (Rounding.NONE, Rounding.FP8_CACHE):

@@ -29,6 +29,7 @@ from octavo.model.checkpoint.packed import Packed
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import load_config
 from octavo.model.cpu.native import native_library, why_missing
+from octavo.model.cpu.products import multiplies_integers
 from octavo.model.dtypes import parse_dtype
 from octavo.model.errors import ConfigError
 from octavo.model.invariant import InvarianceUnavailable, arithmetic, make_invariant
@@ -61,8 +62,8 @@ def weight_format(quantization: str | None) -> WeightFormat:
     """Raises ValueError for an unknown name."""
     if quantization is None:
         return WeightFormat.BF16
-    if quantization not in (WeightFormat.INT8.value, WeightFormat.FP8.value):
-        raise ValueError(f"quantization {quantization!r} is neither int8 nor fp8")
+    if quantization not in (WeightFormat.INT8.value, WeightFormat.INT8_WEIGHTS.value, WeightFormat.FP8.value):
+        raise ValueError(f"quantization {quantization!r} is neither int8 nor fp8, nor int8-weights")
     return WeightFormat(quantization)
 
 
@@ -121,16 +122,21 @@ def check_cache_dtype(kv_cache_dtype: str | None, device: torch.device, *, is_de
 
 def rounding_of(quantization: str | None, device: torch.device) -> bytes:
     """What quantization adds to the model's fingerprint: workers that round differently are not the same model. A GPU
-    folds norms into matrices before it rounds them, so its integers are others than a CPU's."""
-    if quantization is None:
+    folds norms into matrices before it rounds them, so its integers are others than a CPU's; a CPU rounds inputs of
+    products, too, where it can and may."""
+    wanted = weight_format(quantization)
+    if wanted is WeightFormat.BF16:
         return b""
-    return quantization.encode() if device.type == "cpu" else f"{quantization} folded".encode()
+    rounded = wanted.value.removesuffix("-weights")
+    if device.type != "cpu":
+        return f"{rounded} folded".encode()
+    return f"{rounded} inputs".encode() if wanted is WeightFormat.INT8 and multiplies_integers() else rounded.encode()
 
 
 def described_bits(quantization: str | None, kv_cache_dtype: str | None, packed: GroupSettings | None) -> str:
     """For the start's summary: ", int4 weights, fp8 cache"; empty where nothing has fewer bits."""
     weights = f"int{packed.bits} weights ({packed.packing.value})" if packed else None
-    weights = f"{quantization} weights" if quantization else weights
+    weights = f"{quantization.removesuffix('-weights')} weights" if quantization else weights
     cache = f"{kv_cache_dtype} cache" if kv_cache_dtype else None
     return "".join(f", {part}" for part in (weights, cache) if part)
 

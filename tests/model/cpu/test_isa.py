@@ -11,8 +11,9 @@ import torch
 from octavo.model.attention.paged import PagedSequences
 from octavo.model.cpu import isa, native
 from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
-from octavo.model.cpu.products import PanelWeight, pack_bf16, pack_int8
-from octavo.model.layers.linear import WeightFormat, has_amx
+from octavo.model.cpu.products import Layout, PanelWeight, multiplies_integers, pack_bf16, pack_int8, pack_int8_rounding
+from octavo.model.layers.linear import WeightFormat, has_amx, packed
+from octavo.model.quantization.rounding import round_inputs
 from tests.model.cpu import test_layer, test_prefill
 from tests.support.model.invariant_model import random_model
 
@@ -107,9 +108,14 @@ def test_a_process_computes_as_the_lesser_cpu_even_where_torch_is_imported_first
     assert not kernels or kernels.startswith("AVX2")
 
 
+AVX_VNNI = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mavxvnni")
+
+
 def classes() -> list[str]:
-    """What this machine can be taken for; "portable" is what a CPU without any of it compiles."""
-    return ["portable", *(word for word in BOUNDS if Isa[word.upper()] <= isa.cpu_isa())]
+    """What this machine can be taken for; "portable" is what a CPU without any of it compiles, "avx2 with vnni" one
+    that has the newest of AVX2's instructions and nothing of AVX-512."""
+    words = ["portable", *(word for word in BOUNDS if Isa[word.upper()] <= isa.cpu_isa())]
+    return [*words, "avx2 with vnni"] if "avx_vnni" in isa.cpu_flags() else words
 
 
 @pytest.fixture(params=classes())
@@ -117,8 +123,9 @@ def of_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The kernels as they are compiled for a class."""
     if native.native_library() is None:
         pytest.skip("no C compiler here")
-    if request.param == "portable":
-        monkeypatch.setattr(native, "compiler_flags", lambda: ())
+    made_by_hand = {"portable": (), "avx2 with vnni": AVX_VNNI}
+    if request.param in made_by_hand:
+        monkeypatch.setattr(native, "compiler_flags", lambda: made_by_hand[request.param])
     else:
         monkeypatch.setenv(isa.VARIABLE, request.param)
     forget_the_class()
@@ -134,6 +141,7 @@ def forget_the_class() -> None:
 
 def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:
     arithmetic = {"portable": "vectors of 4", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512"}
+    arithmetic["avx2 with vnni"] = "AVX2"
     assert native.kernels_arithmetic().startswith(arithmetic.get(of_class, "AVX512-BF16"))
     for num_in, num_out in ((64, 48), (100, 37), (2, 1), (514, 33)):
         weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
@@ -142,13 +150,62 @@ def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> Non
             check_product(panels, x, bias)
 
 
-def check_product(panels: PanelWeight, x: torch.Tensor, bias: torch.Tensor) -> None:
-    """Right, and a row's bits are its own, around every size of a tile."""
-    exact, whole = x.double() @ panels.unpacked().double().T + bias.double(), panels.multiply(x)
+def check_product(
+    panels: PanelWeight, x: torch.Tensor, bias: torch.Tensor, as_multiplied: torch.Tensor | None = None
+) -> None:
+    """Right, and a row's bits are its own, around every size of a tile. as_multiplied: x, or what it is rounded to."""
+    rounded, whole = x if as_multiplied is None else as_multiplied, panels.multiply(x)
+    exact = rounded.double() @ panels.unpacked().double().T + bias.double()
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-4)
     for count in (1, 2, 3, 5, 6, 7, 12, 13, 14, 15, 18, 19, 28, 29, 112, 113, 215, 217, 503, 505):
         assert torch.equal(panels.multiply(x[:count]), whole[:count]), count
         assert torch.equal(panels.multiply(x[-count:], torch.float32), whole[-count:].float()), count
+
+
+INTEGERS = {"portable": "", "avx2": "AVX2", "avx512": "AVX-512"}
+"""What multiplies them; VNNI everywhere else."""
+
+
+def test_products_of_integers_are_those_of_rounded_inputs(of_class: str) -> None:
+    assert native.integer_arithmetic() == INTEGERS.get(of_class, "VNNI")
+    if not multiplies_integers():
+        assert packed(torch.ones(2, 2).bfloat16(), None, WeightFormat.INT8).layout is Layout.INTEGER_PAIRS  # type: ignore[union-attr]
+        return
+    for num_in, num_out in ((64, 48), (100, 37), (2, 1), (514, 33), (896, 64)):
+        weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
+        x = torch.randn(510, num_in).bfloat16()
+        check_product(pack_int8_rounding(weight, bias), x, bias, round_inputs(x))
+
+
+def test_integers_at_their_bounds_are_summed_exactly(of_class: str) -> None:
+    """Where sums of 16 bits would overflow, and where all inputs have one sign."""
+    if not multiplies_integers():
+        pytest.skip("no such instructions")
+    for sign in (1, -1):
+        weight = torch.full((33, 256), 127.0).bfloat16()
+        weight[::2] = -127
+        x = torch.full((15, 256), sign * 127.0).bfloat16()
+        x[::3, ::2] *= -1
+        exact = x.double() @ weight.double().T
+        found = pack_int8_rounding(weight, None).multiply(x, torch.float32)
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=0)
+
+
+def test_rounded_inputs_that_are_no_numbers_stay_in_their_row(of_class: str) -> None:
+    if not multiplies_integers():
+        pytest.skip("no such instructions")
+    weight, x = torch.randn(40, 100).bfloat16(), torch.randn(30, 100).bfloat16()
+    panels, wrong = pack_int8_rounding(weight, None), x.clone()
+    wrong[3, 5], wrong[7, 99], wrong[20, 0] = float("nan"), float("inf"), -float("inf")
+    wrong[9] = 0
+    wrong[10], wrong[11] = x[10] * 1e-38, x[11] * 2.0**90
+    found, expected = panels.multiply(wrong), panels.multiply(x)
+    assert not found[[3, 7, 20]].isfinite().any()
+    assert torch.equal(found[9], torch.zeros_like(found[9]))
+    assert bool((found[10].abs() < 1e-36).all())
+    assert torch.equal(found[11], expected[11] * 2.0**90)
+    others = [row for row in range(30) if row not in (3, 7, 9, 10, 11, 20)]
+    assert torch.equal(found[others], expected[others])
 
 
 def test_infinity_and_what_is_no_number_stay_in_their_row_and_column(of_class: str) -> None:
@@ -174,7 +231,7 @@ def test_chunks_keep_their_bits_and_what_is_no_number_its_head(of_class: str) ->
     test_prefill.test_not_a_number_stays_in_its_head()
 
 
-@pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8])
+@pytest.mark.parametrize("wanted", [WeightFormat.BF16, WeightFormat.INT8, WeightFormat.INT8_WEIGHTS])
 def test_a_fused_layer_has_the_bits_of_its_stages(wanted: WeightFormat, of_class: str) -> None:
     test_layer.test_the_bits_are_those_of_the_stages_one_by_one(wanted, 13)
 

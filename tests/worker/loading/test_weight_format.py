@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.model import load_model, resolve_checkpoint
-from octavo.model.cpu.products import can_panel
+from octavo.model.cpu.products import can_panel, multiplies_integers
 from octavo.model.errors import ConfigError
 from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.config import Deterministic, WorkerConfig
@@ -71,9 +71,12 @@ def test_what_a_gpu_cannot_do_is_refused(
 
 
 def test_each_rounding_is_another_model() -> None:
+    """On a GPU int8 rounds nothing but the weights; on a CPU inputs, too, where it has the instructions."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     said = [rounding_of("int8", cpu), rounding_of("int8", gpu), rounding_of("fp8", gpu), b""]
     assert len({with_rounding(b"model", rounding) for rounding in said}) == 4
+    assert rounding_of("int8-weights", gpu) == rounding_of("int8", gpu)
+    assert (rounding_of("int8-weights", cpu) != rounding_of("int8", cpu)) is multiplies_integers()
     assert with_rounding(b"model", b"") == with_rounding(b"model", rounding_of(None, gpu), b"") == b"model"
 
 
