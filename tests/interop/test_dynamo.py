@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 from octavo import Client
+from tests.support.gateway.certificates import Authority
 from tests.support.services.dynamo import MODEL, Dynamo, dynamo, environment
+from tests.support.services.guarded import guarded_service, octavo
+from tests.support.services.scrape import scrape
 from tests.support.services.service import Service, free_port, launch
 
 GREETING = [{"role": "user", "content": "Hello!"}]
 STORY = "The fox and the crow lived in the old wood by the river, and number {} of them had a tale to tell. "
 TAILS = ("Who speaks?", "What happens then?", "Why?", "Where do they live?")
 NUM_BLOCKS = 512
-LONG_TOKENS = 1900
+LONG_TOKENS, MANY_TOKENS = 1900, 800
+LONG = "Tell me a very long story."
 EVENTS_S = 60.0
 
 
@@ -28,7 +32,7 @@ def services(dynamo_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Two, of this file's own: one of them is killed at the end."""
     with ExitStack() as stack:
         started = [
-            stack.enter_context(launch(tmp_path_factory.mktemp(name), f"--num-blocks={NUM_BLOCKS}"))
+            stack.enter_context(launch(tmp_path_factory.mktemp(name), f"--num-blocks={NUM_BLOCKS}", "--deterministic"))
             for name in ("left", "right")
         ]
         for each in started:
@@ -39,7 +43,8 @@ def services(dynamo_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def front(dynamo_python: Path, services: list[Service], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
     """Dynamo in front of both."""
-    with dynamo(dynamo_python, tmp_path_factory.mktemp("dynamo"), [each.target for each in services]) as running:
+    folder, targets = tmp_path_factory.mktemp("dynamo"), [each.target for each in services]
+    with dynamo(dynamo_python, folder, targets, "--migration-limit=3") as running:
         yield running
 
 
@@ -154,19 +159,55 @@ def test_what_cannot_be_served_is_refused_by_its_name(front: Dynamo, options: di
     assert name in str(answer["message"])
 
 
+class Stream:
+    """A long chat, begun: several events have come."""
+
+    def __init__(self, front: Dynamo, num_tokens: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=120)
+        body = {"model": "folio-chat", "messages": [{"role": "user", "content": LONG}], "stream": True}
+        body |= {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+        headers = {"content-type": "application/json"}
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        self._response = self._connection.getresponse()
+        self._lines = [self._response.readline() for _ in range(8)]
+
+    def leave(self) -> None:
+        """As a caller that has seen enough."""
+        self._response.close()
+        self._connection.close()
+
+    def rest(self) -> tuple[str, str]:
+        """All of its text, once it is whole, and why it ended."""
+        lines = self._lines + self._response.read().splitlines()
+        self.leave()
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+        assert not [each for each in events if "error" in each]
+        choices = [each["choices"][0] for each in events if each["choices"]]
+        (reason,) = [each["finish_reason"] for each in choices if each["finish_reason"]]
+        return "".join(each["delta"].get("content") or "" for each in choices), reason
+
+
+def told(service: Service, num_tokens: int) -> tuple[str, str]:
+    """The same of a service itself."""
+    with Client(service.target) as client:
+        return (
+            client.complete(messages=[("user", LONG)], max_tokens=num_tokens, temperature=0, ignore_eos=True).text,
+            "length",
+        )
+
+
+def busy(services: list[Service]) -> int:
+    """Which of them has the only request."""
+    (found,) = [index for index, each in enumerate(services) if any(audit.num_active_blocks for audit in each.audit())]
+    return found
+
+
 def test_a_caller_that_leaves_ends_its_request(front: Dynamo, services: list[Service]) -> None:
     """Both services are idle long before the output would have been complete: its blocks are free."""
     before = [sum(load.num_steps for load in each.load()) for each in services]
-    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=120)
-    body = {"model": "folio-chat", "messages": [{"role": "user", "content": "Tell me a very long story."}]}
-    body |= {"stream": True, "max_tokens": LONG_TOKENS, "ignore_eos": True}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    for _ in range(8):
-        response.readline()
-    assert sum(audit.num_active_blocks for each in services for audit in each.audit()) > 0
-    response.close()
-    connection.close()
+    stream = Stream(front, LONG_TOKENS)
+    busy(services)
+    stream.leave()
     for each in services:
         each.wait_until_idle()
         assert [(list(audit.violations), audit.num_active_blocks) for audit in each.audit()] == [([], 0)]
@@ -217,13 +258,39 @@ def test_the_runtime_tells_the_load_of_the_service(front: Dynamo) -> None:
             time.sleep(0.2)
 
 
-def test_requests_go_to_the_other_service_while_one_is_gone_and_back_when_it_is_back(
+@pytest.mark.parametrize("grace_s", [60, 0], ids=["in time", "elsewhere"])
+def test_a_backend_that_is_stopped_lets_its_streams_end(
+    dynamo_python: Path, services: list[Service], grace_s: int, tmp_path: Path
+) -> None:
+    targets, flags = [each.target for each in services], [f"--drain-grace={grace_s}"]
+    with dynamo(dynamo_python, tmp_path, targets, "--migration-limit=3", of_backends=flags) as front:
+        stream = Stream(front, MANY_TOKENS)
+        stopped = front.backends[busy(services)]
+        stopped.process.terminate()
+        front.wait_until_listed(1)
+        assert stream.rest() == told(services[0], MANY_TOKENS)
+        stopped.process.wait(60)
+        assert (num_migrated(front) > 0) == (grace_s == 0)
+
+
+def num_migrated(front: Dynamo) -> float:
+    """Streams that the frontend continued at another backend."""
+    return scrape(front.port).total("dynamo_frontend_model_migration_total")
+
+
+def test_a_stream_goes_on_at_the_other_service_and_requests_go_there_until_the_first_is_back(
     front: Dynamo, services: list[Service], tmp_path: Path
 ) -> None:
-    right, port = services[1], services[1].port
     front.wait_until_listed(2)
-    right.process.kill()
-    right.process.wait(60)
+    before = num_migrated(front)
+    stream = Stream(front, MANY_TOKENS)
+    lost = services[busy(services)]
+    (rest,) = [each for each in services if each is not lost]
+    lost.process.kill()  # its gateways and workers die with it
+    assert stream.rest() == told(rest, MANY_TOKENS)
+    assert num_migrated(front) == before + 1
+    port = lost.port
+    lost.process.wait(60)
     front.wait_until_listed(1)
     said = [choice(front.post("chat/completions", messages=GREETING, max_tokens=4, temperature=0)) for _ in range(6)]
     assert {each["message"]["content"] for each in said} == {"Hello! I am"}  # type: ignore[index]
@@ -241,16 +308,52 @@ def test_requests_go_to_the_other_service_while_one_is_gone_and_back_when_it_is_
             assert time.monotonic() < deadline_s, front.logs()
 
 
+def failed_start(python: Path, folder: Path, *arguments: str, api_key: str = "") -> str:
+    """The one sentence that a backend ends with."""
+    done = subprocess.run(
+        [str(python), "-m", "octavo_dynamo", *arguments],
+        env=environment(folder) | {"OCTAVO_API_KEY": api_key},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "octavo_dynamo: " in line]
+    return line
+
+
+def test_a_service_with_keys_and_tls_that_is_full(dynamo_python: Path, tmp_path: Path) -> None:
+    """It takes one request at a time."""
+    authority = Authority(tmp_path)
+    pair, keys, made = authority.sign("gateway"), tmp_path / "keys.toml", {}
+    for name, scopes in {"router": ("generate", "models", "admin"), "caller": ("generate", "models")}.items():
+        flags = [flag for scope in scopes for flag in ("--scope", scope)]
+        done = octavo("keys", "new-api", name, "--file", keys, *flags, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        made[name] = done.stdout.strip()
+    arguments = (f"--tls-cert-file={pair.cert}", f"--tls-key-file={pair.key}", f"--api-keys-file={keys}")
+    with guarded_service(tmp_path, *arguments, "--max-requests=1", "--num-blocks=256", "--gateways=1") as service:
+        flags = [f"--tls-ca-file={authority.cert}"]
+        start = (f"--target={service.target}", f"--model-path={MODEL}", *flags)
+        needs = f"octavo_dynamo: the Octavo service at {service.target} refuses: its key needs the scopes generate, "
+        needs += "models and admin ("
+        assert failed_start(dynamo_python, tmp_path, *start, api_key=made["caller"]).startswith(needs)
+        assert failed_start(dynamo_python, tmp_path, *start, api_key="none of them").startswith(needs)
+        router = made["router"]
+        folder = tmp_path / "dynamo"
+        folder.mkdir()
+        with dynamo(dynamo_python, folder, [service.target], of_backends=flags, api_key=router) as front:
+            stream = Stream(front, LONG_TOKENS)
+            assert front.post("chat/completions", messages=GREETING)["status"] == 429
+            stream.leave()
+            deadline_s = time.monotonic() + EVENTS_S
+            while "status" in (answer := front.post("chat/completions", messages=GREETING, max_tokens=3)):
+                assert time.monotonic() < deadline_s, f"{answer}\n{front.logs()}"
+            assert choice(answer)["message"]["content"]  # type: ignore[index]
+
+
 def test_a_wrong_start_ends_with_one_sentence(dynamo_python: Path, tmp_path: Path) -> None:
     def last_line(*arguments: str) -> str:
-        done = subprocess.run(
-            [str(dynamo_python), "-m", "octavo_dynamo", *arguments],
-            env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode != 0
-        assert "Traceback" not in done.stderr
-        (line,) = [line for line in done.stderr.splitlines() if "octavo_dynamo: " in line]
-        return line
+        return failed_start(dynamo_python, tmp_path, *arguments)
 
     target = f"127.0.0.1:{free_port()}"
     gone = last_line(f"--target={target}", f"--model-path={MODEL}", "--start-timeout=1")

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator
@@ -55,6 +56,9 @@ class OctavoEngine(LLMEngine):
         self._tasks: list[asyncio.Task[None]] = []
         self._snapshots: Any = None
         self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._is_closed = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._num_missed = 0
         self._load_came = asyncio.Event()
 
@@ -115,13 +119,17 @@ class OctavoEngine(LLMEngine):
         )
 
     async def cleanup(self) -> None:
-        """End what is under way; the service itself goes on. Idempotent."""
+        """Let requests in flight end, for a while; the service itself goes on. Idempotent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._arguments.drain_grace):
+                await self._is_idle.wait()
+        self._is_closed = True
+        for call in [*self._calls.values()]:
+            call.cancel()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for call in [*self._calls.values()]:
-            call.cancel()
         service, self._service = self._service, None
         if service is not None:
             await service.close()
@@ -151,6 +159,7 @@ class OctavoEngine(LLMEngine):
             yield chunks.cancelled()
             return
         call = self._calls[request_id] = self._service.generate(translated)
+        self._is_idle.clear()
         has_started = False
         try:
             async for response in call:
@@ -164,16 +173,24 @@ class OctavoEngine(LLMEngine):
         except asyncio.CancelledError:
             if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
+            if self._is_closed:  # another backend may go on
+                raise dynamo_errors.EngineShutdown("this backend is shutting down") from None
             yield chunks.cancelled()
         finally:
-            call.cancel()
-            if self._calls.get(request_id) is call:
-                del self._calls[request_id]
+            self._end(request_id, call)
 
     async def abort(self, context: Context) -> None:
-        """The caller is gone: the request ends at its next step."""
-        if (call := self._calls.get(context.id() or "")) is not None:
-            call.cancel()
+        """The caller is gone: the request ends at its next step, also where nobody reads its chunks any more."""
+        request_id = context.id() or ""
+        if (call := self._calls.get(request_id)) is not None:
+            self._end(request_id, call)
+
+    def _end(self, request_id: str, call: Any) -> None:
+        call.cancel()
+        if self._calls.get(request_id) is call:
+            del self._calls[request_id]
+        if not self._calls:
+            self._is_idle.set()
 
     def _count(self, chunks: Chunks) -> None:
         if chunks.usage is not None:
@@ -269,7 +286,7 @@ def _dynamo_error(error: OctavoError, *, has_started: bool) -> Exception:
         case NotFound():
             return dynamo_errors.EngineShutdown(str(error))
         case Overloaded():
-            return dynamo_errors.WorkerUnavailable(str(error))
+            return dynamo_errors.HttpError(429, str(error))
         case Cancelled():
             return dynamo_errors.Cancelled(str(error))
     return dynamo_errors.Unknown(str(error))
@@ -289,6 +306,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", default="", help="name that callers use; unset: the service's")
     group.add_argument(
         "--start-timeout", type=float, default=300.0, help="seconds to wait for the service (%(default)s)"
+    )
+    group.add_argument(
+        "--drain-grace", type=float, default=20.0, help="seconds for requests in flight after SIGTERM (%(default)s)"
     )
     group.add_argument("--disable-kv-routing", action="store_true", help="tell the router neither cache nor load")
     for name, what in (

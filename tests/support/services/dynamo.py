@@ -31,6 +31,7 @@ def environment(folder: Path) -> dict[str, str]:
         "DYN_FILE_KV": str(folder / "discovery"),
         "DYN_REQUEST_PLANE": "tcp",
         "DYN_EVENT_PLANE": "zmq",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         "HF_HUB_OFFLINE": "1",
         "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
@@ -42,6 +43,7 @@ def environment(folder: Path) -> dict[str, str]:
 class Backend:
     """`python -m octavo_dynamo` in front of one service."""
 
+    process: "subprocess.Popen[bytes]"
     log: Path
     system_port: int
 
@@ -88,16 +90,23 @@ class Dynamo:
 
 
 @contextmanager
-def dynamo(python: Path, folder: Path, targets: Sequence[str], *arguments: str) -> Iterator[Dynamo]:
-    """Ready for every target; stopped at the end. arguments: of the frontend."""
-    variables, backends = environment(folder), []
+def dynamo(
+    python: Path,
+    folder: Path,
+    targets: Sequence[str],
+    *arguments: str,
+    of_backends: Sequence[str] = (),
+    api_key: str = "",
+) -> Iterator[Dynamo]:
+    """Ready for every target; stopped at the end. arguments: of the frontend. api_key: of the services."""
+    variables, backends = environment(folder) | {"OCTAVO_API_KEY": api_key}, []
     with ExitStack() as stack:
         for index, target in enumerate(targets):
-            backend = Backend(log=folder / f"backend-{index}.log", system_port=free_port())
-            command = ["-m", "octavo_dynamo", f"--target={target}", f"--model-path={MODEL}"]
-            own = variables | {"DYN_SYSTEM_PORT": str(backend.system_port)}
-            stack.enter_context(_process([str(python), *command], folder, own, backend.log))
-            backends.append(backend)
+            log, system_port = folder / f"backend-{index}.log", free_port()  # below 32768, as Dynamo has it
+            command = [str(python), "-m", "octavo_dynamo", f"--target={target}", f"--model-path={MODEL}", *of_backends]
+            own = variables | {"DYN_SYSTEM_PORT": str(system_port)}
+            process = stack.enter_context(_process(command, folder, own, log))
+            backends.append(Backend(process=process, log=log, system_port=system_port))
         port = free_port()
         command = ["-m", "dynamo.frontend", "--router-mode=kv", "--http-host=127.0.0.1", f"--http-port={port}"]
         frontend = folder / "frontend.log"
