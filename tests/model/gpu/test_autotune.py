@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from octavo.model.gpu.autotune import (
     read_names,
     write_names,
 )
+from octavo.model.gpu.peer_sums import with_peer_sums
 from octavo.model.gpu.small_batch_layers import cuts_of
 from octavo.model.kernels.small_batch.launch import Cut
+from octavo.model.parallel import Ranks
 
 CONFIG = ModelConfig.from_dict(
     {
@@ -150,3 +153,39 @@ def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
     again = Autotuner.find(CONFIG, weight)
     again.choose([1, 2, 8], lambda size: pytest.fail(f"ran {size}"))
     assert again.names == autotune.names
+
+
+@dataclass(frozen=True)
+class Follower(Ranks):
+    """A rank that is told what rank 0 says."""
+
+    said: tuple[object, ...] = ()
+
+    def agree(self, value: object) -> object:  # type: ignore[override]
+        return dict(self.said) if isinstance(value, dict) else value
+
+
+def test_ranks_take_the_ways_of_rank_0_and_keep_choices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Follower(rank=1, size=2, said=((1, "cublas"), (2, "small_batch-half")))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    monkeypatch.setattr("octavo.model.gpu.autotune.read_names", lambda file: {1: "small_batch"})
+    weight = SimpleNamespace(is_cuda=True, device="cuda:1", dtype=torch.bfloat16, element_size=lambda: 2)
+    autotune = Autotuner.find(CONFIG, weight, ranks)  # type: ignore[arg-type]
+    assert autotune.names == {1: "cublas", 2: "small_batch-half"}
+    alone = Autotuner.find(CONFIG, weight)  # type: ignore[arg-type]
+    assert alone.names == {1: "small_batch"}
+    files = {cache_file(CONFIG, torch.empty(0), num_ranks=count) for count in (1, 2, 4)}
+    assert len(files) == 3
+
+
+def test_torch_has_the_sum_by_peers_memory_that_is_called() -> None:
+    schema = torch.ops.symm_mem.one_shot_all_reduce_out.default._schema
+    assert [argument.name for argument in schema.arguments] == ["input", "reduce_op", "group_name", "out"]
+
+
+def test_sums_by_peers_memory_are_left_alone_where_there_is_no_device() -> None:
+    for ranks, device in ((Ranks(size=2), "cpu"), (Ranks(size=3), "cuda:0"), (Ranks(), "cuda:0")):
+        found = with_peer_sums(
+            ranks, hidden_size=64, dtype=torch.bfloat16, device=torch.device(device), note=pytest.fail
+        )
+        assert found is ranks

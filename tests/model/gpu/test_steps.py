@@ -1,5 +1,6 @@
 """Decode and mixed steps against the model's own forward on the reference backend, on a GPU or in the interpreter."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,42 @@ def tokens_of_rank(ranks: Ranks, changes: dict[str, object]) -> dict[str, object
     tokens.append(device.prefill([(1, list(range(217, 220)), 17, True)], [0]))
     tokens.append(device.step([0, 1]))
     return {"tokens": tokens, "logits": device.decode.logits_BV[:2].clone()}
+
+
+class FewRows:
+    """Sums of up to four rows by a way of their own, from memory of their own (`PeerSums`), as devices have one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._memory, self.num_sums = ranks, torch.empty(4 * 64), 0
+
+    def takes(self, partial: torch.Tensor) -> bool:
+        return partial.numel() <= len(self._memory)
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        return self._memory[: like.numel()].view(like.shape).fill_(torch.nan)
+
+    def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        assert room.data_ptr() == self._memory.data_ptr() != out.data_ptr()
+        self.num_sums += 1
+        out.copy_(self._ranks.sum(room.clone()))
+        room.fill_(torch.nan)
+
+
+def tokens_by_peers(ranks: Ranks) -> dict[str, object]:
+    """`tokens_of_rank`, where steps of few rows sum another way."""
+    peers = FewRows(ranks)
+    found = tokens_of_rank(replace(ranks, peers=peers), {})
+    return {**found, "sums": peers.num_sums}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_ranks.py has the ways that devices have")
+@pytest.mark.timeout(600)
+def test_sums_of_few_rows_may_go_another_way(tmp_path: Path) -> None:
+    expected = alone(tokens_of_rank, {})
+    for found in on_ranks(2, tokens_by_peers, tmp_path):
+        assert found["sums"] > 4
+        assert found["tokens"] == expected["tokens"]
+        assert np.abs(found["logits"] - expected["logits"]).max() < 1e-5
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_ranks.py has what two ranks on a device can do")
