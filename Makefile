@@ -4,7 +4,7 @@
 #   make serve    the service, until Ctrl-C
 #   make check    style, types and the fast tests, in under a minute: before a commit
 #   make test     the whole CPU suite
-#   make bench    this machine's CPU against transformers, in one run
+#   make bench    this machine's CPU, Octavo and others on it, in one run
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-isa test-interop test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -96,8 +96,14 @@ SOAK ?= --minutes 30 --seed 1
 soak: dev ## half an hour at 70 % load under random faults, SOAK="--minutes 5 --seed 2" for another; figures as above
 	@OCTAVO_FIGURES=docs/reliability.json OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --json out/soak.json $(SOAK)
 
-bench: dev ## Octavo against transformers on this machine's CPU, with a table; some ten minutes
-	@$(BIN)/python -m bench.cpu.compare
+BENCH ?=
+bench: dev ## this CPU's limits, Octavo, transformers and installed peers on the same work, as ratios; ten minutes and more; BENCH=--quick
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m bench.cpu.compare $(BENCH)
+
+# In an environment of their own; llama.cpp is compiled, which takes minutes. ISA: once more for lesser instructions.
+ISA ?=
+bench-peers: dev ## OpenVINO GenAI and llama.cpp for `make bench`, in .bench-peers; ISA=avx2 for `OCTAVO_CPU_ISA=avx2 make bench`
+	@$(BIN)/python -m bench.cpu.peers.install $(if $(ISA),--isa $(ISA))
 
 SHAPE ?= 0.5B
 LOAD_GENERATOR ?=

@@ -30,7 +30,8 @@ TOOLS = {
     "mypy", "ruff", "pytest-asyncio", "pytest-cov", "pytest-timeout", "pytest-rerunfailures", "pytest-xdist",
     "check-jsonschema", "grpcio-tools",
 }  # fmt: skip
-OTHER_ENVIRONMENTS = ("tests/interop/drivers", "tests/faults/injected")  # not run by our own Python's packages
+OTHER_ENVIRONMENTS = ("tests/interop/drivers", "tests/faults/injected", "bench/cpu/peers/scripts")
+"""Not run by our own Python's packages."""
 
 TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 """What each torch for CUDA asks for, exactly (its METADATA, `Requires-Dist: triton==`)."""

@@ -20,9 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu.compare import CLOCKS
 from bench.cpu.local_engine import LocalEngine
-from bench.cpu.workloads import Clock, ask, mixed, output_rate, prefill_ms
+from bench.cpu.workloads import CLOCKS, Clock, ask, mixed, output_rate, prefill_ms
 from bench.figures import write_json
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED

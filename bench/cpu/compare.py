@@ -1,14 +1,16 @@
-"""Octavo against transformers on this CPU, in one run: `python -m bench.cpu.compare [--quick] [--json FILE]`.
+"""Octavo and others on this CPU, in one run: `python -m bench.cpu.compare [--quick] [--only NAME]`.
 
-A model of Qwen2.5-0.5B's shape with random bf16 weights. The sides take turns, so that whatever else the machine does
-hits both; medians are compared. "mixed" is 16 requests at once, prompts and outputs U[20, 200]; it is compared with
-the faster of transformers' two ways. Prints a table, writes every turn to out/bench-cpu.json (--json).
+Prints the class of the CPU, its measured limits, and a table: Octavo, transformers, and, where `make bench-peers` has
+installed them, OpenVINO GenAI and llama.cpp, all with random weights of Qwen2.5-0.5B's shape, on the same requests.
+The sides take turns, so that whatever else the machine does hits all of them, and the least times are compared. A ratio
+says how many times better Octavo is with weights of the same size. `OCTAVO_CPU_ISA=avx2` holds all of them back,
+llama.cpp where it was compiled so. Where others use the machine, `--threads 1 --clock cpu` counts processor time.
+Writes every turn to out/bench-cpu.json (--json).
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,166 +20,227 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import figures
+from bench.cpu.limits import Limits, measure_limits
 from bench.cpu.local_engine import LocalEngine
-from bench.cpu.transformers_sides import TransformersPadded, TransformersSequential, make_transformers
-from bench.cpu.workloads import Ask, Clock, Figure, Side, decode_ms, mixed, output_rate, prefill_ms
+from bench.cpu.peers.sides import PeerMissing, PeerSide, llama, openvino
+from bench.cpu.transformers_sides import TransformersPadded, make_transformers
+from bench.cpu.workloads import CLOCKS, Ask, Clock, Side, ask, mixed
+from bench.figures import write_json
 from bench.machine import Machine, this_machine
-from bench.shapes import PUBLISHED
+from bench.shapes import PUBLISHED, Shape
 from octavo.model.causal_lm import CausalLM
-from octavo.model.config import ModelConfig
+from octavo.model.cpu.isa import cpu_isa
+from octavo.model.layers.linear import FormatUnavailable, WeightFormat
 from octavo.worker.loading.memory import prefer_huge_pages
 
-CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+MAX_MODEL_LEN = 516
+MAX_NUM_SEQS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured. repeats: turns of each side. one_by_one_requests: of "mixed" for the side that answers one
-    after the other, in a single turn: its rate does not depend on how many wait."""
+    """How much is measured. repeats: turns of each side."""
 
     repeats: int = 3
-    decode_tokens: int = 48
-    prefill_tokens: int = 512
+    first_tokens: int = 512
+    decode_tokens: int = 64
+    batch_tokens: int = 32
     mixed_requests: int = 16
-    one_by_one_requests: int = 4
     longest: int = 200
 
 
-QUICK = Effort(repeats=1, decode_tokens=16, mixed_requests=16, longest=60)
+QUICK = Effort(repeats=1, first_tokens=256, decode_tokens=16, batch_tokens=8, mixed_requests=8, longest=60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One workload. values: of every turn, by side, ours first. ratios: how many times better our median is than that
-    of each other side. bar: what the smallest of them must be."""
-
-    workload: str
-    unit: str
-    values: dict[str, list[float]]
-    ratios: dict[str, float]
-    bar: float
-
-
 class Workload:
-    """A figure and who is measured on it. sides: ours first."""
+    """Something that each side is measured on. legs: requests at once, each timed. figure: of the legs' seconds."""
 
-    def __init__(self, name: str, unit: str, figure: Figure, sides: Sequence[Side], *, bar: float) -> None:
-        self.name, self.unit, self.figure, self.sides, self.bar = name, unit, figure, sides, bar
-        self.values: dict[str, list[float]] = {side.name: [] for side in sides}
-
-    def take_turns(self, turn: int, console: Console) -> None:
-        """Every side once, on the same requests; who begins changes."""
-        for side in self.sides if turn % 2 == 0 else reversed(self.sides):
-            if isinstance(side, TransformersSequential) and len(self.sides) > 2 and turn > 0:
-                continue
-            value = self.figure(side, np.random.default_rng(turn))
-            self.values[side.name].append(value)
-            console.log(f"turn {turn + 1}: {self.name}, {side.name}: {value:.1f} {self.unit}")
-
-    def line(self) -> Line:
-        """Medians compared."""
-        ours, *others = ((name, statistics.median(values)) for name, values in self.values.items())
-        is_time = self.unit.startswith("ms")
-        ratios = {name: value / ours[1] if is_time else ours[1] / value for name, value in others}
-        return Line(workload=self.name, unit=self.unit, values=self.values, ratios=ratios, bar=self.bar)
+    name: str
+    unit: str
+    legs: Sequence[Sequence[Ask]]
+    figure: Callable[[Sequence[float]], float]
 
 
-def make_workloads(effort: Effort, ours: Side, theirs: Sequence[Side]) -> list[Workload]:
-    """The three of the table. theirs: one by one, then padded."""
-    alone = [ours, theirs[0]]
+def workloads(effort: Effort) -> list[Workload]:
+    """Those of the table. A rate of decoding is that of what comes after first tokens: two legs, one without it."""
+    rng, more = np.random.default_rng(0), effort.decode_tokens
+
+    def asks(count: int, num_prompt: int, num_output: int) -> list[Ask]:
+        return [ask(rng, num_prompt=num_prompt, num_output=num_output) for _ in range(count)]
+
+    several = mixed(rng, count=effort.mixed_requests, shortest=min(20, effort.longest), longest=effort.longest)
+    num_output = sum(each.num_output for each in several)
     return [
         Workload(
-            "decode, batch 1",
-            "ms/token",
-            partial(decode_ms, num_prompt=128, num_output=effort.decode_tokens),
-            alone,
-            bar=1.0,
+            name=f"first token of {effort.first_tokens}",
+            unit="ms",
+            legs=[asks(1, effort.first_tokens, 1)],
+            figure=lambda seconds: 1e3 * seconds[0],
         ),
         Workload(
-            f"prefill, {effort.prefill_tokens} tokens",
-            "ms",
-            partial(prefill_ms, num_prompt=effort.prefill_tokens),
-            alone,
-            bar=1.0,
+            name="batch 1",
+            unit="ms/token",
+            legs=[asks(1, 96, more + 1), asks(1, 96, 1)],
+            figure=lambda seconds: 1e3 * (seconds[0] - seconds[1]) / more,
+        ),
+        *(
+            Workload(
+                name=f"batch {batch}",
+                unit="tok/s",
+                legs=[asks(batch, 48, effort.batch_tokens), asks(batch, 48, 1)],
+                figure=partial(_rate, batch * (effort.batch_tokens - 1)),
+            )
+            for batch in (8, 32)
         ),
         Workload(
-            f"mixed, {effort.mixed_requests} requests",
-            "output tok/s",
-            lambda side, rng: output_rate(side, _mixed_asks(effort, side)),
-            [ours, *theirs],
-            bar=3.0,
+            name=f"mixed, {effort.mixed_requests} requests",
+            unit="output tok/s",
+            legs=[several],
+            figure=lambda seconds: num_output / seconds[0],
         ),
     ]
 
 
-def _mixed_asks(effort: Effort, side: Side) -> list[Ask]:
-    """The same requests in every turn."""
-    rng = np.random.default_rng(0)
-    asks = mixed(rng, count=effort.mixed_requests, shortest=min(20, effort.longest), longest=effort.longest)
-    return asks[: effort.one_by_one_requests] if isinstance(side, TransformersSequential) else asks
+def _rate(num_tokens: int, seconds: Sequence[float]) -> float:
+    return num_tokens / (seconds[0] - seconds[1])
 
 
-def measure(config: ModelConfig, effort: Effort, console: Console, *, clock: Clock) -> list[Line]:
-    """Build both models and let the sides take turns."""
-    max_model_len = max(effort.prefill_tokens, 128 + effort.decode_tokens, 2 * effort.longest) + 2
-    console.log("making the models")
-    model = CausalLM.random(config, seed=0, dtype=torch.bfloat16)
-    model.pack_weights()
-    theirs = make_transformers(config, torch.bfloat16)
-    ours = LocalEngine(model, max_num_seqs=effort.mixed_requests, max_model_len=max_model_len, clock=clock)
-    sides: list[Side] = [TransformersSequential(theirs, clock=clock), TransformersPadded(theirs, clock=clock)]
-    prefill_ms(sides[0], np.random.default_rng(99), num_prompt=effort.prefill_tokens)  # theirs is warm, too
-    workloads = make_workloads(effort, ours, sides)
-    for turn in range(effort.repeats):
-        for workload in workloads:
-            workload.take_turns(turn, console)
-    return [workload.line() for workload in workloads]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A side and what it is compared with. rival_of: the name of our side with weights of its size; "" for ours."""
+
+    side: Side
+    rival_of: str = ""
 
 
-def show(lines: Sequence[Line], machine: Machine, console: Console) -> None:
-    """The table: medians, with the spread of the turns."""
-    table = Table(title="Qwen2.5-0.5B shape, random bf16 weights, CPU: medians (least to greatest)")
-    for heading in ("workload", "side", "figure", "octavo is better by", "bar"):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One workload. seconds: by side, of each leg, those of every turn. figures: of the least seconds of each leg,
+    which other work on the machine disturbed least. ratios: how many times better ours is, by rival."""
+
+    workload: str
+    unit: str
+    seconds: dict[str, list[list[float]]]
+    figures: dict[str, float]
+    ratios: dict[str, float]
+
+
+def measure(
+    entries: Sequence[Entry], wanted: Sequence[Workload], repeats: int, tell: Callable[[str], None]
+) -> list[Line]:
+    """Every side once a turn, on the same requests; who begins changes."""
+    seconds: dict[str, dict[str, list[list[float]]]] = {
+        each.name: {entry.side.name: [[] for _ in each.legs] for entry in entries} for each in wanted
+    }
+    for turn in range(repeats):
+        for each in wanted:
+            for entry in entries if turn % 2 == 0 else reversed(entries):
+                seen = [entry.side.serve(leg) for leg in each.legs]
+                for leg, value in zip(seconds[each.name][entry.side.name], seen, strict=True):
+                    leg.append(value)
+                tell(f"turn {turn + 1}: {each.name}, {entry.side.name}: {each.figure(seen):.1f} {each.unit}")
+    return [_line(each, seconds[each.name], entries) for each in wanted]
+
+
+def _line(workload: Workload, seconds: dict[str, list[list[float]]], entries: Sequence[Entry]) -> Line:
+    figures = {name: workload.figure([min(leg) for leg in legs]) for name, legs in seconds.items()}
+    is_time = workload.unit.startswith("ms")
+    ratios = {}
+    for entry in entries:
+        if entry.rival_of in figures:
+            ours, theirs = figures[entry.rival_of], figures[entry.side.name]
+            ratios[entry.side.name] = theirs / ours if is_time else ours / theirs
+    return Line(workload=workload.name, unit=workload.unit, seconds=seconds, figures=figures, ratios=ratios)
+
+
+def our_side(shape: Shape, weights: WeightFormat, clock: Clock) -> LocalEngine:
+    """The whole worker without its network. Raises FormatUnavailable."""
+    model = CausalLM.random(shape.config, seed=0, dtype=torch.bfloat16)
+    model.pack_weights(weights)
+    engine = LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, clock=clock)
+    engine.name = f"octavo, {weights.value} weights"
+    return engine
+
+
+def all_entries(shape: Shape, threads: int, clock: str, tell: Callable[[str], None]) -> list[Entry]:
+    """Every side that there is here; a sentence for each of the others."""
+    entries, ours = [], dict[WeightFormat, str]()
+    for weights in (WeightFormat.BF16, WeightFormat.INT8):
+        try:
+            engine = our_side(shape, weights, CLOCKS[clock])
+        except FormatUnavailable as error:
+            tell(f"octavo, {weights.value} weights, is left out: {error}")
+            continue
+        entries.append(Entry(side=engine))
+        ours[weights] = engine.name
+    plain, rounded = ours.get(WeightFormat.BF16, "-"), ours.get(WeightFormat.INT8, "-")
+    theirs = TransformersPadded(make_transformers(shape.config, torch.bfloat16), clock=CLOCKS[clock])
+    theirs.name = "transformers, bf16 weights"
+    entries.append(Entry(side=theirs, rival_of=plain))
+    for start in (openvino, llama):
+        for weights_name, rival in (("f16", plain), ("q8_0", rounded)):
+            try:
+                entries.append(Entry(side=start(shape, weights_name, threads, clock), rival_of=rival))
+            except PeerMissing as missing:
+                tell(str(missing))
+    return entries
+
+
+def show(lines: Sequence[Line], machine: Machine, limits: Limits | None, console: Console) -> None:
+    """The class and its limits, then the table."""
+    console.print(f"class of this CPU, as far as it is used: {cpu_isa().word}")
+    if limits is not None:
+        huge = "no huge pages here" if limits.huge_gb_s is None else f"{limits.huge_gb_s:.1f} GB/s from huge pages"
+        products = ", ".join(f"{name} {value:,.0f}" for name, value in limits.products.items())
+        console.print(f"reads {limits.read_gb_s:.1f} GB/s, {huge}; products, GFLOP/s: {products}")
+    table = Table(title="Qwen2.5-0.5B shape, random weights")
+    for heading in ("workload", "side", "figure", "octavo is better by"):
         table.add_column(heading)
     for line in lines:
-        for index, (side, values) in enumerate(line.values.items()):
-            figure = f"{statistics.median(values):.1f} {line.unit} ({min(values):.1f} to {max(values):.1f})"
+        for index, (side, figure) in enumerate(line.figures.items()):
             ratio = f"{line.ratios[side]:.2f}x" if side in line.ratios else ""
-            table.add_row("" if index else line.workload, side, figure, ratio, "" if index else f"{line.bar:g}x")
+            table.add_row("" if index else line.workload, side, f"{figure:.1f} {line.unit}", ratio)
         table.add_section()
     console.print(table)
     console.print(machine.line())
 
 
-def write_json(path: Path, lines: Sequence[Line], machine: Machine, clock: str, elapsed_s: float) -> None:
-    """Everything that was seen."""
-    seen = [asdict(line) for line in lines]
-    figures.write_json(path, {"machine": machine.as_dict(), "clock": clock, "elapsed_s": elapsed_s, "lines": seen})
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write. Exit 0 whether or not the bars are met: a benchmark reports."""
+    """Measure, print, write. Exit 0 whoever is faster: a benchmark reports."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu.compare", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short turn of each, about a minute")
     parser.add_argument("--repeats", type=int, help="turns of each side")
-    parser.add_argument("--threads", type=int, help="of torch; default: one per core")
+    parser.add_argument("--threads", type=int, help="of each side; default: one per core")
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: processor time; with --threads 1, on a busy machine"
     )
+    parser.add_argument("--only", action="append", help="sides whose names begin like this; may be repeated")
     parser.add_argument("--json", type=Path, default=Path("out/bench-cpu.json"), help="where to write the figures")
     options = parser.parse_args(arguments)
     prefer_huge_pages()
     if options.threads:
         torch.set_num_threads(options.threads)
     effort = QUICK if options.quick else Effort()
-    if options.repeats:
-        effort = Effort(**(asdict(effort) | {"repeats": options.repeats}))
     console, machine, start_s = Console(), this_machine(), time.perf_counter()
-    lines = measure(PUBLISHED["0.5B"].config, effort, console, clock=CLOCKS[options.clock])
-    show(lines, machine, console)
+    limits = measure_limits(CLOCKS[options.clock])
+    entries = all_entries(PUBLISHED["0.5B"], torch.get_num_threads(), options.clock, console.log)
+    if options.only:
+        entries = [each for each in entries if each.side.name.startswith(tuple(options.only))]
+    try:
+        wanted = workloads(effort)
+        for entry in entries:  # each is warm before it is measured
+            entry.side.serve(wanted[0].legs[0])
+        lines = measure(entries, wanted, options.repeats or effort.repeats, console.log)
+    finally:
+        for entry in entries:
+            if isinstance(entry.side, PeerSide):
+                entry.side.close()
+    show(lines, machine, limits, console)
     console.print(f"clock: {options.clock}")
-    write_json(options.json, lines, machine, options.clock, time.perf_counter() - start_s)
+    seen = {"machine": machine.as_dict(), "class": cpu_isa().word, "clock": options.clock, "limits": asdict(limits)}
+    elapsed_s = time.perf_counter() - start_s
+    write_json(options.json, seen | {"lines": [asdict(line) for line in lines], "elapsed_s": elapsed_s})
     return 0
 
 

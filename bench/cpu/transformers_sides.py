@@ -1,5 +1,4 @@
-"""transformers' `generate` as two of the sides that are compared on a CPU: one request after the other, and one padded
-batch.
+"""transformers' `generate` as one of the sides that are compared on a CPU: all requests as one padded batch.
 
 Must not know: our side, what is measured.
 """
@@ -36,22 +35,6 @@ def make_transformers(config: ModelConfig, dtype: torch.dtype) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
-
-
-class TransformersSequential:
-    """Each request alone."""
-
-    name = "transformers, one by one"
-
-    def __init__(self, model: Any, *, clock: Clock = time.perf_counter) -> None:
-        self._model, self._clock = model, clock
-
-    def serve(self, asks: Sequence[Ask]) -> float:
-        """See `Side.serve`."""
-        start_s = self._clock()
-        for ask in asks:
-            _generate(self._model, [ask], ask.num_output)
-        return self._clock() - start_s
 
 
 class TransformersPadded:

@@ -3,6 +3,7 @@
 Must not know: the sides.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,8 @@ import numpy as np
 
 Clock = Callable[[], float]
 """Seconds; differences count. The wall's, or this process's own processor time where others use the machine."""
+
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 LARGEST_ID = 10_000  # prompts are random ids below it
 
@@ -59,6 +62,3 @@ def prefill_ms(side: Side, rng: np.random.Generator, *, num_prompt: int) -> floa
 def output_rate(side: Side, asks: Sequence[Ask]) -> float:
     """Output tokens per second of all requests together; tokens that nobody asked for do not count."""
     return sum(each.num_output for each in asks) / side.serve(asks)
-
-
-Figure = Callable[[Side, np.random.Generator], float]
