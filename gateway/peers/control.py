@@ -208,7 +208,10 @@ class Control:
             except TimeoutError:
                 pass
             self._has_news.clear()
-            self._tell()
+            try:
+                self._tell()
+            except Exception:  # a defect, or a message that no gateway would take: the next one may go
+                log.exception("peers_not_told")
             await asyncio.sleep(GAP_S)
 
     def _tell(self) -> None:
@@ -228,6 +231,8 @@ class Control:
         self._has_news.set()
 
     def _hear(self, use: PeerUse) -> None:
+        if use.is_leaving:
+            self.peers.left(use.gateway_id)
         if not self._limits.hear(use, time.monotonic_ns()):
             return
         own, told = self._introduction, f"gateway {use.name}"

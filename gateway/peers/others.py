@@ -43,7 +43,8 @@ def name_of(endpoint: str) -> str:
 
 class Other:
     """One other gateway, seen from here. gateway_id: of who answered last, empty before. is_listed: whether it is still
-    among the configured ones, or behind one of their names. on_open: is called when a connection is made."""
+    among the configured ones, or behind one of their names. has_left: it took its leave, with nothing in flight, and
+    nobody has come in its place. on_open: is called when a connection is made."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Other:
         self.address, self.name = endpoint.address, name_of(endpoint.address)
         self.gateway_id = ""
         self.is_listed = True
+        self.has_left = False
         self.is_told_silent = False
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()  # of an answer, or of the beginning
@@ -129,6 +131,7 @@ class Other:
             except ProtocolError as error:
                 self._trouble = f"its answers are of another release ({error})"
                 continue
+            self.has_left = self.has_left and reply.gateway_id == self.gateway_id
             self.gateway_id, self._last_s = reply.gateway_id, self._loop.time()
             future = self._waiting.get(reply.call_id)
             if future is not None and not future.done():
@@ -140,7 +143,7 @@ class Other:
             if event == zmq.EVENT_CONNECTED:
                 self._is_connected = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._trouble = _MUTE
+                self._trouble, self.has_left = _MUTE, False
                 self._on_open()
             elif event & _REFUSED:
                 self._trouble = _WRONG_KEY

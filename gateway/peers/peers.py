@@ -141,7 +141,7 @@ class Peers:
     async def ask(self, question: ToPeer, *, timeout_s: float) -> Asked:
         """Ask every other gateway at once, and wait so long for all of them together."""
         question = msgspec.structs.replace(question, call_id=next(self._call_ids))
-        others = [each for each in self._others.values() if each.gateway_id != self.gateway_id]
+        others = self._asked()
         replies = await asyncio.gather(*(other.ask(question, timeout_s=timeout_s) for other in others))
         by_id: dict[str, tuple[str, PeerReply]] = {}
         for other, reply in zip(others, replies, strict=True):
@@ -174,21 +174,28 @@ class Peers:
     async def leave(self, farewell: PeerUse, *, timeout_s: float) -> None:
         """Tell it to those who can be reached, and wait so long until they have it."""
         farewell = msgspec.structs.replace(farewell, call_id=next(self._call_ids))
-        reached = [each for each in self._others.values() if not each.is_silent and each.gateway_id != self.gateway_id]
+        reached = [each for each in self._asked() if not each.is_silent]
         await asyncio.gather(*(each.ask(farewell, timeout_s=timeout_s) for each in reached))
 
     def counts(self) -> tuple[int, int]:
         """How many other gateways are known, and how many of them have not answered for long. A name without an
         address is one that has not."""
         known, silent = set[str](), set[str]()
-        for address, other in self._others.items():
-            if other.gateway_id != self.gateway_id:
-                known.add(other.gateway_id or address)
-                if other.is_silent:
-                    silent.add(other.gateway_id or address)
+        for other in self._asked():
+            known.add(other.gateway_id or other.address)
+            if other.is_silent:
+                silent.add(other.gateway_id or other.address)
         reached = {each.gateway_id for each in self._others.values() if not each.is_silent}
         nameless = [each for each in self._names if not each.addresses]
         return len(known) + len(nameless), len(silent - reached) + len(nameless)
+
+    def left(self, gateway_id: str) -> None:
+        """A gateway took its leave: nobody asks it, or misses it, until another start of it is there."""
+        for other in self._others.values():
+            other.has_left = other.has_left or other.gateway_id == gateway_id
+
+    def _asked(self) -> list[Other]:
+        return [each for each in self._others.values() if each.gateway_id != self.gateway_id and not each.has_left]
 
     def told_ids(self) -> set[str]:
         """Of the gateways that are told of our use."""
@@ -242,7 +249,7 @@ class Peers:
                 del self._others[address]
                 log.info("gateway_gone", gateway=other.name)
                 await other.close()
-            elif other.is_silent != other.is_told_silent:
+            elif other.is_silent != other.is_told_silent and not other.has_left:
                 other.is_told_silent = other.is_silent
                 if other.is_silent:
                     log.warning("gateway_unreachable", gateway=other.name, error=other.why_silent())

@@ -16,7 +16,7 @@ from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig, RequestLimits
 from octavo.gateway.observability.metrics import registry_of
 from octavo.gateway.peers import control, limits, others, peers
-from octavo.gateway.peers.peers import Peers
+from octavo.gateway.peers.peers import Asked, Peers
 from octavo.openengine import openengine_pb2 as oe
 from octavo.openengine import openengine_pb2_grpc as oe_grpc
 from octavo.v1 import admin_pb2, common_pb2
@@ -25,7 +25,7 @@ from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc as vllm_grpc
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
-from octavo.wire.peer_messages import PeerReply, PeerUse, ToPeer
+from octavo.wire.peer_messages import PeerAskLoad, PeerReply, PeerUse, ToPeer
 from tests.support.gateway.fake_pool import FakePool
 from tests.support.gateway.rpc_errors import refused
 from tests.support.services.service import free_port
@@ -162,9 +162,32 @@ async def test_what_a_gateway_held_is_free_when_it_stops(hosts: Hosts) -> None:
         await two.until(lambda: elsewhere(two) == 2)
         with structlog.testing.capture_logs() as lines:
             await one.gateway.stop()
-            assert elsewhere(two) == 0  # by its farewell: it had two seconds left to be forgotten in
-        assert "peer_forgotten" not in [line["event"] for line in lines]
+            assert elsewhere(two) == 0  # by its farewell: it had five seconds left to be forgotten in
+            # Nobody waits for it, or misses it: it has nothing in flight.
+            done = await two.inference.Cancel(pb.CancelRequest(request_id="r0"), metadata=AS_ANN)
+            assert done == pb.CancelResponse()
+            assert two.gateway.control.figures().num_known == 0
+        assert not {"peer_forgotten", "gateway_silent"} & {line["event"] for line in lines}
         await begun(two, "r2")
+
+
+async def test_a_gateway_that_comes_back_after_its_leave_is_asked_again(pair: Path) -> None:
+    one, two = address(0), address(1)
+    first = Peers(PeerConfig(endpoint=one, others=(two,), key_file=pair), answering(0))
+    configs = PeerConfig(endpoint=two, others=(one,), key_file=pair)
+    second = Peers(configs, answering(7))
+    question = PeerAskLoad(call_id=0)
+    await first.start()
+    await second.start()
+    assert (await first.ask(question, timeout_s=30.0)).replies
+    first.left(second.gateway_id)
+    assert await first.ask(question, timeout_s=30.0) == Asked()
+    await second.close()
+    third = Peers(configs, answering(8))
+    await third.start()
+    await sweep(first, lambda: first.counts() == (1, 0))
+    assert [each.num_in_flight for each in (await first.ask(question, timeout_s=30.0)).replies.values()] == [8]
+    await asyncio.gather(first.close(), third.close())
 
 
 async def test_what_a_gateway_held_is_free_when_it_is_gone(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
