@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+import zmq
 
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig, RequestLimits
@@ -442,3 +443,22 @@ async def test_metrics_tell_how_many_gateways_there_are_and_how_old_their_news_i
         age_s = registry_of(served.gateway.collector).get_sample_value("octavo_gateway_peer_news_age_seconds")
         assert age_s is not None
         assert 0 <= age_s < 60
+
+
+async def test_what_a_gateway_of_another_wire_sends_is_told_once(pair: Path, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/run/gateway-0.peers.sock"
+    each = Peers(PeerConfig(endpoint=endpoint), answering(0))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with structlog.testing.capture_logs() as lines:
+        await each.start()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(endpoint)
+        for frame in (b"\x02old", b"\x02old", b"\x02new", b"\x01\x80"):
+            stranger.send(frame)
+        await sweep(each, lambda: len(lines) >= 2)
+        await each.close()
+    context.destroy(linger=0)
+    first, second = [line["error"] for line in lines if line["event"] == "peer_message_dropped"]
+    told = "a gateway of another release, or no gateway, sends what this one does not know: "
+    assert first == f"{told}wire version 2, this side speaks 1"
+    assert second.startswith(f"{told}malformed message")
