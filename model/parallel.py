@@ -15,7 +15,7 @@ Must not know: layers, files, what makes a rank run a step.
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
@@ -195,7 +195,6 @@ def join_ranks(
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if has_nccl else None,
     )
     ranks = Ranks(rank=rank, size=size, group=distributed.group.WORLD)
     try:
@@ -217,7 +216,8 @@ def abort(ranks: Ranks) -> None:
     gloo fails by itself when the other end is gone."""
     if has_device_sums(ranks):
         assert ranks.group is not None
-        ranks.group._get_backend(torch.device("cuda")).abort()
+        with suppress(RuntimeError):  # it has ended already
+            ranks.group._get_backend(torch.device("cuda")).abort()
 
 
 def config_of_rank(config: ModelConfig, size: int) -> ModelConfig:
