@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := wire blockmgr grammar model worker gateway cli
 PROTOS := $(wildcard proto/octavo/*/*.proto)
 
-.PHONY: types check coverage help demo serve test test-isa test-interop test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
+.PHONY: types check coverage help demo serve test test-isa test-interop test-cluster test-wheels test-gpu sanitize-gpu sim faults-long soak bench bench-peers bench-gpu bench-tp lint format proto breaking lock sbom audit pin-images install dev clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -72,6 +72,13 @@ test-isa: dev ## the tests that depend on the kind of CPU, with instructions hid
 # with the others: what must be free within seconds is looked at here.
 test-interop: dev ## clients and gateways of others against a running service: smg with openai, tritonclient, NVIDIA Dynamo, gRPC for Node
 	@OCTAVO_INTEROP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra tests/interop
+
+# With small object stores; each cluster is a head and a few raylets on loopback, up in some five seconds.
+test-cluster: dev ## a Ray cluster of several raylets on this machine, hosts killed under streams; left out where ray cannot be installed
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(PIP) install -q -e ./proto -e ".[ray]" >/dev/null 2>&1 || true
+	@if $(BIN)/python -c 'import ray' 2>/dev/null; then \
+		OCTAVO_RAYLETS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RERUN) -ra -s tests/cluster; \
+	else echo "left out: ray cannot be installed here"; fi
 
 test-wheels: dev ## the wheels in new environments of each Python that is found here, and `octavo tour` there, in some ten minutes
 	@$(BIN)/python deploy/try_wheels.py

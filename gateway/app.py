@@ -259,6 +259,9 @@ class Gateway:
     def _model_servicer(self) -> ModelServicer:
         return ModelServicer(self.models, self.pool, max_message_bytes=self.config.limits.max_message_bytes)
 
+    def _admin_servicer(self) -> AdminServicer:
+        return AdminServicer(self.pool, self.control, self.config.supervisor_address)
+
     def _load_servicer(self) -> LoadServicer:
         return LoadServicer(self.load_watch, self.control, write_stall_s=self.config.limits.write_stall_s)
 
@@ -281,7 +284,7 @@ class Gateway:
     def _admin_server(self, address: str) -> grpc.aio.Server:
         check_admin(address, self.config.access, self.config.exposure, setting="--admin-port")
         server = new_server(self.config, self._interceptor)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.pool, self.control), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin_servicer(), server)
         load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
         self.readiness.attach(server)
         reflection.enable_server_reflection(("octavo.v1.AdminService", _LOAD, _HEALTH, reflection.SERVICE_NAME), server)

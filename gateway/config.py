@@ -144,7 +144,8 @@ class GatewayConfig:
     ``listening`` has it). ``admin_address`` and ``metrics_address`` None: not served. The metrics endpoint is
     HTTP on ``host:port``. ``status_address``: a socket in the run directory where the supervisor asks for health and
     models without TLS and keys. ``front_address``: another one, where the front for HTTP passes its callers' calls on,
-    with their keys and without TLS. ``expected_models``: names of those that have to be ready before health says so;
+    with their keys and without TLS. ``supervisor_address``: where the supervisor takes ``AdminService.Scale``; None:
+    nobody started this gateway. ``expected_models``: names of those that have to be ready before health says so;
     none: any is enough. ``page`` None: there is none. ``model_addresses``: further addresses, each with the model of
     requests that name none.
     """
@@ -159,6 +160,7 @@ class GatewayConfig:
     page: PageConfig | None = None
     status_address: str | None = None
     front_address: str | None = None
+    supervisor_address: str | None = None
     exposure: Exposure = Exposure.LOOPBACK_ONLY
     access: AccessConfig = field(default_factory=AccessConfig)
     port_sharing: PortSharing = PortSharing.EXCLUSIVE

@@ -116,6 +116,10 @@ class ConstraintFailed(RequestError):
     """The worker could not follow the constraint on the output."""
 
 
+class ScaleRefused(RequestError):
+    """The number of a model's workers cannot be changed here, or not to that."""
+
+
 class InternalDefect(RequestError):
     """A defect of ours; the log has its traceback."""
 
@@ -171,6 +175,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     Poisoned: ErrorRow(code=_C.INTERNAL, reason="POISONED"),
     EngineFailed: ErrorRow(code=_C.INTERNAL, reason="ENGINE_ERROR"),
     ConstraintFailed: ErrorRow(code=_C.INVALID_ARGUMENT, reason="CONSTRAINT"),
+    ScaleRefused: ErrorRow(code=_C.FAILED_PRECONDITION, reason="SCALE_REFUSED"),
     InternalDefect: INTERNAL,
 }
 

@@ -8,14 +8,34 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 LINE_LIMIT_BYTES = 2**20
 EXIT_POLL_S = 0.02
 OnLine = Callable[[str, str], None]
 
 
+class Keepable(Protocol):
+    """A process by name, wherever it runs."""
+
+    name: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+
+    async def run(self) -> int:
+        """Start it and wait for its end; the exit code, negative for a signal."""
+
+    def terminate(self) -> None:
+        """Let it drain, or stop at the second call. Nothing where it has ended."""
+
+    def kill(self) -> None:
+        """End it at once. Nothing where it has ended."""
+
+
 class Child:
-    """A process by name. `on_line(name, line)` gets everything that it writes."""
+    """A process of this host by name. `on_line(name, line)` gets everything that it writes."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], on_line: OnLine) -> None:
         self.name = name

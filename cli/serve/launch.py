@@ -127,11 +127,32 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """Where workers dial the gateways of a service, one endpoint each, and what each side needs for it besides."""
+
+    endpoints: list[str]
+    of_gateways: Mapping[str, Any] = field(default_factory=dict)
+    of_workers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def local_doors(settings: ServeSettings, run_dir: Path) -> Doors:
+    """Sockets in the run directory, which is closed to others."""
+    return Doors(endpoints=[f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.num_gateways)])
+
+
 def plan_processes(
-    settings: ServeSettings, *, run_dir: Path, port: int, ports: list[int], openai_port: int | None = None
+    settings: ServeSettings,
+    *,
+    run_dir: Path,
+    port: int,
+    ports: list[int],
+    openai_port: int | None = None,
+    doors: Doors | None = None,
 ) -> tuple[ProcessPlan, ...]:
-    """Gateways, then workers, then the front. port: of the gRPC service. ports: of the metrics; none of them 0."""
-    endpoints = [f"ipc://{run_dir}/gateway-{n}.sock" for n in range(settings.num_gateways)]
+    """Gateways, then workers, then the front. port: of the gRPC service. ports: of the metrics. doors: unset, all
+    processes are on this host."""
+    doors = doors or local_doors(settings, run_dir)
     controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
     gateways = [
         ProcessPlan(
@@ -140,6 +161,7 @@ def plan_processes(
             settings=_gateway_settings(
                 settings, run_dir, port, ports[n], endpoint, admin=settings.admin_port if n == 0 else None
             )
+            | dict(doors.of_gateways)
             | {"status_socket": status_socket(settings, run_dir, n)}
             | {"front_socket": None if openai_port is None else front_socket(run_dir, n)}
             | _peers(settings, controls, n)
@@ -148,17 +170,11 @@ def plan_processes(
             metrics_port=ports[n],
             status_socket=status_socket(settings, run_dir, n),
         )
-        for n, endpoint in enumerate(endpoints)
+        for n, endpoint in enumerate(doors.endpoints)
     ]
     models = [model for model in settings.model for _ in range(settings.workers)]
     workers = [
-        ProcessPlan(
-            name=f"worker-{n}",
-            role=Role.WORKER,
-            settings=_worker_settings(settings, run_dir, f"worker-{n}", model, metrics_port, endpoints),
-            metrics_port=metrics_port,
-            variables=devices_of_group(settings, n),
-        )
+        plan_worker(settings, n, model, run_dir=run_dir, metrics_port=metrics_port, doors=doors)
         for n, (model, metrics_port) in enumerate(zip(models, ports[settings.num_gateways :], strict=True))
     ]
     fronts = [] if openai_port is None else [_plan_front(settings, run_dir, openai_port)]
@@ -173,6 +189,32 @@ def devices_of_group(settings: ServeSettings, n: int, environment: Mapping[str, 
     named = [entry.strip() for entry in environment.get(VISIBLE_DEVICES, "").split(",") if entry.strip()]
     entries = (named or [str(number) for number in range((n + 1) * size)])[n * size : (n + 1) * size]
     return {VISIBLE_DEVICES: ",".join(entries)}
+
+
+def plan_worker(
+    settings: ServeSettings, n: int, model: str, *, run_dir: Path, metrics_port: int, doors: Doors
+) -> ProcessPlan:
+    """Worker n of the service, with a model as --model names it."""
+    name = f"worker-{n}"
+    own = {
+        "run_dir": str(run_dir),
+        "model": [model],
+        "worker_id": name,
+        "worker_metrics_port": metrics_port,
+        "gateway_endpoint": doors.endpoints,
+    }
+    return ProcessPlan(
+        name=name,
+        role=Role.WORKER,
+        settings=_shared(settings, WorkerSettings) | own | dict(doors.of_workers) | _logs(settings),
+        metrics_port=None if settings.cluster else metrics_port,  # on a cluster, its host is chosen later
+        variables={} if settings.cluster else devices_of_group(settings, n),
+    )
+
+
+def supervisor_socket(run_dir: Path) -> Path:
+    """Where the supervisor is told how many workers there shall be."""
+    return run_dir / "supervisor.sock"
 
 
 def _plan_front(settings: ServeSettings, run_dir: Path, port: int) -> ProcessPlan:
@@ -216,8 +258,13 @@ def command_line(command: str, settings_file: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of the processes: ours, without settings (they are in the file)."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key in _PASSED_ON}
-    return kept | {PARENT_VARIABLE: str(os.getpid())}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    return kept | passed_on() | {PARENT_VARIABLE: str(os.getpid())}
+
+
+def passed_on() -> dict[str, str]:
+    """What of our variables every process gets, wherever it runs."""
+    return {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
 
 
 def _shared(settings: ServeSettings, group: type[Settings]) -> dict[str, Any]:
@@ -232,6 +279,7 @@ def _gateway_settings(
         _shared(settings, GatewaySettings)
         | {
             "run_dir": str(run_dir),
+            "supervisor_socket": supervisor_socket(run_dir),
             "port": port,
             "admin_port": admin,
             "metrics_port": metrics_port,
@@ -257,22 +305,6 @@ def _peers(settings: ServeSettings, sockets: list[str], n: int) -> dict[str, Any
     if len(sockets) == 1:
         return {"control_endpoint": None, "peer_endpoint": None}
     return {"control_endpoint": sockets[n], "peer_endpoint": [each for each in sockets if each != sockets[n]]}
-
-
-def _worker_settings(
-    settings: ServeSettings, run_dir: Path, name: str, model: str, metrics_port: int, endpoints: list[str]
-) -> dict[str, Any]:
-    return (
-        _shared(settings, WorkerSettings)
-        | {
-            "run_dir": str(run_dir),
-            "model": [model],
-            "worker_id": name,
-            "worker_metrics_port": metrics_port,
-            "gateway_endpoint": endpoints,
-        }
-        | _logs(settings)
-    )
 
 
 def _logs(settings: ServeSettings) -> dict[str, Any]:

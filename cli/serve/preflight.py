@@ -32,6 +32,7 @@ OTHER_VARIABLES = frozenset(
             "HYPOTHESIS",
             "INTEROP",
             "INTEROP_DIR",
+            "RAYLETS",
             "FIGURES",
             "SCHEMAS",
             "KILLS",
@@ -99,6 +100,21 @@ def check_peers(settings: ServeSettings) -> None:
         load_keys(settings.gateway_key_file)
     except KeyFileError as error:
         raise usage("bad value for --gateway-key-file", str(error), "make a pair with octavo keys new") from None
+
+
+def check_workers_elsewhere(settings: ServeSettings) -> None:
+    """The same for workers on the hosts of a cluster: what can be known here. Raises CliError, CheckpointError,
+    CardError."""
+    _check_name(settings.device)
+    if ":" in settings.device:
+        numbers = f"--device is {settings.device}, and the cluster chooses the GPU of each worker"
+        raise usage("--cluster does not go with the number of a GPU", numbers, "give --device cuda")
+    if settings.runner == "torch":
+        check_numbers(settings)
+        check_names(settings.model)
+        for model in settings.model:
+            if Path(split_model(model)[1]).expanduser().is_dir():
+                check_model(model, settings)
 
 
 def check_traces() -> None:

@@ -1,12 +1,13 @@
 """Which services run here: each `octavo serve` leaves a file in its user's run directory for as long as it lives.
 
-The file says where its processes are, and nothing that changes: `octavo ps` asks the processes themselves.
+The file says where its processes are, and is written anew when their number changes: what else changes `octavo ps` asks
+the processes themselves.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class ServiceRecord:
 
 
 def record_of(address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metrics_host: str) -> ServiceRecord:
-    """Of the service that this process supervises."""
+    """Of the service that this process supervises; of its processes those that are on this host."""
     return ServiceRecord(
         pid=os.getpid(),
         started_s=psutil.Process().create_time(),
@@ -73,26 +74,29 @@ def record_of(address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metr
                 settings_file=str(run_dir / f"{plan.name}.toml"),
             )
             for plan in plans
+            if plan.metrics_port or plan.url
         ),
     )
 
 
 @contextmanager
-def recorded(record: ServiceRecord) -> Iterator[None]:
-    """The file, while the service runs. Where it cannot be written the service runs without it: only `octavo ps` looks
-    for it."""
-    file = None
+def recorded(record: ServiceRecord) -> Iterator[Callable[[ServiceRecord], None]]:
+    """The file, while the service runs; what is given takes the record as it has changed. Where it cannot be written
+    the service runs without it: only `octavo ps` and `octavo scale` look for it."""
+    _write(record)
+    try:
+        yield _write
+    finally:
+        with contextlib.suppress(OSError):
+            (default_run_dir() / FOLDER / f"{record.pid}.json").unlink(missing_ok=True)
+
+
+def _write(record: ServiceRecord) -> None:
     with contextlib.suppress(RunDirError, OSError):
         file = ensure_run_dir(ensure_run_dir(default_run_dir()) / FOLDER) / f"{record.pid}.json"
         fresh = file.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(record)))
         fresh.replace(file)  # whole or not at all, whoever reads it now
-    try:
-        yield
-    finally:
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
 
 
 def running_services() -> list[ServiceRecord]:

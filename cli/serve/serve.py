@@ -6,24 +6,31 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
 from octavo.cli.errors import CliError
-from octavo.cli.serve.children import Child
+from octavo.cli.serve.children import Child, Keepable, OnLine
+from octavo.cli.serve.fleet import Fleet, listening
 from octavo.cli.serve.launch import (
     READY_FILE,
+    Doors,
     ProcessPlan,
+    Role,
     choose_gateways,
     command_line,
     environment,
+    local_doors,
     metrics_ports,
     plan_processes,
+    plan_worker,
     run_folder,
+    supervisor_socket,
     usable_cores,
     write_settings,
 )
@@ -33,12 +40,13 @@ from octavo.cli.serve.preflight import (
     check_peers,
     check_traces,
     check_workers,
+    check_workers_elsewhere,
     serves_on_gpu,
     warn_of_variables,
 )
 from octavo.cli.serve.readiness import model_summaries, service_summary, wait_until_ready
-from octavo.cli.serve.record import record_of, recorded
-from octavo.cli.serve.service import Notice, Service, Stage, keep
+from octavo.cli.serve.record import ServiceRecord, record_of, recorded
+from octavo.cli.serve.service import Kept, Notice, Service, Stage, keep
 from octavo.cli.serve.startup import LineStyle, StartupView
 from octavo.cli.serve.summary import ServiceSummary, boxed, plain
 from octavo.cli.serve.supervisor import RestartPolicy
@@ -56,10 +64,13 @@ def serve(settings: ServeSettings) -> int:
     check_front(settings)
     check_access(settings)
     check_peers(settings)
-    check_workers(settings)
+    if settings.cluster:
+        check_workers_elsewhere(settings)
+    else:
+        check_workers(settings)
     check_traces()
     gateways_why = ""
-    if settings.gateways is None and not settings.control_endpoint:  # those of other hosts name each of ours
+    if settings.gateways is None and not settings.cluster and not settings.control_endpoint:  # who else names each of ours
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=serves_on_gpu(settings))
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
@@ -67,6 +78,7 @@ def serve(settings: ServeSettings) -> int:
         settings = settings.model_copy(update={"prefix_salt_secret": secrets.token_hex(32)})
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_folder(settings.run_dir))
+        site = stack.enter_context(_site(settings, run_dir))
         ports = choose_ports(settings)
         others = {
             *ports,
@@ -78,10 +90,19 @@ def serve(settings: ServeSettings) -> int:
         if settings.num_gateways > 1:
             stack.enter_context(held_port(settings.host, port))
         openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
-        plans = plan_processes(settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port)
+        plans = plan_processes(
+            settings, run_dir=run_dir, port=port, ports=ports, openai_port=openai_port, doors=site.doors
+        )
         address = join_address(reachable(settings.host), port)
-        stack.enter_context(recorded(record_of(address, run_dir, plans, metrics_host=settings.metrics_host)))
-        return asyncio.run(_serve(settings, plans, run_dir, port, gateways_why))
+
+        def record(plans: Sequence[ProcessPlan]) -> ServiceRecord:
+            return record_of(address, run_dir, plans, metrics_host=settings.metrics_host)
+
+        rewrite = stack.enter_context(recorded(record(plans)))
+        layout = _Layout(
+            settings=settings, plans=plans, run_dir=run_dir, address=address, site=site, gateways_why=gateways_why
+        )
+        return asyncio.run(_serve(layout, lambda plans: rewrite(record(plans))))
 
 
 def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> tuple[ServeSettings, str]:
@@ -91,21 +112,90 @@ def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> t
     return settings.model_copy(update={"gateways": number}), f"{number}, {where} (--gateways)"
 
 
-async def _serve(
-    settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, port: int, gateways_why: str
-) -> int:
+class Site(Protocol):
+    """Where workers run. doors: where they dial the gateways."""
+
+    @property
+    def doors(self) -> Doors: ...
+
+    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
+        """The process of a worker."""
+
+    def room(self, num_workers: int) -> str | None:
+        """Why there is no room for so many workers in all; None where there is, or may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """This host."""
+
+    doors: Doors
+
+    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
+        return local_child(plan, on_line)
+
+    def room(self, num_workers: int) -> str | None:
+        return None
+
+
+@contextmanager
+def _site(settings: ServeSettings, run_dir: Path) -> Iterator[Site]:
+    if not settings.cluster:
+        yield _Here(local_doors(settings, run_dir))
+        return
+    from octavo.cli.serve.cluster import joined  # Ray: only where it is wanted
+
+    with joined(settings, run_dir) as site:
+        yield site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """What is served, and where."""
+
+    settings: ServeSettings
+    plans: Sequence[ProcessPlan]
+    run_dir: Path
+    address: str
+    site: Site
+    gateways_why: str
+
+
+def local_child(plan: ProcessPlan, on_line: OnLine) -> Child:
+    """A process of this host, with its settings as a file in the run directory."""
+    file = write_settings(plan.settings, Path(plan.settings["run_dir"]) / f"{plan.name}.toml")
+    return Child(plan.name, command_line(plan.role.value, file), environment() | dict(plan.variables), on_line)
+
+
+async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], None]) -> int:
+    """rewrite(plans): the processes of the service are others now."""
     started_s = time.monotonic()
+    settings, site = layout.settings, layout.site
     console = Console(stderr=True)
-    view = StartupView(plans, console=console, level=settings.log_level, style=_line_style(settings, console))
+    view = StartupView(layout.plans, console=console, level=settings.log_level, style=_line_style(settings, console))
     notice = view.notice
-    service = _make_service(settings, plans, run_dir, view, notice)
+
+    def kept(plan: ProcessPlan) -> Kept:
+        is_worker = plan.role is Role.WORKER
+        child = site.child(plan, view.on_line, notice) if is_worker else local_child(plan, view.on_line)
+        return keep(plan, child, RestartPolicy())
+
+    service = Service(list(map(kept, layout.plans)), drain_grace_s=settings.drain_grace_s, notice=notice)
+    fleet = Fleet(
+        service,
+        make=lambda n, model: kept(_later_worker(layout, n, model)),
+        room=site.room,
+        on_change=lambda: rewrite([each.plan for each in service.processes]),
+        notice=notice,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, service, notice)
-    announcer = asyncio.create_task(_announce(settings, plans, run_dir, port, started_s, service, view, gateways_why))
+    announcer = asyncio.create_task(_announce(layout, started_s, service, view, fleet))
     announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
     try:
-        code = await service.run()
+        async with listening(fleet, supervisor_socket(layout.run_dir)):
+            code = await service.run()
     finally:
         announcer.cancel()
         await asyncio.gather(announcer, return_exceptions=True)
@@ -115,29 +205,22 @@ async def _serve(
     return code
 
 
-def _make_service(
-    settings: ServeSettings, plans: Sequence[ProcessPlan], run_dir: Path, view: StartupView, notice: Notice
-) -> Service:
-    kept = []
-    for plan in plans:
-        command = command_line(plan.role.value, write_settings(plan.settings, run_dir / f"{plan.name}.toml"))
-        child = Child(plan.name, command, environment() | dict(plan.variables), view.on_line)
-        kept.append(keep(plan, child, RestartPolicy()))
-    return Service(kept, drain_grace_s=settings.drain_grace_s, notice=notice)
+def _later_worker(layout: _Layout, n: int, model: str) -> ProcessPlan:
+    """One that joins a service that runs: its metrics are on their own port where that is free, else on another."""
+    settings = layout.settings
+    port = settings.worker_metrics_port and settings.worker_metrics_port + n
+    if not settings.cluster:
+        try:
+            require_free(settings.metrics_host, port, "worker_metrics_port")
+        except CliError:
+            port = 0
+        port = port or free_port(settings.metrics_host, set())
+    return plan_worker(settings, n, model, run_dir=layout.run_dir, metrics_port=port, doors=layout.site.doors)
 
 
-async def _announce(
-    settings: ServeSettings,
-    plans: Sequence[ProcessPlan],
-    run_dir: Path,
-    port: int,
-    started_s: float,
-    service: Service,
-    view: StartupView,
-    gateways_why: str,
-) -> None:
+async def _announce(layout: _Layout, started_s: float, service: Service, view: StartupView, fleet: Fleet) -> None:
     """Print the summary once the service answers; end the service where that takes too long."""
-    address = join_address(reachable(settings.host), port)
+    settings, plans, address = layout.settings, layout.plans, layout.address
     try:
         waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
         async with asyncio.timeout(settings.startup_timeout_s):
@@ -148,12 +231,13 @@ async def _announce(
         return
     service.on_ready()
     view.on_ready()
+    fleet.is_ready = True
     ready_after_s = time.monotonic() - started_s
     models = model_summaries(served, list(view.loaded.values()))
     with contextlib.suppress(OSError):  # nobody reads stdout
         summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
-        show_summary(replace(summary, gateways=gateways_why))
-    (run_dir / READY_FILE).write_text(address + "\n")
+        show_summary(replace(summary, gateways=layout.gateways_why))
+    (layout.run_dir / READY_FILE).write_text(address + "\n")
 
 
 def _asked_at(plans: Sequence[ProcessPlan]) -> str | None:
@@ -177,7 +261,8 @@ def show_summary(summary: ServiceSummary) -> None:
 
 
 def choose_ports(settings: ServeSettings) -> list[int]:
-    """A metrics port for each process; raises CliError naming the flag of one that is busy.
+    """A metrics port for each process, 0 for one of another host that draws its own; raises CliError naming the flag
+    of one that is busy.
 
     The ports that were asked for come first: one that the system chooses is none of them.
     """
@@ -185,7 +270,8 @@ def choose_ports(settings: ServeSettings) -> list[int]:
     chosen += [(settings.openai_host, settings.openai, "openai")]
     chosen += [(settings.page_host, settings.page_port or 0, "page_port")] if settings.page != "off" else []
     chosen += [(settings.host, port, "model_port") for _, port in model_ports(settings)]
-    chosen += [(settings.metrics_host, port, name) for name, port in metrics_ports(settings)]
+    here = [(name, port) for name, port in metrics_ports(settings) if name == "metrics_port" or not settings.cluster]
+    chosen += [(settings.metrics_host, port, name) for name, port in here]
     numbers = [port for _, port, _ in chosen if port]
     if len(set(numbers)) != len(numbers):
         raise CliError(
@@ -197,7 +283,9 @@ def choose_ports(settings: ServeSettings) -> list[int]:
         if port:
             require_free(host, port, name)
     taken = set(numbers)
-    return [port or free_port(settings.metrics_host, taken) for _, port in metrics_ports(settings)]
+    return [port or free_port(settings.metrics_host, taken) for _, port in here] + [
+        port for _, port in metrics_ports(settings)[len(here) :]
+    ]
 
 
 def _on_signal(service: Service, notice: Notice) -> None:

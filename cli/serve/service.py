@@ -9,13 +9,14 @@ restarts.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from octavo.cli.serve.children import Child
+from octavo.cli.serve.children import Keepable
 from octavo.cli.serve.launch import ProcessPlan, Role
-from octavo.cli.serve.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy
+from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
+from octavo.cli.serve.supervisor import GiveUp, Left, Lifetimes, Restart, RestartPolicy, ending
 
 STOP_TIMEOUT_S = 5.0
 WORKER_EXIT_TIMEOUT_S = 10.0
@@ -31,49 +32,78 @@ class Stage(IntEnum):
     KILLING = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Kept:
-    """One process that is kept alive, with its history."""
+    """One process that is kept alive, with its history. is_leaving: it is to end, and not to be started again."""
 
     plan: ProcessPlan
-    child: Child
+    child: Keepable
     lifetimes: Lifetimes
+    is_leaving: bool = False
 
 
 class Service:
-    """All processes of one host. `notice(text)` gets what people must know, a line each."""
+    """All processes of one service. `notice(text)` gets what people must know, a line each."""
 
     def __init__(self, kept: Sequence[Kept], *, drain_grace_s: float, notice: Notice) -> None:
         self.failure: str | None = None
-        self._kept = kept
+        self._kept = list(kept)
+        self._keepers: dict[asyncio.Task[None], Kept] = {}
         self._drain_grace_s = drain_grace_s
         self._notice = notice
         self.stage = Stage.RUNNING
         self._woken = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def processes(self) -> tuple[Kept, ...]:
+        """All of them, those that are leaving too."""
+        return tuple(self._kept)
 
     async def run(self) -> int:
         """Start everything; returns when everything has ended: 0 as asked, 1 where it could not go on."""
-        keepers = {asyncio.create_task(self._keep(each), name=each.plan.name): each.plan.role for each in self._kept}
+        for each in self._kept:
+            self._start(each)
+        roles = {each.plan.role for each in self._kept}
         try:
-            roles = set(keepers.values())
-            while self.stage is Stage.RUNNING and set(keepers.values()) == roles:
-                for task in await self._next_ended(keepers):
-                    task.result()
-                    keepers.pop(task)
+            while self.stage is Stage.RUNNING and {each.plan.role for each in self._keepers.values()} == roles:
+                await self._ended.wait()
+                self._ended.clear()
+                for task in [task for task in self._keepers if task.done()]:
+                    self._kept.remove(self._keepers.pop(task))
+                    if not task.cancelled():  # `retire` does so to one that waits for its next start
+                        task.result()
             self.advance(Stage.DRAINING)
             await self._end()
         finally:
             for each in self._kept:
                 each.child.kill()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*self._keepers, return_exceptions=True)
         return 1 if self.failure else 0
 
-    async def _next_ended(self, keepers: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Keepers that gave up or saw their process leave; empty where the stage changed."""
-        woken = asyncio.create_task(self._woken.wait(), name="woken")
-        done, _ = await asyncio.wait([*keepers, woken], return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
-        return {task for task in keepers if task in done}
+    def add(self, kept: Kept) -> None:
+        """Start one more, while the service runs. Others serve already: where this one cannot, it is tried again."""
+        kept.lifetimes.on_ready()
+        self._kept.append(kept)
+        self._start(kept)
+
+    def retire(self, kept: Kept) -> None:
+        """Let one finish what it has and end; it is not started again. Returns at once."""
+        kept.is_leaving = True
+        if not kept.child.is_running:  # it waits for its next start
+            self._keeper_of(kept).cancel()
+        kept.child.terminate()
+        limit_s = self._drain_grace_s + WORKER_EXIT_TIMEOUT_S
+        killing = asyncio.get_running_loop().call_later(limit_s, kept.child.kill)
+        self._keeper_of(kept).add_done_callback(lambda _: killing.cancel())
+
+    def _start(self, kept: Kept) -> None:
+        task = asyncio.create_task(self._keep(kept), name=kept.plan.name)
+        task.add_done_callback(lambda _: self._ended.set())
+        self._keepers[task] = kept
+
+    def _keeper_of(self, kept: Kept) -> asyncio.Task[None]:
+        return next(task for task, each in self._keepers.items() if each is kept)
 
     def on_signal(self) -> None:
         """Ctrl-C or SIGTERM: one stage further."""
@@ -84,6 +114,7 @@ class Service:
         if stage > self.stage:
             self.stage = stage
             self._woken.set()
+            self._ended.set()
 
     def on_ready(self) -> None:
         """The whole service answers."""
@@ -95,6 +126,9 @@ class Service:
             kept.lifetimes.on_start(time.monotonic())
             code = await kept.child.run()
             if self.stage is not Stage.RUNNING:
+                return
+            if kept.is_leaving:
+                self._notice(f"{kept.plan.label} has left: fewer workers were asked for")
                 return
             match kept.lifetimes.on_exit(code, time.monotonic()):
                 case Left():
@@ -119,7 +153,7 @@ class Service:
             self.advance(Stage.STOPPING)
             await self._terminate([*gateways, *workers], timeout_s=STOP_TIMEOUT_S, until=Stage.KILLING)
 
-    async def _terminate(self, children: Sequence[Child], *, timeout_s: float, until: Stage) -> None:
+    async def _terminate(self, children: Sequence[Keepable], *, timeout_s: float, until: Stage) -> None:
         """SIGTERM, then wait until all have ended, the time is over, or the service is at stage `until`."""
         deadline_s = time.monotonic() + timeout_s
         for child in children:
@@ -136,7 +170,7 @@ class Service:
                 await self._woken.wait()
 
 
-def keep(plan: ProcessPlan, child: Child, policy: RestartPolicy) -> Kept:
+def keep(plan: ProcessPlan, child: Keepable, policy: RestartPolicy) -> Kept:
     """A process with an empty history."""
     return Kept(plan=plan, child=child, lifetimes=Lifetimes(name=plan.label, policy=policy))
 
@@ -144,4 +178,6 @@ def keep(plan: ProcessPlan, child: Child, policy: RestartPolicy) -> Kept:
 def _ended(code: int) -> str:
     if code == 0:
         return "ended, though nobody asked the service to"
+    if code in (EXIT_PLACE_LOST, EXIT_NO_PLACE):
+        return ending(code)
     return f"died (signal {-code})" if code < 0 else f"died (exit code {code})"

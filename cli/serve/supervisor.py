@@ -6,7 +6,7 @@ Must not know processes, signals or clocks; `cli.serve.children` does what is de
 import signal
 from dataclasses import dataclass, field
 
-from octavo.cli.serve.parent import EXIT_DRAINED
+from octavo.cli.serve.parent import EXIT_DRAINED, EXIT_NO_PLACE, EXIT_PLACE_LOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,11 @@ class Left:
 
 
 Decision = Restart | GiveUp | Left
-_ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT})  # the latter where it had no handler yet
+_NO_FAULT = frozenset({0, -signal.SIGTERM, -signal.SIGINT, EXIT_PLACE_LOST})  # SIGINT where it had no handler yet
+_IN_WORDS = {
+    EXIT_PLACE_LOST: "lost its host, or its actor there",
+    EXIT_NO_PLACE: "found no host of the cluster with room for it",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +76,7 @@ class Lifetimes:
         which reaches every gateway, is as final as our own."""
         if code == EXIT_DRAINED:
             return Left()
-        if not self.was_ready and code not in _ASKED_TO_END:
+        if not self.was_ready and code not in _NO_FAULT:
             return GiveUp(why=f"{self.name} {ending(code)} before it was ready")
         is_fast = now_s - self._started_s < self.policy.fast_death_s
         self.num_fast_deaths = self.num_fast_deaths + 1 if is_fast else 0
@@ -81,4 +85,6 @@ class Lifetimes:
 
 def ending(code: int) -> str:
     """How a process ended, in words."""
+    if code in _IN_WORDS:
+        return _IN_WORDS[code]
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

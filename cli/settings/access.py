@@ -39,6 +39,10 @@ class AccessSettings(Settings):
         None, "Where the front for HTTP passes calls on", panel=PANEL, visibility="hidden"
     )
 
+    supervisor_socket: Path | None = setting(
+        None, "Where the supervisor is told how many workers there shall be", panel=PANEL, visibility="hidden"
+    )
+
     @property
     def guards_its_door(self) -> bool:
         """Whether plain calls without a key may be refused."""

@@ -13,7 +13,19 @@ class AddressSettings(Settings):
     port: int = setting(50051, "Port of the gRPC service; 0 takes a free one", panel="Addresses", ge=0, le=65535)
 
 
-class ListenSettings(AddressSettings):
+class AdminPortSettings(Settings):
+    """Where operators reach a gateway; servers and `octavo scale` read the same."""
+
+    admin_port: int | None = setting(
+        None,
+        "Port of AdminService (abort, load, audit, drain, scale) on --host; unset: not served",
+        panel="Addresses",
+        ge=0,
+        le=65535,
+    )
+
+
+class ListenSettings(AdminPortSettings, AddressSettings):
     """Where callers reach the gateway."""
 
     exposure: Literal["loopback-only", "insecure"] = setting(
@@ -28,13 +40,6 @@ class ListenSettings(AddressSettings):
         (),
         "NAME=PORT: a further port, where callers who name no model mean NAME, as VllmEngine's callers; repeat",
         panel="Addresses",
-    )
-    admin_port: int | None = setting(
-        None,
-        "Port of AdminService (abort, load, audit, drain) on --host; unset: not served",
-        panel="Addresses",
-        ge=0,
-        le=65535,
     )
     metrics_port: int = setting(
         9090,

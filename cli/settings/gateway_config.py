@@ -106,6 +106,9 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         page=_page_config(settings),
         status_address=None if settings.status_socket is None else f"unix:{settings.status_socket.absolute()}",
         front_address=None if settings.front_socket is None else f"unix:{settings.front_socket.absolute()}",
+        supervisor_address=None
+        if settings.supervisor_socket is None
+        else f"unix:{settings.supervisor_socket.absolute()}",
         exposure=Exposure(settings.exposure),
         access=access_config(settings),
         dialects=Dialects(settings.dialects),

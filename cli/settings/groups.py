@@ -7,6 +7,7 @@ from typing import Literal
 from octavo.cli.settings.access import AccessSettings, CredentialSettings
 from octavo.cli.settings.gateway import (
     AddressSettings,
+    AdminPortSettings,
     LimitSettings,
     ListenSettings,
     PageSettings,
@@ -155,11 +156,20 @@ class ServeSettings(
 ):
     """`octavo serve`."""
 
+    cluster: str = setting(
+        "",
+        "Ray cluster whose hosts the workers run on: ray://HEAD, HOST:PORT of the head where this host is part of it, "
+        "or auto for the one that runs here; unset: this host",
+        panel="Service",
+    )
+    cluster_address: str = setting(
+        "", "Address at which the cluster's hosts reach this one; unset: as Ray knows it", panel="Service"
+    )
     workers: int = setting(1, "Workers of each model", panel="Service", ge=1, le=64)
     gateways: int | None = setting(
         None,
-        "Gateway processes, all on one port; unset: 1 where the model computes on the CPU, one for every four cores, "
-        "at most 8, where it has a GPU",
+        "Gateway processes, all on one port; unset: 1 where the model computes on the CPU or on a cluster, one for every "
+        "four cores, at most 8, where it has a GPU",
         panel="Service",
         ge=1,
         le=64,
@@ -174,6 +184,10 @@ class ServeSettings(
 
 class CallSettings(CredentialSettings, AddressSettings):
     """Where a service is, and how a client shows who it is."""
+
+
+class ScaleSettings(AdminPortSettings, CallSettings):
+    """`octavo scale`."""
 
 
 class ClientSettings(CallSettings):

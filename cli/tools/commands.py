@@ -10,7 +10,7 @@ from octavo.cli.errors import usage
 from octavo.cli.help import PlainCommand, PlainGroup
 from octavo.cli.settings.access import CredentialSettings
 from octavo.cli.settings.gateway_config import split_address
-from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ServeSettings
+from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ScaleSettings, ServeSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved, Source
 
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("tour", cls=PlainCommand, rich_help_panel=TOUR_PANEL)(with_settings(ServeSettings, ALL_KEYS)(tour))
     app.command("top", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(CallSettings, ALL_KEYS)(top))
     app.command("ps", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(CallSettings, ALL_KEYS)(ps))
+    app.command("scale", cls=PlainCommand, rich_help_panel=WATCH_PANEL)(with_settings(ScaleSettings, ALL_KEYS)(scale))
     app.command("pull", cls=PlainCommand, rich_help_panel=PANEL)(pull)
     app.command("sizing", cls=PlainCommand, rich_help_panel=PANEL)(sizing)
     app.command("verify", cls=PlainCommand, rich_help_panel=PANEL)(with_settings(CredentialSettings, ALL_KEYS)(verify))
@@ -76,6 +77,21 @@ def ps(
 
     is_asked = any(resolved.origins[name].source is not Source.DEFAULT for name in ("host", "port"))
     return show_remote(resolved.settings, as_json=json) if is_asked else show_local(as_json=json)
+
+
+def scale(
+    resolved: Resolved[ScaleSettings],
+    words: Annotated[
+        list[str], typer.Argument(metavar="[MODEL] WORKERS", help="The model, where there are several; how many.")
+    ],
+) -> int:
+    """Change how many workers a model of a running service has; those that go finish or hand over what they have.
+
+    Of the service that this user runs here; with --admin-port of the one there.
+    """
+    from octavo.cli.tools.scale import scale as run
+
+    return run(resolved.settings, words)
 
 
 def pull(

@@ -4,6 +4,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from octavo.gateway.errors import ModelNotFound, ScaleRefused
 from octavo.gateway.peers.control import Control
 from octavo.gateway.rpc.interceptor import current_rpc
 from octavo.gateway.validation.fields import check
@@ -19,9 +20,10 @@ QUERY_TIMEOUT_S = 2.0  # as the contract says
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """One per gateway."""
 
-    def __init__(self, pool: WorkerPool, control: Control) -> None:
+    def __init__(self, pool: WorkerPool, control: Control, supervisor_address: str | None = None) -> None:
         self._pool = pool
         self._control = control
+        self._supervisor_address = supervisor_address
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a request that is in flight."""
@@ -80,6 +82,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         check(request)
         outcome = await self._control.drain(request.grace_s if request.HasField("grace_s") else None)
         return pb.DrainResponse(num_in_flight=outcome.num_in_flight, unreachable_gateways=outcome.silent)
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        """Pass it on to the supervisor, which starts workers and ends them; its refusal is ours."""
+        check(request)
+        if self._supervisor_address is None:
+            raise ScaleRefused("this gateway was not started by octavo serve, which alone starts and ends workers")
+        async with grpc.aio.insecure_channel(self._supervisor_address) as channel:
+            try:
+                answer: pb.ScaleResponse = await admin_pb2_grpc.AdminServiceStub(channel).Scale(
+                    request, timeout=QUERY_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise ModelNotFound(error.details()) from None
+                is_refusal = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+                raise ScaleRefused(error.details() if is_refusal else "the supervisor does not answer") from None
+        return answer
 
 
 def _load(worker: WorkerView) -> pb.WorkerLoad:

@@ -34,8 +34,7 @@ MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 128
 MAX_TIMEOUT_S = 86_400
 MAX_EMBED_INPUTS = 256
-MIN_WATCH_S = 0.2
-MAX_WATCH_S = 60
+MIN_WATCH_S, MAX_WATCH_S = 0.2, 60
 MAX_WATCHED_REQUESTS = 1000
 MAX_BLOCK_CELLS = 4096
 UINT32 = 2**32 - 1
@@ -328,6 +327,9 @@ TABLE: dict[str, MessageRules] = {
     "octavo.v1.AuditBlocksRequest": MessageRules(),
     "octavo.v1.FlushPrefixCacheRequest": MessageRules(),
     "octavo.v1.DrainRequest": MessageRules(fields={"grace_s": InRange(0, 86_400)}),
+    "octavo.v1.ScaleRequest": MessageRules(
+        fields={"model": _MODEL, "num_workers": InRange(1, 64)}, required=("num_workers",)
+    ),
 }
 
 

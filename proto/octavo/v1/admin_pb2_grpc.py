@@ -62,6 +62,11 @@ class AdminServiceStub(object):
                 request_serializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/octavo.v1.AdminService/Scale',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -106,6 +111,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Sets how many workers a model has. New ones are started; those that go take nothing new, finish what they have or
+        hand it over, and no stream is lost. The answer does not wait for that. Only where `octavo serve` started the
+        gateway, and not while it chooses the number itself; else FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +147,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -273,6 +292,33 @@ class AdminService(object):
             '/octavo.v1.AdminService/Drain',
             octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/Scale',
+            octavo_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

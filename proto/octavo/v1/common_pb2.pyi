@@ -77,6 +77,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Three workers in turn died of this request, or of its prompt: it is not given to another one. Two may be chance, and end
     with WORKER_LOST, which may be tried again.
     """
+    ERROR_REASON_SCALE_REFUSED: _ErrorReason.ValueType  # 24
+    """The number of a model's workers cannot be changed here, or not to that."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The name without its prefix travels in the trailer `x-error-reason` and in
@@ -135,6 +137,8 @@ ERROR_REASON_POISONED: ErrorReason.ValueType  # 23
 """Three workers in turn died of this request, or of its prompt: it is not given to another one. Two may be chance, and end
 with WORKER_LOST, which may be tried again.
 """
+ERROR_REASON_SCALE_REFUSED: ErrorReason.ValueType  # 24
+"""The number of a model's workers cannot be changed here, or not to that."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

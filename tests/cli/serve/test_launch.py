@@ -126,7 +126,7 @@ def test_every_setting_of_serve_reaches_its_processes(tmp_path: Path, monkeypatc
         file = write_settings(plan.settings, tmp_path / f"{plan.name}.toml")
         read = resolve(group, {}, file=file, known_keys=ALL_KEYS).settings
         own = {"run_dir", "port", "metrics_port", "worker_metrics_port", "worker_endpoint", "gateway_endpoint"}
-        own |= {"port_sharing", "log_format", "worker_id", "page"}
+        own |= {"port_sharing", "log_format", "worker_id", "page", "supervisor_socket"}
         shared = (group.model_fields.keys() & ServeSettings.model_fields.keys()) - own
         assert {name: getattr(read, name) for name in shared} == {name: getattr(settings, name) for name in shared}
 

@@ -14,7 +14,7 @@ def test_the_page_is_current(repository: Path) -> None:
 def test_every_setting_for_people_is_on_the_page_once() -> None:
     hidden = {
         "runner", "oracle_vocab_size", "oracle_step_delay_s", "oracle_eos_every", "preempt_every_steps",
-        "status_socket", "front_socket", "front_target",
+        "status_socket", "front_socket", "supervisor_socket", "front_target",
     }  # fmt: skip
     page = configuration_page()
     assert [name for name in sorted(ALL_KEYS - hidden) if page.count(f"| `{name}` |") != 1] == []

@@ -82,7 +82,8 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         max_connection_idle_s=26.5, log_format="json", log_level="debug",
         tls_cert_file=Path("c.pem"), tls_key_file=Path("k.pem"), tls_client_ca_file=Path("ca.pem"),
         api_keys_file=Path("keys.toml"), public_scopes=("models",), prefix_salt_secret="s",
-        status_socket=Path("/run/octavo/s"), max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
+        status_socket=Path("/run/octavo/s"), supervisor_socket=Path("/run/octavo/v"),
+        max_schema_bytes=21, max_schema_depth=22, constraint_timeout_s=23.5,
         template_cpu_s=24.5, max_service_requests=27,
         model_port=("Org/two=11", "a=b=12"),
         expected_model=("one=/somewhere", "Org/two", "/models/three"),
@@ -93,6 +94,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     assert (config.admin_address, config.metrics_address) == ("[::1]:8", "[::1]:9")
     assert config.dialects is Dialects.NONE
     assert config.status_address == "unix:/run/octavo/s"
+    assert config.supervisor_address == "unix:/run/octavo/v"
     assert config.access == AccessConfig(
         tls=TlsConfig(cert_file=Path("c.pem"), key_file=Path("k.pem"), client_ca_file=Path("ca.pem")),
         api_keys_file=Path("keys.toml"),

@@ -1,0 +1,72 @@
+"""`octavo scale`: how many workers a model of a running service has."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from octavo.cli.client.connect import channel_options_of, credentials_of, metadata_of
+from octavo.cli.errors import CliError, usage
+from octavo.cli.serve.launch import supervisor_socket
+from octavo.cli.serve.record import running_services
+from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.groups import ScaleSettings
+from octavo.client.options import open_channel
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+
+TIMEOUT_S = 10.0
+MAX_WORKERS = 64
+_ADVICE = {
+    grpc.StatusCode.UNAVAILABLE: "start one with `octavo serve`, or give its --host and --admin-port",
+    grpc.StatusCode.UNIMPLEMENTED: "is that the admin port of a service of this version?",
+    grpc.StatusCode.UNAUTHENTICATED: "give the key in OCTAVO_API_KEY, or a certificate with --client-cert-file",
+    grpc.StatusCode.PERMISSION_DENIED: "ask the operator for a key with the scope admin",
+    grpc.StatusCode.NOT_FOUND: "`octavo models` lists what is served",
+}
+
+
+def scale(settings: ScaleSettings, words: Sequence[str]) -> int:
+    """Print what was and what is to be. Raises CliError."""
+    model, number = _read(words)
+    request = admin_pb2.ScaleRequest(model=model, num_workers=number)
+    with _channel(settings) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        try:
+            answer = stub.Scale(request, timeout=TIMEOUT_S, metadata=metadata_of(settings))
+        except grpc.RpcError as error:
+            advice = _ADVICE.get(error.code(), "docs/operations.md tells when the number can be changed")
+            details = " ".join(str(error.details()).split())
+            raise CliError("the number of workers stays as it is", details, advice) from None
+    before = answer.num_workers_before
+    change = "as it was" if before == number else f"was {before}; `octavo top` shows them come and go"
+    print(f"{answer.model}: {number} worker{'s' * (number != 1)} ({change})")  # noqa: T201
+    return 0
+
+
+def _read(words: Sequence[str]) -> tuple[str, int]:
+    """Model ("" for the only one) and number. Raises CliError."""
+    if len(words) not in (1, 2):
+        raise usage("bad command line", f"{len(words)} words were given", "octavo scale MODEL WORKERS")
+    number = words[-1]
+    if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MAX_WORKERS:
+        raise usage(
+            "bad number of workers", f"{number!r} is not a number from 1 to {MAX_WORKERS}", "octavo scale MODEL WORKERS"
+        )
+    return (words[0] if len(words) == 2 else ""), int(number)
+
+
+def _channel(settings: ScaleSettings) -> grpc.Channel:
+    """To the admin port that is given, else to the supervisor of this user's only service here. Raises CliError,
+    RunDirError."""
+    if settings.admin_port is not None:
+        address = join_address(settings.host, settings.admin_port)
+        return open_channel(address, credentials_of(settings), channel_options_of(settings))
+    services = running_services()
+    if len(services) != 1:
+        found = ", ".join(each.address for each in services) or "none"
+        raise CliError(
+            "which service is meant?",
+            f"of this user there run here: {found}",
+            "give the --host and --admin-port of one, which it was started with",
+        )
+    return open_channel(f"unix:{supervisor_socket(Path(services[0].run_dir)).absolute()}", None, [])

@@ -1,0 +1,215 @@
+"""How many workers a running service has: the number changes, and what cannot be is refused in one sentence."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from octavo import Client
+from octavo.cli.serve.children import Child
+from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel
+from octavo.cli.serve.launch import ProcessPlan, Role, environment
+from octavo.cli.serve.service import Kept, Service, keep
+from octavo.cli.serve.supervisor import RestartPolicy
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+from tests.support.services.service import Service as Running
+from tests.support.services.service import environment as clean_environment
+from tests.support.services.service import launch
+
+OBEDIENT = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('up', flush=True); time.sleep(60)"
+ORACLE = ("--runner=oracle", "--num-blocks=512", "--oracle-step-delay-s=0.01", "--oracle-eos-every=1000000")
+LIMIT_S = 120.0
+
+
+class Rig:
+    """A fleet of scripts: a gateway, and two workers of `a` and one of `b`."""
+
+    def __init__(self, room: Callable[[int], str | None] = lambda more: None, reserved: str | None = None) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.notices: list[str] = []
+        gateway = ProcessPlan(name="gateway-0", role=Role.GATEWAY, settings={}, metrics_port=1)
+        first = [self._kept(gateway), self.worker(0, "a"), self.worker(1, "a"), self.worker(2, "x=b")]
+        self.service = Service(first, drain_grace_s=5.0, notice=self.notices.append)
+        self.fleet = Fleet(self.service, make=self.worker, room=room, reserved=reserved, notice=self.notices.append)
+        self.fleet.is_ready = True
+
+    def worker(self, number: int, model: str) -> Kept:
+        plan = ProcessPlan(
+            name=f"worker-{number}", role=Role.WORKER, settings={"model": [model]}, metrics_port=2 + number
+        )
+        return self._kept(plan)
+
+    def _kept(self, plan: ProcessPlan) -> Kept:
+        child = Child(plan.name, [sys.executable, "-c", OBEDIENT], environment(), lambda *line: self.lines.append(line))
+        return keep(plan, child, RestartPolicy(first_delay_s=0.05))
+
+    def running(self) -> list[str]:
+        return [each.plan.name for each in self.service.processes if each.child.is_running]
+
+    def num_starts(self) -> int:
+        return len(self.lines)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_workers_come_and_go_by_their_model_and_numbers_are_used_again() -> None:
+    rig = Rig()
+    running = asyncio.create_task(rig.service.run())
+    await until(lambda: rig.num_starts() == 4)
+    assert rig.fleet.sizes() == {"a": 2, "x": 1}
+    assert rig.fleet.ask("a", 1) == ("a", 2)
+    assert rig.fleet.sizes() == {"a": 1, "x": 1}
+    await until(lambda: [each.plan.name for each in rig.service.processes] == ["gateway-0", "worker-0", "worker-2"])
+    assert rig.fleet.ask("x", 3) == ("x", 1)
+    await until(lambda: sorted(rig.running()) == ["gateway-0", "worker-0", "worker-1", "worker-2", "worker-3"])
+    assert rig.fleet.sizes() == {"a": 1, "x": 3}
+    assert rig.fleet.ask("x", 3) == ("x", 3)
+    assert rig.notices == [
+        "a: 2 → 1 workers",
+        "worker-1 (a) has left: fewer workers were asked for",
+        "x: 1 → 3 workers",
+    ]
+    rig.service.on_signal()
+    assert await running == 0
+    assert rig.running() == []
+
+
+async def test_one_that_died_as_it_was_to_leave_is_not_started_again() -> None:
+    rig = Rig()
+    running = asyncio.create_task(rig.service.run())
+    await until(lambda: rig.num_starts() == 4)
+    rig.service.on_ready()
+    last = rig.service.processes[2]
+    last.child.kill()
+    await until(lambda: not last.child.is_running)
+    rig.fleet.ask("a", 1)
+    await until(lambda: last not in rig.service.processes)
+    assert not running.done()
+    rig.service.on_signal()
+    assert await running == 0
+
+
+@pytest.mark.parametrize(
+    ("rig", "model", "wrong", "why"),
+    [
+        (Rig, "c", NoSuchModel, "no model 'c' is served here, but a, x"),
+        (Rig, "", NoSuchModel, "several models are served: name one of a, x"),
+        (lambda: Rig(room=lambda more: f"no room for {more}"), "a", CannotScale, "no room for 6"),
+        (lambda: Rig(reserved="--autoscale does that"), "a", CannotScale, "--autoscale does that"),
+    ],
+)
+async def test_what_cannot_be_is_refused_in_a_sentence(
+    rig: Callable[[], Rig], model: str, wrong: type[Exception], why: str
+) -> None:
+    with pytest.raises(wrong) as refused:
+        rig().fleet.ask(model, 5)
+    assert str(refused.value) == why
+
+
+async def test_while_it_starts_and_while_it_ends_the_number_stays() -> None:
+    rig = Rig()
+    rig.fleet.is_ready = False
+    with pytest.raises(CannotScale, match="still starting"):
+        rig.fleet.ask("a", 3)
+    rig.service.on_signal()
+    with pytest.raises(CannotScale, match="shutting down"):
+        rig.fleet.ask("a", 3)
+
+
+# ---------------------------------------------------------------- a service of processes
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        folder = tmp_path_factory.mktemp("service")
+        with launch(folder, *ORACLE, "--gateways=2", "--drain-grace-s=1") as running:
+            running.wait_until_supervised()
+            yield running
+
+
+def octavo(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "octavo.cli.main", *words]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_the_command_reaches_a_service_of_this_user_and_no_stream_is_lost(service: Running) -> None:
+    """From one worker to three and back to one, while outputs run that take longer than the drain's grace."""
+    asked = {"token_ids": [5, 6, 7], "max_tokens": 300, "seed": 3, "output": "token_ids"}
+    got: list[list[int]] = []
+
+    def call() -> None:
+        with Client(service.target) as client:
+            got.append(list(client.complete(**asked).token_ids))
+
+    call()
+    done = octavo("scale", "folio-chat", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "folio-chat: 3 workers (was 1; `octavo top` shows them come and go)\n"
+    wait_for(lambda: len(service.load()) == 3)
+    callers = [threading.Thread(target=call) for _ in range(6)]
+    for each in callers:
+        each.start()
+    wait_for(lambda: sum(each.num_running for each in service.load()) == 6)
+    done = octavo("scale", "1")
+    assert done.stdout == "folio-chat: 1 worker (was 3; `octavo top` shows them come and go)\n"
+    for each in callers:
+        each.join(LIMIT_S)
+    assert got == [got[0]] * 7
+    assert len(got[0]) == 300
+    wait_for(lambda: len(service.load()) == 1)
+    wait_for(lambda: len(service.children("worker")) == 1)
+
+
+def test_the_admin_port_takes_it_too_and_passes_on_what_is_refused(service: Running) -> None:
+    port = f"--admin-port={service.admin_port}"
+    assert octavo("scale", "1", port).stdout == "folio-chat: 1 worker (as it was)\n"
+    done = octavo("scale", "folio-cat", "2", port)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no model 'folio-cat' is served here: did you mean folio-chat?" in done.stderr
+    with grpc.insecure_channel(f"127.0.0.1:{service.admin_port}") as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            admin_pb2_grpc.AdminServiceStub(channel).Scale(admin_pb2.ScaleRequest(num_workers=65), timeout=60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "num_workers" in str(refused.value.details())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "why"),
+    [
+        (["oracle", "0"], 2, "'0' is not a number from 1 to 64"),
+        (["oracle", "many"], 2, "'many' is not a number from 1 to 64"),
+        (["a", "b", "3"], 2, "3 words were given"),
+        (["2", "--admin-port=1"], 1, "the number of workers stays as it is"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(words: list[str], code: int, why: str) -> None:
+    done = octavo("scale", *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_where_nothing_serves_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    done = octavo("scale", "2")
+    assert done.returncode == 1
+    assert "of this user there run here: none" in done.stderr

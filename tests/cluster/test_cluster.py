@@ -1,0 +1,196 @@
+"""`octavo serve --cluster`: workers in actors of Ray, hosts killed under streams, the number of workers changed."""
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo import Client
+from octavo.cli.errors import CliError
+from octavo.cli.serve.cluster import joined
+from octavo.cli.settings.groups import ServeSettings
+from tests.support.services.raylets import Raylets, raylets
+from tests.support.services.service import environment, free_port, launch, serve
+
+ORACLE = ("--runner=oracle", "--num-blocks=2048", "--page=off", "--oracle-step-delay-s=0.01")
+ENDLESS = ("--oracle-eos-every=1000000",)
+LIMIT_S = 180.0
+NUM_STREAMS, NUM_TOKENS = 16, 600
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def octavo(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "octavo.cli.main", *words]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def refusal(*words: str) -> str:
+    """What `octavo serve` says that does not start; one error, no traceback."""
+    done = octavo("serve", "--port=0", "--metrics-port=0", "--worker-metrics-port=0", *ORACLE, *words)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+    return " ".join(done.stderr.split())
+
+
+class Streams:
+    """Callers that read at once; each notes its ids, when they came, and how often it moved."""
+
+    def __init__(self, target: str) -> None:
+        self.got: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
+        self.moved = [0] * NUM_STREAMS
+        self.longest_pause_s = 0.0
+        self._target = target
+        self._threads = [threading.Thread(target=self._read, args=(n,)) for n in range(NUM_STREAMS)]
+        for each in self._threads:
+            each.start()
+
+    def _read(self, n: int) -> None:
+        asked: dict[str, Any] = {"token_ids": [n + 1, 6, 7], "max_tokens": NUM_TOKENS, "seed": n, "output": "token_ids"}
+        with Client(self._target) as client:
+            stream = client.stream(**asked)
+            last_s = None
+            for delta in stream.deltas():
+                now_s = time.monotonic()
+                self.longest_pause_s = max(self.longest_pause_s, now_s - (last_s or now_s))
+                last_s = now_s
+                self.got[n] += delta.token_ids
+            assert stream.finished is not None
+            self.moved[n] = stream.finished.receipt.migrations
+
+    def have(self, num_tokens: int) -> bool:
+        return all(len(ids) >= num_tokens for ids in self.got)
+
+    def join(self) -> "Streams":
+        for each in self._threads:
+            each.join(LIMIT_S)
+        return self
+
+
+def test_hosts_are_killed_at_random_and_not_a_token_is_another(cluster: Raylets, tmp_path: Path) -> None:
+    for _ in range(3):
+        cluster.add(cpus=1)
+    dice = random.Random(1)
+    with serve(tmp_path, *ORACLE, *ENDLESS, f"--cluster={cluster.address}", "--workers=2") as service:
+        service.wait_until_supervised()
+        quiet = Streams(service.target).join()
+        assert quiet.moved == [0] * NUM_STREAMS
+        disturbed = Streams(service.target)
+        for num_tokens in (40, 200):
+            wait_for(lambda num_tokens=num_tokens: disturbed.have(num_tokens))
+            wait_for(lambda: len(service.load()) == 2)
+            before = {load.epoch for load in service.load()}
+            victim = dice.choice([node for node in cluster.raylets if cluster.workers(node)])
+            cluster.add(cpus=1)
+            cluster.kill(victim)
+            killed_s = time.monotonic()
+            wait_for(lambda before=before: len({load.epoch for load in service.load()} & before) < 2)
+            wait_for(lambda: len(service.load()) == 2)
+            print(f"capacity is back after {time.monotonic() - killed_s:.1f} s")  # noqa: T201
+        disturbed.join()
+        print(f"longest pause {disturbed.longest_pause_s:.2f} s, quiet {quiet.longest_pause_s:.2f} s")  # noqa: T201
+        assert disturbed.got == quiet.got
+        assert [len(ids) for ids in disturbed.got] == [NUM_TOKENS] * NUM_STREAMS
+        assert sum(disturbed.moved) >= 2
+        service.wait_until_idle()
+
+
+def test_each_worker_gets_a_gpu_of_its_own_and_the_number_is_changed_within_the_room(
+    cluster: Raylets, tmp_path: Path
+) -> None:
+    """Of three hosts two declare a GPU."""
+    nodes = [cluster.add(cpus=2, gpus=1), cluster.add(cpus=2, gpus=1), cluster.add(cpus=4)]
+    asked = (*ORACLE, *ENDLESS, f"--cluster={cluster.address}", "--device=cuda")
+    assert "3 workers need 1 GPU and 1 CPU each, and the cluster's 4 hosts hold 2 of them" in refusal(
+        *asked, "--workers=3"
+    )
+    assert "a worker needs 2 GPUs and 2 CPUs on one host, and none of the cluster's 4 hosts has that" in refusal(
+        *asked, "--tensor-parallel-size=2"
+    )
+    with serve(tmp_path, *asked) as service:
+        service.wait_until_supervised()
+        port = f"--admin-port={service.admin_port}"
+        assert octavo("scale", "2", port).stdout.startswith("folio-chat: 2 workers (was 1")
+        wait_for(lambda: len(service.load()) == 2)
+        placed = [cluster.workers(node) for node in nodes]
+        assert [len(each) for each in placed] == [1, 1, 0]
+        assert [each[0].environ()["CUDA_VISIBLE_DEVICES"] for each in placed[:2]] == ["0", "0"]
+        done = octavo("scale", "3", port)
+        assert done.returncode == 1
+        assert "hold 2 of them" in done.stderr
+        assert octavo("scale", "1", port).returncode == 0
+        wait_for(lambda: len(service.load()) == 1)
+        wait_for(lambda: sum(len(cluster.workers(node)) for node in nodes) == 1)
+        assert octavo("scale", "2", port).returncode == 0  # the GPU was given back
+        wait_for(lambda: len(service.load()) == 2)
+
+
+def test_a_worker_that_dies_is_started_again_where_it_was(cluster: Raylets, tmp_path: Path) -> None:
+    node = cluster.add(cpus=1)
+    with serve(tmp_path, *ORACLE, f"--cluster={cluster.address}") as service:
+        service.wait_until_supervised()
+        (first,) = cluster.workers(node)
+        first.kill()
+        wait_for(lambda: [each.pid for each in cluster.workers(node)] not in ([], [first.pid]))
+        wait_for(lambda: len(service.load()) == 1)
+        assert "died (signal 9); starting it again in 0.25 s" in service.log.read_text()
+
+
+def test_workers_end_with_a_supervisor_that_is_killed(cluster: Raylets, tmp_path: Path) -> None:
+    node = cluster.add(cpus=1)
+    with launch(tmp_path, *ORACLE, f"--cluster={cluster.address}") as service:
+        service.wait_until_supervised()
+        (worker,) = cluster.workers(node)
+        service.process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_cluster_is_joined_from_outside_of_it(tmp_path: Path) -> None:
+    with raylets(client_port=free_port()) as cluster:
+        cluster.add(cpus=1)
+        with serve(tmp_path, *ORACLE, f"--cluster=ray://127.0.0.1:{cluster.client_port}") as service:
+            service.wait_until_supervised()
+            with Client(service.target) as client:
+                assert len(client.complete(token_ids=[5], max_tokens=4, output="token_ids").token_ids) == 4
+
+
+def test_what_a_cluster_cannot_give_is_refused_before_anything_starts(cluster: Raylets) -> None:
+    asked = f"--cluster={cluster.address}"
+    assert "none of the cluster's 1 host has that" in refusal(asked)
+    assert "the cluster has no GPUs" in refusal(asked, "--device=cuda")
+
+
+def test_what_is_no_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own library would, for two minutes."""
+    monkeypatch.setattr("octavo.cli.serve.cluster.LOOK_S", 6.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        joining = joined(ServeSettings(cluster=address), Path())
+        with pytest.raises(CliError) as refused:
+            joining.__enter__()
+    assert refused.value.what == "the cluster cannot be joined"
+    assert refused.value.numbers == f"{address}: it did not answer as a head of Ray within 6 s"
+
+
+def test_room_that_others_hold_is_told_after_a_while(cluster: Raylets, tmp_path: Path) -> None:
+    cluster.add(cpus=1)
+    asked = f"--cluster={cluster.address}"
+    with serve(tmp_path, *ORACLE, asked):
+        told = refusal(asked)
+    assert "worker-0 waits for a host of the cluster with 1 CPU free" in told
+    assert "found no host of the cluster with room for it" in told
