@@ -312,9 +312,10 @@ class Gateway:
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:
-        """Health and models for the supervisor, on a socket in the run directory: closed to all but our user."""
+        """Health, models and load for the supervisor, on a socket in the run directory: closed to all but our user."""
         server = new_server(self.config, self._new_interceptor(Authenticator()))
         model_pb2_grpc.add_ModelServiceServicer_to_server(self._model_servicer(), server)
+        load_pb2_grpc.add_LoadServiceServicer_to_server(self._load_servicer(), server)
         self.readiness.attach(server)
         bind(server, self.config, address, None, setting="the status socket")
         return server

@@ -4,6 +4,8 @@ What AdminService.Scale of a gateway takes is passed on to it; who may open the 
 no gateway.
 """
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,16 +15,18 @@ from typing import Any, TypeAlias
 import grpc
 
 from octavo.cli.errors import nearest
+from octavo.cli.serve.autoscale import AutoscalePolicy, Course, demand_of, steer
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.service import Kept, Notice, Service, Stage
 from octavo.cli.settings.model_names import name_of_model
 from octavo.gateway.errors import InvalidRequest
 from octavo.gateway.validation.fields import check
 from octavo.v1 import admin_pb2 as pb
-from octavo.v1 import admin_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, load_pb2, load_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SHUTDOWN_S = 0.5
+LOOK_S = 1.0  # between two looks at the load
 
 
 class CannotScale(Exception):
@@ -67,7 +71,7 @@ class Fleet:
             raise CannotScale(self._reserved)
         return self.scale(model, num_workers)
 
-    def scale(self, model: str, num_workers: int) -> tuple[str, int]:
+    def scale(self, model: str, num_workers: int, *, because: str = "an operator asked for it") -> tuple[str, int]:
         """The same, whoever asks."""
         if self._service.stage is not Stage.RUNNING:
             raise CannotScale("the service is shutting down")
@@ -79,7 +83,7 @@ class Fleet:
         if more > 0 and (why := self._room(len(self._workers()) + more)) is not None:
             raise CannotScale(why)
         if more != 0:
-            self._notice(f"{name}: {before} → {num_workers} workers")
+            self._notice(f"{name}: from {before} to {num_workers} workers, since {because}")
         own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
         for kept in own[num_workers:][::-1]:
             self._service.retire(kept)
@@ -143,3 +147,30 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
         yield
     finally:
         await server.stop(SHUTDOWN_S)
+
+
+async def follow_load(fleet: Fleet, policy: AutoscalePolicy, address: str, notice: Notice) -> None:
+    """Scale each model as its load asks for, for ever. address: where a gateway tells the load without asking who asks.
+    A gateway that is away is asked again; what cannot be is told once."""
+    courses: dict[str, Course] = {}
+    told = ""
+    while True:
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = load_pb2_grpc.LoadServiceStub(channel)
+                async for snapshot in stub.WatchLoad(load_pb2.WatchLoadRequest(interval_s=LOOK_S)):
+                    for model, size in fleet.sizes().items():
+                        demand = demand_of(snapshot, model)
+                        course = courses.get(model, Course(wanted=size))
+                        courses[model] = steer(policy, course, demand, time.monotonic())
+                        if courses[model].wanted != size:
+                            why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
+                            try:
+                                fleet.scale(model, courses[model].wanted, because=why)
+                            except CannotScale as error:
+                                courses[model] = Course(wanted=size, changed_s=time.monotonic())
+                                if str(error) != told:
+                                    told = str(error)
+                                    notice(f"{model} keeps {size} workers: {told}")
+        except grpc.aio.AioRpcError:
+            await asyncio.sleep(LOOK_S)

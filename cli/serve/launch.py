@@ -239,8 +239,8 @@ def front_socket(run_dir: Path, n: int) -> Path:
 
 
 def status_socket(settings: ServeSettings, run_dir: Path, n: int) -> Path | None:
-    """Of gateway n; None where its own port answers everybody."""
-    return run_dir / f"status-{n}.sock" if settings.guards_its_door else None
+    """Of gateway n; None where its own port answers everybody, and nobody follows the load."""
+    return run_dir / f"status-{n}.sock" if settings.guards_its_door or settings.autoscale else None
 
 
 def write_settings(values: Mapping[str, Any], path: Path) -> Path:

@@ -15,8 +15,9 @@ from typing import Protocol
 from rich.console import Console
 
 from octavo.cli.errors import CliError
+from octavo.cli.serve.autoscale import AutoscalePolicy, policy_of
 from octavo.cli.serve.children import Child, Keepable, OnLine
-from octavo.cli.serve.fleet import Fleet, listening
+from octavo.cli.serve.fleet import Fleet, follow_load, listening
 from octavo.cli.serve.launch import (
     READY_FILE,
     Doors,
@@ -69,6 +70,9 @@ def serve(settings: ServeSettings) -> int:
     else:
         check_workers(settings)
     check_traces()
+    policy = policy_of(settings)
+    if policy is not None:
+        settings = settings.model_copy(update={"workers": min(max(settings.workers, policy.floor), policy.ceiling)})
     gateways_why = ""
     if settings.gateways is None and not settings.cluster and not settings.control_endpoint:  # who else names each of ours
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=serves_on_gpu(settings))
@@ -181,8 +185,10 @@ async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], Non
         return keep(plan, child, RestartPolicy())
 
     service = Service(list(map(kept, layout.plans)), drain_grace_s=settings.drain_grace_s, notice=notice)
+    policy = policy_of(settings)
     fleet = Fleet(
         service,
+        reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
         make=lambda n, model: kept(_later_worker(layout, n, model)),
         room=site.room,
         on_change=lambda: rewrite([each.plan for each in service.processes]),
@@ -193,16 +199,34 @@ async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], Non
         loop.add_signal_handler(number, _on_signal, service, notice)
     announcer = asyncio.create_task(_announce(layout, started_s, service, view, fleet))
     announcer.add_done_callback(lambda task: _on_announced(task, view.notice))
+    tasks = [announcer]
+    if policy is not None:
+        told_at = _asked_at(layout.plans)
+        assert told_at is not None
+        tasks.append(asyncio.create_task(_autoscale(announcer, fleet, policy, told_at, notice)))
     try:
         async with listening(fleet, supervisor_socket(layout.run_dir)):
             code = await service.run()
     finally:
-        announcer.cancel()
-        await asyncio.gather(announcer, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         view.close()
     if service.failure:
         raise CliError("the service could not go on", service.failure, "the lines above say why")
     return code
+
+
+async def _autoscale(
+    announcer: asyncio.Task[None], fleet: Fleet, policy: AutoscalePolicy, address: str, notice: Notice
+) -> None:
+    """Once the service is ready."""
+    await asyncio.wait([announcer])
+    try:
+        await follow_load(fleet, policy, address, notice)
+    except Exception as error:
+        notice(f"the number of workers stays as it is from now on: {type(error).__name__}: {error}")
+        raise
 
 
 def _later_worker(layout: _Layout, n: int, model: str) -> ProcessPlan:

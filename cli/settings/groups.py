@@ -165,11 +165,27 @@ class ServeSettings(
     cluster_address: str = setting(
         "", "Address at which the cluster's hosts reach this one; unset: as Ray knows it", panel="Service"
     )
+    autoscale: str = setting(
+        "",
+        "MIN:MAX: let the load choose the number of workers of each model, between these; unset: --workers, and what "
+        "octavo scale asks for",
+        panel="Service",
+    )
+    autoscale_queue_s: float = setting(
+        1.0, "Seconds of waiting beyond which there shall be more workers", panel="Service", gt=0
+    )
+    autoscale_usage: float = setting(
+        0.8, "Share of KV blocks, or of running outputs, beyond which there shall be more", panel="Service", gt=0, le=1
+    )
+    autoscale_up_s: float = setting(15.0, "Seconds between two steps up", panel="Service", ge=0)
+    autoscale_down_s: float = setting(
+        300.0, "Seconds of quiet before a worker goes, and between two that go", panel="Service", ge=0
+    )
     workers: int = setting(1, "Workers of each model", panel="Service", ge=1, le=64)
     gateways: int | None = setting(
         None,
-        "Gateway processes, all on one port; unset: 1 where the model computes on the CPU or on a cluster, one for every "
-        "four cores, at most 8, where it has a GPU",
+        "Gateway processes, all on one port; unset: 1 where the model computes on the CPU or on a cluster, one for "
+        "every four cores, at most 8, where it has a GPU",
         panel="Service",
         ge=1,
         le=64,

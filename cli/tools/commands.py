@@ -82,7 +82,11 @@ def ps(
 def scale(
     resolved: Resolved[ScaleSettings],
     words: Annotated[
-        list[str], typer.Argument(metavar="[MODEL] WORKERS", help="The model, where there are several; how many.")
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] WORKERS",
+            help="Two words, the model and how many; the model may be left out where there is one.",
+        ),
     ],
 ) -> int:
     """Change how many workers a model of a running service has; those that go finish or hand over what they have.

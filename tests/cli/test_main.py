@@ -250,6 +250,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--requests", "--jobs", "--shrink", "--seeds", "--results"}  # python -m sim
     of_others |= {"--from-file", "--from-literal", "--replicas", "--namespace", "--timeout"}  # kubectl
     of_others |= {"--build-arg"}  # docker
+    of_others |= {"--head"}  # ray start
     of_others |= {"--pip-args", "--find-links", "--spec"}  # pipx, pip
     of_others |= {"--grpc-port"}  # vLLM
     of_others |= {"--debug"}  # of every command, taken off before the command sees it

@@ -75,9 +75,9 @@ async def test_workers_come_and_go_by_their_model_and_numbers_are_used_again() -
     assert rig.fleet.sizes() == {"a": 1, "x": 3}
     assert rig.fleet.ask("x", 3) == ("x", 3)
     assert rig.notices == [
-        "a: 2 → 1 workers",
+        "a: from 2 to 1 workers, since an operator asked for it",
         "worker-1 (a) has left: fewer workers were asked for",
-        "x: 1 → 3 workers",
+        "x: from 1 to 3 workers, since an operator asked for it",
     ]
     rig.service.on_signal()
     assert await running == 0

@@ -1,0 +1,127 @@
+"""How many workers a model should have, by what its requests wait and how full its workers are. Pure: what is seen now
+and what is remembered in, what to remember next out.
+
+Up in steps as large as the pressure, as soon as those asked for before have come; down one at a time, after it was
+quiet for long enough. `bench/gateway/autoscale.py` simulates a day of it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from octavo.cli.errors import usage as usage_error
+from octavo.cli.settings.groups import ServeSettings
+from octavo.v1 import load_pb2
+
+MAX_WORKERS = 64
+MAX_GROWTH = 2.0  # of the number of workers, in one step
+LONG_QUEUE = 4.0  # times the wait that is bearable: half as many workers again at once
+QUIET_QUEUE = 0.25  # of the wait that is bearable
+QUIET_USAGE = 0.75  # of the bearable use, with one worker fewer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalePolicy:
+    """floor, ceiling: the numbers between which it chooses. queue_s: the wait that is bearable. usage: the share of KV
+    blocks, or of the outputs that run at once, that is. up_s, down_s: between two changes, up and down; down only after
+    so long a quiet."""
+
+    floor: int
+    ceiling: int
+    queue_s: float = 1.0
+    usage: float = 0.8
+    up_s: float = 15.0
+    down_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Of one model, now. num_workers: that take requests. queue_s: what requests wait. usage: how full its workers are
+    together, 0 to 1."""
+
+    num_workers: int
+    queue_s: float
+    usage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What is remembered from one look to the next. wanted: workers that there shall be. quiet_since_s: None while it
+    is not quiet."""
+
+    wanted: int
+    changed_s: float = -math.inf
+    quiet_since_s: float | None = None
+
+
+def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float) -> Course:
+    """The course from now on."""
+    wanted = min(max(course.wanted, policy.floor), policy.ceiling)
+    if wanted != course.wanted:
+        return Course(wanted=wanted, changed_s=now_s)
+    if demand.num_workers == 0:  # nothing is known of a model that nobody serves
+        return replace(course, quiet_since_s=None)
+    if demand.queue_s > policy.queue_s or demand.usage > policy.usage:
+        course = replace(course, quiet_since_s=None)
+        has_come = demand.num_workers >= wanted and now_s - course.changed_s >= policy.up_s
+        more = min(_grown(policy, demand), policy.ceiling) if has_come else wanted
+        return Course(wanted=more, changed_s=now_s) if more > wanted else course
+    if wanted == policy.floor or demand.num_workers > wanted or not _is_quiet(policy, demand):
+        return replace(course, quiet_since_s=None)
+    since_s = now_s if course.quiet_since_s is None else course.quiet_since_s
+    if now_s - since_s >= policy.down_s and now_s - course.changed_s >= policy.down_s:
+        return Course(wanted=wanted - 1, changed_s=now_s)
+    return replace(course, quiet_since_s=since_s)
+
+
+def _grown(policy: AutoscalePolicy, demand: Demand) -> int:
+    """As many as would be as full as is bearable, at least one more."""
+    growth = min(MAX_GROWTH, demand.usage / policy.usage)
+    if demand.queue_s > LONG_QUEUE * policy.queue_s:
+        growth = max(growth, 1.5)
+    return max(demand.num_workers + 1, math.ceil(demand.num_workers * growth))
+
+
+def _is_quiet(policy: AutoscalePolicy, demand: Demand) -> bool:
+    """Whether one worker fewer would still not be busy."""
+    fewer = demand.num_workers - 1
+    return (
+        fewer > 0
+        and demand.queue_s <= QUIET_QUEUE * policy.queue_s
+        and demand.usage * demand.num_workers / fewer <= QUIET_USAGE * policy.usage
+    )
+
+
+def demand_of(snapshot: load_pb2.WatchLoadResponse, model: str) -> Demand:
+    """Of a model in a snapshot of the service. The wait: what 95 of 100 complete outputs had, or, where that is more,
+    what those that wait now will have at the pace at which outputs are complete."""
+    ready = [
+        each for each in snapshot.workers if each.model == model and each.condition == load_pb2.WORKER_CONDITION_READY
+    ]
+    figures = next((each.figures for each in snapshot.models if each.model == model), load_pb2.LoadFigures())
+    waiting = sum(each.num_waiting for each in ready)
+    pace = max(figures.finished_per_s, 1.0)
+    blocks = sum(each.blocks.num_blocks for each in ready)
+    slots = sum(each.max_num_seqs for each in ready)
+    held = sum(each.blocks.num_active for each in ready) / blocks if blocks else 0.0
+    running = sum(each.num_running for each in ready) / slots if slots else 0.0
+    return Demand(
+        num_workers=len(ready), queue_s=max(figures.queue_s.p95, waiting / pace), usage=min(1.0, max(held, running))
+    )
+
+
+def policy_of(settings: ServeSettings) -> AutoscalePolicy | None:
+    """--autoscale, understood; None where it is unset. Raises CliError."""
+    if not settings.autoscale:
+        return None
+    low, colon, high = settings.autoscale.partition(":")
+    if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= MAX_WORKERS):
+        numbers = f"{settings.autoscale!r} is not MIN:MAX with 1 ≤ MIN ≤ MAX ≤ {MAX_WORKERS}"
+        raise usage_error("bad value for --autoscale", numbers, "write it as 1:4")
+    return AutoscalePolicy(
+        floor=int(low),
+        ceiling=int(high),
+        queue_s=settings.autoscale_queue_s,
+        usage=settings.autoscale_usage,
+        up_s=settings.autoscale_up_s,
+        down_s=settings.autoscale_down_s,
+    )
