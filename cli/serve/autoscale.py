@@ -15,6 +15,8 @@ from octavo.v1 import load_pb2
 MAX_WORKERS = 64
 MAX_GROWTH = 2.0  # of the number of workers, in one step
 LONG_QUEUE = 4.0  # times the wait that is bearable: half as many workers again at once
+MISSED = 2.0  # times the quiet that was asked for: who is asked for again within that was missed
+MAX_PATIENCE = 8.0
 QUIET_QUEUE = 0.25  # of the wait that is bearable
 QUIET_USAGE = 0.75  # of the bearable use, with one worker fewer
 
@@ -46,11 +48,14 @@ class Demand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     """What is remembered from one look to the next. wanted: workers that there shall be. quiet_since_s: None while it
-    is not quiet."""
+    is not quiet. left_s: when one went last. patience: times down_s that it has to be quiet; more after each that was
+    missed soon."""
 
     wanted: int
     changed_s: float = -math.inf
     quiet_since_s: float | None = None
+    left_s: float = -math.inf
+    patience: float = 1.0
 
 
 def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float) -> Course:
@@ -64,13 +69,19 @@ def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float)
         course = replace(course, quiet_since_s=None)
         has_come = demand.num_workers >= wanted and now_s - course.changed_s >= policy.up_s
         more = min(_grown(policy, demand), policy.ceiling) if has_come else wanted
-        return Course(wanted=more, changed_s=now_s) if more > wanted else course
+        if more == wanted:
+            return course
+        was_missed = now_s - course.left_s < MISSED * policy.down_s * course.patience
+        patience = min(MAX_PATIENCE, 2 * course.patience) if was_missed else course.patience
+        return replace(course, wanted=more, changed_s=now_s, patience=patience)
     if wanted == policy.floor or demand.num_workers > wanted or not _is_quiet(policy, demand):
         return replace(course, quiet_since_s=None)
     since_s = now_s if course.quiet_since_s is None else course.quiet_since_s
-    if now_s - since_s >= policy.down_s and now_s - course.changed_s >= policy.down_s:
-        return Course(wanted=wanted - 1, changed_s=now_s)
-    return replace(course, quiet_since_s=since_s)
+    if now_s - max(since_s, course.changed_s) < course.patience * policy.down_s:
+        return replace(course, quiet_since_s=since_s)
+    was_missed = now_s - course.left_s < MISSED * policy.down_s * course.patience
+    patience = course.patience if was_missed else max(1.0, course.patience / 2)
+    return replace(course, wanted=wanted - 1, changed_s=now_s, quiet_since_s=None, left_s=now_s, patience=patience)
 
 
 def _grown(policy: AutoscalePolicy, demand: Demand) -> int:

@@ -38,6 +38,7 @@ from octavo.cli.serve.launch import (
 from octavo.cli.serve.ports import free_port, held_port, require_free
 from octavo.cli.serve.preflight import (
     check_front,
+    check_group_devices,
     check_peers,
     check_traces,
     check_workers,
@@ -134,18 +135,24 @@ class _Here:
     """This host."""
 
     doors: Doors
+    settings: ServeSettings
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
         return local_child(plan, on_line)
 
     def room(self, num_workers: int) -> str | None:
+        one_model = {"workers": num_workers, "model": self.settings.model[:1]}
+        try:
+            check_group_devices(self.settings.model_copy(update=one_model))
+        except CliError as error:
+            return error.numbers
         return None
 
 
 @contextmanager
 def _site(settings: ServeSettings, run_dir: Path) -> Iterator[Site]:
     if not settings.cluster:
-        yield _Here(local_doors(settings, run_dir))
+        yield _Here(local_doors(settings, run_dir), settings)
         return
     from octavo.cli.serve.cluster import joined  # Ray: only where it is wanted
 

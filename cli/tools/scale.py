@@ -14,7 +14,7 @@ from octavo.cli.settings.groups import ScaleSettings
 from octavo.client.options import open_channel
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 MAX_WORKERS = 64
 _ADVICE = {
     grpc.StatusCode.UNAVAILABLE: "start one with `octavo serve`, or give its --host and --admin-port",

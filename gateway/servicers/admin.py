@@ -15,6 +15,7 @@ from octavo.v1 import admin_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 QUERY_TIMEOUT_S = 2.0  # as the contract says
+SCALE_TIMEOUT_S = 20.0  # it may look for GPUs, or ask a cluster
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -91,13 +92,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with grpc.aio.insecure_channel(self._supervisor_address) as channel:
             try:
                 answer: pb.ScaleResponse = await admin_pb2_grpc.AdminServiceStub(channel).Scale(
-                    request, timeout=QUERY_TIMEOUT_S
+                    request, timeout=SCALE_TIMEOUT_S
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise ModelNotFound(error.details()) from None
-                is_refusal = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-                raise ScaleRefused(error.details() if is_refusal else "the supervisor does not answer") from None
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise ScaleRefused(error.details()) from None
+                silent = "the supervisor does not answer: look whether the number has changed"
+                raise ScaleRefused(silent) from None
         return answer
 
 

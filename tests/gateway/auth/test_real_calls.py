@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from octavo.gateway.auth.authenticator import SCOPE_OF, Scope, digest_of
 from octavo.gateway.config import AccessConfig
-from octavo.v1 import admin_pb2, model_pb2, model_pb2_grpc
+from octavo.v1 import admin_pb2, load_pb2, load_pb2_grpc, model_pb2, model_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 from tests.support.gateway.fake_pool import FakePool, FakeRun
 from tests.support.gateway.rpc_errors import refused
@@ -367,7 +367,7 @@ async def test_tokens_are_reserved_refused_with_the_wait_and_refunded(guarded: A
         again.cancel()
 
 
-async def test_the_supervisors_socket_tells_health_and_models_and_does_nothing_else(
+async def test_the_supervisors_socket_tells_health_models_and_load_and_does_nothing_else(
     guarded: Any, tmp_path: Path
 ) -> None:
     address = f"unix:{tmp_path}/status.sock"
@@ -375,9 +375,25 @@ async def test_the_supervisors_socket_tells_health_and_models_and_does_nothing_e
         models = await model_pb2_grpc.ModelServiceStub(channel).ListModels(model_pb2.ListModelsRequest())
         assert [model.name for model in models.models] == ["tiny"]
         assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())).status == 1
-        for path in sorted(SCOPE_OF):
+        snapshot = await load_pb2_grpc.LoadServiceStub(channel).WatchLoad(load_pb2.WatchLoadRequest()).read()
+        assert [each.model for each in snapshot.workers] == ["tiny"]
+        load = "/octavo.v1.LoadService/WatchLoad"
+        for path in sorted(SCOPE_OF.keys() - {load}):
             if SCOPE_OF[path] not in (Scope.HEALTH, Scope.MODELS) or path.startswith("/vllm"):
                 assert (await refused(channel.unary_unary(path)(b"", timeout=30))).code is C.UNIMPLEMENTED
+
+
+async def test_only_an_admin_may_scale_and_a_gateway_of_no_supervisor_refuses(guarded: Any, tmp_path: Path) -> None:
+    request = admin_pb2.ScaleRequest(num_workers=2)
+    for supervisor in (None, f"unix:{tmp_path}/nobody.sock"):
+        given = {"admin_address": f"unix:{tmp_path}/admin.sock", "supervisor_address": supervisor}
+        async with guarded(**given) as served:
+            assert (await refused(served.admin.Scale(request))).code is C.UNAUTHENTICATED
+            assert (await refused(served.admin.Scale(request, metadata=as_("ann")))).code is C.PERMISSION_DENIED
+            refusal = await refused(served.admin.Scale(request, metadata=as_("ops")))
+            assert (refusal.code, refusal.reason) == (C.FAILED_PRECONDITION, "SCALE_REFUSED")
+            why = "does not answer" if supervisor else "was not started by octavo serve"
+            assert why in refusal.message
 
 
 async def test_metrics_have_closed_labels_for_every_caller(guarded: Any) -> None:
