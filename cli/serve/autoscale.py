@@ -16,7 +16,7 @@ MAX_WORKERS = 64
 MAX_GROWTH = 2.0  # of the number of workers, in one step
 LONG_QUEUE = 4.0  # times the wait that is bearable: half as many workers again at once
 MISSED = 2.0  # times the quiet that was asked for: who is asked for again within that was missed
-MAX_PATIENCE = 8.0
+MAX_PATIENCE = 4.0
 QUIET_QUEUE = 0.25  # of the wait that is bearable
 QUIET_USAGE = 0.75  # of the bearable use, with one worker fewer
 
@@ -29,7 +29,7 @@ class AutoscalePolicy:
 
     floor: int
     ceiling: int
-    queue_s: float = 1.0
+    queue_s: float = 2.0
     usage: float = 0.8
     up_s: float = 15.0
     down_s: float = 300.0
@@ -71,7 +71,7 @@ def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float)
         more = min(_grown(policy, demand), policy.ceiling) if has_come else wanted
         if more == wanted:
             return course
-        was_missed = now_s - course.left_s < MISSED * policy.down_s * course.patience
+        was_missed = now_s - course.left_s < MISSED * policy.down_s
         patience = min(MAX_PATIENCE, 2 * course.patience) if was_missed else course.patience
         return replace(course, wanted=more, changed_s=now_s, patience=patience)
     if wanted == policy.floor or demand.num_workers > wanted or not _is_quiet(policy, demand):
@@ -79,8 +79,8 @@ def steer(policy: AutoscalePolicy, course: Course, demand: Demand, now_s: float)
     since_s = now_s if course.quiet_since_s is None else course.quiet_since_s
     if now_s - max(since_s, course.changed_s) < course.patience * policy.down_s:
         return replace(course, quiet_since_s=since_s)
-    was_missed = now_s - course.left_s < MISSED * policy.down_s * course.patience
-    patience = course.patience if was_missed else max(1.0, course.patience / 2)
+    has_gone_well = course.left_s == course.changed_s  # the last change was one that went, too
+    patience = max(1.0, course.patience / 2) if has_gone_well else course.patience
     return replace(course, wanted=wanted - 1, changed_s=now_s, quiet_since_s=None, left_s=now_s, patience=patience)
 
 

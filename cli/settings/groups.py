@@ -172,7 +172,7 @@ class ServeSettings(
         panel="Service",
     )
     autoscale_queue_s: float = setting(
-        1.0, "Seconds of waiting beyond which there shall be more workers", panel="Service", gt=0
+        2.0, "Seconds of waiting beyond which there shall be more workers", panel="Service", gt=0
     )
     autoscale_usage: float = setting(
         0.8, "Share of KV blocks, or of running outputs, beyond which there shall be more", panel="Service", gt=0, le=1
