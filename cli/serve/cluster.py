@@ -30,7 +30,7 @@ from octavo.cli.serve.service import Notice
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
-from octavo.wire.keys import generate_keys, save_keys
+from octavo.wire.keys import generate_keys, load_keys, save_keys
 
 CONNECT_S = 5.0
 LOOK_S = 30.0
@@ -66,7 +66,7 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
     reached = (head.host, head.port) if head.way is Way.CLIENT else (gcs_host.strip("[]"), int(gcs_port))
     address = settings.cluster_address or _local_address(*reached)
     with tempfile.TemporaryDirectory(prefix="keys-", dir=run_dir) as folder:
-        files, of_gateways = _new_keys(Path(folder))
+        files, of_gateways = _keys(Path(folder), settings.gateway_key_file)
         taken: set[int] = set()
         ports = [free_port(address, taken) for _ in range(settings.num_gateways)]
         doors = Doors(endpoints=[f"tcp://{join_address(address, port)}" for port in ports], of_gateways=of_gateways)
@@ -116,9 +116,9 @@ def _look(head: Head) -> tuple[list[Host], str]:
     raise CliError("the cluster cannot be joined", f"{head.address}: {why}", advice)
 
 
-def _new_keys(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """What each worker gets as files, and the settings of gateways."""
-    gateway_key, gateway_pub = save_keys(generate_keys(), folder, "gateway")
+def _keys(folder: Path, given: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """What each worker gets as files, and the settings of gateways; their pair is made here, unless one was given."""
+    gateway_key, gateway_pub = save_keys(load_keys(given) if given else generate_keys(), folder, "gateway")
     worker_key, worker_pub = save_keys(generate_keys(), folder, "worker")
     files = {"worker_key_file": worker_key.read_text(), "gateway_public_key_file": gateway_pub.read_text()}
     return files, {"gateway_key_file": gateway_key, "allowed_worker_keys": [str(worker_pub)]}

@@ -75,7 +75,9 @@ def serve(settings: ServeSettings) -> int:
     if policy is not None:
         settings = settings.model_copy(update={"workers": min(max(settings.workers, policy.floor), policy.ceiling)})
     gateways_why = ""
-    if settings.gateways is None and not settings.cluster and not settings.control_endpoint:  # who else names each of ours
+    if (
+        settings.gateways is None and not settings.cluster and not settings.control_endpoint
+    ):  # who else names each of ours
         settings, gateways_why = with_gateways(settings, usable_cores(), on_gpu=serves_on_gpu(settings))
     if not settings.registration_token:  # only workers that were started here may register
         settings = settings.model_copy(update={"registration_token": secrets.token_hex(32)})
