@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from octavo.wire.endpoints import Endpoint, EndpointError, Transport, parse_endpoint, require_proof
+from octavo.wire.endpoints import (
+    Endpoint,
+    EndpointError,
+    Transport,
+    is_address,
+    is_wildcard,
+    parse_endpoint,
+    require_proof,
+)
 
 
 def test_an_ipc_address_has_a_path() -> None:
@@ -77,3 +85,21 @@ def test_beyond_loopback_keys_are_a_must() -> None:
     for has_token in (True, False):
         with pytest.raises(EndpointError, match="octavo keys new"):
             require_proof(far, has_key=False, has_token=has_token)
+
+
+@pytest.mark.parametrize(
+    ("host", "of_address", "of_all"),
+    [
+        ("10.0.0.1", True, False),
+        ("0.0.0.0", True, True),
+        ("::", True, True),
+        ("fe80::1%eth0", True, False),
+        ("octavo-gateways", False, False),
+        ("localhost", False, False),
+        ("10.0.0", False, False),
+    ],
+)
+def test_names_addresses_and_those_that_nobody_can_dial_are_told_apart(
+    host: str, of_address: bool, of_all: bool
+) -> None:
+    assert (is_address(host), is_wildcard(host)) == (of_address, of_all)
