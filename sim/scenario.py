@@ -40,6 +40,8 @@ class FaultKind(StrEnum):
     DISCONNECT_WHEN = "disconnect_when"  # its connection with the gateway of that output breaks
     FAIL_STEP = "fail_step"  # its next step
     DEFECT = "defect"  # our own code raises at the fault point `detail`
+    RANK_DIES = "rank_dies"  # the process of one of a worker's ranks, the one of number `detail`
+    RANK_STOPS = "rank_stops"  # … stands still from now on
 
 
 LURKING = frozenset(
@@ -54,6 +56,10 @@ LURKING = frozenset(
         FaultKind.FAIL_STEP,
     )
 )
+
+
+OF_RANKS = frozenset((FaultKind.RANK_DIES, FaultKind.RANK_STOPS))
+"""Only where workers have several ranks."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -114,7 +120,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The service. Step time: step_base_s + step_prefill_s per prompt token + step_seq_s per decode, all times
     1 ± jitter. is_watched: the gateways see a worker's process end at once. poisons: freed blocks are overwritten.
     num_host_blocks: of a second tier; copy_s: that a block takes to it or back. tenants: with keys; none: nobody is
-    asked who they are, and tenants keep apart by salts that they choose."""
+    asked who they are, and tenants keep apart by salts that they choose. num_ranks: of each worker, tensor-parallel."""
 
     num_workers: int = 1
     num_gateways: int = 1
@@ -155,6 +161,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     max_copies_in: int = 64
     copy_s: float = 0.0001
+    num_ranks: int = 1
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):

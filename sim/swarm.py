@@ -10,7 +10,7 @@ import msgspec
 from sim.faults.lurking import MOVING
 from sim.processes.dealer import LIES
 from sim.processes.runner import NAN_TOKEN, POISON_TOKEN
-from sim.scenario import LURKING, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
+from sim.scenario import LURKING, OF_RANKS, Fault, FaultKind, RequestSpec, Scenario, SimConfig, Tenant
 
 MEAN_OUTPUT_TOKENS = 8
 STOPS = ("1", "w2", " w3", "a", "é", "34", "w1 ")
@@ -64,9 +64,11 @@ def scenario_of(seed: int, *, num_requests: int) -> Scenario:
     config = msgspec.structs.replace(config, tenants=_tenants(config, random.Random(f"{seed}:tenants")))
     config = _with_host_tier(config, random.Random(f"{seed}:host"))
     num_rushing = min(num_requests // 8, MAX_RUSHING) * len(_LURKING)
+    config = _with_ranks(config, random.Random(f"{seed}:ranks"))
     requests = _Requests(config, random.Random(f"{seed}:requests"), horizon_s).many(num_requests - num_rushing)
     faults = _faults(config, random.Random(f"{seed}:faults"), horizon_s)
     faults = _some_while_copying(faults, config, random.Random(f"{seed}:copying"))
+    faults += _of_ranks(config, random.Random(f"{seed}:faults of ranks"), horizon_s)
     rush, lurking = _rushes(config, random.Random(f"{seed}:rush"), num_rushing, horizon_s + RUSH_AFTER_S)
     requests += tuple(msgspec.structs.replace(spec, index=len(requests) + spec.index) for spec in rush)
     faults = tuple(sorted((*faults, *lurking), key=lambda fault: fault.at_s))
@@ -142,6 +144,26 @@ def _with_host_tier(config: SimConfig, rng: random.Random) -> SimConfig:
         num_host_blocks=max(1, round(config.num_blocks * rng.choice((0.2, 1.0, 5.0)))),
         max_copies_in=rng.choice((1, 4, 64)),
         copy_s=config.step_prefill_s * config.block_size * rng.choice((0.01, 0.1, 3.0)),
+    )
+
+
+def _with_ranks(config: SimConfig, rng: random.Random) -> SimConfig:
+    """In a third of the seeds workers are groups."""
+    return msgspec.structs.replace(config, num_ranks=rng.choice((1, 1, 1, 1, 2, 4)))
+
+
+def _of_ranks(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fault, ...]:
+    """What happens to one of a group's ranks and not to the others."""
+    if config.num_ranks == 1:
+        return ()
+    return tuple(
+        Fault(
+            kind=rng.choice((FaultKind.RANK_DIES, FaultKind.RANK_DIES, FaultKind.RANK_STOPS)),
+            at_s=round(rng.uniform(0, horizon_s), 6),
+            worker=rng.randrange(config.num_workers),
+            detail=str(rng.randrange(1, config.num_ranks)),
+        )
+        for _ in range(rng.choice((0, 1, 3)))
     )
 
 
@@ -251,7 +273,7 @@ class _Requests:
 
 
 def _faults(config: SimConfig, rng: random.Random, horizon_s: float) -> tuple[Fault, ...]:
-    kinds = [kind for kind in FaultKind if kind not in LURKING and rng.random() < 0.4]
+    kinds = [kind for kind in FaultKind if kind not in LURKING | OF_RANKS and rng.random() < 0.4]
     if not kinds:
         return ()
     faults = [_fault(config, rng, rng.choice(kinds), horizon_s) for _ in range(rng.choice((0, 1, 3, 8, 20)))]

@@ -28,13 +28,20 @@ _TAKES_WORKERS_AWAY = {
     _K.HANG_UP_AND_CRASH,
     _K.CRASH_WHEN,
     _K.DISCONNECT_WHEN,
+    _K.RANK_DIES,
+    _K.RANK_STOPS,
 }
+_ENDS_GROUPS = {
+    _K.ENGINE_ERROR,
+    _K.FAIL_STEP,
+    _K.OUT_OF_MEMORY,
+}  # a step that failed on one rank alone, for all they know
 _DEATHS_OF_POISON = 3  # workers that an output has to be lost with before it is called so
 _NEEDED: dict[str, set[FaultKind]] = {
     "WORKER_LOST": _TAKES_WORKERS_AWAY,
     "WORKER_STALLED": _TAKES_WORKERS_AWAY,
     "NO_WORKER": _TAKES_WORKERS_AWAY,
-    "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION},
+    "DRAINING": {_K.DRAIN_GATEWAY, _K.DRAIN_WORKER, _K.LIE, _K.HANG, _K.FREEZE, _K.PARTITION, _K.RANK_STOPS},
     "ENGINE_ERROR": {_K.ENGINE_ERROR, _K.FAIL_STEP},
     "OUT_OF_MEMORY": {_K.OUT_OF_MEMORY},
     "ABORTED": {_K.ABORT, _K.FAIL, _K.CANCEL_OUTPUT},
@@ -48,7 +55,10 @@ class Blame:
     def __init__(self, scenario: Scenario) -> None:
         self._config = scenario.config
         self._kinds = {fault.kind for fault in scenario.faults}
-        self._num_losses = sum(fault.kind in _TAKES_WORKERS_AWAY for fault in scenario.faults)
+        costly = _TAKES_WORKERS_AWAY | (_ENDS_GROUPS if self._config.num_ranks > 1 else set())
+        self._num_losses = sum(fault.kind in costly for fault in scenario.faults)
+        if self._config.num_ranks > 1 and self._kinds & _ENDS_GROUPS:
+            self._kinds.add(_K.RANK_DIES)
         self._has_poison = any(POISON_TOKEN in spec.prompt for spec in scenario.requests)
         names = Counter(spec.request_id or f"r{spec.index}" for spec in scenario.requests)
         self._shared_names = {name for name, count in names.items() if count > 1}

@@ -46,6 +46,8 @@ class Chaos:
             FaultKind.FLUSH: self._flush,
             **dict.fromkeys(LURKING, self._lurking.add),
             FaultKind.DEFECT: self._defect,
+            FaultKind.RANK_DIES: self._lose_rank,
+            FaultKind.RANK_STOPS: self._lose_rank,
         }
 
     async def run(self, faults: tuple[Fault, ...], start_s: float) -> None:
@@ -66,6 +68,8 @@ class Chaos:
                 seat.life.thaw()
                 seat.life.outbox.lie = ""
                 seat.life.runner.hangs, seat.life.runner.next_error, seat.life.runner.slow_until_s = False, None, 0.0
+                if seat.life.group is not None and not seat.life.group.is_whole and not seat.life.is_computing:
+                    seat.crash()  # nobody would notice before the next step; a step under way is the watchdog's
 
     def at_point(self, name: str) -> None:
         """The product passes a fault point."""
@@ -103,6 +107,12 @@ class Chaos:
         life = self._world.seats[fault.worker].life
         if life is not None:
             life.runner.hangs = True
+
+    def _lose_rank(self, fault: Fault) -> None:
+        life = self._world.seats[fault.worker].life
+        if life is not None and life.group is not None:
+            lose = life.group.kill if fault.kind is FaultKind.RANK_DIES else life.group.stop
+            lose(int(fault.detail or 1))
 
     def _fail_step(self, fault: Fault) -> None:
         life = self._world.seats[fault.worker].life

@@ -4,8 +4,10 @@ Knows no block manager and no scheduler, only what plans say.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from octavo.worker.runners.interface import RunnerError
 from octavo.worker.runners.oracle.faults import OracleFaults
@@ -14,6 +16,7 @@ from octavo.worker.runners.oracle.runner import OracleRunner
 from octavo.worker.scheduler.plan import NewRequest, StepPlan, StepResult
 from sim.edges.fault_points import fault_point
 from sim.journal import Journal
+from sim.processes.group import SimGroup
 from sim.scenario import SimConfig
 
 VOCAB_SIZE = 400
@@ -44,11 +47,13 @@ def oracle_model(config: SimConfig) -> OracleModel:
     return OracleModel(vocab_size=VOCAB_SIZE, eos_token_ids=(2,), eos_every=config.eos_every)
 
 
-class SimRunner(OracleRunner):
-    """``slow_until_s``, ``next_error`` and ``hangs`` are set by the chaos."""
+class RankRunner(OracleRunner):
+    """The oracle with the scenario's blocks, as each rank of a worker has it. errors: by step."""
 
-    def __init__(self, config: SimConfig, rng: Any, clock: SimClock, journal: Journal) -> None:
-        self._errors: dict[int, RunnerError] = {}
+    host_blocks, max_copies_in, max_chunks, measure_copies = None, 0, None, None  # what groups ask a model's runner
+
+    def __init__(self, config: SimConfig, errors: Mapping[int, RunnerError]) -> None:
+        self.config = config
         super().__init__(
             oracle_model(config),
             num_blocks=config.num_blocks,
@@ -57,13 +62,23 @@ class SimRunner(OracleRunner):
             max_blocks_per_slot=-(-config.max_model_len // config.block_size),
             max_in_flight=config.max_in_flight,
             num_host_blocks=config.num_host_blocks,
-            faults=OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=NAN_OUTPUT_INDEX, collect_errors=self._errors),
+            faults=OracleFaults(nan_token_id=NAN_TOKEN, nan_output_index=NAN_OUTPUT_INDEX, collect_errors=errors),
         )
+
+
+class SimRunner(RankRunner):
+    """Of rank 0, which is the worker. ``slow_until_s``, ``next_error`` and ``hangs`` are set by the chaos. group: the
+    other ranks, where there are some."""
+
+    def __init__(self, config: SimConfig, rng: Any, clock: SimClock, journal: Journal, name: str) -> None:
+        self._errors: dict[int, RunnerError] = {}
+        super().__init__(config, self._errors)
+        others = [RankRunner(config, self._errors) for _ in range(1, config.num_ranks)]
+        self.group = SimGroup(others, journal, name) if others else None
         self.slow_until_s = 0.0
         self.next_error: RunnerError | None = None
         self.hangs = False
         self.on_plan: Callable[[StepPlan], None] = lambda plan: None
-        self._config = config
         self._rng = rng
         self._clock = clock
         self._journal = journal
@@ -87,13 +102,29 @@ class SimRunner(OracleRunner):
 
     def collect(self) -> StepResult:
         self._clock.ahead_s += self._durations.popleft()
-        return super().collect()
+        if self.group is None:
+            return super().collect()
+        if self.group.is_broken:
+            self._launched.popleft()
+            raise RunnerError("the other end of a sum is gone")
+        try:
+            result = super().collect()
+        except RunnerError:
+            self.group.finish(None)
+            raise
+        self.group.finish(result)
+        return result
+
+    def poison(self, block_ids: np.ndarray) -> None:
+        super().poison(block_ids)
+        if self.group is not None:
+            self.group.poison(block_ids)
 
     def _duration_s(self, plan: StepPlan) -> float:
-        if self.hangs:
+        if self.hangs or (self.group is not None and self.group.stands_still):
             self.hangs = False
             return FOR_EVER_S
-        config, num_decodes = self._config, len(plan.decode_slots_S)
+        config, num_decodes = self.config, len(plan.decode_slots_S)
         steady_s = config.step_base_s + config.step_seq_s * num_decodes
         steady_s += config.step_prefill_s * (plan.num_tokens - num_decodes)
         steady_s += config.copy_s * max(len(plan.copies_out_C2), len(plan.copies_in_C2))
@@ -114,5 +145,5 @@ class SimRunner(OracleRunner):
         has_other_work = bool(plan.new_requests) or len(plan.copies_in_C2) > 0
         is_of_use = num_tokens > 0 or has_other_work
         journal.check(is_of_use, "a step of nothing")
-        journal.check(num_tokens <= self._config.max_batch_tokens, lambda: f"a step of {num_tokens} tokens")
-        journal.check(len(set(slots)) == len(slots) <= self._config.max_num_seqs, lambda: f"a step of slots {slots}")
+        journal.check(num_tokens <= self.config.max_batch_tokens, lambda: f"a step of {num_tokens} tokens")
+        journal.check(len(set(slots)) == len(slots) <= self.config.max_num_seqs, lambda: f"a step of slots {slots}")

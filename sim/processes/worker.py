@@ -22,6 +22,7 @@ from octavo.wire.messages import Capacity, Leaving, ModelCard, Register, Run
 from octavo.worker.config import SchedulerConfig
 from octavo.worker.engine.engine import Engine, EngineConfig
 from octavo.worker.engine.interfaces import EngineStats
+from octavo.worker.runners.group import GroupLost, GroupRunner
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.heartbeat import heartbeat_of
@@ -151,13 +152,14 @@ class Life:
         self.scheduler = SimScheduler(scheduler_config(scenario), self.blocks)
         self.watch = WorkerWatch(self.scheduler, journal, self.name)
         self.link.on_drained = self.watch.heard
-        self.runner = SimRunner(config, scenario.rng(f"steps of {register.epoch}"), self.clock, journal)
+        self.runner = SimRunner(config, scenario.rng(f"steps of {register.epoch}"), self.clock, journal, self.name)
         self.runner.on_plan = self.watch.look_at
+        group = self.group = self.runner.group
         self.engine = Engine(
             config=EngineConfig(epoch=register.epoch, audit_every_steps=0),
             scheduler=self.scheduler,
             blocks=self.blocks,
-            runner=self.runner,
+            runner=self.runner if group is None else GroupRunner(self.runner, group, close=group.close),
             inbox=self.link,
             outbox=self.outbox,
             clock=self.clock,
@@ -199,6 +201,11 @@ class Life:
             self._on_death(code)
 
     @property
+    def is_computing(self) -> bool:
+        """In the middle of a step."""
+        return self._computing_since is not None
+
+    @property
     def stats(self) -> EngineStats:
         """What the heartbeat's thread sees: before a step's end the work, but not the step."""
         if self._computing_since is None:
@@ -220,6 +227,9 @@ class Life:
             self._die(self.exit_code)
         except ProcessDied:
             self._die(139)
+        except GroupLost:
+            self._journal.outcomes["group lost"] += 1
+            self._die(70)
         except Exception as error:
             self._journal.violate(f"the engine of {self.name} failed: {error!r}")
             self._die(70)
@@ -289,6 +299,8 @@ class Life:
         """Recount everything, and the counters with it."""
         journal, blocks, counters = self._journal, self.blocks, self.scheduler.counters
         self.watch.recount()
+        if self.group is not None:
+            self.group.audit(self.runner)
         violations = blocks.audit().violations
         journal.check(not violations, lambda: f"audit of {self.name}: {violations}")
         total = blocks.num_free + blocks.num_cached + blocks.num_active
@@ -386,6 +398,7 @@ class Seat:
                 eos_token_ids=(2,),
                 default_sampling={},
                 tokenizer_digest=bundle_digest(self._files),
+                tensor_parallel_size=config.num_ranks,
             ),
             capacity=Capacity(
                 num_blocks=config.num_blocks,
