@@ -9,6 +9,7 @@ Writes every turn to out/bench-cpu.json (--json).
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -222,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     effort = QUICK if options.quick else Effort()
-    console, machine, start_s = Console(), this_machine(), time.perf_counter()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    machine, start_s = this_machine(), time.perf_counter()
     limits = measure_limits(CLOCKS[options.clock])
     entries = all_entries(PUBLISHED["0.5B"], torch.get_num_threads(), options.clock, console.log)
     if options.only:

@@ -134,7 +134,7 @@ class StepPace:
     max_gap_s: a step beside outputs is to take no longer. least_steps: but no less than so
     many steps without prompts, since what a step costs whatever is in it is lost to prompts, nor less than the next
     prompt has waited: where they come faster than they are computed, short steps would make it worse for all. 0:
-    whatever waits. Bounds nothing before a step with prompts and one without have been seen.
+    whatever waits. Bounds nothing before a step with prompts has been seen, and by steps without prompts one of these.
     """
 
     def __init__(self, max_gap_s: float, *, least_steps: float = 0.0) -> None:
@@ -161,8 +161,9 @@ class StepPace:
     def allow(self, num_decodes: int, *, waited_s: float = 0.0) -> Allowance:
         """For the next step, in which so many outputs decode, and prompts have waited for so long."""
         decode_s = self._decode.seconds
-        if decode_s is None or not num_decodes or not self._products_22[0, 0]:
+        if not num_decodes or not self._products_22[0, 0] or (decode_s is None and self._least_steps):
             return Allowance(math.inf, 0.0, 0.0)
+        decode_s = decode_s or 0.0
         target_s = self._max_gap_s
         if self._least_steps:
             target_s = max(target_s, self._least_steps * decode_s, GAP_PER_WAIT * waited_s)

@@ -105,7 +105,7 @@ def test_the_whole_run_prints_and_writes_every_side(tmp_path: Path, monkeypatch:
         compare, "measure_limits", lambda clock: limits.measure_limits(clock, read_bytes=1 << 22, size=64)
     )
     console = Console(record=True, width=200, file=io.StringIO())
-    monkeypatch.setattr(compare, "Console", lambda: console)
+    monkeypatch.setattr(compare, "Console", lambda width: console)
     path = tmp_path / "deep" / "figures.json"
     assert compare.main(["--quick", "--threads", "1", "--json", str(path)]) == 0
     written, text = json.loads(path.read_text()), console.export_text()

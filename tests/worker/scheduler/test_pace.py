@@ -57,7 +57,7 @@ def test_chunks_of_one_step_share_what_it_may_take() -> None:
 
 @pytest.mark.parametrize("num_decodes", [0, 1])
 def test_nothing_is_bounded_before_it_is_learned_or_where_nobody_waits_for_the_step(num_decodes: int) -> None:
-    fresh, only_prompts = StepPace(0.001), StepPace(0.001)
+    fresh, only_prompts = StepPace(0.001), StepPace(0.001, least_steps=2.0)
     only_prompts.note((chunk(0, 4096),), 0, 1.0)
     for pace in (fresh, only_prompts, *([] if num_decodes else [learned(1.0, 0.0)])):
         assert pace.allow(num_decodes).take(0, 8192) == 8192
@@ -98,8 +98,9 @@ def test_a_prompt_beside_a_stream_is_cut_into_steps_of_the_target() -> None:
     assert [each for each in seen if each] == [96, 96, 96, 96, 6]
 
 
-def test_a_strict_bound_holds_while_prompts_flood_in() -> None:
-    asked = code(3, count=150, rate=14)
+@pytest.mark.parametrize("rate", [14, None])
+def test_a_strict_bound_holds_while_prompts_flood_in(rate: float | None) -> None:
+    asked = code(3, count=150, rate=rate)
     before, after = simulate(asked, H200["7B"]), simulate(asked, H200["7B"], max_gap_s=0.025)
     assert before["gap_p99_ms"] > 100
     assert after["gap_p99_ms"] < 1.3 * 25
