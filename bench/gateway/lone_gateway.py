@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import structlog
 
 from octavo.gateway.app import Gateway
-from octavo.gateway.config import GatewayConfig, RequestLimits
+from octavo.gateway.config import ConnectionConfig, GatewayConfig, RequestLimits
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.wire.messages import Capacity, ModelCard
 from tests.support.gateway.fake_pool import FakePool, FakeRun, worker_view
 
-CAPACITY = Capacity(num_blocks=1 << 22, block_size=16, max_num_seqs=4096, max_waiting=4096, max_batch_tokens=8192)
+CAPACITY = Capacity(num_blocks=1 << 22, block_size=16, max_num_seqs=1 << 14, max_waiting=4096, max_batch_tokens=8192)
 
 
 @asynccontextmanager
@@ -26,12 +26,17 @@ async def lone_gateway(
     limits: RequestLimits,
     *,
     on_run: Callable[[FakeRun], None] | None = None,
+    connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008  (frozen)
 ) -> AsyncIterator[tuple[Gateway, FakePool]]:
     """It listens until the block ends. files: of the tokenizer. on_run: called with each request as it comes."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     pool = FakePool(views=[worker_view(card=card, capacity=CAPACITY)], on_run=on_run)
     config = GatewayConfig(
-        workers=WorkerPoolConfig(endpoints=()), listen_address=address, metrics_address=None, limits=limits
+        workers=WorkerPoolConfig(endpoints=()),
+        listen_address=address,
+        metrics_address=None,
+        limits=limits,
+        connection=connection,
     )
     gateway = Gateway(config, pool=pool)  # type: ignore[arg-type]
     gateway.models.on_model(card, files)

@@ -32,11 +32,12 @@ from bench.gateway.conversations import FOLDER, Shape, Turn, ask, draw, hold, wo
 from bench.gateway.stand_ins import Pace, Room, running, serve_front, serve_gateway, serve_worker
 from bench.machine import this_machine
 from octavo.cli.serve.ports import free_port
+from tests.support.services.dynamo import dynamo
 from tests.support.services.interop import NoEnvironment, interop_python
 from tests.support.services.scrape import scrape
 from tests.support.services.smg import smg
 
-START_S = 60.0
+START_S = 180.0
 NUM_LONE = 25
 
 
@@ -92,9 +93,19 @@ def of_smg(setting: Setting, folder: Path) -> Iterator[Place]:
         yield Place(port=int(url.rpartition(":")[2]), worker_ports=ports)
 
 
+@contextmanager
+def of_dynamo(setting: Setting, folder: Path) -> Iterator[Place]:
+    """Raises NoEnvironment where Dynamo cannot be had."""
+    python, inside = interop_python("dynamo"), folder / "dynamo"
+    inside.mkdir()
+    with services(setting, folder) as (targets, ports), dynamo(python, inside, targets) as front:
+        yield Place(port=front.port, worker_ports=ports)
+
+
 ROUTERS: dict[str, Callable[[Setting, Path], AbstractContextManager[Place]]] = {
     "ours": lambda setting, folder: of_gateway(setting, folder, "ours"),
     "smg cache_aware": of_smg,
+    "Dynamo KV router": of_dynamo,
     "random": lambda setting, folder: of_gateway(setting, folder, "random"),
     "round robin": lambda setting, folder: of_gateway(setting, folder, "round robin"),
 }
@@ -234,6 +245,10 @@ def main() -> None:
         shape=Shape(**{field.name: getattr(given, field.name) for field in fields(Shape)}),
     )
     machine, runs, missing = this_machine(), list[dict[str, Any]](), dict[str, str]()
+
+    def content() -> dict[str, Any]:
+        return {"machine": machine.as_dict(), "setting": asdict(setting), "runs": runs, "missing": missing}
+
     for turn, seed in enumerate(given.seeds):
         shift = turn % len(given.routers)
         for router in given.routers[shift:] + given.routers[:shift]:
@@ -241,15 +256,16 @@ def main() -> None:
                 continue
             try:
                 runs.append(measure(router, seed, setting))
-            except NoEnvironment as error:
+            except (NoEnvironment, TimeoutError, AssertionError) as error:  # that one; the others go on
                 missing[router] = str(error)
                 continue
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+            write_json(given.json, content())
     print(machine.line())
     print(table(runs))
     for router, why in missing.items():
         print(f"{router}: not measured: {why}")
-    write_json(given.json, {"machine": machine.as_dict(), "setting": asdict(setting), "runs": runs, "missing": missing})
+    write_json(given.json, content())
 
 
 if __name__ == "__main__":

@@ -245,7 +245,11 @@ def main() -> None:
     machine, runs = this_machine(), list[dict[str, Any]]()
     for num_gateways in given.gateways:
         for num_workers in given.workers:
-            runs.append(measure(num_workers, num_gateways, load))
+            try:
+                runs.append(measure(num_workers, num_gateways, load))
+            except TimeoutError as error:  # on a busy machine a start may take too long; the others go on
+                print(f"{num_workers} workers, {num_gateways} gateways: {error}", file=sys.stderr)
+                continue
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     print(machine.line())
     print(table(runs))
