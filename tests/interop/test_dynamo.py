@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -94,7 +95,6 @@ def test_a_chat_is_what_the_service_says_whole_and_streamed(front: Dynamo, servi
     pieces = [each["choices"][0] for each in events if each.get("choices")]  # type: ignore[index]
     assert "".join(each["delta"].get("content") or "" for each in pieces) == ours.text
     assert [each["finish_reason"] for each in pieces if each["finish_reason"]] == ["stop"]
-    assert len(pieces) > 3
 
 
 def test_log_probabilities_are_the_services(front: Dynamo, services: list[Service]) -> None:
@@ -160,7 +160,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(front: Dynamo, options: di
 
 
 class Stream:
-    """A long chat, begun: several events have come."""
+    """A long chat, begun: an event has come."""
 
     def __init__(self, front: Dynamo, num_tokens: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=120)
@@ -169,7 +169,7 @@ class Stream:
         headers = {"content-type": "application/json"}
         self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         self._response = self._connection.getresponse()
-        self._lines = [self._response.readline() for _ in range(8)]
+        self._lines = [self._response.readline() for _ in range(2)]
 
     def leave(self) -> None:
         """As a caller that has seen enough."""
@@ -349,6 +349,15 @@ def test_a_service_with_keys_and_tls_that_is_full(dynamo_python: Path, tmp_path:
             while "status" in (answer := front.post("chat/completions", messages=GREETING, max_tokens=3)):
                 assert time.monotonic() < deadline_s, f"{answer}\n{front.logs()}"
             assert choice(answer)["message"]["content"]  # type: ignore[index]
+
+
+def test_a_backend_that_waits_for_its_service_can_be_stopped(dynamo_python: Path, tmp_path: Path) -> None:
+    command = [str(dynamo_python), "-m", "octavo_dynamo", f"--target=127.0.0.1:{free_port()}", f"--model-path={MODEL}"]
+    with subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline().startswith("waiting for the Octavo service at ")
+        waiting.terminate()
+        assert waiting.wait(30) == -signal.SIGTERM
 
 
 def test_a_wrong_start_ends_with_one_sentence(dynamo_python: Path, tmp_path: Path) -> None:

@@ -11,21 +11,19 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"octavo_dynamo: NVIDIA Dynamo cannot be imported ({error}): docs/dynamo.md says how to install it")
     from octavo_dynamo.engine import OctavoEngine
+    from octavo_dynamo.service import StartError
 
-    engines: list[OctavoEngine] = []
-
-    async def make(argv: list[str] | None) -> tuple[OctavoEngine, Any]:
+    async def connected(argv: list[str] | None) -> tuple[OctavoEngine, Any]:
         engine, config = await OctavoEngine.from_args(argv)
-        engines.append(engine)
+        await engine.connect()
         return engine, config
 
     try:
-        run(OctavoEngine, engine_factory=make)
-    except Exception:
-        for engine in engines:
-            if engine.failure is not None:  # Dynamo passes on its text alone
-                sys.exit(f"octavo_dynamo: {engine.failure}")
-        raise
+        run(OctavoEngine, engine_factory=connected)
+    except StartError as error:
+        sys.exit(f"octavo_dynamo: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from octavo.client.options import tls_credentials
 from octavo_dynamo.cache import CacheMirror, Stored
 from octavo_dynamo.chunks import Chunks
 from octavo_dynamo.request import RefusedError, generate_request, name_here
-from octavo_dynamo.service import Limits, Load, OctavoService, StartError
+from octavo_dynamo.service import Limits, Load, OctavoService
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 LOAD_INTERVAL_S = 0.5
@@ -48,8 +48,6 @@ class OctavoEngine(LLMEngine):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self.failure: StartError | None = None
-        """Why `start` could not."""
         self._service: OctavoService | None = None
         self._limits: Limits | None = None
         self._calls: dict[str, Any] = {}
@@ -91,21 +89,8 @@ class OctavoEngine(LLMEngine):
         return cls(arguments), config
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Connect, and wait until the service has the model. Raises StartError."""
-        arguments = self._arguments
-        tls = {name: getattr(arguments, f"tls_{name}") for name in ("ca_file", "cert_file", "key_file")}
-        self._service = OctavoService(
-            arguments.target,
-            credentials=tls_credentials(**tls) if any(tls.values()) else None,
-            api_key=os.environ.get(KEY_VARIABLE),
-        )
-        try:
-            limits = await self._service.limits(arguments.octavo_model, timeout_s=arguments.start_timeout)
-        except StartError as error:
-            self.failure = error
-            raise
-        self._limits = limits
-        logger.info("serving %s of the Octavo service at %s: %s", limits.model, arguments.target, limits)
+        """Tell what `connect` found. Raises StartError."""
+        arguments, limits = self._arguments, await self.connect()
         return EngineConfig(
             model=arguments.model_path,
             served_model_name=arguments.served_model_name or limits.model,
@@ -117,6 +102,21 @@ class OctavoEngine(LLMEngine):
                 max_num_batched_tokens=limits.max_batched_tokens,
             ),
         )
+
+    async def connect(self) -> Limits:
+        """Wait until the service has the model. Idempotent. Best before Dynamo's runtime is there: it answers no signal
+        until `start` has ended. Raises StartError."""
+        if self._limits is not None:
+            return self._limits
+        arguments = self._arguments
+        tls = {name: getattr(arguments, f"tls_{name}") for name in ("ca_file", "cert_file", "key_file")}
+        self._service = OctavoService(
+            arguments.target,
+            credentials=tls_credentials(**tls) if any(tls.values()) else None,
+            api_key=os.environ.get(KEY_VARIABLE),
+        )
+        self._limits = await self._service.limits(arguments.octavo_model, timeout_s=arguments.start_timeout)
+        return self._limits
 
     async def cleanup(self) -> None:
         """Let requests in flight end, for a while; the service itself goes on. Idempotent."""

@@ -79,7 +79,7 @@ class OctavoService:
                 if time.monotonic() + wait_s > deadline_s:
                     message = f"no Octavo service with {model or 'one model'} at {self.target} within {timeout_s:g} s"
                     raise StartError(f"{message}: {error}") from None
-                logger.info("waiting for the Octavo service at %s: %s", self.target, error)
+                logger.warning("waiting for the Octavo service at %s: %s", self.target, error)
             except Unauthorized as error:
                 message = "its key needs the scopes generate, models and admin"
                 raise StartError(f"the Octavo service at {self.target} refuses: {message} ({error})") from None
