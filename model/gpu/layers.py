@@ -16,12 +16,10 @@ import torch
 from octavo.model.causal_lm import TakeHidden
 from octavo.model.families.interface import LayerOps
 from octavo.model.gpu.quant_products import QuantProducts, matrices_of
-from octavo.model.gpu.weights import GpuWeights, LayerWeights
+from octavo.model.gpu.weights import GpuWeights, LayerWeights, Matrix
 from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
 from octavo.model.kernels.rows import embed, rms_scale
-from octavo.model.quantization.grouped import GroupedWeight
-from octavo.model.quantization.rounding import Fp8Weight
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(layer index, its weights, qkv_TC, x_TD, out_TNH): writes the caches and fills out."""
@@ -130,7 +128,7 @@ class QuantizedFinish(PlainFinish):
         self._put(x_SD, act_SI, matrices_of(self.weights.layers[layer]).down)
         return x_SD
 
-    def _put(self, x_SD: torch.Tensor, y_SQ: torch.Tensor, matrix: GroupedWeight | Fp8Weight) -> None:
+    def _put(self, x_SD: torch.Tensor, y_SQ: torch.Tensor, matrix: Matrix) -> None:
         put = self._products.multiply if self.has_sums else self._products.add_product
         put(y_SQ, matrix, x_SD)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.model.gpu.weights import GpuWeights, LayerWeights, QuantMatrices
+from octavo.model.gpu.weights import GpuWeights, LayerWeights, Matrix, QuantMatrices
 from octavo.model.kernels.products.quantized import (
     QuantizedWeight,
     QuantScratch,
@@ -40,7 +40,8 @@ class QuantProducts:
     @classmethod
     def allocate(cls, weights: GpuWeights) -> "QuantProducts":
         """For all layers of these weights."""
-        every = [matrix for layer in weights.layers for matrix in matrices_of(layer).all()]
+        held = [matrix for layer in weights.layers for matrix in matrices_of(layer).all()]
+        every = [matrix for matrix in held if not isinstance(matrix, torch.Tensor)]
         device = weights.embed_VD.device
         scratch = QuantScratch.allocate(
             max_outputs=max(matrix.num_outputs for matrix in every), max_tokens=FEW_TOKENS, device=device
@@ -49,18 +50,22 @@ class QuantProducts:
         plain = torch.empty(max(sizes), dtype=weights.dtype, device=device) if sizes else None
         return cls(scratch, plain)
 
-    def multiply(self, x_TI: torch.Tensor, weight: QuantizedWeight, out_TO: torch.Tensor) -> None:
+    def multiply(self, x_TI: torch.Tensor, weight: Matrix, out_TO: torch.Tensor) -> None:
         """out_TO = x_TI @ weight^T, without bias."""
-        if self._are_few(len(x_TI), weight):
+        if isinstance(weight, torch.Tensor):
+            torch.mm(x_TI, weight.T, out=out_TO)
+        elif self._are_few(len(x_TI), weight):
             quant_product(x_TI, weight, out_TO, self.scratch)
         elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
             multiply_rounded(x_TI, weight, out_TO)
         else:
             torch.mm(x_TI, self._unpacked(weight).T, out=out_TO)
 
-    def add_product(self, x_TI: torch.Tensor, weight: QuantizedWeight, out_TO: torch.Tensor) -> None:
+    def add_product(self, x_TI: torch.Tensor, weight: Matrix, out_TO: torch.Tensor) -> None:
         """out_TO += x_TI @ weight^T, without bias."""
-        if self._are_few(len(x_TI), weight):
+        if isinstance(weight, torch.Tensor):
+            out_TO.addmm_(x_TI, weight.T)
+        elif self._are_few(len(x_TI), weight):
             quant_add_product(x_TI, weight, out_TO, self.scratch)
         elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
             product_TO = torch.empty_like(out_TO)

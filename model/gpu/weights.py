@@ -24,17 +24,21 @@ if TYPE_CHECKING:
     from octavo.model.gpu.quant_products import QuantProducts
 
 
+Matrix = GroupedWeight | Fp8Weight | torch.Tensor
+"""Of a layer that has some in fewer bits; the others are plain."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantMatrices:
-    """The matrices of a layer in fewer bits, norms folded in: into the weights of e4m3 ones, into the inputs of
-    integers."""
+    """The matrices of a layer of which some have fewer bits, norms folded in: into plain and e4m3 weights, into the
+    inputs of integers."""
 
-    qkv: GroupedWeight | Fp8Weight
-    output: GroupedWeight | Fp8Weight
-    gate_up: GroupedWeight | Fp8Weight
-    down: GroupedWeight | Fp8Weight
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
 
-    def all(self) -> tuple[GroupedWeight | Fp8Weight, ...]:
+    def all(self) -> tuple[Matrix, ...]:
         """In the order of a step."""
         return self.qkv, self.output, self.gate_up, self.down
 
@@ -106,7 +110,7 @@ class GpuWeights:
     ) -> "GpuWeights":
         """Fold the model's own tensors in place: the model cannot be used on its own afterwards, and no second copy of
         the weights exists at any time. weight_format: what the layers' matrices are rounded to, one after the other;
-        those that the model holds in fewer bits already stay as they are. Raises ValueError where not all do."""
+        those that the model holds in fewer bits already stay as they are, as do plain ones beside them."""
         cos_LH, sin_LH = rope_tables(model.config, max_positions, model.device)
         weights = cls(
             config=model.config,
@@ -128,7 +132,8 @@ class GpuWeights:
 
 def take_layer(layer: DecoderLayer, weight_format: WeightFormat) -> LayerWeights:
     """The layer's matrices, plain or in fewer bits."""
-    is_packed = layer.self_attn.o_proj.quantized is not None
+    linears = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    is_packed = any(linear.quantized is not None for linear in linears)  # ranks unpack what they cannot cut
     if weight_format is WeightFormat.BF16 and not is_packed:
         return fold_layer(layer)
     matrices = QuantMatrices(
@@ -156,14 +161,14 @@ def qk_norm(layer: DecoderLayer) -> torch.Tensor | None:
     return None if q_norm is None or k_norm is None else torch.stack([q_norm.weight.data, k_norm.weight.data])
 
 
-def quantize(
-    linear: Linear, weight_format: WeightFormat, norm_D: torch.Tensor | None = None
-) -> GroupedWeight | Fp8Weight:
+def quantize(linear: Linear, weight_format: WeightFormat, norm_D: torch.Tensor | None = None) -> Matrix:
     """The layer's weight in fewer bits, which it then holds instead of the plain one; a norm's weight is folded in and
-    becomes one."""
+    becomes one. Where no fewer are wanted, a plain weight stays plain."""
     held = linear.quantized
     if held is None and norm_D is not None:
         fold(linear.weight.data, norm_D)
+    if held is None and weight_format is WeightFormat.BF16:
+        return linear.weight.data
     if held is None:
         plain = linear.weight.data
         held = Fp8Weight.quantize(plain) if weight_format is WeightFormat.FP8 else round_rows_to_integers(plain)

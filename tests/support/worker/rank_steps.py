@@ -3,12 +3,15 @@
 Importable only where triton is.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from octavo.model import ModelConfig
+from octavo.model import ModelConfig, load_model
+from octavo.model.checkpoint.packed import Packed
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.sampling.mask import packed_mask
 from octavo.model.layers.linear import WeightFormat
@@ -33,10 +36,17 @@ LEN, SLOTS = 48, 3
 
 
 def runner_of(ranks: Ranks, shape: str, way: str, weights: str, kv: str, launching: Launching) -> CudaRunner:
-    model = cut(random_model(SHAPES[shape]), ranks)
+    """weights: a WeightFormat, or the folder of a packed checkpoint."""
+    is_plain = weights in [each.value for each in WeightFormat]
+    if is_plain:
+        model = cut(random_model(SHAPES[shape]), ranks)
+    else:
+        model = load_model(Path(weights), dtype=torch.float32, packed=Packed.KEPT, ranks=ranks)
     if kv == "fp8":
         fold_cache_scales(model)
-    taken = GpuWeights.take(model, max_positions=LEN + BLOCK, weight_format=WeightFormat(weights))
+    taken = GpuWeights.take(
+        model, max_positions=LEN + BLOCK, weight_format=WeightFormat(weights if is_plain else "bf16")
+    )
     config = CudaRunnerConfig(
         num_blocks=64, block_size=BLOCK, max_slots=SLOTS, max_model_len=LEN, vocab_size=VOCAB, eos_token_ids=(7,),
         max_batch_tokens=24, launching=launching, kv_dtype=FP8 if kv == "fp8" else None,

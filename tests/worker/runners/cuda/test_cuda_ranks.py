@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.support.model.interpreter import WARNINGS
+from tests.support.model.packed_checkpoints import GPTQ_CONFIG, write_packed_checkpoint
 from tests.support.model.ranks import alone, on_ranks
 from tests.support.worker.cuda_runners import DEVICE
 from tests.support.worker.rank_steps import steps_of
@@ -64,3 +65,20 @@ def test_weights_and_cache_of_8_bits_are_cut_too(weights: str, kv: str, tmp_path
     assert torch.equal(torch.from_numpy(found[0]["logits"]), torch.from_numpy(found[1]["logits"]))
     error = np.abs(whole - exact).max()
     assert 0 < np.abs(found[0]["prompt"] - exact).max() < 3 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_reordered", [False, True], ids=["in order", "reordered"])
+def test_packed_matrices_are_cut_too(is_reordered: bool, tmp_path: Path) -> None:
+    """Where inputs are reordered, ranks unpack what they cannot cut, and the rest of the layer stays packed."""
+    wide = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    config = GPTQ_CONFIG | {"group_size": 32, "desc_act": is_reordered}
+    write_packed_checkpoint(tmp_path / "model", config, permuted=is_reordered, **wide)  # type: ignore[arg-type]
+    folder = str(tmp_path / "model")
+    expected = alone(steps_of, "", "cublas", folder, "auto")
+    (tmp_path / "ranks").mkdir()
+    found = on_ranks(2, steps_of, tmp_path / "ranks", "", "cublas", folder, "auto")
+    for rank in found:
+        assert rank["tokens"] == found[0]["tokens"]
+        for name in ("chosen", "prompt"):
+            np.testing.assert_allclose(rank[name], expected[name], atol=2e-3)
