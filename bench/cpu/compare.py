@@ -188,6 +188,22 @@ def all_entries(shape: Shape, threads: int, clock: str, tell: Callable[[str], No
     return entries
 
 
+def warm(entries: Sequence[Entry], asks: Sequence[Ask], tell: Callable[[str], None]) -> list[Entry]:
+    """Those that answer; each has served once before it is measured. A peer that fails is left out in a sentence: not
+    every one bears to be held back."""
+    ready = []
+    for entry in entries:
+        try:
+            entry.side.serve(asks)
+        except (RuntimeError, OSError) as error:
+            if not isinstance(entry.side, PeerSide):
+                raise
+            tell(f"{entry.side.name} is left out: {error}")
+        else:
+            ready.append(entry)
+    return ready
+
+
 def show(lines: Sequence[Line], machine: Machine, limits: Limits | None, console: Console) -> None:
     """The class and its limits, then the table."""
     console.print(f"class of this CPU, as far as it is used: {cpu_isa().word}")
@@ -231,9 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         entries = [each for each in entries if each.side.name.startswith(tuple(options.only))]
     try:
         wanted = workloads(effort)
-        for entry in entries:  # each is warm before it is measured
-            entry.side.serve(wanted[0].legs[0])
-        lines = measure(entries, wanted, options.repeats or effort.repeats, console.log)
+        ready = warm(entries, wanted[0].legs[0], console.log)
+        lines = measure(ready, wanted, options.repeats or effort.repeats, console.log)
     finally:
         for entry in entries:
             if isinstance(entry.side, PeerSide):

@@ -162,6 +162,16 @@ def test_a_peer_is_asked_over_its_input_and_says_what_is_wrong(peers: Path) -> N
         side.close()
 
 
+def test_a_peer_that_fails_at_the_first_request_is_left_out_in_a_sentence(peers: Path) -> None:
+    told: list[str] = []
+    ours, theirs = Entry(side=Fixed("ours", 1.0)), Entry(side=sides.PeerSide("fake", "fake.py"), rival_of="ours")
+    try:
+        ready = compare.warm([ours, theirs], [ask(np.random.default_rng(0), num_prompt=5, num_output=0)], told.append)
+    finally:
+        theirs.side.close()  # type: ignore[attr-defined]
+    assert (ready, told) == ([ours], ["fake is left out: fake ended with status 3"])
+
+
 def test_a_peer_that_cannot_start_is_left_out_in_a_sentence(peers: Path) -> None:
     with pytest.raises(sides.PeerMissing, match=r"^fake is left out: it does not start here; make bench-peers"):
         sides.PeerSide("fake", "dies.py")
