@@ -3,15 +3,15 @@
 Random weights of a published shape, packed as the worker packs them. Beside the whole step (forward pass, head, the
 largest logit) stand its products alone, over the same weights in the same order, and its attention alone after them, so
 that neither finds anything in a cache that it would not find there in a step. The rest is norms, RoPE, SiLU, additions
-and Python. Medians; prints a table, and writes JSON where --json says so. Set OMP_WAIT_POLICY=passive, as the worker
-does.
+and Python. Before each step torch reads and sums the same weights: how near the products come to that is the last
+column. Medians; prints a table, and writes JSON where --json says so. Set OMP_WAIT_POLICY=passive, as the worker does;
+on a busy machine, --threads 1 --clock cpu.
 
 Legend: T rows · N query heads · H head dim.
 """
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.cpu.compare import CLOCKS
+from bench.cpu.workloads import Clock
 from bench.figures import write_json
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED
@@ -34,7 +36,8 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Milliseconds of a step of so many rows. read_gb_s: of the weights, by the products."""
+    """Milliseconds of a step of so many rows. read_gb_s: of the weights, by the products. of_plain_read: that beside a
+    plain read of the same bytes in turns with it."""
 
     rows: int
     step_ms: float
@@ -42,6 +45,7 @@ class Parts:
     attention_ms: float
     rest_ms: float
     read_gb_s: float
+    of_plain_read: float
 
 
 class CpuStep:
@@ -72,6 +76,12 @@ class CpuStep:
         for linear in self._products:
             linear(self._x[linear.num_inputs])
 
+    def read(self) -> None:
+        """Every weight of a step once, where products of our own multiply them."""
+        for linear in self._products:
+            if linear.panels is not None:
+                linear.panels.panels.view(-1).view(torch.int64).sum()
+
     def attention(self) -> None:
         """Attention of every layer."""
         kv, scale = self._sequences.kv, self._model.config.scale
@@ -84,18 +94,19 @@ class CpuStep:
         return sum(linear.packed_bytes or linear.weight.numel() * 2 for linear in self._products)
 
 
-def ms(work: Callable[[], None]) -> float:
+def ms(work: Callable[[], None], clock: Clock) -> float:
     """Milliseconds of it, once."""
-    start_s = time.perf_counter()
+    start_s = clock()
     work()
-    return 1e3 * (time.perf_counter() - start_s)
+    return 1e3 * (clock() - start_s)
 
 
-def measure(model: CausalLM, *, rows: int, context: int, num_steps: int) -> Parts:
+def measure(model: CausalLM, *, rows: int, context: int, num_steps: int, clock: Clock) -> Parts:
     """Whole steps and parts in turns."""
     step = CpuStep(model, rows=rows, context=context, num_steps=num_steps)
-    turns = [(ms(step.whole), ms(step.products), ms(step.attention)) for _ in range(num_steps)]
-    step_ms, products_ms, attention_ms = (statistics.median(values) for values in zip(*turns, strict=True))
+    works = (step.read, step.whole, step.products, step.attention)
+    turns = [[ms(work, clock) for work in works] for _ in range(num_steps)]
+    read_ms, step_ms, products_ms, attention_ms = (statistics.median(values) for values in zip(*turns, strict=True))
     return Parts(
         rows=rows,
         step_ms=step_ms,
@@ -103,6 +114,7 @@ def measure(model: CausalLM, *, rows: int, context: int, num_steps: int) -> Part
         attention_ms=attention_ms,
         rest_ms=step_ms - products_ms - attention_ms,
         read_gb_s=step.weight_bytes / products_ms / 1e6,
+        of_plain_read=read_ms / products_ms,
     )
 
 
@@ -114,17 +126,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 10, 12, 16, 32])
     parser.add_argument("--context", type=int, default=200, help="tokens of every row; default: %(default)s")
     parser.add_argument("--steps", type=int, default=30, help="of each number of rows; default: %(default)s")
+    parser.add_argument("--threads", type=int, help="of torch; default: one per core")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1, on a busy machine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     prefer_huge_pages()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     console, machine = Console(), this_machine()
     model = CausalLM.random(PUBLISHED[options.shape].config, seed=0, dtype=torch.bfloat16)
     model.pack_weights(WeightFormat(options.weights))
-    table = Table("rows", "step, ms", "products", "attention", "rest", "weights read, GB/s")
+    table = Table("rows", "step, ms", "products", "attention", "rest", "weights read, GB/s", "of a plain read")
     with torch.inference_mode():
-        found = [measure(model, rows=rows, context=options.context, num_steps=options.steps) for rows in options.rows]
+        how = {"context": options.context, "num_steps": options.steps, "clock": CLOCKS[options.clock]}
+        found = [measure(model, rows=rows, **how) for rows in options.rows]
     for parts in found:
-        times = (parts.step_ms, parts.products_ms, parts.attention_ms, parts.rest_ms, parts.read_gb_s)
+        times = (
+            parts.step_ms,
+            parts.products_ms,
+            parts.attention_ms,
+            parts.rest_ms,
+            parts.read_gb_s,
+            parts.of_plain_read,
+        )
         table.add_row(str(parts.rows), *(f"{value:.2f}" for value in times))
     console.print(table)
     console.print(machine.line(), f"shape {options.shape}, {options.weights} weights, context {options.context}")
