@@ -20,8 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu.compare import CLOCKS
-from bench.cpu.workloads import Clock
+from bench.cpu.workloads import CLOCKS, Clock
 from bench.figures import write_json
 from bench.machine import this_machine
 from bench.shapes import PUBLISHED
