@@ -31,7 +31,7 @@ from octavo.wire.messages import KvEvent, KvEventKind
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 ROWS = (1, 4, 16, 64, 256, 1024)
 BLOCKS = (10_000, 30_000, 100_000, 300_000, 1_000_000)
-STREAMS = (100, 300, 1000, 2500)
+STREAMS = (100, 300, 1000, 3000, 10_000)
 NUM_STEPS, STREAM_STEPS, REPEATS, NUM_MORE = 200, 2, 5, 100
 BLOCK, PROMPT_BLOCKS = 16, 500
 Curve = dict[str, Any]

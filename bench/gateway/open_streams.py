@@ -17,7 +17,7 @@ import psutil
 from octavo.cli.serve.ports import free_port
 
 STREAMS_A_CHANNEL = 100
-BETWEEN_S = 0.0015
+MOST_OPENING = 256  # gRPC cancels calls of which too many wait to be taken in
 TIMEOUT_S = 300.0
 
 
@@ -83,7 +83,7 @@ async def read_streams(address: str, num_streams: int, num_steps: int, pipe: Any
     from octavo.v1 import common_pb2, inference_pb2_grpc
     from octavo.v1 import inference_pb2 as pb
 
-    num_read = 0
+    num_read, opening = 0, asyncio.Semaphore(MOST_OPENING)
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [
         grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num_streams // STREAMS_A_CHANNEL))
@@ -92,10 +92,14 @@ async def read_streams(address: str, num_streams: int, num_steps: int, pipe: Any
 
     async def one(index: int) -> None:
         nonlocal num_read
-        await asyncio.sleep(index * BETWEEN_S)  # all at once, the last ones would wait longer than a call may
         stub = inference_pb2_grpc.InferenceServiceStub(channels[index // STREAMS_A_CHANNEL])
+        await opening.acquire()
+        is_open = False
         async for event in stub.Generate(request):
             num_read += event.WhichOneof("event") == "delta"
+            if not is_open:
+                is_open = True
+                opening.release()
 
     async def told(reading: "asyncio.Future[Any]") -> Any:
         while not pipe.poll():
@@ -139,7 +143,7 @@ def measure(num_streams: int, num_steps: int) -> dict[str, float]:
 def main() -> None:
     """One JSON line per run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[100, 300, 1000, 2500])
+    parser.add_argument("--streams", type=int, nargs="+", default=[100, 300, 1000, 3000, 10_000])
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args()
     for num_streams in given.streams:
