@@ -216,12 +216,18 @@ class Planner:
         every = self._config.preempt_every_steps
         if every is None or step % every:
             return
-        in_steps = [request for request in self._requests.running if not request.is_paused]
-        if len(in_steps) < 2:  # one has to make the step, or its number comes again and again
+        preemptible = [request for request in self._requests.running if not request.is_paused]
+        if not preemptible:
+            return
+        victim = least_disturbed(preemptible)
+        others = (request for request in preemptible if request is not victim)
+        # One has to compute in the step: its number would come again and again, or blocks that come back from the host,
+        # a few a step, would go out again before any request has all of its own.
+        if all(other.phase is Phase.LOADING for other in others):
             return
         if in_flight is InFlight.BUSY:
             raise ResultsFirst
-        self._requests.preempt(least_disturbed(in_steps), now_s)
+        self._requests.preempt(victim, now_s)
 
     # ------------------------------------------------------------ decodes
 
