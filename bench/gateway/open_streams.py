@@ -17,7 +17,7 @@ import psutil
 from octavo.cli.serve.ports import free_port
 
 STREAMS_A_CHANNEL = 100
-MOST_OPENING = 256  # gRPC cancels calls of which too many wait to be taken in
+MOST_OPENING = 256  # so that callers, who share the cores, do not wait for each other
 TIMEOUT_S = 300.0
 
 

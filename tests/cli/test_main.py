@@ -255,4 +255,8 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others |= {"--grpc-port"}  # vLLM
     of_others |= {"--debug"}  # of every command, taken off before the command sees it
     of_others |= {"--commit"}  # python -m tests.structure.figures
+    engine = (repository / "integrations/dynamo/octavo_dynamo/engine.py").read_text()  # it cannot be imported here
+    of_others |= set(re.findall(r'"(--[a-z-]+)"', engine))
+    of_others |= {"--router-mode", "--migration-limit", "--http-host", "--http-port"}  # python -m dynamo.frontend
+    of_others |= {"--endpoint", "--discovery-backend", "--dyn-tool-call-parser", "--help"}  # Dynamo's backends
     assert shown - known <= of_others | {"--flag"}
