@@ -8,6 +8,9 @@ from octavo.gateway.rpc.addresses import BindError, check_exposure
 
 _SPARE_RPCS = 1024  # beside requests in flight: health watches, model listings, refusals
 
+_MOST_PENDING = 1 << 14
+"""Calls not taken in yet, some kilobytes each."""
+
 FEW_CONNECTIONS = 16  # of listeners that callers do not use: administration, status
 
 
@@ -20,6 +23,10 @@ def server_options(config: GatewayConfig, *, max_connections: int) -> list[tuple
         ("grpc.max_metadata_size", limits.max_metadata_bytes // 2),  # above it refusals are likely …
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),  # … and above this one certain
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        # Calls that came together and wait for the event loop; beyond these numbers it cancels them without a word.
+        # What is too much for us is refused by name when its turn comes.
+        ("grpc.server.max_pending_requests", _MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
         ("grpc.keepalive_time_ms", _ms(connection.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
         # A ping that measures bandwidth holds the keepalive's back, for a minute unless this says otherwise.
