@@ -33,6 +33,7 @@ OTHER_VARIABLES = frozenset(
             "INTEROP",
             "INTEROP_DIR",
             "RAYLETS",
+            "RAY_CLIENT",
             "FIGURES",
             "SCHEMAS",
             "KILLS",
