@@ -15,7 +15,6 @@ from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, writ
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
@@ -47,6 +46,7 @@ def test_a_worker_keeps_packed_weights_as_they_are(packing: dict[str, object], t
     assert loaded.runner.graphs.step.weights.is_quantized
 
 
+@pytest.mark.alone  # it looks at free memory
 def test_an_fp8_cache_has_twice_the_blocks() -> None:
     # Enough that what is needed besides is small, too little for all that so many requests may hold.
     share = min(0.9, 10 * 2**30 / torch.cuda.mem_get_info()[0])

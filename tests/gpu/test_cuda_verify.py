@@ -19,7 +19,6 @@ from tests.support.model.packed_checkpoints import AWQ_CONFIG, write_packed_chec
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY

@@ -21,7 +21,6 @@ from tests.support.worker.invariance import check
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 CONFIG = ModelConfig.from_dict(SHAPE | {"model_type": "qwen3", "vocab_size": 128})
