@@ -1,27 +1,33 @@
-"""`make check`: the test files that take least, as many as a budget of seconds allows; and what each file takes.
+"""`make check`: what holds the repository together, and of the other test files those that take least, as many as a
+budget of seconds allows; and what each file takes.
 
-tests/seconds.json has the seconds of every test file, as `make test` saw them last. It writes a file's figure anew
-where that has more than doubled or halved, so the choice follows the tests by itself. A file that moved to another
-folder keeps its figure; one without a figure is new, or has a new name: it is run.
+tests/seconds.json has the seconds of every test file that `make test` runs, without tests that are marked slow or long.
+`pytest --record-seconds`, and so `make test`, writes a file's figure where there is none, or where it has more than
+doubled or halved: the choice follows the tests by itself. A file that moved to another folder keeps its figure.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALONE
+from tests.conftest import is_alone
 
 TESTS = Path(__file__).resolve().parent
 SECONDS = TESTS / "seconds.json"
-BUDGET_S = 20.0  # of all files together; importing what they test takes several times as long
+ALWAYS = ("cli/serve/test_preflight.py", "docs", "structure", "test_*.py")  # a change anywhere may break these
+ASKED_FOR = ("cluster", "gpu", "interop", "faults/test_long_*.py")  # `make test` leaves them to targets of their own
+BUDGET_S = 12.0  # of the files beside those above; importing what they test takes several times as long
 DEFAULT_S = 1.0  # of a file that is not measured yet
 SAME_WITHIN = 2.0  # seconds differ from run to run; only a change beyond this factor is written
 TOO_LITTLE_S = 1.0  # below this, a change of the factor is none
+MAX_PROCESSES = 4  # each imports everything anew
 MARKS = "not gpu and not alone and not slow and not long"
 
 
@@ -35,15 +41,22 @@ def known(seconds: dict[str, float], files: list[str]) -> dict[str, float]:
 
 
 def choose(seconds: dict[str, float], files: list[str], budget_s: float) -> tuple[list[str], list[str]]:
-    """Files to run and files to leave out: the quicker first, until the budget is spent."""
+    """Files to run, the longest first, and files to leave out: ALWAYS, and the quicker until the budget is spent."""
     figures = known(seconds, files)
-    chosen, spent_s = [], 0.0
-    for file in sorted(files, key=lambda file: (figures.get(file, 0.0), file)):
+    chosen, spent_s = [file for file in files if lies_in(file, ALWAYS)], 0.0
+    for file in sorted(set(files) - set(chosen), key=lambda file: (figures.get(file, 0.0), file)):
         spent_s += figures.get(file, DEFAULT_S)
         if spent_s > budget_s:
             break
         chosen.append(file)
-    return sorted(chosen), sorted(set(files) - set(chosen))
+    chosen.sort(key=lambda file: (-figures.get(file, DEFAULT_S), file))
+    return chosen, sorted(set(files) - set(chosen))
+
+
+def lies_in(file: str, places: Sequence[str]) -> bool:
+    """Whether a file is, or is in, one of these, which may have a pattern for a name."""
+    path = Path(file)
+    return any(path.is_relative_to(each) or (path.parent == Path(each).parent and path.match(each)) for each in places)
 
 
 def renewed(before: dict[str, float], measured: dict[str, float], files: list[str]) -> dict[str, float]:
@@ -62,9 +75,14 @@ def test_files() -> list[str]:
     return sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
 
 
+def measured_files() -> list[str]:
+    """Those that `make test` runs."""
+    return [file for file in test_files() if not lies_in(file, ASKED_FOR)]
+
+
 def together() -> list[str]:
-    """Those that may run beside others, without the clients and gateways of others (`make test-interop`)."""
-    return [file for file in test_files() if not any(Path(file).is_relative_to(each) for each in (*ALONE, "interop"))]
+    """Of those, what may run beside others."""
+    return [file for file in measured_files() if not is_alone(file)]
 
 
 def read_seconds() -> dict[str, float]:
@@ -80,10 +98,10 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0].removeprefix("tests/")
-        self._measured[file] += report.duration
+        self._measured[file] += 0.0 if {"slow", "long"} & report.keywords.keys() else report.duration
 
     def pytest_sessionfinish(self) -> None:
-        figures = renewed(read_seconds(), dict(self._measured), test_files())
+        figures = renewed(read_seconds(), dict(self._measured), measured_files())
         SECONDS.write_text(json.dumps(figures, indent=1) + "\n")
 
 
@@ -96,7 +114,10 @@ def main() -> int:
     chosen, _ = choose(read_seconds(), together(), arguments.budget)
     left_out = set(test_files()) - set(chosen)
     paths = [str(TESTS / file) for file in chosen]
-    command = [sys.executable, "-m", "pytest", "-m", MARKS, "-n", "2", "--dist", "loadfile", *arguments.pytest, *paths]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A file at a time in the order given, for a long one that comes last would be waited for.
+    spread = ["-n", str(min(MAX_PROCESSES, cores)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [sys.executable, "-m", "pytest", "-m", MARKS, *spread, *arguments.pytest, *paths]
     status = subprocess.run(command, check=False).returncode
     folders = Counter(Path(file).parts[0] for file in left_out)
     told = ", ".join(f"{folder} {count}" for folder, count in sorted(folders.items()))

@@ -21,7 +21,8 @@ ALONE = (
     "gateway/test_garbage.py", "gateway/test_main.py", "gateway/test_responsiveness.py", "gateway/workers", "soak",
     "worker/test_main.py", "worker/transport",
 )  # fmt: skip
-assert all((REPOSITORY / "tests" / each).exists() for each in ALONE), "a test that runs alone was moved"
+NOT_ALONE = ("cli/serve/test_preflight.py",)  # within those folders, what starts nothing
+assert all((REPOSITORY / "tests" / each).exists() for each in ALONE + NOT_ALONE), "a test that runs alone was moved"
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,9 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of services are marked `alone`: `make test` runs them two files at once, after the others."""
     for item in items:
-        place = item.path.relative_to(REPOSITORY / "tests")
-        if any(place.is_relative_to(each) for each in ALONE):
+        if is_alone(item.path.relative_to(REPOSITORY / "tests")):
             item.add_marker(pytest.mark.alone)
+
+
+def is_alone(place: Path | str) -> bool:
+    """Of a file, from the folder of the tests."""
+    return str(place) not in NOT_ALONE and any(Path(place).is_relative_to(each) for each in ALONE)
 
 
 @pytest.fixture(scope="session")

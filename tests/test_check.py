@@ -1,14 +1,52 @@
-"""`make check` takes the quick test files and says what it left out; how strict the types are."""
+"""`make check` takes what holds the repository together and the quick test files, and says what it left out; how strict
+the types are."""
 
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests import check
+from tests.conftest import is_alone
+
+SHARE = 40  # what always runs may take this part of what all files take, however fast the machine that measured them
 
 
 def test_the_quickest_files_are_chosen_until_the_budget_is_spent() -> None:
     seconds = {"a.py": 3.0, "b.py": 1.0, "c.py": 2.0}
-    assert check.choose(seconds, ["a.py", "b.py", "c.py"], 4.0) == (["b.py", "c.py"], ["a.py"])
+    assert check.choose(seconds, ["a.py", "b.py", "c.py"], 4.0) == (["c.py", "b.py"], ["a.py"])
+
+
+def test_what_holds_the_repository_together_is_always_chosen_and_costs_the_others_nothing() -> None:
+    kept = ["cli/serve/test_preflight.py", "docs/test_blocks.py", "structure/test_x.py", "test_layering.py"]
+    seconds = dict.fromkeys(kept, 9.0) | {"a.py": 1.0, "cli/serve/test_serve.py": 2.0}
+    assert check.choose(seconds, [*seconds], 1.5) == ([*kept, "a.py"], ["cli/serve/test_serve.py"])
+
+
+def test_what_always_runs_is_marked_as_nothing_that_is_left_out() -> None:
+    kept = [file for file in check.test_files() if check.lies_in(file, check.ALWAYS)]
+    assert {Path(file).parts[0] for file in kept} > {"cli", "docs", "structure", "test_layering.py", "test_check.py"}
+    assert [file for file in kept if is_alone(file) or check.lies_in(file, check.ASKED_FOR)] == []
+
+
+def test_every_file_has_its_seconds_and_no_other() -> None:
+    """`pytest --record-seconds FILE` writes them. What has none would count as quick, however long it takes."""
+    assert sorted(check.read_seconds()) == check.measured_files()
+
+
+def test_what_is_chosen_takes_few_of_all_the_seconds() -> None:
+    seconds = check.read_seconds()
+    chosen, _ = check.choose(seconds, check.together(), check.BUDGET_S)
+    kept = {file for file in chosen if check.lies_in(file, check.ALWAYS)}
+    assert sum(seconds[file] for file in set(chosen) - kept) <= check.BUDGET_S
+    assert sum(seconds[file] for file in kept) <= sum(seconds.values()) / SHARE
+
+
+@pytest.mark.parametrize("file", ["cluster/test_cluster.py", "interop/test_node.py", "gpu/test_gpu_ranks.py"])
+def test_what_has_a_target_of_its_own_is_not_chosen(file: str) -> None:
+    """Named on pytest's command line, it would run, though no other run sees it."""
+    assert file in check.test_files()
+    assert file not in check.together()
 
 
 def test_a_file_that_is_not_measured_yet_is_run() -> None:

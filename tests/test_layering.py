@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -115,10 +116,17 @@ INNER: dict[str, dict[str, set[str]]] = {
 }
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Parsed once for all tests of this file."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def modules_of(path: Path) -> set[str]:
     """Dotted names of every module that a file imports, also inside functions; a module of ours without `octavo.`."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -165,7 +173,7 @@ def test_everything_of_ours_is_imported_by_its_installed_name(folder: str, repos
     wrong = [
         str(file.relative_to(repository))
         for file in (repository / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree_of(file))
         if (isinstance(node, ast.ImportFrom) and node.level == 0 and str(node.module).split(".")[0] in bare)
         or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] in bare for alias in node.names))
     ]
@@ -217,7 +225,7 @@ def test_no_modules_import_one_another_in_a_circle(repository: Path) -> None:
 def _imported_at_once(file: Path, files: dict[str, Path]) -> set[str]:
     """Modules of ours that a file imports when it is imported itself: not inside functions, not for types alone."""
     found: set[str] = set()
-    body = list(ast.parse(file.read_text()).body)
+    body = list(tree_of(file).body)
     while body:
         node = body.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):

@@ -67,6 +67,7 @@ def said_by(command: str, service: Service, folder: Path, place: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "_newline", "shown"), SHOWN, ids=[command for command, _, _ in SHOWN])
 def test_the_page_shows_what_is_printed(
     command: str, _newline: str, shown: str, beside: tuple[Service, Path], tmp_path: Path
