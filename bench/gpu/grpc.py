@@ -32,6 +32,11 @@ from bench.shapes import SHAPES
 from octavo.cli.serve.ports import free_port
 
 STOP_TIMEOUT_S = 30.0
+CACHES = (
+    "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+)  # fmt: skip
+"""Variables that name folders of what is compiled or tuned: ours, those of libraries, the driver's."""
 SERVICE = "octavo.v1.InferenceService"
 
 
@@ -62,20 +67,21 @@ class Service:
         return found
 
 
-def environment() -> dict[str, str]:
-    """Settings of a service from outside stay outside."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+def environment(caches: Path | None = None) -> dict[str, str]:
+    """Settings of a service from outside stay outside. caches: a folder for all that is compiled or tuned."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    return kept | ({} if caches is None else {name: str(caches / name.lower()) for name in CACHES})
 
 
 @contextmanager
-def serving(folder: Path, flags: list[str], *, start_timeout_s: float) -> Iterator[Service]:
-    """`octavo serve FLAGS`, ready. Raises BenchError where it never is."""
+def serving(folder: Path, flags: list[str], *, start_timeout_s: float, caches: Path | None = None) -> Iterator[Service]:
+    """`octavo serve FLAGS`, ready. caches: instead of this machine's. Raises BenchError where it never is."""
     port, log, begin_s = free_port("127.0.0.1", set()), folder / "service.log", time.monotonic()
     target = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "octavo.cli.main", "serve", f"--port={port}", "--metrics-port=0"]
     command += ["--worker-metrics-port=0", f"--run-dir={folder / 'run'}", "--log-level=warning", *flags]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=folder, env=environment(caches), stdout=output, stderr=output)
     try:
         try:
             wait_until_serving(target, SERVICE, timeout_s=start_timeout_s, is_alive=lambda: process.poll() is None)
