@@ -21,6 +21,7 @@ from octavo.wire.peer_messages import PeerReply, ToPeer
 log = structlog.get_logger(__name__)
 SILENT_S = 2.0  # without an answer, though it was told something four times meanwhile
 _TRY_AGAIN_S = 0.01  # until a connection is open
+_GRACE_S = 0.05  # for a connected one that was silent: perhaps it was this gateway that was frozen
 _SEND_AGAIN_S = 0.5  # a question may be lost with its connection; a repeated one has no further effect
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
@@ -63,6 +64,7 @@ class Other:
         self._last_s = self._loop.time()  # of an answer, or of the beginning
         self._trouble = _NOBODY
         self._is_connected = False
+        self._is_refused = False  # nobody listened at the last attempt to connect, or the key was wrong
         self._on_open = on_open
         self._waiting: dict[int, asyncio.Future[PeerReply]] = {}
         self._socket: zmq.asyncio.Socket = new_dealer(context)  # type: ignore[arg-type,assignment]
@@ -79,6 +81,16 @@ class Other:
     def is_silent(self) -> bool:
         """Whether it has not answered for long."""
         return self._loop.time() - self._last_s > SILENT_S
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it is known that no answer is to be waited for: it is silent, or it has answered once and cannot be
+        connected to any more."""
+        return self.is_silent or (self._is_refused and bool(self.gateway_id))
+
+    def may_answer(self, asked_s: float) -> bool:
+        """Whether an answer to a question of this time of the loop is worth waiting for."""
+        return not self.is_down or (self._is_connected and self._loop.time() - asked_s < _GRACE_S)
 
     def why_silent(self) -> str:
         """One sentence."""
@@ -115,8 +127,8 @@ class Other:
         self._socket.close(linger=0)
 
     async def _send(self, frame: bytes) -> None:
-        """As soon as there is a connection."""
-        while True:
+        """As soon as there is a connection; not at all once this is closed."""
+        while not self._socket.closed:
             try:
                 await self._socket.send(frame, zmq.NOBLOCK)
                 return
@@ -143,15 +155,17 @@ class Other:
             if event == zmq.EVENT_CONNECTED:
                 self._is_connected = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._trouble, self.has_left = _MUTE, False
+                self._trouble, self.has_left, self._is_refused = _MUTE, False, False
                 self._on_open()
             elif event & _REFUSED:
-                self._trouble = _WRONG_KEY
+                self._trouble, self._is_refused = _WRONG_KEY, True
             else:
                 # A connection that was made and broke before its handshake was over: CURVE says no more to strangers.
                 broke_early = self._is_connected and self._trouble != _MUTE
                 self._trouble = _WRONG_KEY if broke_early else _NOBODY
                 self._is_connected = False
+                # A connection that broke may be there again at once: only an attempt that failed tells.
+                self._is_refused = self._is_refused or event == zmq.EVENT_CLOSED
 
 
 async def addresses_of(host: str) -> tuple[str, ...]:

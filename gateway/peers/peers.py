@@ -31,12 +31,13 @@ from octavo.wire.run_dir import RunDirError
 log = structlog.get_logger(__name__)
 LOOK_UP_S = 5.0  # between two lookups of a name
 _TICK_S = 0.5
+_LOOK_S = 0.05  # while an answer is waited for: whether whoever owes it has gone down meanwhile
 _MAX_TOLD = 64  # different complaints about messages in the log, each once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The answers to a question. replies: by the gateway's name. silent: those that have not answered in time."""
+    """The answers to a question. replies: by the gateway's name. silent: those that are down, or too slow."""
 
     replies: dict[str, PeerReply] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Peers:
         self._context: zmq.asyncio.Context | None = None
         self._link: RouterLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._asking: set[asyncio.Task[PeerReply | None]] = set()
 
     @property
     def has_others(self) -> bool:
@@ -124,9 +126,10 @@ class Peers:
 
     async def close(self) -> None:
         """Idempotent."""
-        for task in self._tasks:
+        tasks = (*self._tasks, *self._asking)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         await asyncio.gather(*(other.close() for other in self._others.values()))
         self._others.clear()
@@ -139,28 +142,32 @@ class Peers:
             self._context = None
 
     async def ask(self, question: ToPeer, *, timeout_s: float) -> Asked:
-        """Ask every other gateway at once, and wait so long for all of them together."""
+        """Ask every other gateway at once; wait for those that are not known to be down, so long at most for all of
+        them together. Those that are down are asked all the same, for as long, should they come back meanwhile."""
         question = msgspec.structs.replace(question, call_id=next(self._call_ids))
-        others = self._asked()
-        replies = await asyncio.gather(*(other.ask(question, timeout_s=timeout_s) for other in others))
+        asked_s = asyncio.get_running_loop().time()
+        asked = {asyncio.create_task(each.ask(question, timeout_s=timeout_s)): each for each in self._asked()}
+        for task in asked:
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+        while waited := [task for task, each in asked.items() if not task.done() and each.may_answer(asked_s)]:
+            await asyncio.wait(waited, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        replies = {each: task.result() if task.done() else None for task, each in asked.items()}
         by_id: dict[str, tuple[str, PeerReply]] = {}
-        for other, reply in zip(others, replies, strict=True):
+        for other, reply in replies.items():
             if reply is not None and reply.gateway_id != self.gateway_id:  # that one was ourselves
                 by_id.setdefault(reply.gateway_id, (other.name, reply))
         # Whoever answered at another address of it is not silent.
-        missing = [
-            other.name
-            for other, reply in zip(others, replies, strict=True)
-            if reply is None and other.gateway_id not in by_id
-        ]
+        missing = [each.name for each, reply in replies.items() if reply is None and each.gateway_id not in by_id]
         silent = (*missing, *(each.endpoint.address for each in self._names if not each.addresses))
+        waited_s = round(asyncio.get_running_loop().time() - asked_s, 3)
         told: set[str] = set()
         if isinstance(question, PeerWatch):
             told, self._watched_silent = self._watched_silent, set(silent)
         for name in silent:
             # A watch asks every second: of those it is said once that they are silent.
             if name not in told:
-                log.warning("gateway_silent", gateway=name, asked=type(question).__name__, timeout_s=timeout_s)
+                log.warning("gateway_silent", gateway=name, asked=type(question).__name__, waited_s=waited_s)
         return Asked(replies=dict(by_id.values()), silent=silent)
 
     def tell(self, message: PeerUse) -> None:
@@ -174,7 +181,7 @@ class Peers:
     async def leave(self, farewell: PeerUse, *, timeout_s: float) -> None:
         """Tell it to those who can be reached, and wait so long until they have it."""
         farewell = msgspec.structs.replace(farewell, call_id=next(self._call_ids))
-        reached = [each for each in self._asked() if not each.is_silent]
+        reached = [each for each in self._asked() if not each.is_down]
         await asyncio.gather(*(each.ask(farewell, timeout_s=timeout_s) for each in reached))
 
     def counts(self) -> tuple[int, int]:

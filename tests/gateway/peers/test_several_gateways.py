@@ -13,14 +13,14 @@ import zmq
 
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig
-from octavo.gateway.peers import control
+from octavo.gateway.peers import control, others
 from octavo.gateway.peers.others import name_of
 from octavo.gateway.peers.peers import Peers
 from octavo.v1 import admin_pb2, common_pb2, load_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.endpoints import EndpointError
 from octavo.wire.keys import generate_keys, save_keys
-from octavo.wire.peer_messages import PeerAskLoad, PeerReply, ToPeer
+from octavo.wire.peer_messages import PeerAbort, PeerAskLoad, PeerReply, ToPeer
 from tests.support.gateway.fake_pool import FakePool
 from tests.support.gateway.rpc_errors import Refusal, refused
 
@@ -386,6 +386,12 @@ async def ask(each: Peers, timeout_s: float = 30.0) -> tuple[dict[str, int], tup
     return {name: reply.num_in_flight for name, reply in asked.replies.items()}, asked.silent
 
 
+async def asked_until(each: Peers, answers: tuple[dict[str, int], tuple[str, ...]]) -> None:
+    async with asyncio.timeout(60):
+        while (await ask(each)) != answers:  # noqa: ASYNC110  (no event tells when others are connected)
+            await asyncio.sleep(0.01)
+
+
 async def test_one_list_serves_all_gateways_and_nobody_counts_itself(tmp_path: Path) -> None:
     """Also where it does not know its own address in the list."""
     alias = tmp_path / "alias"
@@ -400,12 +406,48 @@ async def test_one_list_serves_all_gateways_and_nobody_counts_itself(tmp_path: P
 
 async def test_a_gateway_that_starts_late_or_again_is_reached(tmp_path: Path) -> None:
     one, two = socket_of(tmp_path, 0), socket_of(tmp_path, 1)
-    async with peers(PeerConfig(endpoint=one, others=(two,))) as (first,):
+    async with asyncio.timeout(60), peers(PeerConfig(endpoint=one, others=(two,))) as (first,):
         assert await ask(first, 0.1) == ({}, ("gateway-1",))
+        waiting = asyncio.create_task(ask(first))
+        async with peers(PeerConfig(endpoint=two, others=(one,))):
+            assert await waiting == ({"gateway-1": 7}, ())
+        async with peers(PeerConfig(endpoint=two, others=(one,))):
+            await asked_until(first, ({"gateway-1": 7}, ()))
+
+
+async def test_nobody_waits_for_a_gateway_that_is_known_to_be_down(tmp_path: Path) -> None:
+    """It answered, and then died without a farewell. What it was asked meanwhile it does if it is back in time."""
+    one, two = socket_of(tmp_path, 0), socket_of(tmp_path, 1)
+    is_aborted = asyncio.Event()
+
+    def answer(question: ToPeer) -> PeerReply:
+        if question == PeerAbort(call_id=question.call_id, request_id="r"):
+            is_aborted.set()
+        return PeerReply(call_id=0, gateway_id="")
+
+    async with asyncio.timeout(60), peers(PeerConfig(endpoint=one, others=(two,))) as (first,):
+        async with peers(PeerConfig(endpoint=two, others=(one,))):
+            assert await ask(first) == ({"gateway-1": 7}, ())
         for _ in range(2):
-            waiting = asyncio.create_task(ask(first))
-            async with peers(PeerConfig(endpoint=two, others=(one,))):
-                assert await waiting == ({"gateway-1": 7}, ())
+            asked = await first.ask(PeerAbort(call_id=0, request_id="r"), timeout_s=600.0)
+            assert (asked.replies, asked.silent) == ({}, ("gateway-1",))
+        again = Peers(PeerConfig(endpoint=two, others=(one,)), answer)
+        await again.start()
+        await asked_until(first, ({"gateway-1": 0}, ()))
+        await is_aborted.wait()
+        await again.close()
+
+
+@pytest.mark.usefixtures("frozen")
+async def test_nobody_waits_longer_for_a_gateway_that_freezes_than_until_it_counts_as_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(others, "SILENT_S", 0.5)
+    configs = [PeerConfig(endpoint=socket_of(tmp_path, 0), others=(socket_of(tmp_path, 1), socket_of(tmp_path, 3)))]
+    configs.append(PeerConfig(endpoint=socket_of(tmp_path, 1)))
+    async with asyncio.timeout(60), peers(*configs) as (first, _):
+        for _ in range(3):
+            assert await ask(first, timeout_s=600.0) == ({"gateway-1": 7}, ("gateway-3",))
 
 
 async def test_garbage_at_the_socket_changes_nothing(tmp_path: Path) -> None:
