@@ -122,6 +122,13 @@ bench-gpu: dev ## steps, engine and transformers on a CUDA device, against the f
 		$(BIN)/python -m bench.gpu.grpc --shape $(SHAPE) --load-generator "$(LOAD_GENERATOR)" \
 			--out "out/gpu_grpc_cache_$$cache.json" -- --prefix-cache "$$cache"; done
 
+# What its parts may take, and one at a time on a lent machine: the module's text.
+TP_SHAPE ?= 7B
+RANKS ?= 1 2
+TP ?=
+bench-tp: dev ## one rank and several on this host's GPUs, in turns, beside the bars; TP_SHAPE=72B RANKS=2 TP="--brief --request"
+	@$(BIN)/python -m bench.gpu.tensor_parallel --shape $(TP_SHAPE) --ranks $(RANKS) --json out/tensor_parallel_$(TP_SHAPE).json $(TP)
+
 lint: dev ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

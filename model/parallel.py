@@ -12,7 +12,10 @@ Legend: T tokens · S rows · D model dim · V vocabulary · W rows of the embed
 Must not know: layers, files, what makes a rank run a step.
 """
 
+import atexit
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +35,9 @@ from octavo.model.families.interface import Cut
 
 JOIN_TIMEOUT_S = 120.0
 """For all ranks to come, and then for each sum."""
+
+LEAVE_TIMEOUT_S = 10.0
+"""For NCCL to end: it waits for every graph that holds a sum of its, and what failed may hold some."""
 
 MOST_TOLD = 512
 
@@ -202,8 +208,24 @@ def join_ranks(
             ranks.sum(torch.zeros(1, device=device))  # what cannot work fails here, before minutes of loading
         yield ranks
     finally:
-        abort(ranks)
+        _leave(ranks)
+
+
+def _leave(ranks: Ranks) -> None:
+    """The group ends, or else this process does without asking anyone, as soon as Python is done."""
+    ending = threading.Thread(target=abort, args=(ranks,), name="leave", daemon=True)
+    ending.start()
+    ending.join(LEAVE_TIMEOUT_S)
+    if ending.is_alive():
+        atexit.register(_exit_hard, 0 if sys.exc_info()[0] is None else 1)
+    else:
         distributed.destroy_process_group()
+
+
+def _exit_hard(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def has_device_sums(ranks: Ranks) -> bool:

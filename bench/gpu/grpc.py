@@ -37,6 +37,7 @@ CACHES = (
     "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
 """Variables that name folders of what is compiled or tuned: ours, those of libraries, the driver's."""
+SUMS_VARIABLE = "OCTAVO_SUMS"
 SERVICE = "octavo.v1.InferenceService"
 
 
@@ -68,8 +69,11 @@ class Service:
 
 
 def environment(caches: Path | None = None) -> dict[str, str]:
-    """Settings of a service from outside stay outside. caches: a folder for all that is compiled or tuned."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    """Settings of a service from outside stay outside, but for how its ranks sum. caches: a folder for all that is
+    compiled or tuned."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name == SUMS_VARIABLE
+    }
     return kept | ({} if caches is None else {name: str(caches / name.lower()) for name in CACHES})
 
 

@@ -32,6 +32,9 @@ TIMED_SIZES = (1, 2, *SPLIT_K_SIZES)
 """Each stands for the sizes below it, down to the one before. Beyond 2 rows the kernels for a small batch
 have always lost (each row adds its own latency to each of them), beyond the last cuBLAS has won (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
+LEAST_STEPS = 4
+ENOUGH_WEIGHTS = 8_000_000_000
+"""Of layers: 5 ms a step. Above, a timing has fewer steps."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
@@ -75,6 +78,15 @@ def fits_split_k_tiles(weight: torch.Tensor) -> bool:
     return not weight.is_cuda or weight.element_size() <= 2
 
 
+def steps_of_a_timing(config: ModelConfig) -> int:
+    """Fewer of large models, whose steps take milliseconds each and vary less: the same number on every rank. config:
+    of this rank."""
+    inner = 3 * config.intermediate_size + 2 * config.num_attention_heads * config.head_dim
+    return max(
+        LEAST_STEPS, min(STEPS, STEPS * ENOUGH_WEIGHTS // (config.num_hidden_layers * config.hidden_size * inner))
+    )
+
+
 def stands_for(batch_size: int) -> int | None:
     """The one of TIMED_SIZES that is timed for this batch size; None where there is nothing to choose."""
     return next((size for size in TIMED_SIZES if batch_size <= size), None)
@@ -86,11 +98,18 @@ class Autotuner:
     take the same way, rank 0's: the steps of all wait for one another."""
 
     def __init__(
-        self, candidates: dict[str, StepPath], file: Path | None, names: dict[int, str], ranks: Ranks = ALONE
+        self,
+        candidates: dict[str, StepPath],
+        file: Path | None,
+        names: dict[int, str],
+        ranks: Ranks = ALONE,
+        *,
+        num_steps: int = STEPS,
     ) -> None:
         self._candidates = candidates
         self._file = file
         self._ranks = ranks
+        self._num_steps = num_steps
         self.names = {size: name for size, name in names.items() if name in candidates}
 
     @classmethod
@@ -105,7 +124,8 @@ class Autotuner:
         usable = candidates(config)
         if not fits_split_k_tiles(weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
-        return cls(usable, file, ranks.agree(read_names(file)) if file else {}, ranks)
+        names = ranks.agree(read_names(file)) if file else {}
+        return cls(usable, file, names, ranks, num_steps=steps_of_a_timing(config))
 
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""
@@ -125,7 +145,9 @@ class Autotuner:
             return
         stream = torch.cuda.Stream()  # one for all: a library keeps a workspace for each that it has seen
         for key, size in missing.items():
-            times_ms = {name: time_graph(partial(run, size), stream) for name in self.try_all(size)}
+            times_ms = {
+                name: time_graph(partial(run, size), stream, steps=self._num_steps) for name in self.try_all(size)
+            }
             self.names[key] = self._ranks.agree(min(times_ms, key=lambda name: times_ms[name]))
         if self._ranks.rank == 0:
             write_names(self._file, self.names)

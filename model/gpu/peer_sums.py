@@ -10,14 +10,29 @@ Not yet run on devices: what it needs is asked for, compared with NCCL's sums, a
 Must not know: layers, steps.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 
 import torch
 
 from octavo.model.gpu.autotune import time_graph
 from octavo.model.parallel import Ranks, Sums
+
+VARIABLE = "OCTAVO_SUMS"
+"""Of the environment: a Way; unset: the fastest."""
+
+
+class Way(Enum):
+    """How few rows are summed: as measured, or without a measurement in one way, to compare them or to do without
+    one."""
+
+    FASTEST = "fastest"
+    LIBRARY = "library"
+    ONE_SHOT = "one_shot"
+
 
 MOST_BYTES = 1 << 20
 """Of a sum. Beyond, each rank would read much more than NCCL moves."""
@@ -60,33 +75,66 @@ def with_peer_sums(
     ranks: Ranks, *, hidden_size: int, dtype: torch.dtype, device: torch.device, note: Callable[[str], None]
 ) -> Ranks:
     """The ranks, with sums of few rows by this way where it is there, gives NCCL's sums and is faster. On every rank at
-    once, on idle devices. note: is given a sentence on what came of it."""
-    if device.type != "cuda" or ranks.size not in GROUP_SIZES or dtype not in DTYPES or ranks.sums is not Sums.FAST:
+    once, on idle devices. note: is given a sentence on what came of it. Raises ValueError for an unknown way in the
+    environment."""
+    wanted = ranks.agree(_wanted_way())
+    if wanted is Way.LIBRARY:
         return ranks
+    found = ways_to_sum(ranks, hidden_size=hidden_size, dtype=dtype, device=device, note=note)
+    chosen = found.get(Way.ONE_SHOT.value, ranks)
+    if wanted is not Way.FASTEST or not isinstance(chosen.peers, SymmetricSums):
+        return chosen
+    chosen.peers.limit = _faster_up_to(ranks, chosen, hidden_size, dtype, device)
+    note(f"sums of up to {chosen.peers.limit // hidden_size} rows go by peers' memory, others through NCCL")
+    return chosen if chosen.peers.limit else ranks
+
+
+def _wanted_way() -> Way:
+    name = os.environ.get(VARIABLE) or Way.FASTEST.value
+    if name not in [way.value for way in Way]:
+        raise ValueError(f"{VARIABLE} is {name!r}; give one of {', '.join(way.value for way in Way)}")
+    return Way(name)
+
+
+def ways_to_sum(
+    ranks: Ranks, *, hidden_size: int, dtype: torch.dtype, device: torch.device, note: Callable[[str], None]
+) -> dict[str, Ranks]:
+    """Ranks with each way beside NCCL's that is there and gives right sums, by a Way's value; see `with_peer_sums`."""
+    if device.type != "cuda" or ranks.size not in GROUP_SIZES or dtype not in DTYPES or ranks.sums is not Sums.FAST:
+        return {}
     own: SymmetricSums | None = None
     try:
         own = SymmetricSums(ranks, dtype, device)
     except (ImportError, AttributeError, RuntimeError) as error:
         note(f"sums go through NCCL alone, since peers' memory cannot be read: {error}")
     if not ranks.least(int(own is not None)) or own is None:
-        return ranks
+        return {}
     with_own = replace(ranks, peers=own)
-    own.limit = _faster_up_to(ranks, with_own, hidden_size, dtype, device)
-    note(f"sums of up to {own.limit // hidden_size} rows go by peers' memory, others through NCCL")
-    return with_own if own.limit else ranks
+    if not ranks.least(int(_is_right(ranks, with_own, hidden_size, dtype, device))):
+        note("sums go through NCCL alone, since those by peers' memory are not the same")
+        return {}
+    return {Way.ONE_SHOT.value: with_own}
+
+
+def _is_right(library: Ranks, with_own: Ranks, hidden_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether both give the same, of one row and of many."""
+    is_right = True
+    for rows in (1, 8, MOST_BYTES // (hidden_size * dtype.itemsize)):  # all of them, as the other ranks do
+        x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
+        wanted, found = (_sum_copy(ranks, x_BD).float() for ranks in (library, with_own))
+        is_right &= torch.allclose(found, wanted, rtol=2e-2, atol=2e-2)
+    return is_right
 
 
 def _faster_up_to(library: Ranks, with_own: Ranks, hidden_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Elements; 0 where it is never faster, or wrong."""
+    """Elements; 0 where it is never faster."""
     limit, stream = 0, torch.cuda.Stream(device)
     for rows in TIMED_ROWS:
         if rows * hidden_size * dtype.itemsize > MOST_BYTES:
             break
         x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
-        wanted, found = (_sum_copy(ranks, x_BD).float() for ranks in (library, with_own))
-        is_right = torch.allclose(found, wanted, rtol=2e-2, atol=2e-2)
         library_ms, own_ms = (time_graph(partial(_sum_often, ranks, x_BD), stream) for ranks in (library, with_own))
-        if not library.least(int(is_right)) or not library.agree(own_ms < library_ms):
+        if not library.agree(own_ms < library_ms):
             break
         limit = rows * hidden_size
     return limit

@@ -30,12 +30,12 @@ from tests.support.worker.rank_steps import steps_of
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 RANK = "octavo.worker.loading.group"
-TIMEOUT_S = 240.0
+RANKS_TIMEOUT_S, TIMEOUT_S = 120.0, 120.0
 
 
 def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -51,7 +51,10 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", ["qwen2", "qwen3"])
 def test_two_ranks_on_one_device_give_what_one_rank_gives(shape: str, way: str, tmp_path: Path) -> None:
     expected = alone(steps_of, shape, way, "bf16", "auto")
-    compare(on_ranks(2, steps_of, tmp_path, shape, way, "bf16", "auto", place=Place.ONE_GPU), expected)
+    compare(
+        on_ranks(2, steps_of, tmp_path, shape, way, "bf16", "auto", place=Place.ONE_GPU, timeout_s=RANKS_TIMEOUT_S),
+        expected,
+    )
 
 
 @needs_two
@@ -59,7 +62,8 @@ def test_two_ranks_on_one_device_give_what_one_rank_gives(shape: str, way: str, 
 @pytest.mark.parametrize("way", ["cublas", "small_batch", "deterministic"])
 def test_two_devices_give_what_one_gives(way: str, launching: Launching, tmp_path: Path) -> None:
     expected = alone(steps_of, "qwen2", way, "bf16", "auto", launching)
-    found = on_ranks(2, steps_of, tmp_path, "qwen2", way, "bf16", "auto", launching, place=Place.GPUS)
+    words = ("qwen2", way, "bf16", "auto", launching)
+    found = on_ranks(2, steps_of, tmp_path, *words, place=Place.GPUS, timeout_s=RANKS_TIMEOUT_S)
     compare(found, expected)
 
 
@@ -91,7 +95,7 @@ def summed(ranks: Ranks) -> dict[str, Any]:
 
 @needs_two
 def test_sums_by_whatever_is_fastest_are_right_and_the_same_on_both(tmp_path: Path) -> None:
-    first, second = on_ranks(2, summed, tmp_path, place=Place.GPUS)
+    first, second = on_ranks(2, summed, tmp_path, place=Place.GPUS, timeout_s=RANKS_TIMEOUT_S)
     assert len(first["told"]) == 1
     np.testing.assert_allclose(first["sum"], first["wanted"], atol=2e-2, rtol=1e-2)
     assert np.array_equal(first["sum"], second["sum"])
@@ -170,6 +174,7 @@ async def test_a_service_over_two_devices_answers_and_comes_back_when_a_rank_is_
     tmp_path: Path, number: signal.Signals
 ) -> None:
     flags = ("--device=cuda", "--tensor-parallel-size=2", "--max-num-seqs=8", "--max-model-len=512")
+    flags += ("--num-blocks=256", "--host-kv-gib=0")  # other tests have a share of the same devices
     with serve(tmp_path, *flags, "--stall-timeout-s=4", "--stall-exit-s=8") as service:
         service.wait_until_supervised()
         before = await answer(service, 16)

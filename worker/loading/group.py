@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -122,8 +123,11 @@ class FollowerProcesses:
     def end_sums(self, ranks: Ranks) -> None:
         """Let rank 0 out of sums on GPUs that wait for one who has ended; where it does not come out, end the process.
         From any thread."""
-        abort(ranks)
-        if has_device_sums(ranks) and not self._dismissed.wait(LOST_EXIT_S):
+        if not has_device_sums(ranks):
+            return
+        # Beside this thread: NCCL lets sums go at once, but ends after the graphs that hold them have.
+        threading.Thread(target=abort, args=(ranks,), name="abort", daemon=True).start()
+        if not self._dismissed.wait(LOST_EXIT_S):
             log.error("group_lost", error="a rank has ended, and rank 0 waits for it in a sum")
             sys.stdout.flush()
             sys.stderr.flush()
@@ -300,18 +304,37 @@ def main() -> int:
     try:
         build = build_name()
         with join_ranks(Path(task.meeting), rank=task.rank, size=size, device=config.device) as ranks:
-            check_agreement(ranks, build=build, checkpoint=checkpoint_name(Path(config.model)))
-            board = RankBoard.open(Path(task.board), size=size)
-            runner = prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner
-            reader = OrderReader(int(sys.argv[1]), task.rank - 1, sys.stdin.buffer)
             try:
-                follow(measured(runner, board, ranks, config.device), reader.take)
-            finally:
-                runner.close()  # what has sums in it must go before the group does
+                check_agreement(ranks, build=build, checkpoint=checkpoint_name(Path(config.model)))
+                _follow_rank_0(task, ranks)
+            except Exception as error:
+                _tell(task, error)
+                os._exit(1)  # rank 0 waits: it need not wait for what NCCL does at an end
     except Exception as error:
-        log.error("follower_failed", rank=task.rank, num_ranks=size, error=f"{type(error).__name__}: {error}")
+        _tell(task, error)
         return 1
     return 0
+
+
+def _follow_rank_0(task: Task, ranks: Ranks) -> None:
+    config = task.config
+    board = RankBoard.open(Path(task.board), size=config.tensor_parallel_size)
+    runner = prepare(config, lambda _stage, _done, _total: None, ranks=ranks).runner
+    reader = OrderReader(int(sys.argv[1]), task.rank - 1, sys.stdin.buffer)
+    try:
+        follow(measured(runner, board, ranks, config.device), reader.take)
+    finally:
+        runner.close()  # what has sums in it must go before the group does
+
+
+def _tell(task: Task, error: Exception) -> None:
+    """Why this rank ends; where, for those who look for a mistake (--log-level debug)."""
+    size = task.config.tensor_parallel_size
+    if task.config.log_level == "debug":
+        traceback.print_exception(error)
+    log.error("follower_failed", rank=task.rank, num_ranks=size, error=f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

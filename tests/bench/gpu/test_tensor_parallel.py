@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from bench.gpu import tensor_parallel
-from bench.gpu.tensor_parallel import judge, turn
+from bench.gpu.tensor_parallel import MODULE, judge
 from bench.random_checkpoint import tensor_shapes
 from bench.shapes import SHAPES
+from bench.turns import turn
 
 
 @pytest.mark.timeout(600)
@@ -36,14 +37,24 @@ def test_one_rank_and_two_are_measured_in_turns(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.timeout(600)
 def test_a_request_goes_through_the_whole_service() -> None:
-    found = turn(["--shape", "tiny", "--device", "cpu", "--ranks", "2", "--kind", "request"])
+    found = turn(MODULE, ["--shape", "tiny", "--device", "cpu", "--ranks", "2", "--kind", "request"])
     (run,) = found["load"]["runs"]
     assert (run["completed"], run["total_output_tokens"]) == (1, 8)
 
 
 def test_a_turn_that_fails_says_why() -> None:
-    found = turn(["--shape", "tiny", "--device", "cpu", "--ranks", "3"])
+    found = turn(MODULE, ["--shape", "tiny", "--device", "cpu", "--ranks", "3"])
     assert "num_attention_heads: 4 cannot be divided among 3 tensor-parallel ranks" in found["failed"]
+
+
+def test_figures_of_other_ranks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "report.json"
+    words = ["tensor_parallel", "--shape", "tiny", "--device", "cpu", "--only", "decode", "--batches", "1"]
+    for size in ("1", "2"):
+        monkeypatch.setattr(sys, "argv", [*words, "--json", str(out), "--ranks", size])
+        tensor_parallel.main()
+    turns = json.loads(out.read_text())["turns"]
+    assert [turns[size][0]["device"] for size in ("1", "2")] == ["cpu", "cpu, 2 ranks"]
 
 
 def test_bars_are_held_against_medians_of_what_there_is() -> None:

@@ -1,10 +1,16 @@
 """The ranks of a tensor-parallel group as processes of this machine, on one thread each."""
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ from octavo.model.parallel import Ranks, join_ranks, part_of
 from tests.support.model.interpreter import let_comparisons_be_booleans
 
 TIMEOUT_S = 300.0
+END_TIMEOUT_S = 20.0
 
 
 class Place(Enum):
@@ -24,6 +31,10 @@ class Place(Enum):
     CPU = "cpu"
     GPUS = "a GPU each"  # over NCCL
     ONE_GPU = "one GPU"  # NCCL refuses that: sums go by way of the host
+
+
+class RankFailed(AssertionError):
+    """Which rank, with its traceback; or that they came to no end, with what each does on stderr."""
 
 
 class StagedRanks(Ranks):
@@ -37,28 +48,97 @@ class StagedRanks(Ranks):
         return Ranks._gather(self, part.cpu()).to(part.device)
 
 
-def on_ranks(size: int, work: Callable[..., Any], folder: Path, *arguments: Any, place: Place = Place.CPU) -> list[Any]:
+def on_ranks(
+    size: int,
+    work: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    place: Place = Place.CPU,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Any]:
     """What work(ranks, *arguments) gives on each rank of a group, in their order. work: of a module, so that another
-    process finds it. folder: an empty one. Raises what any of them raises."""
-    with ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_one, folder / "meeting", rank, size, place, work, arguments) for rank in range(size)]
-        return [future.result(TIMEOUT_S) for future in futures]
+    process finds it. folder: an empty one. Raises RankFailed at the first rank that fails, without waiting for the
+    others, who wait for it; where they have no end in time, each writes where it stands to stderr first."""
+    context = multiprocessing.get_context("spawn")
+    processes, ends = list[BaseProcess](), list[Connection]()
+    try:
+        for rank in range(size):
+            end, theirs = context.Pipe(duplex=False)
+            words = (theirs, folder / "meeting", rank, size, place, work, arguments, timeout_s)
+            process = context.Process(target=_one, args=words, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(end)
+        return _results(processes, ends, time.monotonic() + timeout_s)
+    finally:
+        _end(processes)
+
+
+def _results(processes: list[BaseProcess], ends: list[Connection], deadline_s: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in found]
+        ready = wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            for process in processes:
+                _show(process)
+            raise RankFailed(f"{len(found)} of {len(ends)} ranks came to an end in time")
+        for end in ready:
+            rank = ends.index(end)  # type: ignore[arg-type]
+            try:
+                error, found[rank] = ends[rank].recv()
+            except EOFError:
+                processes[rank].join(END_TIMEOUT_S)
+                raise RankFailed(f"rank {rank} ended with status {processes[rank].exitcode}") from None
+            if error is not None:
+                raise RankFailed(f"rank {rank}: {error}")
+    return [found[rank] for rank in range(len(ends))]
+
+
+def _show(process: BaseProcess) -> None:
+    """It writes what its threads do to stderr, and ends."""
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, signal.SIGABRT)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """They have told what they had to: what is still there may wait for another one."""
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    for process in processes:
+        if sys.exc_info()[0] is None:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        elif process.is_alive():
+            process.join(1.0)  # for what it writes
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 def _one(
-    meeting: Path, rank: int, size: int, place: Place, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
+    end: Connection, meeting: Path, rank: int, size: int, place: Place, work: Callable[..., Any],
+    arguments: tuple[Any, ...], timeout_s: float,
+) -> None:  # fmt: skip
+    faulthandler.enable()
     torch.set_num_threads(1)
     if "triton" in sys.modules and place is Place.CPU:  # what `work` computes with; this process has no fixtures
         let_comparisons_be_booleans()
     device = f"cuda:{rank}" if place is Place.GPUS else "cpu"
-    with (
-        join_ranks(meeting, rank=rank, size=size, device=device, timeout_s=TIMEOUT_S) as ranks,
-        torch.inference_mode(),
-    ):
-        if place is Place.ONE_GPU:
-            ranks = StagedRanks(rank=rank, size=size, group=ranks.group)
-        return _plain(work(ranks, *arguments))
+    try:
+        with (
+            join_ranks(meeting, rank=rank, size=size, device=device, timeout_s=timeout_s) as ranks,
+            torch.inference_mode(),
+        ):
+            if place is Place.ONE_GPU:
+                ranks = StagedRanks(rank=rank, size=size, group=ranks.group)
+            try:
+                answer: tuple[str | None, Any] = None, _plain(work(ranks, *arguments))
+            except BaseException:
+                answer = traceback.format_exc(), None
+            end.send(answer)  # before the group is left, which a rank that failed may never come out of
+    except BaseException:
+        end.send((traceback.format_exc(), None))
 
 
 def _plain(value: Any) -> Any:

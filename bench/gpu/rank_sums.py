@@ -1,0 +1,122 @@
+"""Sums over ranks alone: as many as a decode step has, in each way that there is, on a process for each rank.
+
+Must not know: workers, what else is measured.
+"""
+
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.figures import write_json
+from bench.gpu.grpc import BenchError
+from bench.shapes import SHAPES
+from octavo.model.gpu.autotune import time_graph
+from octavo.model.gpu.peer_sums import Way, ways_to_sum
+from octavo.model.parallel import Ranks, join_ranks
+
+SUM_ROWS = (1, 8, 32, 128, 256)
+
+
+def measure_sums(shape: str, size: int, device: str, out: Path) -> dict[str, dict[str, float]]:
+    """Of a decode step, by its rows: bytes that a rank gives away, and milliseconds. out: what there is is written
+    there. Raises BenchError with what the first rank that failed said; the others wait for it, and end with this
+    process."""
+    context = multiprocessing.get_context("spawn")
+    ends, processes = list[Connection](), list[BaseProcess]()
+    with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
+        for rank in range(size):
+            end, theirs = context.Pipe(duplex=False)
+            words = (theirs, Path(folder) / "meeting", rank, size, shape, device, out)
+            process = context.Process(target=_try_sums, args=words, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(end)
+        found, waiting = dict[str, dict[str, float]](), list(ends)
+        while waiting:
+            for end in wait(waiting):
+                try:
+                    error, figures = end.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    error, figures = "it ended without a word", {}
+                if error is not None:
+                    raise BenchError(f"rank {ends.index(end)}: {error}")  # type: ignore[arg-type]
+                found |= figures
+                waiting.remove(end)  # type: ignore[arg-type]
+        for process in processes:
+            process.join()
+    return found
+
+
+def _try_sums(end: Connection, *words: Any) -> None:
+    try:
+        end.send((None, _sums_of_rank(*words)))
+    except BaseException:
+        end.send((traceback.format_exc(), {}))
+
+
+def _sums_of_rank(
+    meeting: Path, rank: int, size: int, shape: str, device: str, out: Path
+) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    config, place = SHAPES[shape].config, device if device == "cpu" else f"cuda:{rank}"
+    dtype, found = torch.float32 if device == "cpu" else torch.bfloat16, dict[str, dict[str, float]]()
+    num_sums = 2 * config.num_hidden_layers + 1
+    tell = partial(print, f"    rank {rank}:", file=sys.stderr, flush=True)
+    with join_ranks(meeting, rank=rank, size=size, device=place) as plain, torch.inference_mode():
+        ways: dict[str, Ranks] = {Way.LIBRARY.value: plain}
+        if device != "cpu":
+            ways |= ways_to_sum(
+                plain, hidden_size=config.hidden_size, dtype=dtype, device=torch.device(place), note=tell
+            )
+        for rows in SUM_ROWS:
+            x_BD = torch.randn(rows, config.hidden_size, dtype=dtype, device=place)
+            figures = {"bytes": float(num_sums * x_BD.numel() * x_BD.element_size())}
+            for name, ranks in ways.items():
+                if ranks.peers is None or ranks.peers.takes(x_BD):
+                    figures[f"{name}_ms"] = _time(partial(_sum_often, ranks, x_BD, num_sums), device)
+            part_BW = torch.randn(rows, config.vocab_size // size, dtype=dtype, device=place)
+            figures["logits_ms"] = _time(partial(plain.concatenate, part_BW), device)
+            found[f"sums of {rows} rows"] = figures
+            if rank == 0:
+                _print_figures(f"sums of {rows} rows", figures)
+                write_json(out, found)
+    return found
+
+
+def _print_figures(name: str, figures: dict[str, float]) -> None:
+    print(f"  {name:22s}" + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()), flush=True)
+
+
+def _sum_often(ranks: Ranks, x_BD: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        partial_BD = ranks.room(x_BD)
+        partial_BD.copy_(x_BD)
+        ranks.sum(partial_BD)
+
+
+def _drop(_result: object) -> None:
+    """Its memory is the graph's."""
+
+
+def _time(work: Callable[[], object], device: str) -> float:
+    """Milliseconds: on a GPU of a recorded graph, as in a step."""
+    if device != "cpu":
+        return time_graph(lambda: _drop(work()))
+    seconds = []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin_s)
+    return 1e3 * statistics.median(seconds)
