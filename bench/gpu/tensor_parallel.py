@@ -35,10 +35,10 @@ from bench.figures import write_json
 from bench.gpu.device import copy_rate, need_cuda
 from bench.gpu.floors import Floors
 from bench.gpu.grpc import SUMS_VARIABLE, BenchError, run_load, serving
-from bench.gpu.rank_sums import measure_sums
 from bench.gpu.timed_engine import GpuEngine
 from bench.gpu.workloads import decode_ms, first_token_ms, host_us, nano, nano_lengths, prefill
 from bench.random_checkpoint import write_description
+from bench.rank_sums import measure_sums
 from bench.shapes import SHAPES
 from bench.turns import LIMIT_S, turn
 from octavo.blockmgr.ids import PrefixCache
