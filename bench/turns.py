@@ -52,15 +52,21 @@ def _environment() -> dict[str, str]:
 
 
 def _end_family(process: "subprocess.Popen[bytes]") -> None:
-    """The process and all that it started, children first told to say where they stand."""
+    """The process and all that it started, children first, each told to say where it stands: one after the other, since
+    they write to one file."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid)
-    members = [*family.children(recursive=True), family]
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        for member in members:
-            if member.is_running():
-                member.send_signal(number)
-        psutil.wait_procs(members[:-1], timeout=DUMP_S)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(DUMP_S)
+    members = family.children(recursive=True)
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGABRT)
+            psutil.wait_procs([member], timeout=DUMP_S)
+    with suppress(subprocess.TimeoutExpired):
+        process.send_signal(signal.SIGABRT)
+        process.wait(DUMP_S)
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.kill()
+    process.wait()

@@ -22,7 +22,7 @@ from octavo.model.parallel import Ranks, join_ranks, part_of
 from tests.support.model.interpreter import let_comparisons_be_booleans
 
 TIMEOUT_S = 300.0
-END_TIMEOUT_S = 20.0
+SHOW_TIMEOUT_S, END_TIMEOUT_S = 5.0, 20.0
 
 
 class Place(Enum):
@@ -100,6 +100,7 @@ def _show(process: BaseProcess) -> None:
     """It writes what its threads do to stderr, and ends."""
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, signal.SIGABRT)
+        process.join(SHOW_TIMEOUT_S)  # one after the other: they write to one file
 
 
 def _end(processes: list[BaseProcess]) -> None:
