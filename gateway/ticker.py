@@ -137,7 +137,7 @@ class Ticker:
         meters.token_interval_s = self._coalescer.interval_s
         peers = self._control.figures()
         meters.num_peers, meters.num_unreachable_peers = peers.num_known, peers.num_unreachable
-        meters.peer_news_age_s = peers.news_age_s
+        meters.peer_news_age_s, meters.peer_losses = peers.news_age_s, peers.losses
         workers = self._pool.workers()
         self._collector.see(workers)
         self._load_watch.see(workers)

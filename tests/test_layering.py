@@ -52,7 +52,7 @@ INNER: dict[str, dict[str, set[str]]] = {
         | {"observability", "servicers", "streams", "peers", "text", "watching", "workers"},  # app puts parts together
         "workers": set(),
         "text": set(),
-        "peers": {"auth", "requests", "workers"},
+        "peers": {"auth", "observability", "requests", "workers"},
         "validation": {"text"},
         "auth": set(),
         "rpc": {"auth", "observability", "validation"},

@@ -220,6 +220,33 @@ ROWS = (
         ),
     ),
     Row(
+        title="Other gateways of the service",
+        panels=(
+            Panel(
+                title="Other gateways that are reached",
+                unit="short",
+                queries=(
+                    ("{{instance}} reaches", f"octavo_gateway_peers{G} - octavo_gateway_peers_unreachable{G}"),
+                    ("{{instance}} does not reach", f"octavo_gateway_peers_unreachable{G}"),
+                ),
+                about="Aborts, drains and limits leave out what one that is not reached has. 0: there is one gateway.",
+            ),
+            Panel(
+                title="Age of what other gateways told",
+                unit="s",
+                queries=(("{{instance}}", f"octavo_gateway_peer_news_age_seconds{G}"),),
+                about="Of their use of limits; the oldest. Half a second is usual, and after five it counts no longer.",
+            ),
+            Panel(
+                title="Lost between gateways",
+                unit="short",
+                queries=(("{{lost}}", rate("octavo_gateway_peer_losses_total", G, by="lost")),),
+                about="Per second. gateway: one fell silent. message: could not be sent to one. answer: to a Cancel, "
+                "an Abort, a Drain or a look at the load.",
+            ),
+        ),
+    ),
+    Row(
         title="Processes",
         panels=(
             Panel(title="Workers up", unit="short", queries=(("{{worker_id}}", f"octavo_worker_up{G}"),)),

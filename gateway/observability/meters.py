@@ -5,6 +5,7 @@ Knows nothing of how it is exported (`gateway.observability.metrics`).
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -24,6 +25,8 @@ TOKEN_GAP_BUCKETS_S = _bounds(
 TOKEN_COUNT_BUCKETS = _bounds("1 2 5 10 20 50 100 200 500 1_000 2_000 5_000 10_000 20_000 50_000 100_000")
 OUTPUT_COUNT_BUCKETS = _bounds("1 2 5 10 20")
 LAG_BUCKETS_S = _bounds("0.0005 0.001 0.0025 0.005 0.01 0.02 0.05 0.1 0.25 0.5 1.0 5.0")
+PEER_LOSSES = ("gateway", "message", "answer")
+"""Other gateways that fell silent; messages without a connection or room for them; questions without an answer."""
 
 
 class Histogram:
@@ -104,6 +107,7 @@ class GatewayMeters:
     num_peers: int = 0  # other gateways of the service
     num_unreachable_peers: int = 0
     peer_news_age_s: float = 0.0  # of the oldest that one of them told of its use
+    peer_losses: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PEER_LOSSES, 0))
     tenant_refusals: int = 0  # a tenant had reached its own limit
 
     def num_generated(self) -> int:

@@ -243,6 +243,14 @@ def _of_peers(meters: GatewayMeters) -> Iterator[Metric]:
         ),
     ):
         yield GaugeMetricFamily(name, text, value=value)
+    losses = CounterMetricFamily(
+        "octavo_gateway_peer_losses",
+        "Gateways that fell silent, messages that could not be sent to one, questions without an answer",
+        labels=["lost"],
+    )
+    for lost, number in meters.peer_losses.items():
+        losses.add_metric([lost], number)
+    yield losses
 
 
 def _of_connections(connections: ConnectionLimiter) -> Iterator[Metric]:

@@ -7,8 +7,8 @@ of shared limits they are told without being asked. Must not know sockets, nor g
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -67,11 +67,12 @@ class Outcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFigures:
     """num_known: other gateways. num_unreachable: of these, have not answered for two seconds. news_age_s: of the
-    oldest that they told of their use and that counts here."""
+    oldest that they told of their use and that counts here. losses: since the start, by `PEER_LOSSES`."""
 
     num_known: int = 0
     num_unreachable: int = 0
     news_age_s: float = 0.0
+    losses: Mapping[str, int] = field(default_factory=dict)
 
 
 class Control:
@@ -128,7 +129,9 @@ class Control:
         """Of the other gateways, now."""
         num_known, num_unreachable = self.peers.counts()
         age_s = self._limits.age_s(time.monotonic_ns())
-        return PeerFigures(num_known=num_known, num_unreachable=num_unreachable, news_age_s=age_s)
+        return PeerFigures(
+            num_known=num_known, num_unreachable=num_unreachable, news_age_s=age_s, losses=self.peers.losses
+        )
 
     async def abort(self, request_id: str) -> Outcome:
         """End the requests of this id, of any tenant, as an operator does."""

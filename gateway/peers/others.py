@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import structlog
 import zmq
@@ -45,7 +47,8 @@ def name_of(endpoint: str) -> str:
 class Other:
     """One other gateway, seen from here. gateway_id: of who answered last, empty before. is_listed: whether it is still
     among the configured ones, or behind one of their names. has_left: it took its leave, with nothing in flight, and
-    nobody has come in its place. on_open: is called when a connection is made."""
+    nobody has come in its place. on_open: is called when a connection is made. losses: of all others, by
+    PEER_LOSSES."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Other:
         keys: KeyPair | None,
         *,
         on_open: Callable[[], None],
+        losses: Counter[str],
     ) -> None:
         self.address, self.name = endpoint.address, name_of(endpoint.address)
         self.gateway_id = ""
@@ -62,10 +66,12 @@ class Other:
         self.is_told_silent = False
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()  # of an answer, or of the beginning
+        self._opened_s = self._last_s  # when the connection was made
         self._trouble = _NOBODY
         self._is_connected = False
         self._is_refused = False  # nobody listened at the last attempt to connect, or the key was wrong
         self._on_open = on_open
+        self._losses = losses
         self._waiting: dict[int, asyncio.Future[PeerReply]] = {}
         self._socket: zmq.asyncio.Socket = new_dealer(context)  # type: ignore[arg-type,assignment]
         if keys is not None and endpoint.transport is Transport.TCP:
@@ -84,9 +90,10 @@ class Other:
 
     @property
     def is_down(self) -> bool:
-        """Whether it is known that no answer is to be waited for: it is silent, or it has answered once and cannot be
-        connected to any more."""
-        return self.is_silent or (self._is_refused and bool(self.gateway_id))
+        """Whether it is known that no answer is to be waited for: it has had a connection, or the time to make one, and
+        is silent; or it has answered once and cannot be connected to any more."""
+        is_silent = self._loop.time() - max(self._last_s, self._opened_s) > SILENT_S
+        return is_silent or (self._is_refused and bool(self.gateway_id))
 
     def may_answer(self, asked_s: float) -> bool:
         """Whether an answer to a question of this time of the loop is worth waiting for."""
@@ -99,7 +106,7 @@ class Other:
     def tell(self, message: ToPeer) -> None:
         """Send it where there is a connection and room; else it is dropped."""
         sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
-        sent.add_done_callback(lambda each: each.exception())  # zmq.Again: taken from it, so that nobody warns
+        sent.add_done_callback(self._on_sent)
 
     async def ask(self, question: ToPeer, *, timeout_s: float) -> PeerReply | None:
         """None: it has not answered in time."""
@@ -125,6 +132,10 @@ class Other:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+
+    def _on_sent(self, sent: "asyncio.Future[Any]") -> None:
+        if sent.cancelled() or sent.exception() is not None:  # zmq.Again: taken from it, so that nobody warns
+            self._losses["message"] += 1
 
     async def _send(self, frame: bytes) -> None:
         """As soon as there is a connection; not at all once this is closed."""
@@ -156,6 +167,7 @@ class Other:
                 self._is_connected = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._trouble, self.has_left, self._is_refused = _MUTE, False, False
+                self._opened_s = self._loop.time()
                 self._on_open()
             elif event & _REFUSED:
                 self._trouble, self._is_refused = _WRONG_KEY, True

@@ -7,6 +7,7 @@ of them is a gateway, and it is looked up again and again. Must not know request
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.gateway.config import PeerConfig
+from octavo.gateway.observability.meters import PEER_LOSSES
 from octavo.gateway.peers.others import Other, addresses_of
 from octavo.gateway.workers.config import WorkerPoolConfig
 from octavo.gateway.workers.decisions import Peer
@@ -60,6 +62,7 @@ class Peers:
     ) -> None:
         """on_open: is called when a connection to another gateway is made."""
         self.gateway_id = secrets.token_hex(16)
+        self.losses: Counter[str] = Counter(dict.fromkeys(PEER_LOSSES, 0))
         self._config = config
         self._answer = answer
         self._on_open = on_open
@@ -161,6 +164,7 @@ class Peers:
         missing = [each.name for each, reply in replies.items() if reply is None and each.gateway_id not in by_id]
         silent = (*missing, *(each.endpoint.address for each in self._names if not each.addresses))
         waited_s = round(asyncio.get_running_loop().time() - asked_s, 3)
+        self.losses["answer"] += len(missing)
         told: set[str] = set()
         if isinstance(question, PeerWatch):
             told, self._watched_silent = self._watched_silent, set(silent)
@@ -259,6 +263,7 @@ class Peers:
             elif other.is_silent != other.is_told_silent and not other.has_left:
                 other.is_told_silent = other.is_silent
                 if other.is_silent:
+                    self.losses["gateway"] += 1
                     log.warning("gateway_unreachable", gateway=other.name, error=other.why_silent())
                 else:
                     log.info("gateway_reached", gateway=other.name)
@@ -267,7 +272,9 @@ class Peers:
 
     def _dial(self, endpoint: Endpoint) -> None:
         assert self._context is not None
-        self._others[endpoint.address] = Other(self._context, endpoint, self._keys, on_open=self._on_open)
+        self._others[endpoint.address] = Other(
+            self._context, endpoint, self._keys, on_open=self._on_open, losses=self.losses
+        )
 
     async def _look_up_forever(self, name: _Name) -> None:
         while True:

@@ -15,6 +15,7 @@ import zmq
 
 from octavo.gateway.auth.authenticator import digest_of
 from octavo.gateway.config import AccessConfig, PeerConfig, RequestLimits
+from octavo.gateway.observability.meters import PEER_LOSSES
 from octavo.gateway.observability.metrics import registry_of
 from octavo.gateway.peers import control, limits, others, peers
 from octavo.gateway.peers.peers import Asked, Peers
@@ -445,6 +446,24 @@ async def test_metrics_tell_how_many_gateways_there_are_and_how_old_their_news_i
         age_s = registry_of(served.gateway.collector).get_sample_value("octavo_gateway_peer_news_age_seconds")
         assert age_s is not None
         assert 0 <= age_s < 60
+
+
+async def test_metrics_tell_what_was_lost_between_gateways(hosts: Hosts) -> None:
+    """One that nobody ever reaches."""
+    async with hosts(absent=(address(4),)) as (served, _):
+
+        def lost() -> dict[str, float]:
+            served.gateway.ticker.take_gauges()
+            registry = registry_of(served.gateway.collector)
+            name = "octavo_gateway_peer_losses_total"
+            return {kind: registry.get_sample_value(name, {"lost": kind}) or 0.0 for kind in PEER_LOSSES}
+
+        await served.until(lambda: lost()["gateway"] == 1)
+        before = lost()
+        assert before["message"] >= 1
+        await served.admin.Abort(admin_pb2.AbortRequest(request_id="r"))
+        assert lost()["answer"] == before["answer"] + 1
+        assert lost()["gateway"] == 1
 
 
 async def test_what_a_gateway_of_another_wire_sends_is_told_once(pair: Path, tmp_path: Path) -> None:

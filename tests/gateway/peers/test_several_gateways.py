@@ -41,7 +41,7 @@ def fleet(serve: Any, tmp_path: Path) -> Fleet:
     async def serving(num: int = 3, *, absent: int = 0, **changes: Any) -> AsyncIterator[list[Any]]:
         endpoints = [socket_of(tmp_path, n) for n in range(num + absent)]
         async with AsyncExitStack() as stack:
-            yield [
+            gateways = [
                 await stack.enter_async_context(
                     serve(
                         FakePool(answers_cancels=False),
@@ -53,6 +53,10 @@ def fleet(serve: Any, tmp_path: Path) -> Fleet:
                 )
                 for n in range(num)
             ]
+            for each in gateways:
+                heard = each.gateway.control._limits._heard
+                await each.until(lambda heard=heard: len(heard) == num - 1)
+            yield gateways
 
     return serving
 

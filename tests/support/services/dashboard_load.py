@@ -1,5 +1,5 @@
 """Load that moves every panel of the dashboard: chats with a prompt in common and more than the blocks have room for,
-schemas, readers that stop, mistakes, strangers, watchers, a worker that dies."""
+schemas, readers that stop, mistakes, strangers, watchers, a worker that dies, another gateway that comes and goes."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,12 @@ import zmq.asyncio
 
 from octavo import OctavoError
 from octavo.client.aio import AsyncClient
+from octavo.gateway.config import PeerConfig
+from octavo.gateway.peers.peers import Peers
 from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
+from octavo.wire.keys import generate_keys, save_keys
+from octavo.wire.peer_messages import PeerReply, PeerUse
 from tests.support.http2.unread_caller import UnreadingCaller
 from tests.support.services.collector import collecting
 from tests.support.services.prometheus import SCRAPE_S, Prometheus, scraping, until
@@ -45,7 +49,7 @@ MUST_HAPPEN = (
     *(f"sum ({name}) > 0" for name in (
         "octavo_num_preemptions_total", "octavo_kv_copied_blocks_total", "octavo_request_pauses_total",
         "octavo_requests_migrated_total", "octavo_gateway_trace_spans_total", "octavo_grammar_cache_misses_total",
-        "octavo_gateway_zmq_undecodable_frames_total",
+        "octavo_gateway_zmq_undecodable_frames_total", "octavo_gateway_peer_losses_total",
     )),
     f"count (up == 1) == {1 + NUM_WORKERS}",
 )  # fmt: skip
@@ -66,14 +70,18 @@ def watched(folder: Path, *, seconds: float) -> Iterator[Watched]:
     can be asked for until the block ends."""
     gateway_port, worker_port = free_port(), _free_ports(NUM_WORKERS)
     workers = list(range(worker_port, worker_port + NUM_WORKERS))
+    pair, _ = save_keys(generate_keys(), folder, "gateway")
+    own, other = (f"tcp://{host}:{free_port()}" for host in ("127.0.0.1", "127.0.0.2"))
+    beside = PeerConfig(endpoint=other, others=(own,), key_file=pair)
     with collecting() as collector, _variables(OTEL_EXPORTER_OTLP_ENDPOINT=collector.endpoint):
         arguments = [*SETTINGS, f"--metrics-port={gateway_port}", f"--worker-metrics-port={worker_port}"]
+        arguments += [f"--control-endpoint={own}", f"--peer-endpoint={other}", f"--gateway-key-file={pair}"]
         with serve(folder, *arguments) as service:
             service.wait_until_supervised()
             with scraping(folder, {"octavo-gateway": [gateway_port], "octavo-worker": workers}) as prometheus:
                 until(lambda: len(prometheus.now("up == 1")) == 1 + NUM_WORKERS)
                 start_s = time.time()
-                asyncio.run(_load(service, prometheus, folder / "run", seconds))
+                asyncio.run(_load(service, prometheus, beside, seconds))
                 yield Watched(prometheus=prometheus, start_s=start_s, end_s=time.time())
 
 
@@ -97,11 +105,18 @@ def _variables(**values: str) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-async def _load(service: Service, prometheus: Prometheus, run_dir: Path, seconds: float) -> None:
+async def _load(service: Service, prometheus: Prometheus, beside: PeerConfig, seconds: float) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(AsyncClient(service.target))
         tasks = [asyncio.create_task(_chat(client, seed)) for seed in range(NUM_CHATS)]
-        others = (_schemas(client), _mistakes(client), _unread(service.port), _stranger(run_dir), _watch(client))
+        others = (
+            _schemas(client),
+            _mistakes(client),
+            _unread(service.port),
+            _stranger(service.log.parent / "run"),
+            _watch(client),
+            _beside(beside),
+        )
         tasks += [asyncio.create_task(each) for each in others]
         tasks.append(asyncio.create_task(_kill(service, after_s=0.6 * seconds)))
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -200,6 +215,20 @@ async def _stranger(run_dir: Path) -> None:
     finally:
         socket.close()
         context.term()
+
+
+async def _beside(config: PeerConfig) -> None:
+    """Another gateway of the service, which dies again and again."""
+    while True:
+        each = Peers(config, lambda question: PeerReply(call_id=0, gateway_id=""))
+        await each.start()
+        try:
+            for number in range(1, 12):
+                each.tell(PeerUse(call_id=0, gateway_id=each.gateway_id, number=number, name="other", is_sweep=True))
+                await asyncio.sleep(0.5)
+        finally:
+            await each.close()
+        await asyncio.sleep(4.0)  # it is missed after two
 
 
 async def _watch(client: AsyncClient) -> None:
