@@ -1,13 +1,14 @@
 """The whole service as a user starts it: `octavo serve` in a process of its own, with its gateways and workers."""
 
 import contextlib
-import itertools
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,22 +27,40 @@ STOP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0  # a busy machine is no fault
 IDLE_TIMEOUT_S = 30.0
 
-_FIRST_PORT, _LAST_PORT = 12000, 32000
-"""Test processes run side by side: each begins elsewhere in the range."""
-_PORTS = itertools.islice(itertools.cycle(range(_FIRST_PORT, _LAST_PORT)), os.getpid() * 37 % 20000, None)
+_PORTS = range(12000, 32000)
+_BLOCK = 50
+
+
+def _own_ports() -> Iterator[int]:
+    """In blocks that this process alone has until it ends: test processes run side by side, and what one was given
+    and has not bound yet is as free to another."""
+    folder = Path(tempfile.gettempdir()) / f"octavo-test-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for first in _PORTS[::_BLOCK]:
+        lock = os.open(folder / str(first), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        yield from range(first, first + _BLOCK)
+    raise AssertionError(f"every port from {_PORTS[0]} to {_PORTS[-1]} was given to a test")
+
+
+_OWN_PORTS = _own_ports()
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free now and was not given before.
+    """A TCP port of the loopback interface that is free now and was not given before, here or to another test process.
 
     Below the range from which systems choose ports for connections (RFC 6335: 49152; Linux: 32768), so that neither a
     connection nor a service that asks for port 0 takes it before it is used.
     """
-    while True:
-        port = next(_PORTS)
+    for port in _OWN_PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("no port is left")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
