@@ -1,5 +1,6 @@
 """Fixtures and settings for every test."""
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -76,3 +77,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def oracle_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for `--runner oracle`: only its tokenizer and limits are read."""
+    from tests.support.model.checkpoints import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("oracle"), max_position_embeddings=4096)
+
+
+def _freeze() -> Iterator[None]:
+    """What earlier tests have left is nobody's garbage: no collection need walk it. A gateway starts so, too."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+frozen = pytest.fixture(_freeze)
+frozen_for_all = pytest.fixture(_freeze, scope="module")  # tests of a file

@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr.errors import OutOfBlocks
-from octavo.blockmgr.host_tier import HostTier, Parcel
+from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.manager import BlockManager, Growth
 from octavo.blockmgr.pool import BlockPool, StepFence
 from octavo.blockmgr.prefix_index import Chain, PrefixIndex, RootHasher
 from octavo.blockmgr.tables import SlotTables, UpdateLog
+from tests.support.blockmgr.host_mutants import give_up_the_queue_only, move_and_leave_the_name, unpack_and_keep
 from tests.support.blockmgr.walk import walk
 
 Patch = tuple[type, str, Any]
 
 _settle, _allocate, _drop = BlockPool._settle, BlockPool.allocate, BlockPool.drop
 _find, _append_to = PrefixIndex.find, SlotTables.append_to
-_move, _pack, _take_moves = PrefixIndex.move, HostTier.pack, HostTier.take
+_pack, _take_moves = HostTier.pack, HostTier.take
 
 
 def _settle_twice(pool: BlockPool, blocks: np.ndarray) -> None:
@@ -89,24 +90,6 @@ def _append_in_silence(tables: SlotTables, slot: int, blocks: np.ndarray) -> Non
     tables.updates._count = count
 
 
-def _move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> None:
-    digest = index.digest_of[source]
-    _move(index, source, target)
-    if digest is not None:
-        index.block_of[digest] = source
-
-
-def _unpack_and_keep(host: HostTier, request_id: str) -> Parcel | None:
-    return host.parcels.get(request_id)
-
-
-def _give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:
-    awaited = blocks[host.is_awaited_P[blocks]]
-    host.is_awaited_P[awaited] = False
-    for block in awaited.tolist():
-        host.pool.drop(np.array(host.ins.cancel(np.array([block], np.int32)), np.int32))
-
-
 def _queue_out_once(host: HostTier, source: int, target: int) -> None:
     host.outs.setdefault(target, source)
 
@@ -156,10 +139,10 @@ MUTANTS: dict[str, list[Patch]] = {
     "rows of a dead request are reported": [(UpdateLog, "drop_slot", _nothing)],
     "a copy does not keep its source": [(Growth, "drop_sources", _nothing)],
     "host: a block is read before it is back": [(BlockManager, "is_awaited", _false)],
-    "host: a block is freed twice": [(HostTier, "unpack", _unpack_and_keep)],
-    "host: an entry points to the wrong tier": [(PrefixIndex, "move", _move_and_leave_the_name)],
+    "host: a block is freed twice": [(HostTier, "unpack", unpack_and_keep)],
+    "host: an entry points to the wrong tier": [(PrefixIndex, "move", move_and_leave_the_name)],
     "host: a cancel leaves its copy queued": [(HostTier, "abandon", _nothing)],
-    "host: a cancel promises what never came": [(HostTier, "abandon", _give_up_the_queue_only)],
+    "host: a cancel promises what never came": [(HostTier, "abandon", give_up_the_queue_only)],
     "host: copies out are left out": [(HostTier, "_queue_out", _nothing)],
     "host: a block that is given up twice keeps its first copy": [(HostTier, "_queue_out", _queue_out_once)],
     "host: half full blocks stay behind": [(HostTier, "pack", _pack_full_blocks)],

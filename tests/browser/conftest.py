@@ -2,23 +2,14 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.chrome.service import Service
 
-from tests.support.model.checkpoints import write_tiny_checkpoint
-
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 Browse = Callable[..., webdriver.Chrome]
-
-
-@pytest.fixture(scope="session")
-def oracle_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for `--runner oracle`: only its tokenizer and limits are read."""
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("oracle"), max_position_embeddings=4096)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,12 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.cluster import joined
 from octavo.cli.settings.groups import ServeSettings
 from tests.support.services.raylets import Raylets, raylets
-from tests.support.services.service import environment, free_port, launch, serve
+from tests.support.services.service import environment, free_port, launch, serve, wait_for
 
 ORACLE = ("--runner=oracle", "--num-blocks=2048", "--page=off", "--oracle-step-delay-s=0.01")
 ENDLESS = ("--oracle-eos-every=1000000",)
 LIMIT_S = 180.0
 NUM_STREAMS, NUM_TOKENS = 16, 600
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def octavo(*words: str) -> subprocess.CompletedProcess[str]:

@@ -11,9 +11,3 @@ from tests.support.model.checkpoints import write_tiny_checkpoint
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 0.2 M parameters."""
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=False, vocab_size=320)
-
-
-@pytest.fixture(scope="session")
-def oracle_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for `--runner oracle`: only its tokenizer and limits are read."""
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("oracle"), max_position_embeddings=4096)

@@ -128,3 +128,9 @@ def serve(tmp_path: Path) -> Serve:
             await gateway.stop()
 
     return serving
+
+
+@pytest.fixture
+def vllm_stub() -> Callable[[Any], Any]:
+    """vllm_stub(channel); skips where the stubs are not installed."""
+    return pytest.importorskip("smg_grpc_proto").vllm_engine_pb2_grpc.VllmEngineStub  # type: ignore[no-any-return]

@@ -1,10 +1,9 @@
 """No request, however large or strange, keeps the event loop from the others."""
 
 import asyncio
-import gc
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,10 @@ def held_up_s() -> float:
     return waited_ns / 1e9
 
 
+pytestmark = pytest.mark.usefixtures("frozen")
 MIB = 1024 * 1024
 # Without the time that others had the cores 0.02 s are seen, and 0.15 to 0.5 s of work on the loop.
 LIMIT_S = 0.12 if held_up_s() else 0.5
-
-
-@pytest.fixture(autouse=True)
-def frozen() -> Iterator[None]:
-    """What earlier tests have left is none of the gateway's: no collection need walk it. A gateway starts so, too."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 async def longest_pause(stop: asyncio.Event) -> float:

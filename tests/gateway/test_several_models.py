@@ -24,12 +24,6 @@ ONE, TWO = f"{ALL}/one", f"{ALL}/two"
 STATES = health_pb2.HealthCheckResponse
 
 
-@pytest.fixture
-def vllm_stub() -> Callable[[Any], Any]:
-    """vllm_stub(channel); skips where the stubs are not installed."""
-    return pytest.importorskip("smg_grpc_proto").vllm_engine_pb2_grpc.VllmEngineStub  # type: ignore[no-any-return]
-
-
 def views(*names: str) -> list[WorkerView]:
     return [worker_view(f"worker of {name}", card=model_card(name)) for name in names]
 

@@ -10,25 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import ModelConfig
 from octavo.worker.runners.cuda.graph_runner import Launching
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
 from octavo.worker.scheduler.plan import StepPlan
-from tests.support.worker.cuda_runners import SAMPLING, Hand, chunk, prompt, runner_pair, world
+from tests.support.worker.cuda_runners import SAMPLING, WIDE, Hand, chunk, prompt, runner_pair, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 REPOSITORY = Path(__file__).resolve().parents[2]
-WIDE = ModelConfig(
-    vocab_size=128,
-    hidden_size=896,
-    intermediate_size=1216,
-    num_hidden_layers=3,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
 
 
 @pytest.mark.parametrize("num_blocks", [11, 64])

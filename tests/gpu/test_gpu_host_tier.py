@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model import ModelConfig
 from octavo.model.attention.host_blocks import HostBlocks, gather_rows
 from octavo.model.attention.kv_pool import KvPool, kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
@@ -18,22 +17,11 @@ from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, Launching
 from octavo.worker.runners.cuda.host_copies import HostCopies
 from octavo.worker.runners.cuda.runner import CudaRunner
 from octavo.worker.runners.oracle.model import OracleModel
-from tests.support.worker.cuda_runners import SAMPLING, VOCAB, random_model, runner_pair, world
+from tests.support.worker.cuda_runners import SAMPLING, VOCAB, WIDE, random_model, runner_pair, world
 from tests.support.worker.host_traffic import drive
 from tests.support.worker.scheduling import World, WorldConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-WIDE = ModelConfig(
-    vocab_size=128,
-    hidden_size=896,
-    intermediate_size=1216,
-    num_hidden_layers=3,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -1,12 +1,11 @@
 """OpenAI's HTTP interface as `octavo serve --openai` has it, driven by the `openai` client."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.services.interop import PINS, run_inside
+from tests.support.services.interop import leave_a_stream, run_inside
 from tests.support.services.service import Service, free_port, serve
 
 
@@ -30,27 +29,4 @@ def test_the_openai_client_drives_our_own_front(driver: str, smg_python: Path, f
 
 def test_an_openai_caller_that_leaves_frees_its_blocks(smg_python: Path, fronted: tuple[Service, str]) -> None:
     service, url = fronted
-    command = [str(smg_python), str(PINS / "drivers" / "leaving.py")]
-    service.wait_until_idle()
-    with subprocess.Popen(
-        command,
-        env={"OPENAI_BASE_URL": url},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as caller:
-        assert caller.stdin is not None
-        assert caller.stdout is not None
-        try:
-            assert caller.stdout.readline() == "streaming\n", caller.stdout.read()
-            (before,) = service.audit()
-            assert before.num_active_blocks > 0
-            caller.stdin.write("leave\n")
-            caller.stdin.flush()
-            assert caller.stdout.readline() == "left\n"
-            service.wait_until_idle()
-        finally:
-            caller.kill()
-    (after,) = service.audit()
-    assert (list(after.violations), after.num_active_blocks) == ([], 0)
+    leave_a_stream(smg_python, service, OPENAI_BASE_URL=url)

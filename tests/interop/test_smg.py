@@ -15,7 +15,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm  # type: ignore[import-untyped]
 
 from octavo import Client
-from tests.support.services.interop import PINS, run_inside
+from tests.support.services.interop import PINS, leave_a_stream, run_inside
 from tests.support.services.scrape import scrape
 from tests.support.services.service import Service
 from tests.support.services.smg import smg
@@ -47,27 +47,9 @@ def generated_tokens(service: Service) -> float:
 
 
 def test_a_caller_that_leaves_frees_its_blocks(smg_python: Path, endpoint: str, service: Service) -> None:
-    command, variables = [str(smg_python), str(PINS / "drivers" / "leaving.py")], {"OPENAI_BASE_URL": endpoint}
-    service.wait_until_idle()
     generated = generated_tokens(service)
-    with subprocess.Popen(
-        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as caller:
-        assert caller.stdin is not None
-        assert caller.stdout is not None
-        try:
-            assert caller.stdout.readline() == "streaming\n", caller.stdout.read()
-            (before,) = service.audit()
-            assert before.num_active_blocks > 0
-            caller.stdin.write("leave\n")
-            caller.stdin.flush()
-            assert caller.stdout.readline() == "left\n"
-            service.wait_until_idle()
-            assert generated_tokens(service) - generated < 1500  # not the 1,900 that it asked for
-        finally:
-            caller.kill()
-    (after,) = service.audit()
-    assert (list(after.violations), after.num_active_blocks) == ([], 0)
+    leave_a_stream(smg_python, service, OPENAI_BASE_URL=endpoint)
+    assert generated_tokens(service) - generated < 1500  # not the 1,900 that it asked for
 
 
 # ---------------------------------------------------------------- what it sends

@@ -18,7 +18,7 @@ from octavo.model.parallel import Ranks, config_of_rank, part_of
 from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8
 from tests.support.model.checkpoints import QWEN3, tiny_config, write_tiny_checkpoint
-from tests.support.model.ranks import alone, on_ranks
+from tests.support.model.ranks import bytes_read
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -69,12 +69,6 @@ def hidden_states(model: CausalLM) -> dict[int, torch.Tensor]:
     return taken
 
 
-def bytes_read() -> int:
-    """By this process from files, as the system counts them."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counters["rchar"])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each kind."""
@@ -82,19 +76,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, changes in CHECKPOINTS.items():
         write_tiny_checkpoint(folder / name, seed=3, **changes)
     return folder
-
-
-@pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
-    """What one rank gives."""
-    found: dict[str, Any] = alone(compute, folder)
-    return found
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def group(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank gives. Four ranks have two KV heads between them, but for the last checkpoint."""
-    return on_ranks(request.param, compute, tmp_path_factory.mktemp("ranks"), folder)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

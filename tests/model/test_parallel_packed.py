@@ -17,7 +17,7 @@ from octavo.model.quantization.cache_scales import fold_cache_scales
 from octavo.model.quantization.rounding import FP8
 from tests.support.model.checkpoints import QWEN3, tiny_config
 from tests.support.model.packed_checkpoints import AWQ_CONFIG, GPTQ_CONFIG, write_packed_checkpoint
-from tests.support.model.ranks import alone, on_ranks
+from tests.support.model.ranks import bytes_read
 
 G16 = {"group_size": 16}  # four ranks have 16 inputs of the output matrix each
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -64,12 +64,6 @@ def compute(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return found
 
 
-def bytes_read() -> int:
-    """By this process from files, as the system counts them."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counters["rchar"])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each layout."""
@@ -77,19 +71,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (quantization, how) in LAYOUTS.items():
         write_packed_checkpoint(folder / name, quantization, **how)
     return folder
-
-
-@pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
-    """What one rank gives."""
-    found: dict[str, Any] = alone(compute, folder)
-    return found
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def group(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank gives. Four ranks have two KV heads between them."""
-    return on_ranks(request.param, compute, tmp_path_factory.mktemp("ranks"), folder)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

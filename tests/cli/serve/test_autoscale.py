@@ -5,8 +5,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from octavo.cli.errors import CliError
 from octavo.cli.serve.autoscale import AutoscalePolicy, Course, Demand, demand_of, policy_of, steer
 from octavo.cli.settings.groups import ServeSettings
 from octavo.v1 import load_pb2 as pb
-from tests.support.services.service import environment, serve
+from tests.support.services.service import environment, serve, wait_for
 
 POLICY = AutoscalePolicy(floor=1, ceiling=8, queue_s=1.0, usage=0.8, up_s=10.0, down_s=100.0)
 
@@ -128,13 +126,6 @@ def test_settings_are_the_policy() -> None:
     assert policy_of(settings) == expected
     assert policy_of(ServeSettings()) is None
     assert policy_of(ServeSettings(autoscale="1:8")) == AutoscalePolicy(floor=1, ceiling=8)
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_a_service_grows_with_its_callers_and_shrinks_without_them(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from octavo.cli.serve.supervisor import RestartPolicy
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.services.service import Service as Running
 from tests.support.services.service import environment as clean_environment
-from tests.support.services.service import launch
+from tests.support.services.service import launch, wait_for
 
 OBEDIENT = "import signal, time; signal.signal(15, lambda *_: exit(0)); print('up', flush=True); time.sleep(60)"
 ORACLE = ("--runner=oracle", "--num-blocks=512", "--oracle-step-delay-s=0.01", "--oracle-eos-every=1000000")
@@ -142,13 +141,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def octavo(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "octavo.cli.main", *words]
     return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_the_command_reaches_a_service_of_this_user_and_no_stream_is_lost(service: Running) -> None:

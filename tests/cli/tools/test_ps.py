@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from octavo import Client
 from octavo.cli.tools.ps import HEADS, shown_duration
 from octavo.client.errors import OctavoError
-from tests.support.services.service import Service, environment, launch
+from tests.support.services.service import Service, environment, launch, wait_for
 
 ORACLE = ("--runner=oracle", "--num-blocks=64", "--workers=2", "--oracle-step-delay-s=0.02")
 
@@ -47,13 +46,6 @@ def listed(*words: str) -> list[dict[str, Any]]:
     done = ps("--json", *words)
     assert (done.returncode, done.stderr) == (0, "")
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def wait_for(what: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_where_nothing_serves_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

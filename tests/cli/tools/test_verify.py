@@ -1,9 +1,8 @@
 """`octavo verify` passes what is sound in every way it is served, and goes red for mistakes that are small or hidden in
 one way of serving."""
 
-import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,8 @@ HALF, WIDE = "bfloat16", "float32"
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="no C compiler here")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Verifying collects garbage after each model: of what was there before, nothing can be."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+# Verifying collects garbage after each model: of what was there before, nothing can be.
+pytestmark = pytest.mark.usefixtures("frozen_for_all")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from octavo.openengine import openengine_pb2 as oe
 from octavo.openengine import openengine_pb2_grpc as oe_grpc
 from octavo.wire.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs, WireFinishReason
-from tests.support.gateway.fake_pool import FakePool, FakeRun, busy
+from tests.support.gateway.fake_pool import FakePool, FakeRun, busy, speaking
 from tests.support.gateway.rpc_errors import refused
 
 # The tiny tokenizer's ids of these bytes stand for themselves.
@@ -20,15 +20,6 @@ IDS = oe.TokenIds(ids=[5, 6, 7])
 def request(**fields: Any) -> oe.GenerateRequest:
     fields = {"request_id": "r1", "token_ids": IDS} | fields
     return oe.GenerateRequest(**{name: value for name, value in fields.items() if value is not None})
-
-
-def speaking(*ids: int, end: tuple[WireFinishReason, int | None] = (WireFinishReason.LENGTH, None)) -> FakePool:
-    def speak(run: FakeRun) -> None:
-        for token_id in ids:
-            run.tokens([token_id])
-        run.finish(end[0], stop_token_id=end[1])
-
-    return FakePool(on_run=speak)
 
 
 def inference(served: Any) -> Any:

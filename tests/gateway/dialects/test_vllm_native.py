@@ -9,7 +9,7 @@ import pytest
 from octavo.vllm import vllm_pb2 as vllm
 from octavo.vllm import vllm_pb2_grpc as vllm_grpc
 from octavo.wire.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs, WireFinishReason
-from tests.support.gateway.fake_pool import FakePool, FakeRun, worker_view
+from tests.support.gateway.fake_pool import FakePool, FakeRun, speaking, worker_view
 from tests.support.gateway.rpc_errors import refused
 
 IDS = vllm.TokenIds(ids=[5, 6, 7])
@@ -19,15 +19,6 @@ INFO = vllm.FinishInfo
 def request(**fields: Any) -> vllm.GenerateRequest:
     fields = {"request_id": "r1", "token_ids": IDS} | fields
     return vllm.GenerateRequest(**{name: value for name, value in fields.items() if value is not None})
-
-
-def speaking(*ids: int, end: tuple[WireFinishReason, int | None] = (WireFinishReason.LENGTH, None)) -> FakePool:
-    def speak(run: FakeRun) -> None:
-        for token_id in ids:
-            run.tokens([token_id])
-        run.finish(end[0], stop_token_id=end[1])
-
-    return FakePool(on_run=speak)
 
 
 def scoring() -> FakePool:

@@ -7,8 +7,7 @@ import signal
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 from tests.support.gateway.certificates import Authority
 from tests.support.services.guarded import guarded_service, octavo
-from tests.support.services.service import Service, free_port, launch
+from tests.support.services.service import Service, free_port, launch, wait_for
 
 ORACLE = ("--runner=oracle", "--num-blocks=256", "--oracle-eos-every=1000000")
 CHAT = {"messages": [{"role": "user", "content": "once upon"}], "seed": 7}
@@ -65,13 +64,6 @@ def open_stream(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnec
     data = json.dumps(body | {"stream": True})
     connection.request("POST", "/v1/chat/completions", data, {"content-type": "application/json"})
     return connection, connection.getresponse()
-
-
-def wait_for(what: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def front_pid(service: Service) -> int | None:

@@ -13,13 +13,10 @@ from octavo.v1 import common_pb2
 from octavo.v1 import inference_pb2 as pb
 from octavo.wire.messages import TokenLogprobs, WireFinishReason
 from tests.support.gateway.fake_pool import FakePool, FakeRun, model_card, worker_view
+from tests.support.gateway.generating import ids_of
 from tests.support.gateway.rpc_errors import refused
 
 BOTH = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
-
-
-def ids_of(text: str, model_text: ModelText) -> list[int]:
-    return model_text.encode(text, max_bytes=1 << 20).ids_T.tolist()
 
 
 def saying(*answers: list[int], scores: list[TokenLogprobs] | None = None, **end: object) -> FakePool:

@@ -1,9 +1,7 @@
 """Qwen2.5's tokenizer on texts that are slow for others: how its time grows, and whether the loop goes on turning."""
 
 import asyncio
-import gc
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,20 +15,12 @@ from tests.support.gateway.fake_pool import FakePool, model_card, worker_view
 from tests.support.gateway.rpc_errors import refused
 
 MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("frozen")
 SIZES = (100_000, 300_000, 1_000_000)  # characters; of CJK three bytes each, of combining marks two
 UNITS = {"a": "a", "^": "^", "spaces": " ", "CJK": "中文字", "marks": "e" + "\u0301" * 999}
 MAX_SLOPE = 1.5  # of the logarithms; 1 is linear
 LATE_S = 0.05
 MAX_SHARE = 0.8  # of the work that may pass in such pauses: nearly all of it where the loop tokenizes by itself
-
-
-@pytest.fixture(autouse=True)
-def frozen() -> Iterator[None]:
-    """What earlier tests have left is none of the gateway's; a gateway starts so, too."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def text_of(unit: str, length: int) -> str:

@@ -14,17 +14,11 @@ from octavo.model.kernels.attention.invariant_work import (
     plan_invariant_work,
 )
 from octavo.model.kernels.attention.prefill import list_tiles, prefill_attention_reference
-from tests.support.model.interpreter import sum_products_in_one_order
 
+pytestmark = pytest.mark.usefixtures("one_order")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 S = 16
-
-
-@pytest.fixture(autouse=True)
-def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        sum_products_in_one_order(monkeypatch)
 
 
 class Cache:

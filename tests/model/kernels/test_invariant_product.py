@@ -17,17 +17,11 @@ from octavo.model.kernels.products.invariant import (
     part_elements,
     product_reference,
 )
-from tests.support.model.interpreter import sum_products_in_one_order
 
+pytestmark = pytest.mark.usefixtures("one_order")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 LARGEST = 1000 if DEVICE == "cuda" else MANY_TOKENS + 5
-
-
-@pytest.fixture(autouse=True)
-def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        sum_products_in_one_order(monkeypatch)
 
 
 def product(

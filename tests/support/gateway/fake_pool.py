@@ -227,3 +227,14 @@ def gone(worker_id: str = "w0") -> WorkerGone:
 
 
 __all__ = ["FakePool", "FakeRun", "busy", "gone", "model_card", "worker_view"]
+
+
+def speaking(*ids: int, end: tuple[WireFinishReason, int | None] = (WireFinishReason.LENGTH, None)) -> FakePool:
+    """A pool whose outputs give these tokens one by one, and end so. end: its reason, and the token that stopped it."""
+
+    def speak(run: FakeRun) -> None:
+        for token_id in ids:
+            run.tokens([token_id])
+        run.finish(end[0], stop_token_id=end[1])
+
+    return FakePool(on_run=speak)

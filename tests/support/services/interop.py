@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from tests.support.services.service import Service
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 PINS = REPOSITORY / "tests" / "interop"
 INSTALL_TIMEOUT_S = 240.0
@@ -107,3 +109,30 @@ def run_inside(python: Path, driver: str, *, timeout_s: float, **settings: str) 
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     assert "skipped" not in done.stdout, done.stdout
+
+
+def leave_a_stream(python: Path, service: Service, **settings: str) -> None:
+    """Let `drivers/leaving.py` read a stream and go away in the midst of it: the service must free its blocks."""
+    service.wait_until_idle()
+    with subprocess.Popen(
+        [str(python), str(PINS / "drivers" / "leaving.py")],
+        env=settings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as caller:
+        assert caller.stdin is not None
+        assert caller.stdout is not None
+        try:
+            assert caller.stdout.readline() == "streaming\n", caller.stdout.read()
+            (before,) = service.audit()
+            assert before.num_active_blocks > 0
+            caller.stdin.write("leave\n")
+            caller.stdin.flush()
+            assert caller.stdout.readline() == "left\n"
+            service.wait_until_idle()
+        finally:
+            caller.kill()
+    (after,) = service.audit()
+    assert (list(after.violations), after.num_active_blocks) == ([], 0)

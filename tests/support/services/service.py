@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0  # a busy machine is no fault
 IDLE_TIMEOUT_S = 30.0
+PATIENCE_S = 180.0
 
 _PORTS = range(12000, 32000)
 _BLOCK = 50
@@ -61,6 +62,14 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError("no port is left")
+
+
+def wait_for(what: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """Until that is true; raises AssertionError where it never is."""
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,18 @@ CONFIG = ModelConfig(
     max_position_embeddings=128,
     tie_word_embeddings=True,
 )
+# Of the width of a real one, for a real device.
+WIDE = ModelConfig(
+    vocab_size=128,
+    hidden_size=896,
+    intermediate_size=1216,
+    num_hidden_layers=3,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
 # So strong that every parameter changes tokens.
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},

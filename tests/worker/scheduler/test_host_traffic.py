@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.blockmgr.host_tier import HostTier, Parcel
+from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.blockmgr.prefix_index import PrefixIndex
@@ -17,6 +17,7 @@ from octavo.worker.runners.oracle.faults import OracleFaults
 from octavo.worker.runners.oracle.runner import OracleStore
 from octavo.worker.scheduler.request import Request
 from octavo.worker.scheduler.request_table import RequestTable
+from tests.support.blockmgr.host_mutants import give_up_the_queue_only, move_and_leave_the_name, unpack_and_keep
 from tests.support.worker.host_traffic import drive
 from tests.support.worker.scheduling import World, WorldConfig
 
@@ -73,24 +74,6 @@ def _copied_in_part(store: OracleStore, copies_C2: np.ndarray) -> None:
         store.tokens_PB[block], store.positions_PB[block] = store.host_H2B[host_block]
 
 
-def _unpack_and_keep(host: HostTier, request_id: str) -> Parcel | None:
-    return host.parcels.get(request_id)
-
-
-def _move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> None:
-    digest = index.digest_of[source]
-    _move(index, source, target)
-    if digest is not None:
-        index.block_of[digest] = source
-
-
-def _give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:
-    awaited = blocks[host.is_awaited_P[blocks]]
-    host.is_awaited_P[awaited] = False
-    for block in awaited.tolist():
-        host.pool.drop(np.array(host.ins.cancel(np.array([block], np.int32)), np.int32))
-
-
 def _always_back(*_: object) -> bool:
     return False
 
@@ -108,13 +91,13 @@ def _release_alone(table: RequestTable, request: Request) -> None:
         table.blocks.throw_away = throw_away  # type: ignore[method-assign]
 
 
-_forget, _move = RequestTable._forget, PrefixIndex.move
+_forget = RequestTable._forget
 
 PLANTED: dict[str, list[tuple[type, str, Any]]] = {
     "a block is read before it is back": [(BlockManager, "is_awaited", _always_back)],
-    "a host block is freed twice": [(HostTier, "unpack", _unpack_and_keep)],
-    "an entry points to the wrong tier": [(PrefixIndex, "move", _move_and_leave_the_name)],
-    "a cancel in the middle of a copy leaves the promise": [(HostTier, "abandon", _give_up_the_queue_only)],
+    "a host block is freed twice": [(HostTier, "unpack", unpack_and_keep)],
+    "an entry points to the wrong tier": [(PrefixIndex, "move", move_and_leave_the_name)],
+    "a cancel in the middle of a copy leaves the promise": [(HostTier, "abandon", give_up_the_queue_only)],
     "a cancel leaves blocks on the host": [(RequestTable, "_forget", _release_alone)],
     "one block of a copy is left out": [(OracleStore, "copy_in", _copied_in_part)],
     "nothing is copied out": [(OracleStore, "copy_out", _nothing)],

@@ -7,13 +7,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.worker.runners.cuda.staging import MixedLayout, MixedShapes, worst_layout
-from octavo.worker.scheduler.plan import Chunk, Slot, StepPlan
+from octavo.worker.scheduler.plan import Chunk, StepPlan
+from tests.support.worker.cuda_runners import chunk
 
 SHAPES = MixedShapes.of(max_slots=12, max_batch_tokens=100)
-
-
-def chunk(slot: int, start: int, num_tokens: int, *, last: bool = True) -> Chunk:
-    return Chunk(slot=Slot(slot), start=start, num_tokens=num_tokens, is_last=last)
 
 
 def plan_of(decodes: list[int], *chunks: Chunk) -> StepPlan:

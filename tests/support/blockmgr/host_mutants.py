@@ -1,0 +1,29 @@
+"""Planted bugs of the host tier, for walks through the state machine and for the scheduler's traffic alike."""
+
+import numpy as np
+
+from octavo.blockmgr.host_tier import HostTier, Parcel
+from octavo.blockmgr.prefix_index import PrefixIndex
+
+_move = PrefixIndex.move
+
+
+def move_and_leave_the_name(index: PrefixIndex, source: int, target: int) -> None:
+    """The name still leads to where the block was."""
+    digest = index.digest_of[source]
+    _move(index, source, target)
+    if digest is not None:
+        index.block_of[digest] = source
+
+
+def unpack_and_keep(host: HostTier, request_id: str) -> Parcel | None:
+    """The parcel stays."""
+    return host.parcels.get(request_id)
+
+
+def give_up_the_queue_only(host: HostTier, blocks: np.ndarray) -> None:
+    """Who waits for those blocks still does."""
+    awaited = blocks[host.is_awaited_P[blocks]]
+    host.is_awaited_P[awaited] = False
+    for block in awaited.tolist():
+        host.pool.drop(np.array(host.ins.cancel(np.array([block], np.int32)), np.int32))
