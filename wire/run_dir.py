@@ -1,13 +1,22 @@
-"""The run directory that holds ipc sockets: 0700 and ours, or nothing starts.
+"""The run directory that holds ipc sockets: 0700 and ours, or nothing starts. And folders that last as long as the
+process that made them, or until the next one makes one of its own.
 
 File permissions are the only thing that keeps other users of the host from an ipc socket.
 """
 
 import errno
+import fcntl
 import os
+import shutil
 import socket
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_HELD = ".held"
+"""In each temporary folder of ours: whoever made it has it locked for as long as it lives."""
 
 
 class RunDirError(Exception):
@@ -46,6 +55,36 @@ def check_run_dir(folder: Path) -> None:
     if stat.S_IMODE(info.st_mode) & 0o077:
         mode = stat.S_IMODE(info.st_mode)
         raise RunDirError(f"run directory {folder} has mode {mode:04o}; others must not enter: chmod 700 {folder}")
+
+
+@contextmanager
+def temporary_folder(prefix: str, *, within: Path | None = None) -> Iterator[Path]:
+    """A new folder that only we may enter, removed at the end. One whose process was killed has it left behind: such
+    folders of ours with the same prefix are removed first. within: where; unset: where temporary files are. Raises
+    OSError."""
+    place = within or Path(tempfile.gettempdir())
+    _remove_abandoned(place, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    try:
+        unlocked = folder / f"{_HELD}.new"  # nobody who looks around takes it for abandoned before it is locked
+        with unlocked.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            unlocked.rename(folder / _HELD)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(place: Path, prefix: str) -> None:
+    for folder in place.glob(f"{prefix}*"):
+        with suppress(OSError, RunDirError):  # it is held, another user's, or just gone
+            check_run_dir(folder)
+            descriptor = os.open(folder / _HELD, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def clear_stale_socket(path: Path) -> None:

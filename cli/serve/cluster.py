@@ -13,7 +13,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.wire.keys import generate_keys, load_keys, save_keys
+from octavo.wire.run_dir import temporary_folder
 
 CONNECT_S = 5.0
 LOOK_S = 30.0
@@ -65,8 +65,8 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
     gcs_host, _, gcs_port = gcs.rpartition(":")
     reached = (head.host, head.port) if head.way is Way.CLIENT else (gcs_host.strip("[]"), int(gcs_port))
     address = settings.cluster_address or _local_address(*reached)
-    with tempfile.TemporaryDirectory(prefix="keys-", dir=run_dir) as folder:
-        files, of_gateways = _keys(Path(folder), settings.gateway_key_file)
+    with temporary_folder("keys-", within=run_dir) as folder:
+        files, of_gateways = _keys(folder, settings.gateway_key_file)
         taken: set[int] = set()
         ports = [free_port(address, taken) for _ in range(settings.num_gateways)]
         doors = Doors(endpoints=[f"tcp://{join_address(address, port)}" for port in ports], of_gateways=of_gateways)

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from octavo.cli.settings.gateway_config import join_address, reachable
 from octavo.cli.settings.groups import FrontSettings, GatewaySettings, ServeSettings, WorkerSettings
 from octavo.cli.settings.setting import ENV_PREFIX, Settings, flag_of
 from octavo.wire.endpoints import parse_endpoint
-from octavo.wire.run_dir import RunDirError, ensure_run_dir
+from octavo.wire.run_dir import RunDirError, ensure_run_dir, temporary_folder
 
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
@@ -63,8 +62,8 @@ def run_folder(given: Path | None) -> Iterator[Path]:
     Raises CliError where the folder given cannot be trusted.
     """
     if given is None:
-        with tempfile.TemporaryDirectory(prefix="octavo-", ignore_cleanup_errors=True) as made:
-            yield Path(made)
+        with temporary_folder("octavo-run-") as made:
+            yield made
         return
     existed = given.exists()
     try:

@@ -6,9 +6,7 @@ not import Ray, which makes an actor of the class.
 
 import asyncio
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.launch import command_line, environment, write_settings
+from octavo.wire.run_dir import temporary_folder
 
 NEWS_S = 10.0  # a question without news is answered after that, so that a lost actor is noticed
 
@@ -84,19 +83,18 @@ class Seat:
     async def _run(
         self, name: str, settings: Mapping[str, Any], files: Mapping[str, str], passed_on: Mapping[str, str]
     ) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         try:
-            own = dict(settings) | {"run_dir": str(folder)}
-            for setting, text in files.items():
-                own[setting] = str(_write(text, folder / setting))
-            command = command_line("worker", write_settings(own, folder / f"{name}.toml"))
-            self._child = Child(name, command, environment() | dict(passed_on), self._take)
-            self._code = 0 if self._is_leaving else await self._child.run()
+            with temporary_folder("octavo-seat-") as folder:  # also removes those of actors that were killed
+                own = dict(settings) | {"run_dir": str(folder)}
+                for setting, text in files.items():
+                    own[setting] = str(_write(text, folder / setting))
+                command = command_line("worker", write_settings(own, folder / f"{name}.toml"))
+                self._child = Child(name, command, environment() | dict(passed_on), self._take)
+                self._code = 0 if self._is_leaving else await self._child.run()
         except OSError as error:
             self._take(name, f"the worker cannot be started: {error}")
             self._code = 1
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
             self._news.set()
 
     def _take(self, name: str, line: str) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from octavo.cli.serve.launch import READY_FILE, command_line, environment, write
 from octavo.cli.serve.ports import free_port
 from octavo.cli.serve.readiness import Samples, read_metrics
 from octavo.cli.settings.groups import ServeSettings
+from octavo.wire.run_dir import temporary_folder
 
 QUESTIONS = ("What is your name?", "Do you like music?", "Tell me a story about a fox.")
 MAX_TOKENS = 200
@@ -134,9 +134,9 @@ def _tour_settings(settings: ServeSettings, changes: dict[str, int]) -> ServeSet
 @contextmanager
 def _service(settings: ServeSettings) -> Iterator[subprocess.Popen[bytes]]:
     """`octavo serve` in a process of its own, ready; nothing of it is left at the end."""
-    with tempfile.TemporaryDirectory(prefix="octavo-tour-") as made:
-        run_dir = Path(made) / "run"
-        file = write_settings(settings.model_dump() | {"run_dir": run_dir}, Path(made) / "serve.toml")
+    with temporary_folder("octavo-tour-") as made:
+        run_dir = made / "run"
+        file = write_settings(settings.model_dump() | {"run_dir": run_dir}, made / "serve.toml")
         process = subprocess.Popen(command_line("serve", file), env=environment(), start_new_session=True)
         try:
             _wait_until_ready(process, run_dir / READY_FILE, settings.startup_timeout_s)

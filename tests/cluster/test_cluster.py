@@ -149,8 +149,14 @@ def test_workers_end_with_a_supervisor_that_is_killed(cluster: Raylets, tmp_path
     with launch(tmp_path, *ORACLE, f"--cluster={cluster.address}") as service:
         service.wait_until_supervised()
         (worker,) = cluster.workers(node)
+        folder = Path(worker.cmdline()[-1]).parent
         service.process.send_signal(signal.SIGKILL)
         wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    again = tmp_path / "again"
+    again.mkdir()
+    with serve(again, *ORACLE, f"--cluster={cluster.address}") as service:
+        service.wait_until_supervised()
+        assert not folder.exists()  # with a key in it: removed by the next one there
 
 
 @pytest.mark.skipif(not os.environ.get("OCTAVO_RAY_CLIENT"), reason="asked for by OCTAVO_RAY_CLIENT=1")

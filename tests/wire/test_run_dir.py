@@ -2,11 +2,20 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from octavo.wire.run_dir import RunDirError, check_run_dir, clear_stale_socket, default_run_dir, ensure_run_dir
+from octavo.wire.run_dir import (
+    RunDirError,
+    check_run_dir,
+    clear_stale_socket,
+    default_run_dir,
+    ensure_run_dir,
+    temporary_folder,
+)
 
 
 def test_a_new_run_directory_is_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
@@ -91,3 +100,36 @@ def test_the_default_is_in_the_users_runtime_directory(monkeypatch: pytest.Monke
     assert default_run_dir() == Path("/run/user/7/octavo")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert default_run_dir() == Path(f"/tmp/octavo-{os.geteuid()}")
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from octavo.wire.run_dir import temporary_folder
+with temporary_folder("octavo-seat-", within=Path(sys.argv[1])) as folder:
+    (folder / "worker_key_file").write_text("secret")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_other(tmp_path: Path) -> None:
+    strange = tmp_path / "octavo-seat-of-nobody"  # not made here, or not locked yet
+    strange.mkdir(mode=0o700)
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living,
+    ):
+        assert killed.stdout is not None
+        assert living.stdout is not None
+        abandoned, held = Path(killed.stdout.readline().strip()), Path(living.stdout.readline().strip())
+        killed.kill()
+        killed.wait()
+        assert (abandoned / "worker_key_file").exists()
+        with temporary_folder("octavo-seat-", within=tmp_path) as own:
+            assert own.stat().st_mode & 0o777 == 0o700
+            assert set(tmp_path.iterdir()) == {own, held, strange}
+            assert (held / "worker_key_file").exists()
+        living.communicate("")
+    assert set(tmp_path.iterdir()) == {strange}

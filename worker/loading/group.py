@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -36,6 +35,7 @@ from octavo.model.errors import ConfigError
 from octavo.model.parallel import Ranks, abort, config_of_rank, has_device_sums, join_ranks
 from octavo.wire.host import die_with
 from octavo.wire.logs import configure_logs
+from octavo.wire.run_dir import temporary_folder
 from octavo.worker.config import RunnerKind, WorkerConfig
 from octavo.worker.loading.agreement import build_name, check_agreement, checkpoint_name
 from octavo.worker.loading.loaded import Loaded, served_name
@@ -209,7 +209,7 @@ def load_group(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     config = replace(config, served_name=config.served_name or served_name(config.model), model=str(folder))
     ending = ExitStack()
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-ranks-")))
+        place = stack.enter_context(temporary_folder("octavo-ranks-"))
         followers = FollowerProcesses(config, place)
         stack.callback(followers.close)
         device, _ = place_of_rank(config.device, 0, os.environ)

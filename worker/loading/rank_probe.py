@@ -9,7 +9,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import torch
 
 from octavo.model.parallel import Ranks, join_ranks
 from octavo.wire.host import die_with
+from octavo.wire.run_dir import temporary_folder
 
 WIDTH = 8192
 """Values of a token's hidden states, as the largest models that are cut have them."""
@@ -52,7 +52,7 @@ class ProbeResult:
 def probe_ranks(size: int, *, device: str, timeout_s: float = 60.0) -> ProbeResult:
     """Start the ranks, measure, end them. device: "cpu" or "cuda", where rank n takes device n. Raises RanksApart."""
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-probe-"))
+        folder = stack.enter_context(temporary_folder("octavo-probe-"))
         task = {"meeting": f"{folder}/meeting", "size": size, "device": device, "timeout_s": timeout_s}
         ranks = []
         for rank in range(size):
