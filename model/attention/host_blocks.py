@@ -10,7 +10,13 @@ is.
 Legend: N blocks of a copy · W bytes of a row · L layers · P blocks of the pool. Must not know who owns a block.
 """
 
+import ctypes
+import mmap
+import os
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -19,6 +25,10 @@ from octavo.model.attention.kv_pool import KvPool
 
 PART_BYTES = 1 << 30
 """Of one allocation: pinning goes on in parts that can be told of, and torch rounds pinned memory to powers of two."""
+SLICE_BYTES = 1 << 26
+"""That one thread touches at a time."""
+MOST_THREADS = 8
+"""That touch pages: a memory's bandwidth is used up by some."""
 
 OnParts = Callable[[int, int], None]
 """Called with (parts allocated, parts in all)."""
@@ -29,7 +39,8 @@ class HostMemoryRefused(Exception):
 
 
 class HostBlocks:
-    """Rows [W] of bytes, in parts. is_pinned: for copies beside a CUDA device's steps. Raises HostMemoryRefused."""
+    """Rows [W] of bytes, in parts, all of it really there. is_pinned: for copies beside a CUDA device's steps. Raises
+    HostMemoryRefused."""
 
     def __init__(
         self,
@@ -42,7 +53,7 @@ class HostBlocks:
     ) -> None:
         self.num_blocks = num_blocks
         self.row_bytes = row_bytes
-        self.is_pinned = is_pinned
+        self.is_pinned = False
         self._rows_a_part = max(1, part_bytes // row_bytes)
         self._parts: list[torch.Tensor] = []
         num_parts = -(-num_blocks // self._rows_a_part)
@@ -51,6 +62,28 @@ class HostBlocks:
             num_rows = min(self._rows_a_part, num_blocks - part * self._rows_a_part)
             self._parts.append(self._allocate(num_rows))
             on_parts(part + 1, num_parts)
+        if is_pinned:
+            self.pin()
+
+    def pin(self, on_parts: OnParts = lambda done, total: None) -> None:
+        """For copies beside a CUDA device's steps, in the thread whose device it is: the driver keeps other callers out
+        for as long as it takes, which is short where the pages are there already. Idempotent. Raises
+        HostMemoryRefused."""
+        if self.is_pinned:
+            return
+        registered = list[int]()
+        weakref.finalize(self, _unregister, registered).atexit = False
+        on_parts(0, len(self._parts))
+        for part, memory in enumerate(self._parts):
+            try:
+                if _register(memory):
+                    registered.append(memory.data_ptr())
+                else:  # a system where a process brings no memory of its own
+                    self._parts[part] = torch.empty_like(memory, pin_memory=True)
+            except (RuntimeError, MemoryError, AssertionError) as error:  # nothing tells them apart from others
+                raise HostMemoryRefused((str(error) or type(error).__name__).splitlines()[0]) from error
+            on_parts(part + 1, len(self._parts))
+        self.is_pinned = True
 
     @property
     def num_bytes(self) -> int:
@@ -85,14 +118,42 @@ class HostBlocks:
         return rows_NW
 
     def _allocate(self, num_rows: int) -> torch.Tensor:
-        num_bytes = num_rows * self.row_bytes
-        try:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
-        except (RuntimeError, MemoryError) as error:  # both without anything that tells them apart from others
-            raise HostMemoryRefused(str(error).splitlines()[0]) from error
-        if not self.is_pinned:
-            memory.zero_()  # so that it is really there
-        return memory.view(num_rows, self.row_bytes)
+        return touched(num_rows * self.row_bytes).view(num_rows, self.row_bytes)
+
+
+def touched(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] of zeros, in huge pages where the system has them, touched by several threads on the CPUs of
+    the one that calls: the driver alone takes half a second for a GiB, most of it for pages that are not there yet.
+    Raises HostMemoryRefused."""
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise HostMemoryRefused(str(error)) from error
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork's copy would leave the device with pages of the child's
+        with suppress(OSError, AttributeError):  # a system without it
+            pages.madvise(getattr(mmap, advice))
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    starts = range(0, num_bytes, SLICE_BYTES)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(MOST_THREADS, cpus, len(starts)), "touch") as pool:
+        address = memory.data_ptr()
+        list(pool.map(lambda at: ctypes.memset(address + at, 0, min(SLICE_BYTES, num_bytes - at)), starts))
+    return memory
+
+
+def _register(memory: torch.Tensor) -> bool:
+    """Whether the driver knows the memory now. Raises RuntimeError, AssertionError where there is no driver."""
+    runtime = torch.cuda.cudart()
+    if runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == runtime.cudaError.success:
+        return True
+    with suppress(RuntimeError):  # the next launch is told of the refusal, too
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _unregister(addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def gather_rows(kv: KvPool, blocks_N: torch.Tensor) -> torch.Tensor:

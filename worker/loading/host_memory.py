@@ -6,14 +6,16 @@ that there is none unless it is asked for. Must not know: the block manager, fla
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import structlog
 import torch
 
-from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused, OnParts
+from octavo.model.attention.host_blocks import PART_BYTES, HostBlocks, HostMemoryRefused, OnParts
 from octavo.model.parallel import ALONE, Ranks
 from octavo.worker.loading.memory import GIB, DoesNotFit, available_host_bytes
 
@@ -22,6 +24,7 @@ log = structlog.get_logger(__name__)
 SHARE = 0.25  # of free host memory, for the workers of all GPUs together
 MOST_UNASKED_BYTES = 16 * GIB  # pinning takes a third of a second for a GiB, and more
 MOST_UNASKED_BLOCKS = 1 << 18  # of tiny models: a gateway that joins is told of each
+TOLD_EVERY_S = 0.2
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -53,29 +56,80 @@ def host_blocks_wanted(host_kv_gib: float | None, block_bytes: int, *, num_gpus:
 def allocate_host_blocks(
     host_kv_gib: float | None, block_bytes: int, device: torch.device, on_parts: OnParts, *, ranks: Ranks = ALONE
 ) -> HostBlocks | None:
-    """The memory, pinned for a GPU; None for none. ranks: of a group, which divide what is asked for: block_bytes is
-    one rank's part of a block. Raises DoesNotFit, but where nobody asked for it goes on without."""
+    """As `begin_host_blocks`, to the end."""
+    return begin_host_blocks(host_kv_gib, block_bytes, device, ranks=ranks).take(on_parts)
+
+
+def begin_host_blocks(
+    host_kv_gib: float | None, block_bytes: int, device: torch.device, *, ranks: Ranks = ALONE
+) -> "ComingHostBlocks":
+    """Begin to take the memory. ranks: of a group, which divide what is asked for: block_bytes is one rank's part of a
+    block. Raises DoesNotFit."""
     num_gpus = max(1, torch.cuda.device_count()) if device.type == "cuda" else 0
     part_gib = None if host_kv_gib is None else host_kv_gib / ranks.size
-    num_blocks = ranks.least(host_blocks_wanted(part_gib, block_bytes, num_gpus=num_gpus))  # a block is the same on all
-    if not num_blocks:
-        return None
-    host = None
-    try:
-        with near(device):
-            host = HostBlocks(num_blocks, block_bytes, is_pinned=device.type == "cuda", on_parts=on_parts)
-    except HostMemoryRefused as error:
-        if host_kv_gib is not None:
-            raise DoesNotFit(
-                f"the system refuses {num_blocks * block_bytes / GIB:.2f} GiB of host memory for KV blocks",
-                str(error),
-                "try a smaller --host-kv-gib, or 0 for none; pinned memory may need a higher limit (ulimit -l)",
-            ) from error
-        log.warning("host_memory_refused", num_bytes=num_blocks * block_bytes, error=str(error))
-    if not ranks.least(int(host is not None)) or host is None:  # all ranks, or none
-        return None
-    log.info("host_memory_taken", num_blocks=num_blocks, num_bytes=host.num_bytes, is_pinned=host.is_pinned)
-    return host
+    wanted = host_blocks_wanted(part_gib, block_bytes, num_gpus=num_gpus)
+    num_blocks = ranks.least(wanted)  # a block is the same on all
+    return ComingHostBlocks(num_blocks, block_bytes, device, is_asked=host_kv_gib is not None, ranks=ranks)
+
+
+class ComingHostBlocks:
+    """Blocks in host memory whose pages a thread of its own touches, while this one compiles kernels: seconds of a
+    start, and no call of the device's driver, which lets one thread in at a time. is_asked: by somebody, not by
+    default."""
+
+    def __init__(
+        self, num_blocks: int, block_bytes: int, device: torch.device, *, is_asked: bool, ranks: Ranks
+    ) -> None:
+        self._num_blocks, self._block_bytes, self._device = num_blocks, block_bytes, device
+        self._is_asked, self._ranks = is_asked, ranks
+        self._coming: Future[HostBlocks] = Future()
+        self._parts = (0, -(-num_blocks * block_bytes // PART_BYTES))
+        if num_blocks:
+            Thread(target=self._touch, name="host-memory", daemon=True).start()  # an end of the start waits for nothing
+
+    def take(self, on_parts: OnParts) -> HostBlocks | None:
+        """The memory, pinned for a GPU; None for none. Raises DoesNotFit, but where nobody asked for it goes on
+        without."""
+        if not self._num_blocks:
+            return None
+        host, num_bytes = None, self._num_blocks * self._block_bytes
+        try:
+            host = self._touched(on_parts)
+            if self._device.type == "cuda":
+                host.pin(on_parts)
+        except HostMemoryRefused as error:
+            if self._is_asked:
+                raise DoesNotFit(
+                    f"the system refuses {num_bytes / GIB:.2f} GiB of host memory for KV blocks",
+                    str(error),
+                    "try a smaller --host-kv-gib, or 0 for none; pinned memory may need a higher limit (ulimit -l)",
+                ) from error
+            log.warning("host_memory_refused", num_bytes=num_bytes, error=str(error))
+            host = None
+        if not self._ranks.least(int(host is not None)) or host is None:  # all ranks, or none
+            return None
+        log.info("host_memory_taken", num_blocks=host.num_blocks, num_bytes=host.num_bytes, is_pinned=host.is_pinned)
+        return host
+
+    def _touched(self, on_parts: OnParts) -> HostBlocks:
+        on_parts(0, self._parts[1])
+        while not wait([self._coming], TOLD_EVERY_S).done:
+            on_parts(*self._parts)
+        host = self._coming.result()
+        on_parts(*self._parts)
+        return host
+
+    def _touch(self) -> None:
+        try:
+            with near(self._device):
+                self._coming.set_result(
+                    HostBlocks(self._num_blocks, self._block_bytes, is_pinned=False, on_parts=self._at)
+                )
+        except BaseException as error:
+            self._coming.set_exception(error)
+
+    def _at(self, done: int, total: int) -> None:
+        self._parts = done, total
 
 
 @contextmanager

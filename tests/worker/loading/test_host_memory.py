@@ -2,13 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, current_thread
 
 import pytest
 import torch
 
 from octavo.model.attention.host_blocks import HostBlocks, HostMemoryRefused
 from octavo.worker.loading import host_memory
-from octavo.worker.loading.host_memory import allocate_host_blocks, cpus_beside, host_blocks_wanted, near, parse_cpus
+from octavo.worker.loading.host_memory import (
+    allocate_host_blocks,
+    begin_host_blocks,
+    cpus_beside,
+    host_blocks_wanted,
+    near,
+    parse_cpus,
+)
 from octavo.worker.loading.memory import GIB, MOST_BLOCKS, DoesNotFit, MemoryNeeds, SpareMemory, size_pool
 
 MIB = 1 << 20
@@ -77,6 +85,23 @@ def test_progress_is_told_and_none_is_none() -> None:
     assert host is not None
     assert (host.num_blocks, host.is_pinned, told) == (10, False, [(0, 1), (1, 1)])
     assert allocate_host_blocks(0, MIB, CPU, lambda done, total: None) is None
+
+
+def test_the_memory_is_touched_by_another_thread_while_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, by = Event(), list[str]()
+
+    def allocate(self: HostBlocks, num_rows: int) -> torch.Tensor:
+        by.append(current_thread().name)
+        assert goes_on.wait(60)
+        return torch.zeros((num_rows, self.row_bytes), dtype=torch.uint8)
+
+    monkeypatch.setattr(HostBlocks, "_allocate", allocate)
+    coming = begin_host_blocks(0.01, MIB, CPU)
+    goes_on.set()  # what follows begin_host_blocks in a start: kernels are compiled
+    host = coming.take(lambda done, total: None)
+    assert host is not None
+    assert host.num_blocks == 10
+    assert by == ["host-memory"]
 
 
 def test_the_cpus_beside_a_device_are_read_as_the_kernel_writes_them(

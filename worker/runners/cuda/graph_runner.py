@@ -195,13 +195,15 @@ class GraphRunner:
         return time.perf_counter() - start_s
 
     def run_all(self) -> None:
-        """Enqueue every shape of step, the small ones on every path: to compile what that launches."""
+        """Enqueue every shape of step, the small ones on every path: to compile what that launches. What takes longest
+        to compile comes first: sampling."""
+        for size in self._sizes:
+            self.run_sampling(self.step.rows_B[:size])
         for layout in self._shapes.layouts():
             self._mixed_work(layout)()
         for size in self._sizes:
             for _ in self.step.autotuner.try_all(size):
                 self._decode_work(size)()
-            self.run_sampling(self.step.rows_B[:size])
 
     def forget(self) -> None:
         """Drop what was recorded. Idempotent."""

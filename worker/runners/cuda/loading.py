@@ -16,7 +16,7 @@ from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.precompile import OnProgress as OnKernels
 from octavo.model.kernels.precompile import compiling
 from octavo.worker.config import Deterministic, PrefixCacheMode, WorkerConfig
-from octavo.worker.loading.host_memory import allocate_host_blocks
+from octavo.worker.loading.host_memory import begin_host_blocks
 from octavo.worker.loading.loader import cache_dtype, weight_format
 from octavo.worker.loading.memory import SpareMemory, size_pool, weights_bytes
 from octavo.worker.loading.model_card import Described
@@ -68,16 +68,11 @@ def make_cuda_runner(
             note=lambda told: log.info("sums_measured", found=told),
         )
         weights = replace(weights, ranks=faster)
-    compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
     kv_dtype = runner_config.kv_dtype or weights.dtype
     block_bytes = kv_block_bytes(weights.config, block_size=config.block_size, dtype=kv_dtype)
-    host = allocate_host_blocks(
-        config.host_kv_gib,
-        block_bytes,
-        weights.embed_VD.device,
-        lambda done, total: on_progress("taking_host_memory", done, total),
-        ranks=ranks,
-    )
+    coming = begin_host_blocks(config.host_kv_gib, block_bytes, weights.embed_VD.device, ranks=ranks)
+    compile_kernels(weights, runner_config, lambda done, total: on_progress("compiling_kernels", done, total))
+    host = coming.take(lambda done, total: on_progress("taking_host_memory", done, total))
     rows = ranks.least(staging_rows(block_bytes, torch.cuda.mem_get_info(weights.embed_VD.device)[0]))
     on_progress("rehearsing_steps", None, None)
     has_cache = config.prefix_cache is PrefixCacheMode.ON
