@@ -165,3 +165,27 @@ def test_the_pool_takes_what_the_fraction_promises_of_any_device(
         )
         taken = size_pool(needs).num_bytes + needs.fixed_bytes
         assert needs.budget_bytes - block_bytes < taken <= needs.budget_bytes
+
+
+@pytest.mark.parametrize("device_gib", range(80, 289, 16))
+@pytest.mark.parametrize("activation_gib", [0.2, 4])
+def test_half_of_a_large_device_is_taken_for_the_smallest_blocks(device_gib: int, activation_gib: float) -> None:
+    """What tests/gpu/test_cuda_loading.py asks of the device it runs on, for the embedded model in float32. What is
+    accounted for may be less than what is taken by no more than the reserve."""
+    weights_bytes, activation_bytes = GIB // 10, int(activation_gib * GIB)
+    needs = MemoryNeeds(
+        available_bytes=device_gib * GIB - weights_bytes,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        block_bytes=81_920,
+        block_size=16,
+        max_model_len=2048,
+        max_num_seqs=4096,
+        memory_fraction=0.5,
+        spare=SpareMemory.TAKEN,
+    )
+    pool = size_pool(needs)
+    taken = pool.num_bytes + weights_bytes + activation_bytes
+    assert 0.40 * device_gib * GIB < taken
+    assert taken + needs.reserve_bytes < 0.52 * device_gib * GIB
+    assert pool.num_blocks < MOST_BLOCKS
