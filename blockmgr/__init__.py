@@ -1,11 +1,11 @@
 """Who owns which KV block: pool, prefix index, block tables, events, audit. Pure Python and numpy."""
 
 from octavo.blockmgr.audit import BlockAudit
+from octavo.blockmgr.changes import BlockEvent, EventKind
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks, OutOfSlots
 from octavo.blockmgr.ids import BlockId, PrefixCache, SlotId
 from octavo.blockmgr.manager import Admission, BlockManager
-from octavo.blockmgr.prefix_index import BlockEvent, EventKind
 
 __all__ = [
     "Admission",

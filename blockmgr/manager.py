@@ -21,12 +21,13 @@ import numpy as np
 
 from octavo.blockmgr.audit import BlockAudit, Recount, audit_blocks
 from octavo.blockmgr.block_map import BlockMap, HostBlockMap, map_blocks, map_host_blocks
+from octavo.blockmgr.changes import BlockEvent, IndexWalk
 from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.errors import OutOfBlocks
 from octavo.blockmgr.host_tier import HostTier
 from octavo.blockmgr.ids import PrefixCache, PrefixLookup, SlotId
 from octavo.blockmgr.pool import BlockPool
-from octavo.blockmgr.prefix_index import BlockEvent, Chain, HashBlock, IndexWalk, PrefixIndex, RootHasher, hash_block
+from octavo.blockmgr.prefix_index import Chain, HashBlock, PrefixIndex, RootHasher, hash_block
 from octavo.blockmgr.tables import Growth, SlotTables
 
 _NO_BLOCKS = np.empty(0, np.int32)

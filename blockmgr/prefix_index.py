@@ -11,49 +11,23 @@ again, so a chain of equal parents proves the whole prefix without comparing it 
 """
 
 import secrets
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from hashlib import blake2b
 
 import numpy as np
 
+from octavo.blockmgr.changes import BlockEvent, EventKind, IndexWalk
 from octavo.blockmgr.ids import Tier
 
 HashBlock = Callable[[bytes, bytes], bytes]
 """(parent digest, token bytes of one block) -> digest."""
 
-LOOK_AHEAD = 16  # parts of a walk that are sorted at once: one pass over all entries for so many
 _ROOT_ENTRY = 0  # parent of every first block
 _NO_ENTRY = -1  # the block is not in the index
 _NO_BLOCKS = np.empty(0, np.int32)
 _DIGEST_BYTES = 16
 _ROOT_PERSON = b"octavo.kv.root.1"  # at most 16 bytes: keeps roots apart from every other use of the hash
-
-
-class EventKind(Enum):
-    """What became of a block."""
-
-    STORED = "stored"
-    REMOVED = "removed"
-    CLEARED = "cleared"  # every block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockEvent:
-    """One change of the prefix index. STORED for a block that is known already: it is on another tier now.
-
-    parent_hash: empty for the first block of a chain, so that the secret root stays secret.
-    token_ids: int32, little-endian, block_size of them; STORED only, as are parent_hash, salt and tier.
-    """
-
-    kind: EventKind
-    block_hash: bytes = b""
-    parent_hash: bytes = b""
-    token_ids: bytes = b""
-    salt: str = ""
-    tier: Tier = Tier.DEVICE
 
 
 class EventLog:
@@ -371,40 +345,3 @@ class PrefixIndex:
         self._parent_of[block] = parent
         self._salt_of[block] = chain.salt
         self.events.stored(self.stored_event(block))
-
-
-class IndexWalk:
-    """Gives one listener everything that is in the index, in parts, while the index goes on changing.
-
-    Parts come in the order of entries, parents before children, and each says what is in the index when it is taken.
-    A listener that gets every change as well has the whole index at the end: what entered behind the walk comes with
-    it, perhaps again; what left before its turn does not come, and what left after it came as a change.
-    """
-
-    def __init__(self, index: "PrefixIndex") -> None:
-        self._index = index
-        self._last_entry = 0  # of those that were sorted; entries begin at 1
-        self._ahead: deque[tuple[int, int]] = deque()  # (entry, block), in order
-
-    def take(self, max_blocks: int) -> list[BlockEvent]:
-        """STORED for the next blocks, at most max_blocks. Fewer: the end is reached, for now."""
-        events: list[BlockEvent] = []
-        while len(events) < max_blocks:
-            if not self._ahead and not self._sort(LOOK_AHEAD * max_blocks):
-                break
-            entry, block = self._ahead.popleft()
-            if self._index.entry_P[block] == entry:
-                events.append(self._index.stored_event(block))
-        return events
-
-    def _sort(self, max_blocks: int) -> bool:
-        """Look up the next entries. Whether there are any."""
-        entry_P = self._index.entry_P
-        blocks = np.flatnonzero(entry_P > self._last_entry)
-        if len(blocks) > max_blocks:
-            blocks = blocks[np.argpartition(entry_P[blocks], max_blocks)[:max_blocks]]
-        blocks = blocks[np.argsort(entry_P[blocks])]
-        self._ahead.extend(zip(entry_P[blocks].tolist(), blocks.tolist(), strict=True))
-        if self._ahead:
-            self._last_entry = self._ahead[-1][0]
-        return bool(self._ahead)

@@ -15,6 +15,8 @@ from octavo.grammar.errors import GrammarRefused, Refusal
 from octavo.grammar.json_literals import (
     BOUNDS,
     COUNTS,
+    LIBRARY_FORMATS,
+    OWN_FORMATS,
     Divisors,
     Json,
     bounds,
@@ -48,25 +50,6 @@ _MAX_NESTING = 120  # of the library's reader, less what is put around a schema
 # A space, or a new line with its indentation: as people and models write JSON, and never white space without end. No
 # key is written with \u, which could hide its name.
 WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,32})?", "json_allowed_escapes": 'nrtbf\\"'}
-
-# Dates and times of RFC 3339, without leap seconds and without the year 0, so that every date exists in every calendar
-# library.
-_DIVISIBLE_BY_4 = "(?:0[48]|[2468][048]|[13579][26])"
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP_YEAR = f"(?:[0-9]{{2}}{_DIVISIBLE_BY_4}|{_DIVISIBLE_BY_4}00)"
-_DAY = (
-    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = f"{_CLOCK}:[0-5][0-9](?:\\.[0-9]{{1,6}})?(?:Z|[+-]{_CLOCK})"
-
-OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Formats that llguidance takes too loosely, by name: a pattern of the whole string."""
-
-LIBRARY_FORMATS = frozenset(("email", "hostname", "ipv4", "ipv6", "uri", "uuid", "duration"))
-"""Formats whose expressions are llguidance's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

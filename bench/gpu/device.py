@@ -37,6 +37,16 @@ def copy_rate() -> float:
     return 2 * source.numel() * source.element_size() / (ms / 1e3)
 
 
+def host_copy_rates() -> tuple[float, float]:
+    """Bytes a second of a plain copy of 256 MiB to pinned host memory, and back."""
+    on_device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty_like(on_device, device="cpu", pin_memory=True)
+    pinned.copy_(on_device)
+    out_ms = elapsed_ms(lambda: pinned.copy_(on_device, non_blocking=True), 8)
+    in_ms = elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), 8)
+    return 1e3 * pinned.numel() / out_ms, 1e3 * pinned.numel() / in_ms
+
+
 def free_memory() -> None:
     """Give back what nobody refers to any more, frozen objects among it."""
     gc.unfreeze()

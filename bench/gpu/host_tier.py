@@ -2,8 +2,7 @@
 
     python -m bench.gpu.host_tier [--shape 7B] [--json out/gpu_host_tier.json]
     python -m bench.gpu.host_tier --device cpu --shape tiny --long 200 --conversations 6 --turns 3 --opening 40
-    --question 12
-        --answer 6 --host-gib 0.05
+        --question 12 --answer 6 --host-gib 0.05
 
 rates: GB/s between staging and host memory, of runs of 1, 8 and all neighbouring blocks, beside one plain copy of
 pinned memory each way. again: first token of a prompt of --long tokens that is new, and that was evicted by another
@@ -19,7 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ import numpy as np
 import torch
 
 from bench.figures import percentile, write_json
-from bench.gpu.device import need_cuda
+from bench.gpu.device import host_copy_rates, need_cuda
 from bench.in_process import InProcess, KeptMail, tokens_of
 from bench.shapes import NUM_IDS, SHAPES
 from octavo.blockmgr.ids import PrefixCache
 from octavo.model import CausalLM
 from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.attention.kv_pool import kv_block_bytes
-from octavo.wire.messages import StepOutput
+from octavo.wire.messages import Finished, StepOutput
 from octavo.worker.runners.torch.runner import TorchRunner, TorchRunnerConfig
 
 BLOCK = 16
@@ -56,6 +55,13 @@ class TimedMail(KeptMail):
         for handle, _ in tokens_of(output):
             self.first_s.setdefault(handle, now_s)
         super().take(output)
+
+    def pop_end(self, handle: int) -> Finished:
+        """How an output ended, of those that have. Ends the bench where it failed."""
+        finished = self.finished.pop(handle)
+        if finished.error:
+            raise SystemExit(f"error: a request failed: {finished.error} {finished.detail}")
+        return finished
 
 
 class Bench:
@@ -91,10 +97,8 @@ def first_token_ms(engine: InProcess, prompt_ids_T: np.ndarray) -> tuple[float, 
     handle = engine.ask(prompt_ids_T, max_tokens=1, ignore_eos=True)
     while handle not in engine.mail.finished:
         engine.step()
-    finished = engine.mail.finished[handle]
-    if finished.error:
-        raise SystemExit(f"error: a request failed: {finished.error} {finished.detail}")
-    return 1e3 * (engine.mail.first_s[handle] - begin_s), finished.cached_tokens  # type: ignore[attr-defined]
+    mail: Any = engine.mail
+    return 1e3 * (mail.first_s[handle] - begin_s), mail.pop_end(handle).cached_tokens
 
 
 def measure_again(bench: Bench, long: int, vocab_size: int, repeats: int) -> Figures:
@@ -142,6 +146,11 @@ class Talk:
     question: int
     answer: int
 
+    @classmethod
+    def asked_for(cls, arguments: argparse.Namespace) -> "Talk":
+        """By the command line."""
+        return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
+
     @property
     def longest(self) -> int:
         """Tokens of one in the end."""
@@ -168,10 +177,8 @@ def converse(engine: InProcess, talk: Talk, vocab_size: int) -> Figures:
     while under_way:
         engine.step()
         for handle in [handle for handle in mail.finished if handle in under_way]:
-            finished, each = mail.finished.pop(handle), under_way.pop(handle)
-            if finished.error:
-                raise SystemExit(f"error: a request failed: {finished.error} {finished.detail}")
-            num_cached += finished.cached_tokens
+            each = under_way.pop(handle)
+            num_cached += mail.pop_end(handle).cached_tokens
             waits_ms.append(1e3 * (mail.first_s.pop(handle) - each.asked_s))
             each.ids_T = np.concatenate([each.ids_T, np.array(mail.tokens.pop(handle), np.int32)])
             each.turn += 1
@@ -268,7 +275,7 @@ def cuda_bench(arguments: argparse.Namespace) -> Bench:
         arguments.shape,
         max_slots=64,
         max_batch_tokens=arguments.max_batch_tokens,
-        max_model_len=max(arguments.long, Talk(**talk_of(arguments)).longest) + BLOCK,
+        max_model_len=max(arguments.long, Talk.asked_for(arguments).longest) + BLOCK,
         host_bytes=int(arguments.host_gib * GIB),
         autotune=Autotune.CACHED,
     )
@@ -300,18 +307,7 @@ def cuda_rates(bench: Bench) -> Figures:
         in_blocks, in_s = copies.take_times()
         found[f"out_runs_of_{name}_gb_s"] = out_blocks * host.row_bytes / out_s / 1e9
         found[f"in_runs_of_{name}_gb_s"] = in_blocks * host.row_bytes / in_s / 1e9
-    pinned, on_device = (
-        torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True),
-        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"),
-    )
-    for name, target, source in (("plain_out_gb_s", pinned, on_device), ("plain_in_gb_s", on_device, pinned)):
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        begin_s = time.perf_counter()
-        for _ in range(8):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        found[name] = 8 * pinned.numel() / (time.perf_counter() - begin_s) / 1e9
+    found["plain_out_gb_s"], found["plain_in_gb_s"] = (rate / 1e9 for rate in host_copy_rates())
     return found
 
 
@@ -322,7 +318,7 @@ def cpu_bench(arguments: argparse.Namespace) -> Bench:
     """Torch's steps over ordinary memory, to try the bench and to know this machine's copies."""
     config = SHAPES[arguments.shape].config
     model = CausalLM.random(config, seed=0)
-    longest = max(arguments.long, Talk(**talk_of(arguments)).longest) + BLOCK
+    longest = max(arguments.long, Talk.asked_for(arguments).longest) + BLOCK
     runner_config = TorchRunnerConfig(
         num_blocks=max(2 * -(-longest // BLOCK) + 64, 16 * 24),
         block_size=BLOCK,
@@ -340,11 +336,6 @@ def cpu_rates(bench: Bench) -> Figures:
     """GB/s of the runner's own copies, there and back."""
     row_bytes = bench.runner.host_blocks.row_bytes
     return {"block_bytes": row_bytes, "both_ways_gb_s": row_bytes / bench.runner.measure_copies() / 1e9}
-
-
-def talk_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """The arguments that make a `Talk`."""
-    return {name: getattr(arguments, name) for name in ("conversations", "turns", "opening", "question", "answer")}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -384,11 +375,10 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     def is_late() -> bool:
         return time.perf_counter() - begin_s > arguments.budget_s
 
-    with torch.inference_mode():
-        rates = (cuda_rates if is_cuda else cpu_rates) if "rates" in arguments.only else None
-        if rates is not None:
-            found["rates"] = rates(bench)
-            show("rates", found["rates"])  # type: ignore[arg-type]
+    if "rates" in arguments.only:
+        with torch.inference_mode():
+            found["rates"] = (cuda_rates if is_cuda else cpu_rates)(bench)
+        show("rates", found["rates"])  # type: ignore[arg-type]
     if "again" in arguments.only and not is_late():
         found["again"] = measure_again(bench, arguments.long, vocab_size, arguments.repeats)
         show("again", found["again"])  # type: ignore[arg-type]
@@ -397,7 +387,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         found["idle"] = measure_idle(bench, vocab_size, rounds=3, **sizes)
         show("idle", found["idle"])  # type: ignore[arg-type]
     if "conversations" in arguments.only:
-        talk = Talk(**talk_of(arguments))
+        talk = Talk.asked_for(arguments)
         found["conversations"] = measure_conversations(bench, talk, arguments.share, vocab_size, is_late)
     found["seconds"] = time.perf_counter() - begin_s
     print(f"  {found['seconds']:.0f} s in all", flush=True)

@@ -1,4 +1,5 @@
-"""A worker's socket towards one gateway: the real `worker.transport.link.GatewaySocket` with its edge replaced.
+"""A worker's sockets towards gateways and what they make together: the real `worker.transport.link` with its edge
+replaced.
 
 Also an outbox that can lie: one message in a while says what no correct worker says.
 """
@@ -9,14 +10,22 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from octavo.wire.messages import Finished, StepOutput, WireFinishReason
+from octavo.wire.messages import Finished, Register, StepOutput, WireFinishReason
 from octavo.wire.options import RECONNECT_MAX_MS, RECONNECT_MS
 from octavo.worker.engine.interfaces import OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
-from octavo.worker.transport.link import GatewaySocket, Transition, WorkerLink
+from octavo.worker.transport.link import (
+    GatewaySocket,
+    LinkState,
+    LinkStats,
+    Received,
+    Transition,
+    WorkerLink,
+    _Gateway,
+)
 from sim.edges.network import Connection, Hub
 from sim.journal import Journal
-from sim.processes.runner import VOCAB_SIZE
+from sim.processes.runner import VOCAB_SIZE, SimClock
 
 LIES = (
     "token_out_of_range",
@@ -28,6 +37,7 @@ LIES = (
     "garbage",
     "late_token",
 )
+IDLE_WAIT_S = 0.5
 
 
 class LyingOutbox:
@@ -184,3 +194,30 @@ class SimDealer(GatewaySocket):
         if not self._is_closed:
             self._dial_soon()
             self._on_event()
+
+
+class SimLink(WorkerLink):
+    """The real link, on simulated sockets and without a poller."""
+
+    def __init__(self, dealers: list[SimDealer], register: Register, files: dict[str, bytes], clock: SimClock) -> None:
+        self.stats = LinkStats()
+        self.on_refused = lambda reason: None
+        self._register = register
+        self._files = files
+        self._clock = clock
+        self._gateways = [_Gateway(GatewayIndex(index), dealer) for index, dealer in enumerate(dealers)]
+        self._lost = []
+        self.on_drained: Callable[[Received], None] = lambda messages: None
+
+    def drain(self) -> Received:
+        received = super().drain()
+        self.on_drained(received)
+        return received
+
+    @property
+    def patience_s(self) -> float:
+        """How long an idle engine may wait: as `WorkerLink.wait` has it."""
+        if self._lost:
+            return 0.0
+        is_busy = any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways)
+        return 0.05 if is_busy else IDLE_WAIT_S

@@ -26,13 +26,12 @@ from octavo.worker.runners.group import GroupLost, GroupRunner
 from octavo.worker.scheduler.plan import GatewayIndex, RequestKey, StepOutputs, StepResult
 from octavo.worker.scheduler.scheduler import Scheduler
 from octavo.worker.transport.heartbeat import heartbeat_of
-from octavo.worker.transport.link import LinkState, LinkStats, Received, WorkerLink, _Gateway
 from octavo.worker.transport.watchdog import Watchdog
 from sim.edges.fault_points import fault_point
 from sim.edges.loop import SimLoop
 from sim.edges.network import Hub
 from sim.journal import Journal
-from sim.processes.dealer import LyingOutbox, SimDealer
+from sim.processes.dealer import LyingOutbox, SimDealer, SimLink
 from sim.processes.fairness import FairnessWatch
 from sim.processes.runner import VOCAB_SIZE, ProcessDied, SimClock, SimRunner, oracle_model
 from sim.processes.watches import WorkerWatch
@@ -41,35 +40,7 @@ from sim.scenario import Scenario
 if TYPE_CHECKING:
     from sim.world import World
 
-IDLE_WAIT_S = 0.5
 MAX_IDLE_TURNS = 3  # with work waiting and nothing in flight
-
-
-class SimLink(WorkerLink):
-    """The real link, on simulated sockets and without a poller."""
-
-    def __init__(self, dealers: list[SimDealer], register: Register, files: dict[str, bytes], clock: SimClock) -> None:
-        self.stats = LinkStats()
-        self.on_refused = lambda reason: None
-        self._register = register
-        self._files = files
-        self._clock = clock
-        self._gateways = [_Gateway(GatewayIndex(index), dealer) for index, dealer in enumerate(dealers)]
-        self._lost = []
-        self.on_drained: Callable[[Received], None] = lambda messages: None
-
-    def drain(self) -> Received:
-        received = super().drain()
-        self.on_drained(received)
-        return received
-
-    @property
-    def patience_s(self) -> float:
-        """How long an idle engine may wait: as `WorkerLink.wait` has it."""
-        if self._lost:
-            return 0.0
-        is_busy = any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways)
-        return 0.05 if is_busy else IDLE_WAIT_S
 
 
 class SimScheduler(Scheduler):

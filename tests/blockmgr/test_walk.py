@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from octavo.blockmgr import BlockManager, OutOfBlocks
-from octavo.blockmgr import prefix_index as walk_module
-from octavo.blockmgr.prefix_index import BlockEvent, EventKind
+from octavo.blockmgr import changes as walk_module
+from octavo.blockmgr.changes import BlockEvent, EventKind
 from tests.blockmgr.conftest import MakeManager
 
 BLOCK_SIZE = 4

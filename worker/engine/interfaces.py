@@ -13,9 +13,9 @@ from typing import Protocol
 import structlog
 
 from octavo.blockmgr.block_map import HostBlockMap
+from octavo.blockmgr.changes import BlockEvent, EventKind, IndexWalk
 from octavo.blockmgr.ids import Tier
 from octavo.blockmgr.manager import BlockManager
-from octavo.blockmgr.prefix_index import BlockEvent, EventKind, IndexWalk
 from octavo.wire.messages import (
     AdminQuery,
     AdminReply,
@@ -223,7 +223,7 @@ class KvEventPublisher:
     bounded size, one a step.
 
     A part says what is cached now, and changes go to every gateway as they come, so the parts may take as long as they
-    like (`blockmgr.prefix_index`). Gateways that join together take turns: a step never waits for more than one part.
+    like (`blockmgr.changes`). Gateways that join together take turns: a step never waits for more than one part.
     epoch: of this life of the process.
     """
 
