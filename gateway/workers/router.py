@@ -10,7 +10,7 @@ goes there instead, computes the prefix again, and from then on two workers hold
 What workers have cached comes with their KV events: a tree over blocks of tokens, where a child is found by (parent
 node, tokens) and a root by the salt. Workers name their blocks by keyed hashes that mean nothing elsewhere; they only
 serve to find the node again. The tree is a hint: what it has forgotten costs a recomputation, never a wrong token.
-Bounded: beyond ``max_nodes`` what was used least recently goes. Pure; must not know sockets.
+Bounded: beyond ``max_nodes`` the end of a prefix that was used least recently goes. Pure; must not know sockets.
 """
 
 import time
@@ -107,12 +107,14 @@ def _is_overloaded(candidate: Candidate, least_load: float) -> bool:
 
 
 class _Node:
-    __slots__ = ("block_id", "children", "key", "on_host", "owners", "parent")
+    __slots__ = ("block_id", "children", "key", "on_host", "owners", "parent", "salt", "used")
 
-    def __init__(self, parent: "_Node | None", key: bytes) -> None:
+    def __init__(self, parent: "_Node | None", key: bytes, salt: str) -> None:
         self.block_id = next(_block_ids)
         self.parent = parent
         self.key = key
+        self.salt = salt
+        self.used = 0  # which use of the index was the last of this block
         self.children: dict[bytes, _Node] = {}
         self.owners: dict[int, bytes] = {}  # worker incarnation -> its hash of this block
         self.on_host: set[int] = set()  # those that have it in host memory
@@ -133,10 +135,12 @@ class PrefixIndex:
         self._max_nodes = max_nodes
         self._roots: dict[str, _Node] = {}  # by salt; not counted, gone with their last child
         self._by_hash: dict[int, dict[bytes, _Node]] = {}
-        self._recent: OrderedDict[_Node, str] = OrderedDict()  # node -> salt of its root; oldest first
+        self._leaves: OrderedDict[_Node, None] = OrderedDict()  # nodes without children; used least recently first
+        self._num_nodes = 0
+        self._num_uses = 0
 
     def __len__(self) -> int:
-        return len(self._recent)
+        return self._num_nodes
 
     def match(self, token_ids_T: np.ndarray, salt: str) -> Match:
         """Cached tokens are at most len - 1 (the last token is always computed). token_ids_T: int32."""
@@ -204,7 +208,9 @@ class PrefixIndex:
             return
         known = hashes.get(event.block_hash)
         if known is not None and known.key == event.token_ids and self._is_child(known, hashes, event):
-            self._change_tier(known, incarnation, event.tier)
+            former_tier = known.tier
+            self._place(known, incarnation, event.tier)
+            self._tell_tier(known, former_tier)
             self._touch([known])
             return
         if known is not None:
@@ -215,8 +221,7 @@ class PrefixIndex:
             return
         node = parent.children.get(event.token_ids)
         if node is None:
-            node = parent.children[event.token_ids] = _Node(parent, event.token_ids)
-        salt = event.salt if not event.parent_hash else self._recent[parent]
+            node = self._add(parent, event.token_ids)
         former = node.owners.get(incarnation)
         if former is not None:
             hashes.pop(former, None)
@@ -224,27 +229,23 @@ class PrefixIndex:
         node.owners[incarnation] = event.block_hash
         self._place(node, incarnation, event.tier)
         hashes[event.block_hash] = node
-        self._recent[node] = salt
-        if not is_first:
-            self._tell_tier(node, former_tier)
         if is_first:
-            self._num_owned[salt] += 1
+            self._num_owned[node.salt] += 1
             if self._feed is not None and self._feed.is_followed:
-                self._feed.tell(salt, _stored(node))
+                self._feed.tell(node.salt, _stored(node))
+        else:
+            self._tell_tier(node, former_tier)
         self._touch([node])
-        if len(self._recent) > self._max_nodes:
-            self._shrink()
+        while self._num_nodes > self._max_nodes:
+            oldest = next(iter(self._leaves))
+            for owner, name in tuple(oldest.owners.items()):
+                self._disown(owner, name)
 
     def _is_child(self, node: _Node, hashes: dict[bytes, _Node], event: KvEvent) -> bool:
         """Whether it follows what the event says."""
         if event.parent_hash:
             return node.parent is hashes.get(event.parent_hash)
         return node.parent is self._roots.get(event.salt)
-
-    def _change_tier(self, node: _Node, incarnation: int, tier: KvTier) -> None:
-        former = node.tier
-        self._place(node, incarnation, tier)
-        self._tell_tier(node, former)
 
     @staticmethod
     def _place(node: _Node, incarnation: int, tier: KvTier) -> None:
@@ -257,33 +258,29 @@ class PrefixIndex:
         """Followers who know no tiers have it in the end."""
         if node.tier is former or self._feed is None or not self._feed.is_followed:
             return
-        salt = self._recent[node]
-        self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id, tier=former))
-        self._feed.tell(salt, _stored(node))
+        self._feed.tell(node.salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id, tier=former))
+        self._feed.tell(node.salt, _stored(node))
 
     def _root(self, salt: str) -> _Node:
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = _Node(None, b"")
+            root = self._roots[salt] = _Node(None, b"", salt)
         return root
 
-    def _touch(self, path: list[_Node]) -> None:
-        """Make a path the most recent, its head last: what follows an old head is older."""
-        for node in reversed(path):
-            self._recent.move_to_end(node)
+    def _add(self, parent: _Node, key: bytes) -> _Node:
+        node = parent.children[key] = _Node(parent, key, parent.salt)
+        self._num_nodes += 1
+        self._leaves.pop(parent, None)
+        self._leaves[node] = None
+        return node
 
-    def _shrink(self) -> None:
-        """Drop the oldest subtrees, leaves first, a twentieth at a time so that the cost is spread over many stores."""
-        target = self._max_nodes - self._max_nodes // 20
-        while len(self._recent) > target:
-            subtree = [next(iter(self._recent))]
-            for node in subtree:  # grows while it is walked: parents before children
-                subtree.extend(node.children.values())
-            for node in reversed(subtree):
-                if len(self._recent) <= target:
-                    break
-                for incarnation, block_hash in tuple(node.owners.items()):
-                    self._disown(incarnation, block_hash)
+    def _touch(self, path: list[_Node]) -> None:
+        """Make a path the most recent."""
+        self._num_uses += 1
+        for node in path:
+            node.used = self._num_uses
+        if path and not path[-1].children:
+            self._leaves.move_to_end(path[-1])
 
     def _disown(self, incarnation: int, block_hash: bytes) -> None:
         hashes = self._by_hash.get(incarnation, {})
@@ -302,7 +299,7 @@ class PrefixIndex:
         self._prune(node)
 
     def _lost_last_owner(self, node: _Node, tier: KvTier) -> None:
-        salt = self._recent[node]
+        salt = node.salt
         self._num_owned[salt] -= 1
         if not self._num_owned[salt]:
             del self._num_owned[salt]
@@ -312,11 +309,22 @@ class PrefixIndex:
     def _prune(self, node: _Node) -> None:
         """Drop nodes without owners and children, up to the root."""
         while not node.owners and not node.children and node.parent is not None:
-            parent, salt = node.parent, self._recent.pop(node)
-            del parent.children[node.key]
-            if parent.parent is None and not parent.children:
-                del self._roots[salt]
+            parent = node.parent
+            del parent.children[node.key], self._leaves[node]
+            self._num_nodes -= 1
+            if not parent.children:
+                self._became_leaf(parent, node)
             node = parent
+
+    def _became_leaf(self, node: _Node, former: _Node) -> None:
+        """former: the child that it had last. Unless the node was used after it, it goes next, as the rest of a prefix
+        whose end has gone."""
+        if node.parent is None:
+            del self._roots[node.salt]
+            return
+        self._leaves[node] = None
+        if node.used <= former.used:
+            self._leaves.move_to_end(node, last=False)
 
 
 def _stored(node: _Node) -> BlockChange:
@@ -328,17 +336,13 @@ def _stored(node: _Node) -> BlockChange:
     )
 
 
-def _now_us() -> int:
-    return time.time_ns() // 1000
-
-
 class Prefixes:
     """The indexes of all models, one per model name and block size, and per model a feed of what changes in them.
 
     Each index is bounded by ``max_nodes``; an index goes with its last worker, a feed stays. now_us: see `BlockFeed`.
     """
 
-    def __init__(self, *, max_nodes: int, now_us: Callable[[], int] = _now_us) -> None:
+    def __init__(self, *, max_nodes: int, now_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> None:
         self._max_nodes = max_nodes
         self._now_us = now_us
         self._feeds: dict[str, BlockFeed] = {}

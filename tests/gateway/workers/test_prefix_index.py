@@ -1,10 +1,14 @@
 """The prefix index against an obvious reference: per worker, a plain list of cached (salt, tokens) prefixes."""
 
-from collections.abc import Sequence
+import itertools
+import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from octavo.gateway.workers.router import PrefixIndex
 from octavo.wire.messages import KvEvent, KvEventKind
@@ -104,10 +108,56 @@ def test_a_full_index_forgets_what_was_used_least_recently() -> None:
         index.apply(1, stored(bytes([number]), b"", [number, number]))
     index.match(ids(0, 0, 9), "")
     index.apply(1, stored(b"new", b"", [50, 50]))
-    assert len(index) == 19
+    assert len(index) == 20
     assert index.match(ids(0, 0, 9), "") == {1: 2}
     assert index.match(ids(50, 50, 9), "") == {1: 2}
     assert index.match(ids(1, 1, 9), "") == {}
+    assert index.match(ids(2, 2, 9), "") == {1: 2}
+
+
+def test_a_prefix_in_use_outlives_the_last_prompt_that_went_on_from_it() -> None:
+    index = index_with((1, stored(b"system", b"", [1, 1])), (1, stored(b"talk", b"system", [2, 2])), max_nodes=3)
+    index.apply(1, stored(b"x", b"", [3, 3]))
+    index.match(ids(1, 1, 9), "")
+    for number in range(4, 6):  # two more than there is room for: the talk goes, and what was not used after it
+        index.apply(1, stored(bytes([number]), b"", [number, number]))
+    assert index.match(ids(1, 1, 9), "") == {1: 2}
+    assert index.match(ids(3, 3, 9), "") == {}
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """Lines of Python that it executes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: object, event: str, arg: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("depth", [1, 7, 3000])
+def test_no_store_in_a_full_index_takes_longer_than_another(depth: int) -> None:
+    """Also where everything hangs on one old block: what goes for it goes one block at a time."""
+    index, number = PrefixIndex(block_size=BLOCK, max_nodes=3000), 0
+
+    def store() -> None:
+        nonlocal number
+        parent = b"system" if number % depth == 0 else number.to_bytes(4, "big")
+        number += 1
+        index.apply(1, stored(number.to_bytes(4, "big"), parent, [number, 0]))
+
+    index.apply(1, stored(b"system", b"", [-1, -1]))
+    while len(index) < 3000:
+        store()
+    assert max(lines_of(store) for _ in range(300)) < 150
+    assert len(index) == 3000
 
 
 def test_a_worker_that_stores_without_end_does_not_grow_the_index() -> None:
@@ -119,6 +169,133 @@ def test_a_worker_that_stores_without_end_does_not_grow_the_index() -> None:
         parent = name if number % 10 else b""
     assert len(index) <= 50
     assert sum(map(len, index._by_hash.values())) <= 50
+
+
+Path = tuple[str | int, ...]  # a salt, then a number for each block
+
+
+class Twin:
+    """The same in the plainest way: every prefix that some worker has or that others go on from, with its workers; the
+    leaf of the lowest rank goes first. A leaf gets the highest rank when it is used, and the lowest where it is left
+    over and no prompt used it after what followed it."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+        self.owners: dict[Path, set[int]] = {}
+        self.used: dict[Path, int] = {}
+        self.rank: dict[Path, int] = {}
+        self.stored: dict[int, list[Path]] = {1: [], 2: []}
+        self.time = 0
+
+    def leaves(self) -> list[Path]:
+        parents = {path[:-1] for path in self.owners}
+        return [path for path in self.owners if path not in parents]
+
+    def use(self, path: Path) -> list[Path]:
+        self.time += 1
+        prefixes = [path[:end] for end in range(2, len(path) + 1)]
+        known = list(itertools.takewhile(lambda each: each in self.owners, prefixes))
+        for each in known:
+            self.used[each] = self.time
+        if known and known[-1] in self.leaves():
+            self.rank[known[-1]] = self.time
+        return known
+
+    def store(self, worker: int, path: Path) -> None:
+        if len(path) > 2 and worker not in self.owners.get(path[:-1], ()):
+            return
+        if worker not in self.owners.setdefault(path, set()):
+            self.owners[path].add(worker)
+            self.stored[worker].append(path)
+        self.time += 1
+        self.used[path] = self.time
+        if path in self.leaves():
+            self.rank[path] = self.time
+        while len(self.owners) > self.max_nodes:
+            oldest = min(self.leaves(), key=lambda each: self.rank[each])
+            for each in sorted(self.owners[oldest], key=lambda each: each != worker):
+                self.remove(each, oldest)
+
+    def remove(self, worker: int, path: Path) -> None:
+        if worker not in self.owners.get(path, ()):
+            return
+        self.owners[path].discard(worker)
+        self.stored[worker].remove(path)
+        while path in self.leaves() and not self.owners[path]:
+            del self.owners[path]
+            parent = path[:-1]
+            if parent in self.leaves():
+                lowest = min((self.rank[each] for each in self.leaves() if each != parent), default=0) - 1
+                self.time += 1
+                self.rank[parent] = lowest if self.used[parent] <= self.used[path] else self.time
+            path = parent
+
+    def forget(self, worker: int) -> None:
+        for path in [*self.stored[worker]]:
+            self.remove(worker, path)
+
+
+workers, salts = st.sampled_from([1, 2]), st.sampled_from(["", "s"])
+
+
+class FullIndexes(RuleBasedStateMachine):
+    """An index that is always too small, beside its twin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index, self.twin = PrefixIndex(block_size=BLOCK, max_nodes=6), Twin(6)
+
+    @rule(
+        worker=st.sampled_from([1, 2]), salt=st.sampled_from(["", "s"]), blocks=st.lists(st.integers(0, 2), max_size=5)
+    )
+    def store(self, worker: int, salt: str, blocks: list[int]) -> None:
+        for end in range(1, len(blocks) + 1):
+            path = (salt, *blocks[:end])
+            parent = repr((worker, path[:-1])).encode() if end > 1 else b""
+            token = blocks[end - 1]
+            self.index.apply(worker, stored(repr((worker, path)).encode(), parent, [token, token], salt))
+            self.twin.store(worker, path)
+
+    @rule(worker=workers, number=st.integers(0, 20))
+    def remove(self, worker: int, number: int) -> None:
+        if known := sorted(self.twin.stored[worker], key=repr):
+            path = known[number % len(known)]
+            self.index.apply(worker, removed(repr((worker, path)).encode()))
+            self.twin.remove(worker, path)
+
+    @rule(worker=workers)
+    def forget(self, worker: int) -> None:
+        self.index.forget(worker)
+        self.twin.forget(worker)
+
+    @rule(salt=salts, blocks=st.lists(st.integers(0, 2), max_size=6))
+    def match(self, salt: str, blocks: list[int]) -> None:
+        found = self.index.match(ids(*(token for block in blocks for token in (block, block)), 9), salt)
+        held = dict.fromkeys((1, 2), 0)
+        for depth, path in enumerate(self.twin.use((salt, *blocks))):
+            for worker in self.twin.owners[path]:
+                held[worker] += BLOCK if held[worker] == BLOCK * depth else 0
+        assert found == {worker: tokens for worker, tokens in held.items() if tokens}
+
+    @invariant()
+    def both_know_the_same(self) -> None:
+        known: dict[Path, set[int]] = {}
+        waiting = [((salt,), root) for salt, root in self.index._roots.items()]
+        for path, node in waiting:  # grows while it is walked
+            for child in node.children.values():
+                below = (*path, int(np.frombuffer(child.key, np.int32)[0]))
+                known[below] = set(child.owners)
+                waiting.append((below, child))
+        assert known == self.twin.owners
+        assert len(self.index) == len(known) <= 6
+        assert {id(node) for _, node in waiting if node.parent and not node.children} == set(
+            map(id, self.index._leaves)
+        )
+        assert sum(map(len, self.index._by_hash.values())) == sum(map(len, self.twin.owners.values()))
+
+
+TestFullIndexes = FullIndexes.TestCase
+TestFullIndexes.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 class Reference:
