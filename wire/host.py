@@ -1,5 +1,5 @@
-"""A process and its host: whether two processes share a host, how many descriptors one may have, and with which other
-process it ends."""
+"""A process and its host: whether two processes share a host, how many descriptors one may have, how its threads wait,
+and with which other process it ends."""
 
 import ctypes
 import os
@@ -32,6 +32,12 @@ def raise_descriptor_limit() -> int:
         return soft if soft != resource.RLIM_INFINITY else MAX_DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def let_threads_sleep() -> None:
+    """OpenMP's threads sleep while they wait, unless the environment says otherwise; before torch loads them. Where
+    others use the cores, threads that spin take many times as long: each waits for one that does not run."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def die_with(parent: int) -> None:

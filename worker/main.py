@@ -25,7 +25,7 @@ from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.curve import CurveKeys
 from octavo.wire.endpoints import parse_endpoint, require_proof
-from octavo.wire.host import pid_namespace, raise_descriptor_limit
+from octavo.wire.host import let_threads_sleep, pid_namespace, raise_descriptor_limit
 from octavo.wire.keys import load_keys, load_public_key
 from octavo.wire.logs import configure_logs
 from octavo.wire.messages import Register
@@ -129,8 +129,7 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
 def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
     if config.runner is RunnerKind.ORACLE and config.tensor_parallel_size == 1:
         return load_oracle(config, on_progress)
-    # Read when torch loads OpenMP. Threads that spin while they wait would take the cores from the gateway beside them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_threads_sleep()
     if config.cpu_isa is not None:
         os.environ[CPU_ISA_VARIABLE] = config.cpu_isa
     importlib.import_module("octavo.model")  # before torch: it hides instructions from it

@@ -13,6 +13,7 @@ from octavo.cli.settings.gateway_config import split_address
 from octavo.cli.settings.groups import ALL_KEYS, AllSettings, CallSettings, ClientSettings, ScaleSettings, ServeSettings
 from octavo.cli.settings.options import with_settings
 from octavo.cli.settings.resolve import Resolved, Source
+from octavo.wire.host import let_threads_sleep
 
 PANEL = "Tools"
 WATCH_PANEL = "Watch a service"
@@ -219,6 +220,7 @@ def verify(
     Loads and runs as `octavo worker` with the same flags does, and once more in float32; positions go to the end of
     the context. Limits are in units of transformers' own error in the served type.
     """
+    let_threads_sleep()
     from octavo.cli.tools.verify import Served
     from octavo.cli.tools.verify import check_numerics as look
     from octavo.cli.tools.verify import rounding as run_rounding
