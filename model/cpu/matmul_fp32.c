@@ -156,6 +156,8 @@ const char *octavo_arithmetic(void) {
     return "AVX-512, weights widened to fp32";
 #elif defined(__AVX2__)
     return "AVX2, weights widened to fp32";
+#elif defined(__aarch64__)
+    return "NEON, weights widened to fp32";
 #else
     return "vectors of 4, weights widened to fp32";
 #endif

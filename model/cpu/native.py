@@ -23,7 +23,8 @@ SOURCES = tuple(
     for name in ("team", "kernels", "matmul", "matmul_fp32", "matmul_int8", "prefill", "invariant", "largest", "layer")
 )
 HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("team.h", "vectors.h", "lanes.h", "spans_bf16.h", "spans_fp32.h")
+    Path(__file__).with_name(f"{name}.h")
+    for name in ("team", "vectors", "lanes", "dots_x86", "dots_neon", "spans_bf16", "spans_fp32")
 )
 _FLAGS = (
     "-O3",

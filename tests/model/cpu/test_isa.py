@@ -3,18 +3,21 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
 from octavo.model.attention.paged import PagedSequences
-from octavo.model.cpu import isa, native
+from octavo.model.cpu import isa, native, ops, products
 from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
 from octavo.model.cpu.products import Layout, PanelWeight, multiplies_integers, pack_bf16, pack_int8, pack_int8_rounding
 from octavo.model.layers.linear import WeightFormat, has_amx, packed
 from octavo.model.quantization.rounding import round_inputs
-from tests.model.cpu import test_layer, test_prefill
+from tests.model.cpu import test_largest, test_layer, test_ops, test_prefill
+from tests.support.model import foreign
 from tests.support.model.invariant_model import random_model
 
 AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -111,16 +114,39 @@ def test_a_process_computes_as_the_lesser_cpu_even_where_torch_is_imported_first
 AVX_VNNI = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mavxvnni")
 
 
+FOREIGN = {"aarch64": ("-march=armv8-a",), "aarch64 with dots": ("-march=armv8.2-a+dotprod",)}
+"""Of another architecture, under an emulator: right or wrong can be seen there, fast or slow cannot."""
+
+
 def classes() -> list[str]:
     """What this machine can be taken for; "portable" is what a CPU without any of it compiles, "avx2 with vnni" one
-    that has the newest of AVX2's instructions and nothing of AVX-512."""
-    words = ["portable", *(word for word in BOUNDS if Isa[word.upper()] <= isa.cpu_isa())]
+    that has the newest of AVX2's instructions and nothing of AVX-512. And what it is not (FOREIGN)."""
+    words = ["portable", *(word for word in BOUNDS if Isa[word.upper()] <= isa.cpu_isa()), *FOREIGN]
     return [*words, "avx2 with vnni"] if "avx_vnni" in isa.cpu_flags() else words
 
 
+@pytest.fixture(scope="module")
+def foreign_programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Compiles the kernels for a class, once."""
+    return cache(lambda name: foreign.compiled(tmp_path_factory.mktemp("foreign"), *FOREIGN[name]))
+
+
 @pytest.fixture(params=classes())
-def of_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def of_class(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, foreign_programs: Callable[[str], Path]
+) -> Iterator[str]:
     """The kernels as they are compiled for a class."""
+    if request.param in FOREIGN:
+        if (missing := foreign.why_not()) is not None:
+            pytest.skip(missing)
+        library = foreign.ForeignLibrary(foreign_programs(request.param))
+        for module in (native, ops, products):
+            monkeypatch.setattr(module, "native_library", lambda: library)
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: library.seen(tensor))
+        yield request.param
+        monkeypatch.undo()
+        library.close()
+        return
     if native.native_library() is None:
         pytest.skip("no C compiler here")
     made_by_hand = {"portable": (), "avx2 with vnni": AVX_VNNI}
@@ -141,7 +167,7 @@ def forget_the_class() -> None:
 
 def test_products_of_each_class_are_those_of_the_reference(of_class: str) -> None:
     arithmetic = {"portable": "vectors of 4", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512"}
-    arithmetic["avx2 with vnni"] = "AVX2"
+    arithmetic |= {"avx2 with vnni": "AVX2"} | dict.fromkeys(FOREIGN, "NEON")
     assert native.kernels_arithmetic().startswith(arithmetic.get(of_class, "AVX512-BF16"))
     for num_in, num_out in ((64, 48), (100, 37), (2, 1), (514, 33)):
         weight, bias = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.randn(num_out).bfloat16()
@@ -163,6 +189,7 @@ def check_product(
 
 
 INTEGERS = {"portable": "", "avx2": "AVX2", "avx512": "AVX-512"}
+INTEGERS |= {"aarch64": "NEON", "aarch64 with dots": "NEON dot products"}
 """What multiplies them; VNNI everywhere else."""
 
 
@@ -217,6 +244,19 @@ def test_infinity_and_what_is_no_number_stay_in_their_row_and_column(of_class: s
     expected = x.float() @ weight.float().T
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.isinf(), expected.isinf())
+
+
+def test_what_lies_between_products_is_right_in_each_class(of_class: str) -> None:
+    test_ops.test_the_norm_is_the_plain_norm(3, 896)
+    test_ops.test_silu_times_up_is_the_expression_of_the_layer(3, 4864)
+    test_ops.test_not_a_number_stays_in_its_row()
+    for shape in ((14, 2, 64), (4, 4, 32)):
+        test_ops.test_queries_turn_and_keys_and_values_find_their_slots(5, *shape)
+        test_ops.test_decodes_read_their_own_blocks_and_nothing_else(*shape, 16)
+    test_ops.test_a_sequence_gets_the_same_bits_alone_and_among_others()
+    for width in (1, 17, 2049):
+        test_largest.test_it_is_torchs_max(3, width)
+    test_largest.test_infinities_and_nan_are_seen_wherever_they_stand()
 
 
 @pytest.mark.parametrize(("num_tokens", "context"), [(1, 1), (13, 13), (5, 31), (33, 33), (20, 257), (256, 300)])
