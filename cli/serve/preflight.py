@@ -26,7 +26,7 @@ OTHER_VARIABLES = frozenset(
     f"{ENV_PREFIX}{name}"
     for name in (
         *("CONFIG", "DEBUG", "SUPERVISOR_PID"),  # of the command line
-        "NATIVE",  # of the kernels
+        *("NATIVE", "SUMS"),  # of the kernels, of ranks (model/gpu/peer_sums.py)
         *(
             "SHARED",
             "HYPOTHESIS",
