@@ -6,7 +6,7 @@ read it; one kernel waits until all have written, adds them up in the order of t
 and waits until all have read. Whether, and up to which size, that is faster than NCCL is measured before serving, and
 rank 0's measurement holds. Without NVLink's multicast.
 
-Not yet run on devices: what it needs is asked for, compared with NCCL's sums, and left alone where either fails.
+What it needs is asked for, compared with NCCL's sums, and left alone where either fails.
 Must not know: layers, steps.
 """
 
