@@ -1,9 +1,10 @@
 """`make check`: what holds the repository together, and of the other test files those that take least, as many as a
 budget of seconds allows; and what each file takes.
 
-tests/seconds.json has the seconds of every test file that `make test` runs, without tests that are marked slow or long.
-`pytest --record-seconds`, and so `make test`, writes a file's figure where there is none, or where it has more than
-doubled or halved: the choice follows the tests by itself. A file that moved to another folder keeps its figure.
+tests/seconds.json has the seconds of every test file that `make test` runs. `pytest --record-seconds`, and so `make
+test`, writes a file's figure where there is none, or where it has more than doubled or halved: the choice follows the
+tests by itself. A file that moved to another folder keeps its figure. Where several processes share the files, the
+longest are begun first (tests/conftest.py).
 """
 
 import argparse
@@ -41,7 +42,7 @@ def known(seconds: dict[str, float], files: list[str]) -> dict[str, float]:
 
 
 def choose(seconds: dict[str, float], files: list[str], budget_s: float) -> tuple[list[str], list[str]]:
-    """Files to run, the longest first, and files to leave out: ALWAYS, and the quicker until the budget is spent."""
+    """Files to run and files to leave out: ALWAYS, and of the others the quicker until the budget is spent."""
     figures = known(seconds, files)
     chosen, spent_s = [file for file in files if lies_in(file, ALWAYS)], 0.0
     for file in sorted(set(files) - set(chosen), key=lambda file: (figures.get(file, 0.0), file)):
@@ -49,14 +50,18 @@ def choose(seconds: dict[str, float], files: list[str], budget_s: float) -> tupl
         if spent_s > budget_s:
             break
         chosen.append(file)
-    chosen.sort(key=lambda file: (-figures.get(file, DEFAULT_S), file))
-    return chosen, sorted(set(files) - set(chosen))
+    return sorted(chosen), sorted(set(files) - set(chosen))
 
 
 def lies_in(file: str, places: Sequence[str]) -> bool:
     """Whether a file is, or is in, one of these, which may have a pattern for a name."""
     path = Path(file)
     return any(path.is_relative_to(each) or (path.parent == Path(each).parent and path.match(each)) for each in places)
+
+
+def longest_first(items: list[pytest.Item], seconds: dict[str, float]) -> None:
+    """Sort tests by what their files take; a file's stay in their order, and what has no figure comes last."""
+    items.sort(key=lambda item: -seconds.get(str(item.path.relative_to(TESTS)), 0.0))
 
 
 def renewed(before: dict[str, float], measured: dict[str, float], files: list[str]) -> dict[str, float]:
@@ -98,7 +103,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0].removeprefix("tests/")
-        self._measured[file] += 0.0 if {"slow", "long"} & report.keywords.keys() else report.duration
+        self._measured[file] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         figures = renewed(read_seconds(), dict(self._measured), measured_files())
@@ -115,7 +120,6 @@ def main() -> int:
     left_out = set(test_files()) - set(chosen)
     paths = [str(TESTS / file) for file in chosen]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A file at a time in the order given, for a long one that comes last would be waited for.
     spread = ["-n", str(min(MAX_PROCESSES, cores)), "--dist", "loadfile", "--no-loadscope-reorder"]
     command = [sys.executable, "-m", "pytest", "-m", MARKS, *spread, *arguments.pytest, *paths]
     status = subprocess.run(command, check=False).returncode

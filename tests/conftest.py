@@ -41,11 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of services are marked `alone`: `make test` runs them two files at once, after the others."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of services are marked `alone`: `make test` runs them after the others, a few files at once. With
+    `--no-loadscope-reorder`, files are handed out in the order of their tests."""
     for item in items:
         if is_alone(item.path.relative_to(REPOSITORY / "tests")):
             item.add_marker(pytest.mark.alone)
+    if hasattr(config, "workerinput"):
+        from tests.check import longest_first, read_seconds
+
+        longest_first(items, read_seconds())
 
 
 def is_alone(place: Path | str) -> bool:
