@@ -53,7 +53,7 @@ async def test_a_killed_worker_ends_its_streams_at_once_where_they_may_not_move_
         assert [error and error.reason for _, error, _ in results] == ["WORKER_LOST"] * 8
         assert [error and error.code.name for _, error, _ in results] == ["UNAVAILABLE"] * 8
         assert [error and error.tokens_delivered for _, error, _ in results] == [len(ids) for ids, _, _ in results]
-        assert max(end_s for _, _, end_s in results) - killed_s < 15
+        assert max(end_s for _, _, end_s in results) - killed_s < 60  # half of the silence
         await asyncio.to_thread(service.wait_until_ready)
         async with AsyncClient(service.target) as client:
             answer = await client.complete(token_ids=[1, 2, 3], max_tokens=5, ignore_eos=True, output="token_ids")

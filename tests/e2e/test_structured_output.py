@@ -159,7 +159,7 @@ def test_hostile_constraints_change_no_token_of_a_bystander_and_delay_it_little(
     gaps_s: list[float] = []
     listener = threading.Thread(target=bystander, args=(service, tokens, gaps_s))
     listener.start()
-    codes = []
+    codes, begin_s = [], time.monotonic()
     with Client(service.target) as client:
         for given in HOSTILE:
             try:
@@ -167,10 +167,12 @@ def test_hostile_constraints_change_no_token_of_a_bystander_and_delay_it_little(
                 codes.append("OK")
             except OctavoError as error:
                 codes.append(error.code.name if isinstance(error.code, grpc.StatusCode) else str(error.code))
+    hostile_s = time.monotonic() - begin_s
     listener.join(200)
     assert tokens == quiet
     assert set(codes) <= {"OK", "INVALID_ARGUMENT"}
-    assert max(gaps_s) < 6.0  # 0.5 on a quiet machine; what stood in its way would take as long as all of them
+    # 0.5 on a quiet machine; what stood in its way would take as long as all of them.
+    assert max(gaps_s) < max(6.0, hostile_s / 2)
     service.wait_until_idle()
 
 

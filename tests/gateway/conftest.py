@@ -70,7 +70,7 @@ class Served:
     async def until(self, condition: Callable[[], object], *, max_turns: int = 100_000) -> None:
         """Wait for something to become true on the server's side; the limits are for what never does. max_turns: of
         2 ms each, for what has to come at once: in turns, since a pause of the machine is one turn."""
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             for _ in range(max_turns):
                 if condition():
                     return

@@ -131,12 +131,13 @@ async def test_heartbeats_update_the_view_over_any_connection(pool: WorkerPool, 
         num_free_blocks=5,
         is_draining=True,
     )
+    sent_s = time.monotonic()
     await heart.send(beat)
     await until(lambda: pool.workers()[0].num_steps == 9)
-    (view,) = pool.workers()
+    (view,), seen_s = pool.workers(), time.monotonic()
     assert (view.num_running, view.num_waiting, view.num_free_blocks) == (2, 1, 5)
     assert view.state is WorkerState.DRAINING
-    assert view.heartbeat_age_s < 1.0
+    assert 0 <= view.heartbeat_age_s <= seen_s - sent_s
     with pytest.raises(NoWorker):
         pool.choose("tiny", PROMPT, "")
 

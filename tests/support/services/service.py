@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0  # a busy machine is no fault
-IDLE_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 60.0
 PATIENCE_S = 180.0
 
 _PORTS = range(12000, 32000)
