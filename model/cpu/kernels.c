@@ -79,41 +79,46 @@ static inline void score_all(const float *q_GH, const bf16 *k_pool, const bf16 *
     }
 }
 
+/* Vectors of scores, after which the same heads come again. */
+#define SETS (HEADS > LANES ? HEADS / LANES : 1)
+
 /* score becomes exp(score - largest of its head); returns the sums over positions by head. */
 static inline void soften(float *score, int64_t context, float total[HEADS]) {
-    int64_t count = context * HEADS, even = count / LANES * LANES;
-    vec most = splat(-INFINITY), all = {0};
+    int64_t count = context * HEADS, even = count / (SETS * LANES) * (SETS * LANES);
+    vec most[SETS], all[SETS], tops[SETS];
     if (even < count) memset(score + count, 0, HEADS * sizeof(float)); /* an odd context: half a vector too many */
-    for (int64_t i = 0; i < even; i += LANES) {
-        vec x = *(vec *)(score + i);
-        ivec is_more = x > most;
-        most = (vec)(((ivec)x & is_more) | ((ivec)most & ~is_more));
-    }
+    for (int s = 0; s < SETS; s++) most[s] = splat(-INFINITY), all[s] = (vec){0};
+    for (int64_t i = 0; i < even; i += SETS * LANES)
+        for (int s = 0; s < SETS; s++) {
+            vec x = *(vec *)(score + i + s * LANES);
+            ivec is_more = x > most[s];
+            most[s] = (vec)(((ivec)x & is_more) | ((ivec)most[s] & ~is_more));
+        }
     float top[HEADS];
     for (int g = 0; g < HEADS; g++) {
-        top[g] = most[g];
-        for (int i = g + HEADS; i < LANES; i += HEADS) top[g] = most[i] > top[g] ? most[i] : top[g];
+        top[g] = most[g / LANES][g % LANES];
+        for (int i = g + HEADS; i < LANES; i += HEADS) top[g] = most[0][i] > top[g] ? most[0][i] : top[g];
         if (even < count && score[even + g] > top[g]) top[g] = score[even + g];
     }
-    vec tops;
-    for (int g = 0; g < LANES; g++) tops[g] = top[g % HEADS];
-    for (int64_t i = 0; i < count; i += LANES) {
-        vec x = *(vec *)(score + i) - tops;
-        x = (vec)((ivec)x & ~(ivec)(x > 0.0f)); /* only the half vector behind the end can be above */
-        ivec is_nan = x != x;
-        x = (vec)(((ivec)exp_of(x) & ~is_nan) | ((ivec)x & is_nan));
-        *(vec *)(score + i) = x;
-        if (i < even) all += x;
-    }
+    for (int i = 0; i < SETS * LANES; i++) tops[i / LANES][i % LANES] = top[i % HEADS];
+    for (int64_t i = 0; i < count; i += SETS * LANES)
+        for (int s = 0; s < SETS; s++) {
+            vec x = *(vec *)(score + i + s * LANES) - tops[s];
+            x = (vec)((ivec)x & ~(ivec)(x > 0.0f)); /* only the half vector behind the end can be above */
+            ivec is_nan = x != x;
+            x = (vec)(((ivec)exp_of(x) & ~is_nan) | ((ivec)x & is_nan));
+            *(vec *)(score + i + s * LANES) = x;
+            if (i < even) all[s] += x;
+        }
     for (int g = 0; g < HEADS; g++) {
-        total[g] = all[g];
-        for (int i = g + HEADS; i < LANES; i += HEADS) total[g] += all[i];
+        total[g] = all[g / LANES][g % LANES];
+        for (int i = g + HEADS; i < LANES; i += HEADS) total[g] += all[0][i];
         if (even < count) total[g] += score[even + g];
     }
 }
 
 /* Vectors of dims whose sums of all heads are registers. */
-#define MIXED (LANES == 16 ? 2 : 1)
+#define MIXED (LANES == 8 ? 1 : 2)
 
 /* out[g] = sum over positions of weight * value, for MIXED * LANES dims at a time. */
 static inline void mix_all(const float *score, const float total[HEADS], const bf16 *v_pool, const int32_t *table,

@@ -42,6 +42,8 @@ static inline int_lanes pairs_at(const int8_t *from) {
     return (int_lanes)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__AVX2__)
     return (int_lanes)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (int_lanes)vmovl_s16(vreinterpret_s16_s8(vld1_s8(from)));
 #else
     int16_t pairs __attribute__((vector_size(2 * WIDTH)));
     memcpy(&pairs, from, sizeof pairs);

@@ -14,12 +14,16 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifdef __AVX512F__
 #define LANES 16
-#else
+#elif defined(__AVX2__)
 #define LANES 8
+#else
+#define LANES 4
 #endif
 
 typedef uint16_t bf16;
@@ -38,6 +42,8 @@ static inline vec widen(const bf16 *x) {
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
 #elif defined(__AVX2__)
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
+#elif defined(__aarch64__)
+    return (vec)vshll_n_u16(vld1_u16(x), 16);
 #else
     hvec half;
     memcpy(&half, x, sizeof half);
@@ -60,6 +66,8 @@ static inline void narrow(bf16 *out, vec x) {
 #elif defined(__AVX2__)
     __m256i wide = (__m256i)(rounded_bits(x) >> 16);
     __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+#elif defined(__aarch64__)
+    uint16x4_t half = vshrn_n_u32((uint32x4_t)rounded_bits(x), 16);
 #else
     hvec half = __builtin_convertvector(rounded_bits(x) >> 16, hvec);
 #endif

@@ -246,6 +246,20 @@ def test_infinity_and_what_is_no_number_stay_in_their_row_and_column(of_class: s
     assert torch.equal(out.isinf(), expected.isinf())
 
 
+def test_no_vector_is_wider_than_the_registers(of_class: str, tmp_path: Path) -> None:
+    """Of wider ones the compiler makes pieces in memory: attention then took ten times as long."""
+    compiler = foreign.COMPILER if of_class in FOREIGN else native._compiler()
+    flags = FOREIGN.get(of_class) or native.compiler_flags()
+    version = subprocess.run(
+        [str(compiler), "--version"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    if "Free Software Foundation" not in version:
+        pytest.skip(f"{compiler} does not tell: it is no GCC")
+    command = [str(compiler), "-O1", "-Werror=vector-operation-performance", *flags, "-c", *map(str, native.SOURCES)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
 def test_what_lies_between_products_is_right_in_each_class(of_class: str) -> None:
     test_ops.test_the_norm_is_the_plain_norm(3, 896)
     test_ops.test_silu_times_up_is_the_expression_of_the_layer(3, 4864)
