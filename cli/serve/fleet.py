@@ -5,6 +5,7 @@ no gateway.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -40,7 +41,7 @@ class NoSuchModel(CannotScale):
 class Fleet:
     """The workers of one service. make(number, model as --model names it): a new one. room(workers in all): why
     there is none for so many, None where there is. reserved: why nobody but the service itself may choose the
-    number, None where anybody may."""
+    number, None where anybody may. room is asked in a thread: it may count GPUs, or ask a cluster."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Fleet:
         self._room = room
         self._reserved = reserved
         self._on_change = on_change
+        self._changing = asyncio.Lock()
         self._notice = notice
         self.is_ready = False
 
@@ -64,34 +66,45 @@ class Fleet:
         """Workers that each model is to have, by the model's name."""
         return dict(Counter(name_of_model(each.plan.model) for each in self._workers()))
 
-    def ask(self, model: str, num_workers: int) -> tuple[str, int]:
+    async def ask(self, model: str, num_workers: int) -> tuple[str, int]:
         """What an operator asks for: the model's name, and how many workers it was to have before. model: as callers
         name it; empty: the only one. Raises CannotScale."""
         if self._reserved is not None:
             raise CannotScale(self._reserved)
-        return self.scale(model, num_workers)
+        return await self.scale(model, num_workers)
 
-    def scale(self, model: str, num_workers: int, *, because: str = "an operator asked for it") -> tuple[str, int]:
+    async def scale(
+        self, model: str, num_workers: int, *, because: str = "an operator asked for it"
+    ) -> tuple[str, int]:
         """The same, whoever asks."""
+        async with self._changing:  # else two who ask at once would be given the same room
+            self._check_stage()
+            name = self._named(model, self.sizes())
+            in_all = len(self._workers()) + num_workers - self.sizes()[name]
+            if in_all > len(self._workers()) and (why := await asyncio.to_thread(self._room, in_all)) is not None:
+                raise CannotScale(why)
+            self._check_stage()  # all of it may be otherwise by now
+            name = self._named(name, self.sizes())
+            return name, self._change(name, num_workers, because)
+
+    def _check_stage(self) -> None:
         if self._service.stage is not Stage.RUNNING:
             raise CannotScale("the service is shutting down")
         if not self.is_ready:
             raise CannotScale("the service is still starting: ask again once it is ready")
-        sizes = self.sizes()
-        name = self._named(model, sizes)
-        before, more = sizes[name], num_workers - sizes[name]
-        if more > 0 and (why := self._room(len(self._workers()) + more)) is not None:
-            raise CannotScale(why)
+
+    def _change(self, name: str, num_workers: int, because: str) -> int:
+        own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
+        before, more = len(own), num_workers - len(own)
         if more != 0:
             self._notice(f"{name}: from {before} to {num_workers} workers, since {because}")
-        own = [each for each in self._workers() if name_of_model(each.plan.model) == name]
         for kept in own[num_workers:][::-1]:
             self._service.retire(kept)
         for _ in range(more):
             self._service.add(self._make(self._free_number(), own[0].plan.model))
         if more != 0:
             self._on_change()
-        return name, before
+        return before
 
     def _named(self, model: str, sizes: dict[str, int]) -> str:
         if not model and len(sizes) == 1:
@@ -126,7 +139,7 @@ class _Door(admin_pb2_grpc.AdminServiceServicer):
         """Start workers, or let some go."""
         try:
             check(request)
-            model, before = self._fleet.ask(request.model, request.num_workers)
+            model, before = await self._fleet.ask(request.model, request.num_workers)
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except NoSuchModel as error:
@@ -151,11 +164,11 @@ async def listening(fleet: Fleet, path: Path) -> AsyncIterator[None]:
 
 async def follow_load(fleet: Fleet, policy: AutoscalePolicy, address: str, notice: Notice) -> None:
     """Scale each model as its load asks for, for ever. address: where a gateway tells the load without asking who asks.
-    A gateway that is away is asked again; what cannot be is told once."""
+    A gateway that is away, or drains, is asked again; what cannot be is told once."""
     courses: dict[str, Course] = {}
     told = ""
     while True:
-        try:
+        with contextlib.suppress(grpc.aio.AioRpcError):
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = load_pb2_grpc.LoadServiceStub(channel)
                 async for snapshot in stub.WatchLoad(load_pb2.WatchLoadRequest(interval_s=LOOK_S)):
@@ -166,11 +179,10 @@ async def follow_load(fleet: Fleet, policy: AutoscalePolicy, address: str, notic
                         if courses[model].wanted != size:
                             why = f"they are {demand.usage:.0%} full, requests wait {demand.queue_s:.1f} s"
                             try:
-                                fleet.scale(model, courses[model].wanted, because=why)
+                                await fleet.scale(model, courses[model].wanted, because=why)
                             except CannotScale as error:
                                 courses[model] = Course(wanted=size, changed_s=time.monotonic())
                                 if str(error) != told:
                                     told = str(error)
                                     notice(f"{model} keeps {size} workers: {told}")
-        except grpc.aio.AioRpcError:
-            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LOOK_S)

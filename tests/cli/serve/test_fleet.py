@@ -6,17 +6,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from octavo import Client
+from octavo.cli.serve import fleet
+from octavo.cli.serve.autoscale import AutoscalePolicy
 from octavo.cli.serve.children import Child
-from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel
+from octavo.cli.serve.fleet import CannotScale, Fleet, NoSuchModel, follow_load
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
 from octavo.cli.serve.service import Kept, Service, keep
 from octavo.cli.serve.supervisor import RestartPolicy
-from octavo.v1 import admin_pb2, admin_pb2_grpc
+from octavo.v1 import admin_pb2, admin_pb2_grpc, load_pb2, load_pb2_grpc
 from tests.support.services.service import Service as Running
 from tests.support.services.service import environment as clean_environment
 from tests.support.services.service import launch, wait_for
@@ -66,13 +69,13 @@ async def test_workers_come_and_go_by_their_model_and_numbers_are_used_again() -
     running = asyncio.create_task(rig.service.run())
     await until(lambda: rig.num_starts() == 4)
     assert rig.fleet.sizes() == {"a": 2, "x": 1}
-    assert rig.fleet.ask("a", 1) == ("a", 2)
+    assert await rig.fleet.ask("a", 1) == ("a", 2)
     assert rig.fleet.sizes() == {"a": 1, "x": 1}
     await until(lambda: [each.plan.name for each in rig.service.processes] == ["gateway-0", "worker-0", "worker-2"])
-    assert rig.fleet.ask("x", 3) == ("x", 1)
+    assert await rig.fleet.ask("x", 3) == ("x", 1)
     await until(lambda: sorted(rig.running()) == ["gateway-0", "worker-0", "worker-1", "worker-2", "worker-3"])
     assert rig.fleet.sizes() == {"a": 1, "x": 3}
-    assert rig.fleet.ask("x", 3) == ("x", 3)
+    assert await rig.fleet.ask("x", 3) == ("x", 3)
     assert rig.notices == [
         "a: from 2 to 1 workers, since an operator asked for it",
         "worker-1 (a) has left: fewer workers were asked for",
@@ -91,7 +94,7 @@ async def test_one_that_died_as_it_was_to_leave_is_not_started_again() -> None:
     last = rig.service.processes[2]
     last.child.kill()
     await until(lambda: not last.child.is_running)
-    rig.fleet.ask("a", 1)
+    await rig.fleet.ask("a", 1)
     await until(lambda: last not in rig.service.processes)
     assert not running.done()
     rig.service.on_signal()
@@ -111,7 +114,7 @@ async def test_what_cannot_be_is_refused_in_a_sentence(
     rig: Callable[[], Rig], model: str, wrong: type[Exception], why: str
 ) -> None:
     with pytest.raises(wrong) as refused:
-        rig().fleet.ask(model, 5)
+        await rig().fleet.ask(model, 5)
     assert str(refused.value) == why
 
 
@@ -119,10 +122,63 @@ async def test_while_it_starts_and_while_it_ends_the_number_stays() -> None:
     rig = Rig()
     rig.fleet.is_ready = False
     with pytest.raises(CannotScale, match="still starting"):
-        rig.fleet.ask("a", 3)
+        await rig.fleet.ask("a", 3)
     rig.service.on_signal()
     with pytest.raises(CannotScale, match="shutting down"):
-        rig.fleet.ask("a", 3)
+        await rig.fleet.ask("a", 3)
+
+
+async def test_who_looks_for_room_keeps_nobody_else_from_going_on() -> None:
+    """A look may start a process that counts GPUs, or wait for a cluster."""
+    is_let_go = threading.Event()
+    rig = Rig(room=lambda num: "that is enough" if is_let_go.wait(20) else "nobody else went on")
+    asking = asyncio.create_task(rig.fleet.ask("a", 3))
+    await asyncio.sleep(0)
+    is_let_go.set()
+    with pytest.raises(CannotScale, match="that is enough"):
+        await asking
+
+
+async def test_two_who_ask_at_once_are_not_given_the_same_room() -> None:
+    rig = Rig(room=lambda num: f"no room for {num}" if num > 4 else None)
+    running = asyncio.create_task(rig.service.run())
+    answers = await asyncio.gather(rig.fleet.ask("a", 3), rig.fleet.ask("x", 2), return_exceptions=True)
+    assert [str(each) for each in answers] == ["('a', 2)", "no room for 5"]
+    rig.service.on_signal()
+    assert await running == 0
+
+
+async def test_a_gateway_that_drains_is_not_asked_for_its_load_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last snapshot is the end of a stream, again and again."""
+    monkeypatch.setattr(fleet, "LOOK_S", 600.0)
+    num_asked = 0
+
+    class Draining(load_pb2_grpc.LoadServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+        async def WatchLoad(self, request: load_pb2.WatchLoadRequest, context: Any) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await context.write(load_pb2.WatchLoadResponse(is_draining=True))
+
+        async def Abort(self, request: admin_pb2.AbortRequest, context: Any) -> admin_pb2.AbortResponse:
+            return admin_pb2.AbortResponse()
+
+    server, rig, address = grpc.aio.server(), Rig(), f"unix:{tmp_path}/status.sock"
+    load_pb2_grpc.add_LoadServiceServicer_to_server(Draining(), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(Draining(), server)
+    server.add_insecure_port(address)
+    await server.start()
+    policy = AutoscalePolicy(floor=2, ceiling=4)
+    following = asyncio.create_task(follow_load(rig.fleet, policy, address, rig.notices.append))
+    await until(lambda: num_asked)
+    async with grpc.aio.insecure_channel(address) as channel:
+        for _ in range(20):  # turns in which it could have asked again
+            await admin_pb2_grpc.AdminServiceStub(channel).Abort(admin_pb2.AbortRequest(request_id="r"))
+    assert num_asked == 1
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await server.stop(None)
 
 
 # ---------------------------------------------------------------- a service of processes
