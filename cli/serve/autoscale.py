@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from octavo.cli.errors import usage as usage_error
 from octavo.cli.settings.groups import ServeSettings
+from octavo.gateway.validation.fields import MAX_WORKERS
 from octavo.v1 import load_pb2
 
-MAX_WORKERS = 64
 MAX_GROWTH = 2.0  # of the number of workers, in one step
 LONG_QUEUE = 4.0  # times the wait that is bearable: half as many workers again at once
 MISSED = 2.0  # times the quiet that was asked for: who is asked for again within that was missed

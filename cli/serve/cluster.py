@@ -71,7 +71,10 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
         ports = [free_port(address, taken) for _ in range(settings.num_gateways)]
         doors = Doors(endpoints=[f"tcp://{join_address(address, port)}" for port in ports], of_gateways=of_gateways)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address=head.address, namespace="octavo", log_to_driver=False, configure_logging=False)
+        try:
+            ray.init(address=head.address, namespace="octavo", log_to_driver=False, configure_logging=False)
+        except Exception as error:  # of many kinds, such as ConnectionError where a client gets no server
+            raise _not_joined(head, _first_line(error)) from None
         try:
             yield Cluster(ray, doors=doors, need=need, files=files)
         finally:
@@ -112,8 +115,12 @@ def _look(head: Head) -> tuple[list[Host], str]:
     except (OSError, ValueError, IndexError, KeyError, subprocess.CalledProcessError) as error:
         lines = [line.strip() for line in str(getattr(error, "stderr", "") or error).splitlines() if line.strip()]
         why = lines[-1][:300] if lines else type(error).__name__
+    raise _not_joined(head, why)
+
+
+def _not_joined(head: Head, why: str) -> CliError:
     advice = "start one with `ray start --head`; a HOST:PORT wants this host to be part of it, ray://HEAD does not"
-    raise CliError("the cluster cannot be joined", f"{head.address}: {why}", advice)
+    return CliError("the cluster cannot be joined", f"{head.address}: {why}", advice)
 
 
 def _keys(folder: Path, given: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
@@ -140,18 +147,20 @@ class Cluster:
         folder = Path(checkpoint).expanduser()
         if folder.is_dir():  # on its host it has another working directory
             checkpoint = str(folder.resolve())
-        threads = None if self._need.gpus else plan.settings["num_threads"] or 1
         own = plan.settings | {
             "model": [f"{name}={checkpoint}" if name else checkpoint],
             "device": "cuda" if self._need.gpus else "cpu",
-            "num_threads": threads or plan.settings["num_threads"],
+            "num_threads": plan.settings["num_threads"] or (None if self._need.gpus else 1),
         }
         label = f"octavo-{self._service}-{plan.name}"
         return PlacedWorker(self._ray, plan.name, label, own, self._files, self._need, on_line, notice)
 
     def room(self, num_workers: int) -> str | None:
         """By what hosts have in all: what others hold of it may be given back."""
-        hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        try:
+            hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        except self._ray.exceptions.RayError as error:
+            return f"the cluster does not tell what it has: {_first_line(error)}"
         return why_no_room(self._need, hosts, num_workers)
 
 

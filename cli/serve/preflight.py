@@ -13,13 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from octavo.cli.errors import CliError, nearest, usage
+from octavo.cli.serve.ports import free_port
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ALL_KEYS, ServeSettings, WorkerSettings
 from octavo.cli.settings.model_names import split_model
 from octavo.cli.settings.setting import ENV_PREFIX
 from octavo.gateway.config import Exposure
 from octavo.gateway.rpc.addresses import check_exposure
-from octavo.wire.endpoints import EndpointError, Transport, parse_endpoint
+from octavo.wire.endpoints import EndpointError, Transport, is_address, is_wildcard, parse_endpoint
 from octavo.wire.keys import KeyFileError, load_keys
 
 OTHER_VARIABLES = frozenset(
@@ -107,6 +108,8 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
     """The same for workers on the hosts of a cluster: what can be known here. Raises CliError, CheckpointError,
     CardError."""
     _check_name(settings.device)
+    if settings.cluster_address:
+        _check_own_address(settings.cluster_address)
     if ":" in settings.device:
         numbers = f"--device is {settings.device}, and the cluster chooses the GPU of each worker"
         raise usage("--cluster does not go with the number of a GPU", numbers, "give --device cuda")
@@ -116,6 +119,17 @@ def check_workers_elsewhere(settings: ServeSettings) -> None:
         for model in settings.model:
             if Path(split_model(model)[1]).expanduser().is_dir():
                 check_model(model, settings)
+
+
+def _check_own_address(address: str) -> None:
+    if not is_address(address) or is_wildcard(address):
+        numbers = f"{address!r} is no address that workers could dial"
+        raise usage("bad value for --cluster-address", numbers, "write one of this host's, as 10.0.0.1")
+    try:
+        free_port(address, set())
+    except OSError as error:
+        numbers = f"{address!r} is no address of this host: {error.strerror or error}"
+        raise usage("bad value for --cluster-address", numbers, "write one of this host's, as 10.0.0.1") from None
 
 
 def check_traces() -> None:
