@@ -263,7 +263,7 @@ class Gateway:
         return AdminServicer(self.pool, self.control, self.config.supervisor_address)
 
     def _load_servicer(self) -> LoadServicer:
-        return LoadServicer(self.load_watch, self.control, write_stall_s=self.config.limits.write_stall_s)
+        return LoadServicer(self.load_watch, self.control, self.tracker)
 
     def _attach_dialects(self, server: grpc.aio.Server) -> tuple[str, ...]:
         """Names of the services that were added."""

@@ -1,8 +1,7 @@
 """The check of `octavo doctor` for --tensor-parallel-size: are there devices for the ranks, can they reach each other,
 and how fast do they add?"""
 
-import os
-
+from octavo.cli.serve.launch import usable_cores
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.tools.doctor_checks import Finding, Verdict
 
@@ -23,7 +22,7 @@ def check_ranks(settings: ServeSettings) -> list[Finding]:
     except ImportError as error:
         return [Finding(name=NAME, verdict=Verdict.BAD, detail=str(error), advice="install torch first")]
     wants_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
-    num_places = torch.cuda.device_count() if wants_gpu else len(os.sched_getaffinity(0))
+    num_places = torch.cuda.device_count() if wants_gpu else usable_cores()
     if wants_gpu and num_places < size:
         detail = f"{size} ranks need a CUDA device each, and there are {num_places or 'none'}"
         fewer = f"--tensor-parallel-size {num_places} or less, or " if num_places else ""

@@ -371,13 +371,13 @@ class RequestTracker:
         self._by_key.pop(tracked.scope.key, None)
         self._leave(tracked.scope.key, num_used=tracked.num_prompt_tokens + tracked.num_tokens)
 
-    async def write(self, context: Context, batch: Any) -> None:
-        """A batch of a stream that belongs to no request. Raises SlowConsumer where it waits too long."""
+    async def write(self, context: Context, message: Any) -> None:
+        """A message of a stream that belongs to no request. Raises SlowConsumer where it waits too long."""
         try:
             async with asyncio.timeout(self.write_stall_s):
-                await context.write(batch)
+                await context.write(message)
         except TimeoutError:
-            raise SlowConsumer(f"a batch waited for more than {self.write_stall_s:g} s to be read") from None
+            raise SlowConsumer(f"a message waited for more than {self.write_stall_s:g} s to be read") from None
 
     def _leave(self, key: str, *, num_used: int) -> None:
         self.admission.leave(key)

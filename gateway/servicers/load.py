@@ -1,13 +1,12 @@
 """LoadService: what the service is doing, for routers and people."""
 
-import asyncio
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
 
-from octavo.gateway.errors import SlowConsumer
 from octavo.gateway.peers.control import Control
+from octavo.gateway.requests.tracker import RequestTracker
 from octavo.gateway.validation.fields import check
 from octavo.gateway.watching.watch import LoadWatch
 from octavo.v1 import load_pb2 as pb
@@ -17,20 +16,16 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class LoadServicer(load_pb2_grpc.LoadServiceServicer):
-    """One per gateway. write_stall_s: how long a snapshot may wait to be read."""
+    """One per gateway."""
 
-    def __init__(self, watch: LoadWatch, control: Control, *, write_stall_s: float) -> None:
+    def __init__(self, watch: LoadWatch, control: Control, tracker: RequestTracker) -> None:
         self._watch = watch
         self._control = control
-        self._write_stall_s = write_stall_s
+        self._tracker = tracker
 
     async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> None:
         """A snapshot at once, then one an interval. One is made when the former was taken: none wait in line."""
         check(request)
         async with aclosing(self._watch.snapshots(self._control, request)) as snapshots:
             async for snapshot in snapshots:
-                try:
-                    async with asyncio.timeout(self._write_stall_s):
-                        await context.write(snapshot)
-                except TimeoutError:
-                    raise SlowConsumer(f"a snapshot waited for more than {self._write_stall_s:g} s") from None
+                await self._tracker.write(context, snapshot)
