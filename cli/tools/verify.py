@@ -16,7 +16,9 @@ from octavo.cli.settings.worker_config import default_batch_tokens, pick_device
 from octavo.model.causal_lm import CausalLM
 from octavo.model.checkpoint.source import resolve_checkpoint
 from octavo.model.config import ModelConfig, load_config
+from octavo.model.cpu.products import multiplies_integers
 from octavo.model.dtypes import parse_dtype
+from octavo.model.layers.linear import WeightFormat
 from octavo.model.verify.checks import VerifyRow
 from octavo.model.verify.prompts import make_prompts
 from octavo.model.verify.reference import Reference, Rounded
@@ -53,9 +55,12 @@ class Served:
 
     @property
     def rounded(self) -> Rounded:
-        """What has fewer bits than the dtype."""
+        """What has fewer bits than the dtype, as this machine has it: not every CPU rounds inputs for int8."""
         is_gpu = pick_device(self.device) != "cpu" and self.attention_backend is None
-        return Rounded(weights=self.quantization, cache=self.kv_cache_dtype, on_gpu=is_gpu)
+        weights = self.quantization
+        if weights == WeightFormat.INT8.value and not is_gpu and not multiplies_integers():
+            weights = WeightFormat.INT8_WEIGHTS.value
+        return Rounded(weights=weights, cache=self.kv_cache_dtype, on_gpu=is_gpu)
 
 
 def verify(served: Served, *, backends: Sequence[str], num_prompts: int, max_new_tokens: int) -> int:

@@ -24,7 +24,7 @@ PANEL = 32
 """Outputs of a panel, as in matmul.c."""
 
 GROUP = 32
-"""Inputs that are rounded in units of their own, as in matmul_int8.c and by `round_inputs`."""
+"""Inputs that are rounded in units of their own, as in dots_x86.h and dots_neon.h and by `round_inputs`."""
 
 
 class Layout(IntEnum):

@@ -16,7 +16,7 @@ FP8_MAX = 448.0
 """The largest finite e4m3 (arXiv:2209.05433); torch's cast makes NaN of what lies above."""
 
 INPUT_GROUP = 32
-"""Inputs that are rounded together (model/cpu/matmul_int8.c); llama.cpp's q8_0 takes as many."""
+"""Inputs that are rounded together (GROUP in model/cpu/dots_x86.h and dots_neon.h); llama.cpp's q8_0 takes as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -25,7 +25,7 @@ from octavo.model.config import load_config
 from octavo.model.errors import CheckpointError
 from octavo.model.layers.linear import Linear
 from octavo.model.quantization.cache_scales import fold_cache_scales
-from octavo.model.quantization.rounding import FP8, FP8_MAX
+from octavo.model.quantization.rounding import FP8, FP8_MAX, INPUT_GROUP
 
 Mistake = Callable[[Any], AbstractContextManager[None]]
 
@@ -208,7 +208,7 @@ def _rounded_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_inputs(x: torch.Tensor) -> torch.Tensor:
-    groups = nn.functional.pad(x.flatten(0, -2), (0, -x.shape[-1] % 32)).view(-1, 32)
+    groups = nn.functional.pad(x.flatten(0, -2), (0, -x.shape[-1] % INPUT_GROUP)).view(-1, INPUT_GROUP)
     return rounded_rows(groups, "int8").view(*x.shape[:-1], -1)[..., : x.shape[-1]].to(x.dtype)
 
 

@@ -62,8 +62,9 @@ def weight_format(quantization: str | None) -> WeightFormat:
     """Raises ValueError for an unknown name."""
     if quantization is None:
         return WeightFormat.BF16
-    if quantization not in (WeightFormat.INT8.value, WeightFormat.INT8_WEIGHTS.value, WeightFormat.FP8.value):
-        raise ValueError(f"quantization {quantization!r} is neither int8 nor fp8, nor int8-weights")
+    known = [each.value for each in WeightFormat if each is not WeightFormat.BF16]
+    if quantization not in known:
+        raise ValueError(f"quantization {quantization!r} is none of {', '.join(known)}")
     return WeightFormat(quantization)
 
 

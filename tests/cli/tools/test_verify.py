@@ -245,3 +245,13 @@ def test_qwen3_without_the_norm_of_its_queries_does_not_pass(tmp_path: Path, mon
 
     plant(monkeypatch, WIDE, forget_norm)
     assert red(compare(write_qwen3(tmp_path, dtype=torch.bfloat16)))[WIDE]
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_inputs_are_taken_to_be_rounded_where_this_cpu_rounds_them(can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the limits of what is served would be those of something less exact."""
+    monkeypatch.setattr("octavo.cli.tools.verify.multiplies_integers", lambda: can)
+    served = Served(model="any", device="cpu", quantization="int8")
+    assert served.rounded.weights == ("int8" if can else "int8-weights")
+    assert replace(served, quantization="int8-weights").rounded.weights == "int8-weights"
+    assert replace(served, quantization=None).rounded.weights is None

@@ -49,7 +49,7 @@ def test_a_worker_runs_on_integers() -> None:
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(FormatUnavailable, match="bf16 model"):
         load("int8", dtype="float32")
-    with pytest.raises(ValueError, match="'int4' is neither int8 nor fp8"):
+    with pytest.raises(ValueError, match="'int4' is none of int8, int8-weights, fp8"):
         load("int4")
     with pytest.raises(FormatUnavailable, match="fp8 weights need a GPU; on a CPU, --quantization int8"):
         load("fp8")
