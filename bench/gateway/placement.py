@@ -1,0 +1,352 @@
+"""What the choice of a worker alone does to hits and first tokens: `python -m bench.gateway.placement`.
+
+The conversations and workers of `bench.gateway.routing` as discrete events: no process, no core that others hold, the
+same figures on every machine. A step takes its time, with --noise-ms more, exponentially distributed; a worker computes
+at most --max-batch-tokens in it, first come, first served, keeps blocks in an LRU and tells what it stored and forgot
+at once, its free blocks with each heartbeat. Our router is the real one. Sticky: each conversation stays where the
+longest beginning of it was sent, one that is new goes where least was sent (smg's cache_aware in short). Lot: drawn.
+First token: ms, without any way to the worker and back.
+"""
+
+import argparse
+import heapq
+import random
+import statistics
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+
+from bench.figures import percentile
+from bench.gateway.conversations import QUESTION_WORDS, SYSTEM_WORDS, Shape
+from bench.gateway.stand_ins import Pace, Room
+from octavo.gateway.workers.router import Candidate, PrefixIndex, choose
+from octavo.wire.messages import KvEvent, KvEventKind
+
+BLOCK = 16
+HEARTBEAT_MS = 200.0
+NOT_HERE = {"late_ms", "max_waiting"}  # of the stand-ins, and of no matter to the choice
+
+
+@dataclass(eq=False, kw_only=True)
+class Asked:
+    """One turn: prompt and answer so far. lacking: tokens that its router thinks have to be computed."""
+
+    conversation: int
+    turn: int
+    token_ids: list[int]
+    num_prompt: int
+    begun_ms: float
+    worker: int = 0
+    lacking: int = 0
+    num_cached: int = 0
+    num_computed: int = 0
+    num_said: int = 0
+    first_ms: float = 0.0
+    names: list[int] = field(default_factory=list)  # of its blocks, as far as they are stored
+    num_own: int = 0  # blocks that it holds and that are not stored yet
+
+
+class Policy(Protocol):
+    """What sends requests to workers."""
+
+    def route(self, asked: Asked) -> int: ...
+    def on_stored(self, worker: int, name: int, parent: int, token_ids: Sequence[int]) -> None: ...
+    def on_removed(self, worker: int, name: int) -> None: ...
+    def on_first(self, asked: Asked) -> None: ...
+    def on_end(self, asked: Asked) -> None: ...
+    def on_heartbeat(self, fills: Sequence[float]) -> None: ...
+
+
+class Lot:
+    """Drawn; listens to nothing."""
+
+    def __init__(self, num_workers: int, room: Room) -> None:
+        self.num_workers, self.room, self._dice = num_workers, room, random.Random(0)
+
+    def route(self, asked: Asked) -> int:
+        return self._dice.randrange(self.num_workers)
+
+    def on_stored(self, worker: int, name: int, parent: int, token_ids: Sequence[int]) -> None: ...
+    def on_removed(self, worker: int, name: int) -> None: ...
+    def on_first(self, asked: Asked) -> None: ...
+    def on_end(self, asked: Asked) -> None: ...
+    def on_heartbeat(self, fills: Sequence[float]) -> None: ...
+
+
+class Sticky(Lot):
+    """By what was sent where."""
+
+    def __init__(self, num_workers: int, room: Room) -> None:
+        super().__init__(num_workers, room)
+        self._sent: dict[int, int] = {}
+        self._num_sent = Counter(dict.fromkeys(range(num_workers), 0))
+
+    def route(self, asked: Asked) -> int:
+        names = names_of(asked.token_ids)
+        known = [self._sent[name] for name in names if name in self._sent]
+        chosen = known[-1] if 3 * len(known) > len(names) else min(self._num_sent, key=self._num_sent.__getitem__)
+        for name in names:
+            self._num_sent[chosen] += name not in self._sent
+            self._sent[name] = chosen
+        return chosen
+
+
+class Ours(Lot):
+    """The gateway's own router, fed as a gateway feeds it."""
+
+    def __init__(self, num_workers: int, room: Room) -> None:
+        super().__init__(num_workers, room)
+        self._index = PrefixIndex(block_size=BLOCK, max_nodes=1_000_000)
+        self._in_flight, self._waiting = Counter[int](), Counter[int]()
+        self._fills: Sequence[float] = (0.0,) * num_workers
+        self._turn = 0
+
+    def route(self, asked: Asked) -> int:
+        found = self._index.match(np.asarray(asked.token_ids, np.int32), "")
+        candidates = [
+            Candidate(
+                incarnation=each,
+                load=self._in_flight[each] / self.room.max_num_seqs,
+                cached_tokens=found.get(each, 0),
+                waiting_tokens=self._waiting[each],
+                fill=self._fills[each],
+                step_tokens=self.room.max_batch_tokens,
+            )
+            for each in range(self.num_workers)
+        ]
+        self._turn += 1
+        best, _ = choose(candidates, turn=self._turn, num_tokens=asked.num_prompt, num_branches=found.num_branches)
+        asked.lacking = asked.num_prompt - best.cached_tokens
+        self._waiting[best.incarnation] += asked.lacking
+        self._in_flight[best.incarnation] += 1
+        return best.incarnation
+
+    def on_stored(self, worker: int, name: int, parent: int, token_ids: Sequence[int]) -> None:
+        block, ids = _bytes(name), np.asarray(token_ids, np.int32).tobytes()
+        before = _bytes(parent) if parent else b""
+        self._index.apply(worker, KvEvent(kind=KvEventKind.STORED, block_hash=block, parent_hash=before, token_ids=ids))
+
+    def on_removed(self, worker: int, name: int) -> None:
+        self._index.apply(worker, KvEvent(kind=KvEventKind.REMOVED, block_hash=_bytes(name)))
+
+    def on_first(self, asked: Asked) -> None:
+        self._waiting[asked.worker] -= asked.lacking
+
+    def on_end(self, asked: Asked) -> None:
+        self._in_flight[asked.worker] -= 1
+
+    def on_heartbeat(self, fills: Sequence[float]) -> None:
+        self._fills = tuple(fills)
+
+
+POLICIES: dict[str, Callable[[int, Room], Policy]] = {"ours": Ours, "sticky": Sticky, "lot": Lot}
+
+
+def names_of(token_ids: Sequence[int]) -> list[int]:
+    """A name for each whole block, by all that is before it."""
+    names, name = list[int](), 0
+    for begin in range(0, len(token_ids) - BLOCK + 1, BLOCK):
+        name = hash((name, *token_ids[begin : begin + BLOCK]))
+        names.append(name)
+    return names
+
+
+def _bytes(name: int) -> bytes:
+    return (name & (2**64 - 1)).to_bytes(8, "big")
+
+
+class Worker:
+    """Its blocks and its queue."""
+
+    def __init__(self, number: int, room: Room, pace: Pace, answer: int, policy: Policy) -> None:
+        self.number, self._room, self._pace, self._answer, self._policy = number, room, pace, answer, policy
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._held = Counter[int]()
+        self._num_own = 0
+        self.waiting: list[Asked] = []
+        self.running: list[Asked] = []
+        self.is_busy = False
+        self.num_computed = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._room.num_blocks - len(self._held) - len(self._cached) - self._num_own
+
+    def plan(self) -> tuple[list[tuple[Asked, int]], float]:
+        """(request, prompt tokens) of a step, and the ms it takes."""
+        decoding = [each for each in self.running if each.num_computed == each.num_prompt]
+        left, steps = self._room.max_batch_tokens - len(decoding), [(each, 0) for each in decoding]
+        for each in [*self.running, *self.waiting]:
+            if each in decoding or left <= 0:
+                continue
+            is_full = len(self.running) >= self._room.max_num_seqs
+            if each not in self.running and (is_full or not self._admit(each)):
+                break
+            num_tokens = min(left, each.num_prompt - each.num_computed)
+            steps.append((each, num_tokens))
+            left -= num_tokens
+        num_tokens = sum(number for _, number in steps)
+        self.num_computed += num_tokens
+        return steps, self._pace.step_ms + self._pace.prompt_token_us / 1e3 * num_tokens
+
+    def compute(self, asked: Asked, num_tokens: int) -> None:
+        """Prompt tokens, or a token of the answer."""
+        asked.num_computed += num_tokens
+        self._store(asked, asked.num_computed)
+        if asked.num_computed == asked.num_prompt:
+            asked.token_ids.append(100 + asked.num_said)
+            asked.num_said += 1
+        if asked.num_said == self._answer:
+            self._store(asked, len(asked.token_ids) - 1)
+            for name in reversed(asked.names):
+                self._held[name] -= 1
+                if not self._held[name]:
+                    del self._held[name]
+                    self._cached[name] = None
+            self._num_own -= asked.num_own
+            self.running.remove(asked)
+
+    def _admit(self, asked: Asked) -> bool:
+        names = names_of(asked.token_ids[: asked.num_prompt - 1])
+        missing = next((n for n, each in enumerate(names) if each not in self._held and each not in self._cached), None)
+        hit = names[:missing]
+        num_own = -(-(asked.num_prompt + self._answer) // BLOCK) - len(hit)
+        if self.num_free + len(self._cached) - sum(name in self._cached for name in hit) < num_own:
+            return False
+        for name in hit:
+            self._cached.pop(name, None)
+            self._held[name] += 1
+        while self.num_free < num_own:
+            name, _ = self._cached.popitem(last=False)
+            self._policy.on_removed(self.number, name)
+        self._num_own += num_own
+        asked.names, asked.num_own = hit, num_own
+        asked.num_cached = asked.num_computed = BLOCK * len(hit)
+        self.waiting.remove(asked)
+        self.running.append(asked)
+        return True
+
+    def _store(self, asked: Asked, num_tokens: int) -> None:
+        if num_tokens // BLOCK <= len(asked.names):
+            return
+        for name in names_of(asked.token_ids[:num_tokens])[len(asked.names) :]:
+            begin = BLOCK * len(asked.names)
+            if name not in self._held and name not in self._cached:
+                parent = asked.names[-1] if asked.names else 0
+                self._policy.on_stored(self.number, name, parent, asked.token_ids[begin : begin + BLOCK])
+            self._cached.pop(name, None)
+            self._held[name] += 1
+            asked.names.append(name)
+            asked.num_own -= 1
+            self._num_own -= 1
+
+
+def simulate(
+    seed: int, policy: str, *, shape: Shape, room: Room, pace: Pace, num_workers: int = 4, noise_ms: float = 0.0
+) -> dict[str, Any]:
+    """One run."""
+    drawn, noise = random.Random(seed), random.Random(seed + 1)
+    router = POLICIES[policy](num_workers, room)
+    workers = [Worker(n, room, pace, shape.answer, router) for n in range(num_workers)]
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+    order, done = count(), list[Asked]()
+
+    def said(bounds: tuple[int, int]) -> list[int]:
+        return [drawn.randrange(1000, 9000) for _ in range(drawn.randint(*bounds))]
+
+    def at(ms: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(events, (ms, next(order), what))
+
+    def ask(conversation: int, turn: int, before: list[int], now_ms: float) -> None:
+        token_ids = before + said(QUESTION_WORDS)
+        asked = Asked(
+            conversation=conversation, turn=turn, token_ids=token_ids, num_prompt=len(token_ids), begun_ms=now_ms
+        )
+        asked.worker = router.route(asked)
+        workers[asked.worker].waiting.append(asked)
+        start(workers[asked.worker], now_ms)
+
+    def start(worker: Worker, now_ms: float) -> None:
+        if worker.is_busy or not (worker.waiting or worker.running):
+            return
+        steps, takes_ms = worker.plan()
+        worker.is_busy = True
+        late_ms = noise.expovariate(1 / noise_ms) if noise_ms else 0.0
+        at(now_ms + takes_ms + late_ms, lambda then_ms: end(worker, steps, then_ms))
+
+    def end(worker: Worker, steps: Sequence[tuple[Asked, int]], now_ms: float) -> None:
+        worker.is_busy = False
+        for asked, num_tokens in steps:
+            worker.compute(asked, num_tokens)
+            if asked.num_said == 1:
+                asked.first_ms = now_ms - asked.begun_ms
+                router.on_first(asked)
+            if asked.num_said == shape.answer:
+                router.on_end(asked)
+                done.append(asked)
+                if asked.turn + 1 < shape.turns:
+                    think_ms = 1e3 * drawn.expovariate(1 / shape.think_s)
+                    again = (asked.conversation, asked.turn + 1, asked.token_ids)
+                    at(now_ms + think_ms, lambda then_ms, again=again: ask(*again, then_ms))  # type: ignore[misc]
+        start(worker, now_ms)
+
+    def beat(now_ms: float) -> None:
+        router.on_heartbeat([1 - each.num_free / room.num_blocks for each in workers])
+        at(now_ms + HEARTBEAT_MS, beat)
+
+    systems: dict[int, list[int]] = defaultdict(lambda: said(SYSTEM_WORDS))
+    beat(0.0)
+    for number in range(shape.conversations):
+        system = systems[number % shape.systems]
+        begin_ms = 1e3 * drawn.uniform(0, shape.begin_s)
+        at(begin_ms, lambda then_ms, begun=(number, 0, system): ask(*begun, then_ms))  # type: ignore[misc]
+    while len(done) < shape.conversations * shape.turns:
+        now_ms, _, what = heapq.heappop(events)
+        what(now_ms)
+    first_ms, computed = [each.first_ms for each in done], [each.num_computed for each in workers]
+    return {
+        "hit": sum(each.num_cached for each in done) / sum(each.num_prompt for each in done),
+        "first_ms_p50": percentile(first_ms, 50),
+        "first_ms_p99": percentile(first_ms, 99),
+        "busiest_share": max(computed) / sum(computed),
+    }
+
+
+def main() -> None:
+    """A line for each policy: means over the seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--noise-ms", type=float, default=0.0)
+    groups = {Shape: Shape(), Pace: Pace(), Room: Room(num_blocks=1500, max_num_seqs=256)}
+    for group in groups.values():
+        for each in (each for each in fields(group) if each.name not in NOT_HERE):
+            default = getattr(group, each.name)
+            parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(default), default=default)
+    given = parser.parse_args()
+    values = vars(given)
+    shape, pace, room = (
+        kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values}) for kind in groups
+    )
+    print(f"{'policy':<8}{'hit':>8}{'p50':>10}{'p99 (worst)':>20}{'busiest':>10}")
+    for policy in POLICIES:
+        runs = [
+            simulate(
+                seed, policy, shape=shape, room=room, pace=pace, num_workers=given.workers, noise_ms=given.noise_ms
+            )
+            for seed in range(given.seeds)
+        ]
+        means = {name: statistics.mean(run[name] for run in runs) for name in runs[0]}
+        worst = max(run["first_ms_p99"] for run in runs)
+        print(
+            f"{policy:<8}{means['hit']:>8.1%}{means['first_ms_p50']:>7.0f} ms"
+            f"{means['first_ms_p99']:>10.0f} ({worst:.0f}) ms{means['busiest_share']:>10.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The choice of a worker by itself, without processes: hits and first tokens of our router beside others."""
+
+import statistics
+
+import pytest
+
+from bench.gateway.conversations import Shape
+from bench.gateway.placement import POLICIES, simulate
+from bench.gateway.stand_ins import Pace, Room
+
+SEEDS = range(4)
+BUSY = Shape(conversations=96, think_s=0.3, begin_s=3.0)
+
+
+def means(policy: str, shape: Shape, *, num_blocks: int = 1500) -> dict[str, float]:
+    room = Room(num_blocks=num_blocks, max_num_seqs=256)
+    runs = [simulate(seed, policy, shape=shape, room=room, pace=Pace()) for seed in SEEDS]
+    return {name: statistics.mean(run[name] for run in runs) for name in runs[0]}
+
+
+@pytest.mark.parametrize(("shape", "num_blocks"), [(Shape(), 1500), (BUSY, 2250)], ids=["as the bench", "busier"])
+def test_first_tokens_are_as_soon_as_where_conversations_stay_and_so_are_hits(shape: Shape, num_blocks: int) -> None:
+    found = {policy: means(policy, shape, num_blocks=num_blocks) for policy in POLICIES}
+    ours, sticky, lot = found["ours"], found["sticky"], found["lot"]
+    assert ours["hit"] > sticky["hit"] - 0.02
+    assert ours["hit"] > lot["hit"] + 0.25
+    assert ours["first_ms_p50"] < 1.1 * sticky["first_ms_p50"]
+    assert ours["first_ms_p99"] < 1.1 * sticky["first_ms_p99"]
+
+
+def test_one_system_prompt_of_all_keeps_nobody_at_one_worker() -> None:
+    ours = means("ours", Shape(systems=1))
+    assert ours["hit"] > 0.78
+    assert ours["busiest_share"] < 0.35
+    assert ours["first_ms_p99"] < 90
+
+
+def test_a_run_is_the_same_again() -> None:
+    of = {"shape": Shape(conversations=8), "room": Room(num_blocks=400), "pace": Pace(), "noise_ms": 5.0}
+    assert simulate(3, "ours", **of) == simulate(3, "ours", **of)  # type: ignore[arg-type]
