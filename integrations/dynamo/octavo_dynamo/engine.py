@@ -38,6 +38,8 @@ from octavo_dynamo.service import Limits, Load, OctavoService
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 LOAD_INTERVAL_S = 0.5
+END_S = 5.0  # for streams that were cancelled to see it
+PASS_ON_S = 1.0  # for what they ended with to be on its way; Dynamo does not say when it is
 MISSES = 2  # in a row: a gateway that restarts at once is no reason to forget a cache
 
 logger = logging.getLogger("octavo_dynamo")
@@ -124,8 +126,7 @@ class OctavoEngine(LLMEngine):
             async with asyncio.timeout(self._arguments.drain_grace):
                 await self._is_idle.wait()
         self._is_closed = True
-        for call in [*self._calls.values()]:
-            call.cancel()
+        await self._send_elsewhere()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -133,6 +134,18 @@ class OctavoEngine(LLMEngine):
         service, self._service = self._service, None
         if service is not None:
             await service.close()
+
+    async def _send_elsewhere(self) -> None:
+        """End what still runs, and let Dynamo pass that on: when this method has returned its runtime is shut down, and
+        what it has not told the frontend by then reads as if the caller had left."""
+        if not self._calls:
+            return
+        for call in [*self._calls.values()]:
+            call.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._is_idle.wait()
+        await asyncio.sleep(PASS_ON_S)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         """One token of a prompt of one."""

@@ -17,6 +17,7 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+NUM_TRIES = 10  # tokens that a busy machine is late with come together
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Forecast.", "parameters": WEATHER}}
 
 
@@ -36,8 +37,11 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 def test_a_stream_says_what_one_answer_says(client: openai.OpenAI) -> None:
     whole = ask(client, max_tokens=200)
-    chunks = list(ask(client, max_tokens=200, stream=True, stream_options={"include_usage": True}))
-    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    for _ in range(NUM_TRIES):
+        chunks = list(ask(client, max_tokens=200, stream=True, stream_options={"include_usage": True}))
+        texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        if sum(bool(text) for text in texts) > 3:
+            break
     (choice,) = whole.choices
     assert choice.message.role == "assistant"
     assert "".join(texts) == choice.message.content != ""
