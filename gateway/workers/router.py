@@ -10,26 +10,27 @@ goes there instead, computes the prefix again, and from then on two workers hold
 What workers have cached comes with their KV events: a tree over blocks of tokens, where a child is found by (parent
 node, tokens) and a root by the salt. Workers name their blocks by keyed hashes that mean nothing elsewhere; they only
 serve to find the node again. The tree is a hint: what it has forgotten costs a recomputation, never a wrong token.
-Bounded: beyond ``max_nodes`` the end of a prefix that was used least recently goes. Pure; must not know sockets.
+Bounded: beyond ``max_nodes`` what was used least recently goes. Pure; must not know sockets.
 """
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain, count
+from itertools import chain
 
 import numpy as np
 
 from octavo.gateway.workers.events import BlockChange, BlockFeed, BlockSubscription, ChangeKind
+from octavo.gateway.workers.prefix_tree import NOBODY, PrefixTree
 from octavo.gateway.workers.registry import WorkerRecord
 from octavo.wire.messages import KvEvent, KvEventKind, KvEvents, KvTier
 
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
 MAX_CHOICES = 3  # for one request: a worker may leave between the choice and the send
 IMBALANCE_RATIO = 1.5  # a holder may be this many times busier than the idlest worker…
 IMBALANCE_SLACK = 0.25  # …plus this share of its own capacity
-_block_ids = count(1)  # of all indexes, so that a feed may have blocks of several
 
 
 class RouteReason(StrEnum):
@@ -106,22 +107,13 @@ def _is_overloaded(candidate: Candidate, least_load: float) -> bool:
     return candidate.load > IMBALANCE_RATIO * least_load + IMBALANCE_SLACK
 
 
-class _Node:
-    __slots__ = ("block_id", "children", "key", "on_host", "owners", "parent", "salt", "used")
+class _Holding:
+    """What one worker has: nodes by its hashes and its hashes by nodes, and which nodes lie in host memory."""
 
-    def __init__(self, parent: "_Node | None", key: bytes, salt: str) -> None:
-        self.block_id = next(_block_ids)
-        self.parent = parent
-        self.key = key
-        self.salt = salt
-        self.used = 0  # which use of the index was the last of this block
-        self.children: dict[bytes, _Node] = {}
-        self.owners: dict[int, bytes] = {}  # worker incarnation -> its hash of this block
-        self.on_host: set[int] = set()  # those that have it in host memory
+    __slots__ = ("hash_of", "node_of", "on_host")
 
-    @property
-    def tier(self) -> KvTier:
-        return KvTier.HOST if self.owners and len(self.on_host) == len(self.owners) else KvTier.DEVICE
+    def __init__(self) -> None:
+        self.node_of, self.hash_of, self.on_host = dict[bytes, int](), dict[int, bytes](), set[int]()
 
 
 class PrefixIndex:
@@ -133,30 +125,28 @@ class PrefixIndex:
         self._feed = feed
         self._num_owned: Counter[str] = Counter()  # nodes with owners, by salt
         self._max_nodes = max_nodes
-        self._roots: dict[str, _Node] = {}  # by salt; not counted, gone with their last child
-        self._by_hash: dict[int, dict[bytes, _Node]] = {}
-        self._leaves: OrderedDict[_Node, None] = OrderedDict()  # nodes without children; used least recently first
-        self._num_nodes = 0
-        self._num_uses = 0
+        self._tree = PrefixTree()
+        self._roots: dict[str, int] = {}  # by salt; not counted, gone with their last child
+        self._holdings: dict[int, _Holding] = {}  # by worker incarnation
 
     def __len__(self) -> int:
-        return self._num_nodes
+        return len(self._tree)
 
     def match(self, token_ids_T: np.ndarray, salt: str) -> Match:
         """Cached tokens are at most len - 1 (the last token is always computed). token_ids_T: int32."""
         path = self._walk(np.ascontiguousarray(token_ids_T, np.int32), salt)
         matched = Match()
-        holders: set[int] | None = None
+        holders = self._holdings
         for depth, node in enumerate(path, start=1):
-            holders = set(node.owners) if holders is None else holders & node.owners.keys()
+            holders = {incarnation: each for incarnation, each in holders.items() if node in each.hash_of}
             if not holders:
                 break
             for incarnation in holders:
                 matched[incarnation] = depth * self.block_size
-        self._touch(path)
+        self._tree.touch(path)
         longest = max(len(token_ids_T) - 1, 0)
         matched.update({incarnation: min(tokens, longest) for incarnation, tokens in matched.items()})
-        matched.num_branches = len(path[-1].children) if path else 0
+        matched.num_branches = self._tree.num_children[path[-1]] if path else 0
         return matched
 
     def apply(self, incarnation: int, event: KvEvent) -> None:
@@ -170,9 +160,10 @@ class PrefixIndex:
 
     def forget(self, incarnation: int) -> None:
         """The worker's cache is empty, or the worker is gone."""
-        for block_hash in tuple(self._by_hash.get(incarnation, ())):
+        holding = self._holdings.get(incarnation)
+        for block_hash in tuple(holding.node_of) if holding is not None else ():
             self._disown(incarnation, block_hash)
-        self._by_hash.pop(incarnation, None)
+        self._holdings.pop(incarnation, None)
 
     def num_blocks(self, salt: str) -> int:
         """Blocks of this salt that some worker has."""
@@ -181,159 +172,147 @@ class PrefixIndex:
     def blocks(self, salt: str) -> Iterator[BlockChange]:
         """STORED for every block of this salt that some worker has, parents first. What changes while it is walked may
         be in it or not."""
-        root = self._roots.get(salt)
-        waiting = deque(root.children.values() if root is not None else ())
+        tree, root = self._tree, self._roots.get(salt)
+        waiting = deque((node, tree.block_id[node]) for node in (tree.children(root) if root is not None else ()))
         while waiting:
-            node = waiting.popleft()
-            waiting.extend(node.children.values())
-            if node.owners:
-                yield _stored(node)
+            node, block_id = waiting.popleft()
+            if tree.block_id[node] != block_id:
+                continue  # gone meanwhile, and its row perhaps another's
+            waiting.extend((child, tree.block_id[child]) for child in tree.children(node))
+            if tree.num_owners[node]:
+                yield self._stored(node)
 
     # ------------------------------------------------------------ parts
 
-    def _walk(self, token_ids_T: np.ndarray, salt: str) -> list[_Node]:
-        path: list[_Node] = []
-        node = self._roots.get(salt)
+    def _walk(self, token_ids_T: np.ndarray, salt: str) -> list[int]:
+        path: list[int] = []
+        node = self._roots.get(salt, NOBODY)
         data, width = token_ids_T.tobytes(), self.block_size * token_ids_T.itemsize
         for start in range(0, len(data) - width + 1, width):
-            node = node.children.get(data[start : start + width]) if node is not None else None
-            if node is None:
+            node = self._tree.find(node, data[start : start + width]) if node else NOBODY
+            if not node:
                 break
             path.append(node)
         return path
 
     def _store(self, incarnation: int, event: KvEvent) -> None:
-        hashes = self._by_hash.setdefault(incarnation, {})
-        if len(event.token_ids) != self.block_size * np.dtype(np.int32).itemsize or not event.block_hash:
+        if len(event.token_ids) != self.block_size * _TOKEN_BYTES or not event.block_hash:
             return
-        known = hashes.get(event.block_hash)
-        if known is not None and known.key == event.token_ids and self._is_child(known, hashes, event):
-            former_tier = known.tier
-            self._place(known, incarnation, event.tier)
+        tree, holding = self._tree, self._holding(incarnation)
+        known = holding.node_of.get(event.block_hash)
+        if known is not None and tree.key_of[known] == event.token_ids and self._is_child(known, holding, event):
+            former_tier = self._tier(known)
+            self._place(known, holding, event.tier)
             self._tell_tier(known, former_tier)
-            self._touch([known])
+            tree.touch([known])
             return
         if known is not None:
             self._disown(incarnation, event.block_hash)
-            hashes = self._by_hash.setdefault(incarnation, {})
-        parent = hashes.get(event.parent_hash) if event.parent_hash else self._root(event.salt)
+            holding = self._holding(incarnation)
+        parent = holding.node_of.get(event.parent_hash) if event.parent_hash else self._root(event.salt)
         if parent is None:
             return
-        node = parent.children.get(event.token_ids)
-        if node is None:
-            node = self._add(parent, event.token_ids)
-        former = node.owners.get(incarnation)
-        if former is not None:
-            hashes.pop(former, None)
-        is_first, former_tier = not node.owners, node.tier
-        node.owners[incarnation] = event.block_hash
-        self._place(node, incarnation, event.tier)
-        hashes[event.block_hash] = node
-        if is_first:
-            self._num_owned[node.salt] += 1
-            if self._feed is not None and self._feed.is_followed:
-                self._feed.tell(node.salt, _stored(node))
+        salt = tree.salt_of[parent] if event.parent_hash else event.salt
+        node = tree.find(parent, event.token_ids) or tree.add(parent, event.token_ids, salt)
+        former = holding.hash_of.get(node)
+        former_tier, is_first = self._tier(node), not tree.num_owners[node]
+        if former is None:
+            tree.num_owners[node] += 1
         else:
+            holding.node_of.pop(former, None)
+        holding.hash_of[node] = event.block_hash
+        holding.node_of[event.block_hash] = node
+        self._place(node, holding, event.tier)
+        if not is_first:
             self._tell_tier(node, former_tier)
-        self._touch([node])
-        while self._num_nodes > self._max_nodes:
-            oldest = next(iter(self._leaves))
-            for owner, name in tuple(oldest.owners.items()):
+        else:
+            self._num_owned[salt] += 1
+            if self._feed is not None and self._feed.is_followed:
+                self._feed.tell(salt, self._stored(node))
+        tree.touch([node])
+        while len(tree) > self._max_nodes:
+            oldest = tree.oldest_leaf
+            owned = [(each, of.hash_of[oldest]) for each, of in self._holdings.items() if oldest in of.hash_of]
+            for owner, name in owned:
                 self._disown(owner, name)
 
-    def _is_child(self, node: _Node, hashes: dict[bytes, _Node], event: KvEvent) -> bool:
+    def _holding(self, incarnation: int) -> _Holding:
+        if incarnation not in self._holdings:
+            self._holdings[incarnation] = _Holding()
+        return self._holdings[incarnation]
+
+    def _is_child(self, node: int, holding: _Holding, event: KvEvent) -> bool:
         """Whether it follows what the event says."""
-        if event.parent_hash:
-            return node.parent is hashes.get(event.parent_hash)
-        return node.parent is self._roots.get(event.salt)
+        parent = holding.node_of.get(event.parent_hash) if event.parent_hash else self._roots.get(event.salt)
+        return self._tree.parent[node] == parent
 
-    @staticmethod
-    def _place(node: _Node, incarnation: int, tier: KvTier) -> None:
-        if tier is KvTier.HOST:
-            node.on_host.add(incarnation)
-        else:
-            node.on_host.discard(incarnation)
+    def _tier(self, node: int) -> KvTier:
+        owners = self._tree.num_owners[node]
+        return KvTier.HOST if owners and self._tree.num_on_host[node] == owners else KvTier.DEVICE
 
-    def _tell_tier(self, node: _Node, former: KvTier) -> None:
+    def _place(self, node: int, holding: _Holding, tier: KvTier) -> None:
+        is_on_host = tier is KvTier.HOST
+        if is_on_host != (node in holding.on_host):
+            holding.on_host ^= {node}
+            self._tree.num_on_host[node] += 1 if is_on_host else -1
+
+    def _tell_tier(self, node: int, former: KvTier) -> None:
         """Followers who know no tiers have it in the end."""
-        if node.tier is former or self._feed is None or not self._feed.is_followed:
+        if self._tier(node) is former or self._feed is None or not self._feed.is_followed:
             return
-        self._feed.tell(node.salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id, tier=former))
-        self._feed.tell(node.salt, _stored(node))
+        salt, block_id = self._tree.salt_of[node], self._tree.block_id[node]
+        self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=former))
+        self._feed.tell(salt, self._stored(node))
 
-    def _root(self, salt: str) -> _Node:
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = _Node(None, b"", salt)
-        return root
-
-    def _add(self, parent: _Node, key: bytes) -> _Node:
-        node = parent.children[key] = _Node(parent, key, parent.salt)
-        self._num_nodes += 1
-        self._leaves.pop(parent, None)
-        self._leaves[node] = None
-        return node
-
-    def _touch(self, path: list[_Node]) -> None:
-        """Make a path the most recent."""
-        self._num_uses += 1
-        for node in path:
-            node.used = self._num_uses
-        if path and not path[-1].children:
-            self._leaves.move_to_end(path[-1])
+    def _root(self, salt: str) -> int:
+        if salt not in self._roots:
+            self._roots[salt] = self._tree.add_root()
+        return self._roots[salt]
 
     def _disown(self, incarnation: int, block_hash: bytes) -> None:
-        hashes = self._by_hash.get(incarnation, {})
-        node = hashes.pop(block_hash, None)
-        if not hashes:
-            self._by_hash.pop(incarnation, None)
-        if node is None:
+        holding = self._holdings.get(incarnation)
+        node = holding.node_of.pop(block_hash, None) if holding is not None else None
+        if holding is None or node is None:
             return
-        former = node.tier
-        del node.owners[incarnation]
-        node.on_host.discard(incarnation)
-        if not node.owners:
-            self._lost_last_owner(node, former)
-        else:
-            self._tell_tier(node, former)
+        if not holding.node_of:
+            del self._holdings[incarnation]
+        former = self._tier(node)
+        self._place(node, holding, KvTier.DEVICE)
+        del holding.hash_of[node]
+        self._tree.num_owners[node] -= 1
+        tell = self._tell_tier if self._tree.num_owners[node] else self._lost_last_owner
+        tell(node, former)
         self._prune(node)
 
-    def _lost_last_owner(self, node: _Node, tier: KvTier) -> None:
-        salt = node.salt
+    def _lost_last_owner(self, node: int, tier: KvTier) -> None:
+        salt = self._tree.salt_of[node]
         self._num_owned[salt] -= 1
         if not self._num_owned[salt]:
             del self._num_owned[salt]
         if self._feed is not None and self._feed.is_followed:
-            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=node.block_id, tier=tier))
+            block_id = self._tree.block_id[node]
+            self._feed.tell(salt, BlockChange(kind=ChangeKind.REMOVED, block_id=block_id, tier=tier))
 
-    def _prune(self, node: _Node) -> None:
+    def _prune(self, node: int) -> None:
         """Drop nodes without owners and children, up to the root."""
-        while not node.owners and not node.children and node.parent is not None:
-            parent = node.parent
-            del parent.children[node.key], self._leaves[node]
-            self._num_nodes -= 1
-            if not parent.children:
-                self._became_leaf(parent, node)
+        tree = self._tree
+        while not tree.num_owners[node] and not tree.num_children[node] and tree.parent[node]:
+            parent, salt = tree.parent[node], tree.salt_of[node]
+            tree.remove(node)
+            if not tree.parent[parent] and not tree.num_children[parent]:
+                tree.remove(self._roots.pop(salt))
+                return
             node = parent
 
-    def _became_leaf(self, node: _Node, former: _Node) -> None:
-        """former: the child that it had last. Unless the node was used after it, it goes next, as the rest of a prefix
-        whose end has gone."""
-        if node.parent is None:
-            del self._roots[node.salt]
-            return
-        self._leaves[node] = None
-        if node.used <= former.used:
-            self._leaves.move_to_end(node, last=False)
-
-
-def _stored(node: _Node) -> BlockChange:
-    parent = node.parent
-    is_first = parent is None or parent.parent is None  # a root is no block
-    parent_id = None if is_first or parent is None else parent.block_id
-    return BlockChange(
-        kind=ChangeKind.STORED, block_id=node.block_id, parent_id=parent_id, token_ids=node.key, tier=node.tier
-    )
+    def _stored(self, node: int) -> BlockChange:
+        tree, parent = self._tree, self._tree.parent[node]
+        return BlockChange(
+            kind=ChangeKind.STORED,
+            block_id=tree.block_id[node],
+            parent_id=tree.block_id[parent] if tree.parent[parent] else None,  # a root is no block
+            token_ids=tree.key_of[node],
+            tier=self._tier(node),
+        )
 
 
 class Prefixes:

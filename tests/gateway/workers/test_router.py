@@ -117,12 +117,12 @@ class Caches:
     def _store(self, incarnation: int, ids_T: np.ndarray) -> None:
         parent = b""
         known = self.index.match(np.append(ids_T, 0).astype(np.int32), "").get(incarnation, 0) // BLOCK
-        names = self.index._by_hash.get(incarnation, {})
+        names = self.index._holdings[incarnation].node_of if incarnation in self.index._holdings else {}
         for number in range(len(ids_T) // BLOCK):
             block = ids_T[BLOCK * number : BLOCK * (number + 1)].tobytes()
             name = next(self._names).to_bytes(8, "big")
             if number < known:
-                name = next(each for each, node in names.items() if node.key == block)
+                name = next(each for each, node in names.items() if self.index._tree.key_of[node] == block)
             else:
                 self._held[incarnation] += 1
                 self.index.apply(
