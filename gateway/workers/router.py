@@ -10,7 +10,7 @@ goes there instead, computes the prefix again, and from then on two workers hold
 What workers have cached comes with their KV events: a tree over blocks of tokens, where a child is found by (parent
 node, tokens) and a root by the salt. Workers name their blocks by keyed hashes that mean nothing elsewhere; they only
 serve to find the node again. The tree is a hint: what it has forgotten costs a recomputation, never a wrong token.
-Bounded: beyond ``max_nodes`` what was used least recently goes. Pure; must not know sockets.
+Bounded: beyond ``max_nodes`` the end of a prefix that was used least recently goes. Pure; must not know sockets.
 """
 
 import time
