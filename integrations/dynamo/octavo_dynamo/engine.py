@@ -240,9 +240,13 @@ class OctavoEngine(LLMEngine):
             is_wanted = self._num_missed < MISSES
             if is_wanted != is_listed:
                 change = endpoint.register_endpoint_instance if is_wanted else endpoint.unregister_endpoint_instance
+                try:
+                    await change()
+                except Exception as error:  # of Dynamo's discovery; with the next load it is tried again
+                    logger.error("the list of backends cannot be changed: %s", error)
+                    continue
                 is_listed = is_wanted
                 logger.warning("the Octavo service %s", "is back: listed again" if is_listed else "is gone: not listed")
-                await change()
 
     def _follow_cache(self, publisher: KvEventPublisher) -> None:
         if self._service is None or self._limits is None:
