@@ -143,10 +143,11 @@ class PrefixIndex:
                 break
             for incarnation in holders:
                 matched[incarnation] = depth * self.block_size
-        self._tree.touch(path)
+        if path:
+            self._tree.touch(path)
+            matched.num_branches = self._tree.num_children[path[-1]]
         longest = max(len(token_ids_T) - 1, 0)
         matched.update({incarnation: min(tokens, longest) for incarnation, tokens in matched.items()})
-        matched.num_branches = self._tree.num_children[path[-1]] if path else 0
         return matched
 
     def apply(self, incarnation: int, event: KvEvent) -> None:
