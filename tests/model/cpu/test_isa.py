@@ -16,6 +16,7 @@ from octavo.model.cpu.isa import BOUNDS, CpuIsaError, Isa
 from octavo.model.cpu.products import Layout, PanelWeight, multiplies_integers, pack_bf16, pack_int8, pack_int8_rounding
 from octavo.model.layers.linear import WeightFormat, has_amx, packed
 from octavo.model.quantization.rounding import round_inputs
+from tests.model import test_invariant
 from tests.model.cpu import test_largest, test_layer, test_ops, test_prefill
 from tests.support.model import foreign
 from tests.support.model.invariant_model import random_model
@@ -271,6 +272,13 @@ def test_what_lies_between_products_is_right_in_each_class(of_class: str) -> Non
     for width in (1, 17, 2049):
         test_largest.test_it_is_torchs_max(3, width)
     test_largest.test_infinities_and_nan_are_seen_wherever_they_stand()
+
+
+def test_deterministic_kernels_are_right_in_each_class(of_class: str) -> None:
+    test_invariant.test_a_product_equals_its_reference_and_its_rows_are_their_own(17, 70, 96)
+    test_invariant.test_norm_and_silu_in_fp32_equal_their_references()
+    if of_class != "aarch64":  # whose kernels in fp32 are those with dots, and as slow to emulate
+        test_invariant.test_a_token_has_the_same_bits_in_any_step(torch.float32)
 
 
 @pytest.mark.parametrize(("num_tokens", "context"), [(1, 1), (13, 13), (5, 31), (33, 33), (20, 257), (256, 300)])
