@@ -47,7 +47,7 @@ def waiting(ranks: Ranks) -> None:
 
 def test_ranks_that_wait_forever_say_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankFailed, match="0 of 2 ranks came to an end in time"):
-        on_ranks(2, waiting, tmp_path, timeout_s=20.0)
+        on_ranks(2, waiting, tmp_path, timeout_s=1.0)
     assert "in waiting" in capfd.readouterr().err
     assert multiprocessing.active_children() == []
 

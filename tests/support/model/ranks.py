@@ -25,6 +25,9 @@ TIMEOUT_S = 300.0
 SHOW_TIMEOUT_S, END_TIMEOUT_S = 5.0, 20.0
 
 
+MET = None  # what each rank says first
+
+
 class Place(Enum):
     """Where the ranks of a group are."""
 
@@ -58,25 +61,27 @@ def on_ranks(
 ) -> list[Any]:
     """What work(ranks, *arguments) gives on each rank of a group, in their order. work: of a module, so that another
     process finds it. folder: an empty one. Raises RankFailed at the first rank that fails, without waiting for the
-    others, who wait for it; where they have no end in time, each writes where it stands to stderr first."""
+    others, who wait for it; where they have no end in time, each writes where it stands to stderr first. timeout_s: for
+    the work, from when all have met: a busy machine may take long to import what they need."""
     context = multiprocessing.get_context("spawn")
     processes, ends = list[BaseProcess](), list[Connection]()
     try:
         for rank in range(size):
             end, theirs = context.Pipe(duplex=False)
-            words = (theirs, folder / "meeting", rank, size, place, work, arguments, timeout_s)
+            words = (theirs, folder / "meeting", rank, size, place, work, arguments)
             process = context.Process(target=_one, args=words, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
             ends.append(end)
-        return _results(processes, ends, time.monotonic() + timeout_s)
+        return _results(processes, ends, timeout_s)
     finally:
         _end(processes)
 
 
-def _results(processes: list[BaseProcess], ends: list[Connection], deadline_s: float) -> list[Any]:
+def _results(processes: list[BaseProcess], ends: list[Connection], timeout_s: float) -> list[Any]:
     found: dict[int, Any] = {}
+    met, deadline_s = set[int](), time.monotonic() + max(timeout_s, TIMEOUT_S)
     while len(found) < len(ends):
         waiting = [end for rank, end in enumerate(ends) if rank not in found]
         ready = wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
@@ -87,7 +92,12 @@ def _results(processes: list[BaseProcess], ends: list[Connection], deadline_s: f
         for end in ready:
             rank = ends.index(end)  # type: ignore[arg-type]
             try:
-                error, found[rank] = ends[rank].recv()
+                if (said := ends[rank].recv()) is MET:
+                    met.add(rank)
+                    if len(met) == len(ends):
+                        deadline_s = time.monotonic() + timeout_s
+                    continue
+                error, found[rank] = said
             except EOFError:
                 processes[rank].join(END_TIMEOUT_S)
                 raise RankFailed(f"rank {rank} ended with status {processes[rank].exitcode}") from None
@@ -119,7 +129,7 @@ def _end(processes: list[BaseProcess]) -> None:
 
 def _one(
     end: Connection, meeting: Path, rank: int, size: int, place: Place, work: Callable[..., Any],
-    arguments: tuple[Any, ...], timeout_s: float,
+    arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -128,9 +138,10 @@ def _one(
     device = f"cuda:{rank}" if place is Place.GPUS else "cpu"
     try:
         with (
-            join_ranks(meeting, rank=rank, size=size, device=device, timeout_s=timeout_s) as ranks,
+            join_ranks(meeting, rank=rank, size=size, device=device, timeout_s=TIMEOUT_S) as ranks,
             torch.inference_mode(),
         ):
+            end.send(MET)
             if place is Place.ONE_GPU:
                 ranks = StagedRanks(rank=rank, size=size, group=ranks.group)
             try:
