@@ -33,13 +33,13 @@ serve: install ## serve the embedded model until Ctrl-C
 check: lint ## style, types and the fast tests, in under a minute on two cores; says what it left out
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check
 
-# First what only computes, a process a core; then what starts services or looks at the time, as many files at once as leave
-# a core to each, two at least and four at most. The longest files go first (tests/conftest.py). With RERUNS=1, as in CI, a
+# First what only computes, a process a core; then what starts services or looks at the time, two files at once: more may be
+# asked for by ALONE_JOBS=3. The longest files go first (tests/conftest.py). With RERUNS=1, as in CI, a
 # test that fails is run once more, and the closing lines name it: on a machine that others use, one stall of seconds is no
 # reason to run half an hour again, but each name there is to be looked into.
 CORES := $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)'
 CPU_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 8 ? n : 8)))
-ALONE_JOBS ?= $(shell n=$$($(CORES)); echo $$((n < 4 ? 2 : n < 5 ? 3 : 4)))
+ALONE_JOBS ?= 2
 RERUNS ?= 0
 RERUN := --reruns $(RERUNS) -rR
 SPREAD := --dist loadfile --no-loadscope-reorder
