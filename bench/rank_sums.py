@@ -1,4 +1,5 @@
-"""Sums over ranks alone: as many as a decode step has, in each way that there is, on a process for each rank.
+"""Sums over ranks alone: as many as the layers of a decode step have, each added to a stream, in each way that there
+is, on a process for each rank.
 
 Must not know: workers, what else is measured.
 """
@@ -22,10 +23,10 @@ from bench.figures import write_json
 from bench.gpu.grpc import BenchError
 from bench.shapes import SHAPES
 from octavo.model.gpu.autotune import time_graph
-from octavo.model.gpu.peer_sums import Way, ways_to_sum
+from octavo.model.gpu.peer_sums import Way, sum_pairs, ways_to_sum
 from octavo.model.parallel import Ranks, join_ranks
 
-SUM_ROWS = (1, 8, 32, 128, 256)
+SUM_ROWS = (1, 8, 32, 128, 256, 1024)
 
 
 def measure_sums(shape: str, size: int, device: str, out: Path) -> dict[str, dict[str, float]]:
@@ -72,20 +73,25 @@ def _sums_of_rank(
     torch.set_num_threads(1)
     config, place = SHAPES[shape].config, device if device == "cpu" else f"cuda:{rank}"
     dtype, found = torch.float32 if device == "cpu" else torch.bfloat16, dict[str, dict[str, float]]()
-    num_sums = 2 * config.num_hidden_layers + 1
+    num_sums = 2 * config.num_hidden_layers
     tell = partial(print, f"    rank {rank}:", file=sys.stderr, flush=True)
     with join_ranks(meeting, rank=rank, size=size, device=place) as plain, torch.inference_mode():
         ways: dict[str, Ranks] = {Way.LIBRARY.value: plain}
         if device != "cpu":
             ways |= ways_to_sum(
-                plain, hidden_size=config.hidden_size, dtype=dtype, device=torch.device(place), note=tell
+                plain,
+                hidden_size=config.hidden_size,
+                max_rows=SUM_ROWS[-1],
+                dtype=dtype,
+                device=torch.device(place),
+                note=tell,
             )
         for rows in SUM_ROWS:
             x_BD = torch.randn(rows, config.hidden_size, dtype=dtype, device=place)
             figures = {"bytes": float(num_sums * x_BD.numel() * x_BD.element_size())}
             for name, ranks in ways.items():
                 if ranks.peers is None or ranks.peers.takes(x_BD):
-                    figures[f"{name}_ms"] = _time(partial(_sum_often, ranks, x_BD, num_sums), device)
+                    figures[f"{name}_ms"] = _time(partial(sum_pairs, ranks, x_BD, config.num_hidden_layers), device)
             part_BW = torch.randn(rows, config.vocab_size // size, dtype=dtype, device=place)
             figures["logits_ms"] = _time(partial(plain.concatenate, part_BW), device)
             found[f"sums of {rows} rows"] = figures
@@ -97,13 +103,6 @@ def _sums_of_rank(
 
 def _print_figures(name: str, figures: dict[str, float]) -> None:
     print(f"  {name:22s}" + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()), flush=True)
-
-
-def _sum_often(ranks: Ranks, x_BD: torch.Tensor, count: int) -> None:
-    for _ in range(count):
-        partial_BD = ranks.room(x_BD)
-        partial_BD.copy_(x_BD)
-        ranks.sum(partial_BD)
 
 
 def _drop(_result: object) -> None:

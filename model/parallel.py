@@ -56,10 +56,17 @@ class PeerSums(Protocol):
         """Whether it is the faster one for tensors of this shape: the same on every rank."""
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Where such a tensor must lie to be summed. One at a time."""
+        """Where such a tensor must lie to be summed next: sums come in pairs, as a layer has them, and each begins with
+        this."""
+
+    def first_room(self, like: torch.Tensor) -> torch.Tensor:
+        """The same for the one sum that comes before the pairs of a step."""
 
     def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
         """out: the sum over all ranks of what lies there."""
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        """x: itself and the sum over all ranks of what lies there."""
 
 
 class Sums(Enum):
@@ -99,10 +106,10 @@ class Ranks:
     exchanges: Exchanges = field(default_factory=Exchanges, compare=False)
 
     def room(self, like: torch.Tensor, *, plain: torch.Tensor | None = None) -> torch.Tensor:
-        """Memory of this shape for what `sum` is given next, with nothing in it. plain: what will do where it need not
-        be special; None: new memory."""
+        """Memory of this shape for what `sum` or `add_sum` is given next, with nothing in it. plain: for the first sum
+        of a step, what will do where it need not be special; None: one of a pair of sums, with new memory."""
         if self.peers is not None and self.peers.takes(like):
-            return self.peers.room(like)
+            return self.peers.room(like) if plain is None else self.peers.first_room(like)
         return torch.empty_like(like) if plain is None else plain
 
     def sum(self, partial: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,6 +129,13 @@ class Ranks:
             with self.exchanges:
                 distributed.all_reduce(partial, group=self.group)
         return partial if out is None or out is partial else out.copy_(partial)
+
+    def add_sum(self, partial: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x, to which the sum of all ranks' tensors was added; see `sum`."""
+        if self.peers is not None and self.peers.takes(partial):
+            self.peers.add(partial, x)
+            return x
+        return x.add_(self.sum(partial))
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""
@@ -147,9 +161,13 @@ class Ranks:
         distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
         return values[0]
 
-    def concatenate(self, part_SW: torch.Tensor) -> torch.Tensor:
-        """[S, V] of all ranks' columns, in the order of the ranks."""
-        return self._gather(part_SW).transpose(0, 1).reshape(len(part_SW), -1)
+    def concatenate(self, part_SW: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, V] of all ranks' columns, in the order of the ranks; out: where to, None: in new memory."""
+        parts_SGW = self._gather(part_SW).transpose(0, 1)
+        if out is None:
+            return parts_SGW.reshape(len(part_SW), -1)
+        out.view(parts_SGW.shape).copy_(parts_SGW)
+        return out
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         """Every rank's, in their order, along a new first dimension."""

@@ -168,7 +168,7 @@ class Autotuner:
             self.names[key] = before
 
 
-def time_graph(work: Callable[[], None], stream: torch.cuda.Stream | None = None, *, steps: int = STEPS) -> float:
+def time_graph(work: Callable[[], object], stream: torch.cuda.Stream | None = None, *, steps: int = STEPS) -> float:
     """Median milliseconds of the work as a CUDA graph, captured and replayed on the stream or on one of its own; each
     timing is of so many steps."""
     stream = stream or torch.cuda.Stream()

@@ -150,5 +150,5 @@ class DecodeStep:
         hidden_BD, logits_BV = self.hidden_BD[:B], self.logits_BV[:B]
         rms_norm(x_TD, index_B, self.weights.norm_D, hidden_BD, self.weights.config.rms_norm_eps)
         if self.weights.ranks.size > 1:
-            return logits_BV.copy_(self.project(hidden_BD))
+            return self.weights.ranks.concatenate(hidden_BD @ self.weights.head_VD.T, out=logits_BV)
         return torch.mm(hidden_BD, self.weights.head_VD.T, out=logits_BV)

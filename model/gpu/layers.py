@@ -60,7 +60,7 @@ class SumsInPlace:
 
     def reduce(self, x_SD: torch.Tensor, partial_SD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return x_SD.add_(self.weights.ranks.sum(partial_SD)) if self.has_sums else partial_SD
+        return self.weights.ranks.add_sum(partial_SD, x_SD) if self.has_sums else partial_SD
 
 
 class PlainFinish(SumsInPlace):

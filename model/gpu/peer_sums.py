@@ -1,16 +1,18 @@
-"""Sums over ranks of a few rows by one kernel that reads every peer's memory (torch's symmetric memory, one shot).
+"""Sums over ranks of a few rows by one kernel that reads every peer's memory (torch's symmetric memory).
 
 A decode step of few rows sums some kilobytes twice a layer, and what NCCL takes for each is latency: 56 times ten
 microseconds are a quarter of what half of a 7B model takes to read. Each rank's product is written where its peers can
-read it; one kernel waits until all have written, adds them up in the order of the ranks (so that all get the same bits)
-and waits until all have read. Whether, and up to which size, that is faster than NCCL is measured before serving, and
-rank 0's measurement holds. Without NVLink's multicast.
+read it; one kernel waits until all have written and adds them up in the order of the ranks (so that all get the same
+bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and overlaps with
+its neighbours (model/kernels/small_batch/peer_sum.py). Which of them is faster than NCCL, for which sizes, is measured
+before serving, and rank 0's measurement holds. Without NVLink's multicast.
 
 What it needs is asked for, compared with NCCL's sums, and left alone where either fails.
 Must not know: layers, steps.
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -18,8 +20,10 @@ from functools import partial
 
 import torch
 
-from octavo.model.gpu.autotune import time_graph
-from octavo.model.parallel import Ranks, Sums
+from octavo.model.gpu.autotune import STEPS, time_graph
+from octavo.model.kernels.small_batch.launch import Overlap
+from octavo.model.kernels.small_batch.peer_sum import num_programs, peer_sum
+from octavo.model.parallel import PeerSums, Ranks, Sums
 
 VARIABLE = "OCTAVO_SUMS"
 """Of the environment: a Way; unset: the fastest."""
@@ -31,62 +35,194 @@ class Way(Enum):
 
     FASTEST = "fastest"
     LIBRARY = "library"
-    ONE_SHOT = "one_shot"
+    ONE_SHOT = "one_shot"  # torch's kernel
+    FUSED = "fused"  # ours
 
 
 MOST_BYTES = 1 << 20
-"""Of a sum. Beyond, each rank would read much more than NCCL moves."""
+"""Of a sum by torch's kernel."""
 GROUP_SIZES = (2, 4, 8)
 """Those for which torch's kernel adds in the order of the ranks."""
 DTYPES = (torch.bfloat16, torch.float32)
-TIMED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SUMS_AT_ONCE = 16
+TIMED_ROWS = (1, 4, 16, 64, 256, 1024, 8192)
+"""Each stands for those below it, down to the one before; of more rows than the last, nothing is known."""
+TIMED_PAIRS = 8
+MANY_ROWS, STEPS_OF_MANY = 1024, 4
 _ALIGNMENT_BYTES = 16
 
 
-class SymmetricSums:
-    """Implements `PeerSums` for tensors of up to `limit` elements of one dtype; one at a time, in one stream. All ranks
-    make theirs at once. Raises RuntimeError where devices or drivers cannot do it."""
+class _Peers:
+    """What both ways share: memory of up to `limit` elements of one dtype that all ranks read. All ranks make theirs at
+    once. Raises RuntimeError where devices or drivers cannot do it."""
 
-    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # which not every build of torch has
-
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int, num_rooms: int) -> None:
         assert ranks.group is not None
-        self._group_name = ranks.group.group_name
-        self._room = symmetric.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(self._room, self._group_name)
-        self.limit = self._room.numel()
+        self.ranks, self.group_name = ranks, ranks.group.group_name
+        self._dtype, self.limit = dtype, limit
+        self.memory = SharedMemory((num_rooms, self.limit), dtype, device, ranks)
 
     def takes(self, partial: torch.Tensor) -> bool:
         """See PeerSums."""
         is_aligned = partial.numel() * partial.element_size() % _ALIGNMENT_BYTES == 0
-        return partial.dtype == self._room.dtype and 0 < partial.numel() <= self.limit and is_aligned
+        return partial.dtype == self._dtype and 0 < partial.numel() <= self.limit and is_aligned
+
+
+class SharedMemory:
+    """Zeros of one shape on every rank, which all ranks read and write."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+        from torch.distributed import _symmetric_memory as symmetric  # which not every build of torch has
+
+        self.own = symmetric.empty(*shape, dtype=dtype, device=device)
+        self.own.zero_()
+        assert ranks.group is not None
+        self._ranks, self._handle = ranks, symmetric.rendezvous(self.own, ranks.group)
+
+    def of_all(self) -> list[torch.Tensor]:
+        """Every rank's, in their order."""
+        shape, dtype, ranks = self.own.shape, self.own.dtype, self._ranks
+        others = (self._handle.get_buffer(rank, shape, dtype) for rank in range(ranks.size))
+        return [self.own if rank == ranks.rank else other for rank, other in enumerate(others)]
+
+
+class OneShotSums(_Peers):
+    """Implements `PeerSums` by torch's kernel, which leaves the room free; in one stream."""
+
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
+        super().__init__(ranks, dtype, device, limit=min(limit, MOST_BYTES // dtype.itemsize), num_rooms=1)
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """See PeerSums."""
-        return self._room[: like.numel()].view(like.shape)
+        return self.memory.own.view(-1)[: like.numel()].view(like.shape)
+
+    first_room = room
 
     def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
         """See PeerSums."""
-        torch.ops.symm_mem.one_shot_all_reduce_out(room, "sum", self._group_name, out)
+        torch.ops.symm_mem.one_shot_all_reduce_out(room, "sum", self.group_name, out)
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        """See PeerSums."""
+        out = torch.empty_like(x)
+        self.sum(room, out)
+        x.add_(out)
+
+
+class FusedSums(_Peers):
+    """Implements `PeerSums` by our kernel, with a room for each of a layer's two sums and one for the embedding's; in
+    one stream."""
+
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
+        super().__init__(ranks, dtype, device, limit=limit, num_rooms=3)
+        self._rooms = list(zip(*(each.unbind() for each in self.memory.of_all()), strict=True))
+        self._shared = SharedMemory((num_programs(self.limit), ranks.size), torch.int32, device, ranks)
+        self._counts = tuple(self._shared.of_all())
+        self._overlap, self._turn = Overlap.on(self.memory.own), 0
+        torch.cuda.synchronize(device)
+        ranks.least(0)  # zeros are there before the first of us counts
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """See PeerSums."""
+        self._turn ^= 1
+        return self._view(self._turn ^ 1, like)
+
+    def first_room(self, like: torch.Tensor) -> torch.Tensor:
+        """See PeerSums."""
+        return self._view(2, like)
+
+    def _view(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        return self._rooms[number][self.ranks.rank][: like.numel()].view(like.shape)
+
+    def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        """See PeerSums."""
+        self._run(room, out, adds=False)
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        """See PeerSums."""
+        self._run(room, x, adds=True)
+
+    def _run(self, room: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+        rank, address = self.ranks.rank, room.data_ptr()
+        rooms = next(each for each in self._rooms if each[rank].data_ptr() == address)
+        peer_sum(rooms, self._counts, out, rank=rank, adds=adds, overlap=self._overlap)
+
+
+class SumsBySize:
+    """Implements `PeerSums` by one of several, or by none of them, as measured. fastest: for tensors of up to so many
+    elements."""
+
+    def __init__(self, fastest: dict[int, PeerSums | None]) -> None:
+        self._sizes, self._ways = sorted(fastest), [fastest[size] for size in sorted(fastest)]
+
+    def _way(self, tensor: torch.Tensor) -> PeerSums | None:
+        number = bisect_left(self._sizes, tensor.numel())
+        return self._ways[number] if number < len(self._ways) else None
+
+    def takes(self, partial: torch.Tensor) -> bool:
+        """See PeerSums."""
+        way = self._way(partial)
+        return way is not None and way.takes(partial)
+
+    def _taking(self, tensor: torch.Tensor) -> PeerSums:
+        way = self._way(tensor)
+        assert way is not None
+        return way
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """See PeerSums."""
+        return self._taking(like).room(like)
+
+    def first_room(self, like: torch.Tensor) -> torch.Tensor:
+        """See PeerSums."""
+        return self._taking(like).first_room(like)
+
+    def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        """See PeerSums."""
+        self._taking(room).sum(room, out)
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        """See PeerSums."""
+        self._taking(room).add(room, x)
 
 
 def with_peer_sums(
-    ranks: Ranks, *, hidden_size: int, dtype: torch.dtype, device: torch.device, note: Callable[[str], None]
+    ranks: Ranks,
+    *,
+    hidden_size: int,
+    max_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    note: Callable[[str], None],
 ) -> Ranks:
-    """The ranks, with sums of few rows by this way where it is there, gives NCCL's sums and is faster. On every rank at
-    once, on idle devices. note: is given a sentence on what came of it. Raises ValueError for an unknown way in the
-    environment."""
+    """The ranks, with sums by the way that is fastest for each size among those that are there and give NCCL's sums. On
+    every rank at once, on idle devices. max_rows: that a sum may have. note: is given a sentence on what came of it.
+    Raises ValueError for an unknown way in the environment."""
     wanted = ranks.agree(_wanted_way())
     if wanted is Way.LIBRARY:
         return ranks
-    found = ways_to_sum(ranks, hidden_size=hidden_size, dtype=dtype, device=device, note=note)
-    chosen = found.get(Way.ONE_SHOT.value, ranks)
-    if wanted is not Way.FASTEST or not isinstance(chosen.peers, SymmetricSums):
-        return chosen
-    chosen.peers.limit = _faster_up_to(ranks, chosen, hidden_size, dtype, device)
-    note(f"sums of up to {chosen.peers.limit // hidden_size} rows go by peers' memory, others through NCCL")
-    return chosen if chosen.peers.limit else ranks
+    found = ways_to_sum(ranks, hidden_size=hidden_size, max_rows=max_rows, dtype=dtype, device=device, note=note)
+    if wanted is not Way.FASTEST or not found:
+        return found.get(wanted.value, ranks)
+    fastest, told = dict[int, PeerSums | None](), list[str]()
+    stream = torch.cuda.Stream(device)
+    for rows in [*(rows for rows in TIMED_ROWS if rows < max_rows), max_rows]:
+        x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
+        ways = {Way.LIBRARY.value: ranks} | {
+            name: each for name, each in found.items() if each.peers is not None and each.peers.takes(x_BD)
+        }
+        times_ms = {name: _time_pairs(each, x_BD, stream) for name, each in ways.items()}
+        name = ranks.agree(min(times_ms, key=lambda name: times_ms[name]))
+        fastest[x_BD.numel()] = ways[name].peers
+        told.append(f"up to {rows} rows {name} ({', '.join(f'{key} {1e3 * ms:.1f}' for key, ms in times_ms.items())})")
+    note(f"sums and what they take, us: {'; '.join(told)}")
+    return replace(ranks, peers=SumsBySize(fastest))
+
+
+def _time_pairs(ranks: Ranks, x_BD: torch.Tensor, stream: torch.cuda.Stream) -> float:
+    """Milliseconds of a sum, with a copy before it."""
+    work = partial(sum_pairs, ranks, x_BD, TIMED_PAIRS)
+    steps = STEPS_OF_MANY if len(x_BD) >= MANY_ROWS else STEPS
+    return time_graph(work, stream, steps=steps) / (2 * TIMED_PAIRS)
 
 
 def _wanted_way() -> Way:
@@ -97,55 +233,52 @@ def _wanted_way() -> Way:
 
 
 def ways_to_sum(
-    ranks: Ranks, *, hidden_size: int, dtype: torch.dtype, device: torch.device, note: Callable[[str], None]
+    ranks: Ranks,
+    *,
+    hidden_size: int,
+    max_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    note: Callable[[str], None],
 ) -> dict[str, Ranks]:
     """Ranks with each way beside NCCL's that is there and gives right sums, by a Way's value; see `with_peer_sums`."""
     if device.type != "cuda" or ranks.size not in GROUP_SIZES or dtype not in DTYPES or ranks.sums is not Sums.FAST:
         return {}
-    own: SymmetricSums | None = None
-    try:
-        own = SymmetricSums(ranks, dtype, device)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        note(f"sums go through NCCL alone, since peers' memory cannot be read: {error}")
-    if not ranks.least(int(own is not None)) or own is None:
-        return {}
-    with_own = replace(ranks, peers=own)
-    if not ranks.least(int(_is_right(ranks, with_own, hidden_size, dtype, device))):
-        note("sums go through NCCL alone, since those by peers' memory are not the same")
-        return {}
-    return {Way.ONE_SHOT.value: with_own}
+    found = dict[str, Ranks]()
+    for way, make in ((Way.ONE_SHOT, OneShotSums), (Way.FUSED, FusedSums)):
+        own: OneShotSums | FusedSums | None = None
+        try:
+            own = make(ranks, dtype, device, limit=max_rows * hidden_size)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            note(f"there are no {way.value} sums, since peers' memory cannot be read: {error}")
+        if not ranks.least(int(own is not None)) or own is None:
+            continue
+        with_own = replace(ranks, peers=own)
+        largest = own.limit // hidden_size
+        if ranks.least(int(_is_right(ranks, with_own, (1, 2, min(8, largest), largest), hidden_size, dtype, device))):
+            found[way.value] = with_own
+        else:
+            note(f"there are no {way.value} sums, since they are not the same as NCCL's")
+    return found
 
 
-def _is_right(library: Ranks, with_own: Ranks, hidden_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether both give the same, of one row and of many."""
+def _is_right(
+    library: Ranks, with_own: Ranks, sizes: tuple[int, ...], hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether both give the same for so many rows."""
     is_right = True
-    for rows in (1, 8, MOST_BYTES // (hidden_size * dtype.itemsize)):  # all of them, as the other ranks do
+    for rows in sizes:  # all of them, as the other ranks do
         x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
-        wanted, found = (_sum_copy(ranks, x_BD).float() for ranks in (library, with_own))
-        is_right &= torch.allclose(found, wanted, rtol=2e-2, atol=2e-2)
+        wanted, found = (sum_pairs(ranks, x_BD, 1).float() for ranks in (library, with_own))
+        is_right &= torch.allclose(found, wanted, rtol=2e-2, atol=6e-2)
     return is_right
 
 
-def _faster_up_to(library: Ranks, with_own: Ranks, hidden_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Elements; 0 where it is never faster."""
-    limit, stream = 0, torch.cuda.Stream(device)
-    for rows in TIMED_ROWS:
-        if rows * hidden_size * dtype.itemsize > MOST_BYTES:
-            break
-        x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
-        library_ms, own_ms = (time_graph(partial(_sum_often, ranks, x_BD), stream) for ranks in (library, with_own))
-        if not library.agree(own_ms < library_ms):
-            break
-        limit = rows * hidden_size
-    return limit
-
-
-def _sum_copy(ranks: Ranks, x_BD: torch.Tensor) -> torch.Tensor:
-    partial_BD = ranks.room(x_BD)
-    partial_BD.copy_(x_BD)
-    return ranks.sum(partial_BD)
-
-
-def _sum_often(ranks: Ranks, x_BD: torch.Tensor) -> None:
-    for _ in range(SUMS_AT_ONCE):
-        _sum_copy(ranks, x_BD)
+def sum_pairs(ranks: Ranks, x_BD: torch.Tensor, count: int) -> torch.Tensor:
+    """The sums of so many layers, each behind a copy, where a layer has a product."""
+    total_BD = torch.zeros_like(x_BD)
+    for _ in range(2 * count):
+        partial_BD = ranks.room(x_BD)
+        partial_BD.copy_(x_BD)
+        ranks.add_sum(partial_BD, total_BD)
+    return total_BD

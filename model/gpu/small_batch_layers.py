@@ -97,7 +97,7 @@ class SmallBatchLayers:
             cut=cuts.head, overlap=self.overlap,
         )  # fmt: skip
         if ranks.size > 1:
-            logits_BV.copy_(ranks.concatenate(part_BW))
+            ranks.concatenate(part_BW, out=logits_BV)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

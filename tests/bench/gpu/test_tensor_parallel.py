@@ -30,7 +30,7 @@ def test_one_rank_and_two_are_measured_in_turns(tmp_path: Path, monkeypatch: pyt
         assert figures["decode 4"].keys() == {"ms", "floor_ms"}  # on a busy CPU, any number
     one, two = (report["turns"][size][0]["decode 1"]["floor_ms"] for size in ("1", "2"))
     assert two == pytest.approx(one / 2)
-    assert report["sums"]["sums of 8 rows"]["bytes"] == 5 * 8 * 64 * 4  # of two layers and the embedding
+    assert report["sums"]["sums of 8 rows"]["bytes"] == 4 * 8 * 64 * 4  # of two layers
     assert report["sums"]["sums of 8 rows"]["library_ms"] > 0
     assert report["bars"] == []
 

@@ -144,6 +144,14 @@ class FewRows:
     def room(self, like: torch.Tensor) -> torch.Tensor:
         return self._memory[: like.numel()].view(like.shape).fill_(torch.nan)
 
+    def first_room(self, like: torch.Tensor) -> torch.Tensor:
+        return self.room(like)
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        summed = torch.empty_like(x)
+        self.sum(room, summed)
+        x += summed
+
     def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
         assert room.data_ptr() == self._memory.data_ptr() != out.data_ptr()
         self.num_sums += 1

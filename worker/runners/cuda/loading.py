@@ -63,6 +63,7 @@ def make_cuda_runner(
         faster = with_peer_sums(
             ranks,
             hidden_size=weights.config.hidden_size,
+            max_rows=config.max_batch_tokens,
             dtype=weights.dtype,
             device=weights.embed_VD.device,
             note=lambda told: log.info("sums_measured", found=told),

@@ -1,0 +1,94 @@
+"""A sum over ranks by one kernel that reads every peer's memory, and adds it to the residual stream in the same pass.
+
+    this rank  | product -> its room |begin| signal peers | wait for theirs | read all rooms, add up | ...
+    a peer     |   product -> its room     |begin| signal | wait ...        | read all rooms, add up | ...
+
+Between two ranks that is also the least that can go over the link, whatever the size: of each rank's numbers, each is
+read once. Each program signals for its part alone, by counting up in every peer's memory, and waits until each peer's
+count is its own: nothing is reset, and nobody waits for an answer over the link. Numbers are added in float32 in the
+order of the ranks and rounded once, so that all ranks get the same bits. A room may be written again after the next sum
+that begins: then every peer has ended this one. So sums that follow one another need rooms of their own, and two are
+enough.
+
+The next kernel may start at once and load its weights while this one waits (model/kernels/small_batch/launch.py).
+
+Must not know: how peers' memory is had, layers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.model.kernels.small_batch.launch import Overlap, begin, wait
+
+BLOCK, LARGE_BLOCK = 2048, 8192
+WARPS = 8
+MAX_PROGRAMS = 512
+"""All of them are on the device at once; of large sums, each goes from block to block."""
+
+
+def num_programs(num_elements: int) -> int:
+    """Of a sum of so many numbers, and so the counts of each rank that it needs."""
+    return min(MAX_PROGRAMS, triton.cdiv(num_elements, BLOCK))
+
+
+@triton.jit
+def _peer_sum_kernel(
+    rooms, counts, out, num_elements,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    program = tl.program_id(0)
+    own = counts[RANK] + program * SIZE
+    wait(PDL)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            # Relaxed: the kernel that wrote the room has ended, and what it wrote is in memory.
+            tl.atomic_add(counts[peer] + program * SIZE + RANK, 1, sem="relaxed", scope="sys")
+    # By one thread, which tells the others: those that load it for themselves could see what the first has stored.
+    turn = tl.atomic_add(own + RANK, 1, sem="relaxed", scope="gpu") + 1
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            found = tl.atomic_add(own + peer, 0, sem="acquire", scope="sys")
+            while found - turn < 0:  # which also holds where counts wrap
+                found = tl.atomic_add(own + peer, 0, sem="acquire", scope="sys")
+    for start in tl.range(program * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        mask = k < num_elements
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(SIZE):
+            total += tl.load(rooms[peer] + k, mask=mask, other=0.0, volatile=True).to(tl.float32)
+        if ADDS:
+            total += tl.load(out + k, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + k, total.to(out.dtype.element_ty), mask=mask)
+
+
+def peer_sum(
+    rooms: tuple[torch.Tensor, ...],
+    counts: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    *,
+    rank: int,
+    adds: bool,
+    overlap: Overlap,
+) -> None:
+    """out, the sum of what lies in the same room of every rank; adds: with what out had. rooms, counts: of every rank,
+    in their order, this one's among them. counts: int32, zero at first, a column for each rank and a row for each of
+    `num_programs`. Every rank launches the same sums in the same order.
+
+    Raises ValueError where a tensor does not fit.
+    """
+    num_elements, programs = out.numel(), num_programs(out.numel())
+    if len(rooms) != len(counts) or not 0 <= rank < len(rooms):
+        raise ValueError(f"rank {rank} has {len(rooms)} rooms and {len(counts)} counts")
+    if not out.is_contiguous() or any(room.dtype != out.dtype or room.numel() < num_elements for room in rooms):
+        raise ValueError(f"out has shape {tuple(out.shape)} and is {out.dtype}, which its rooms do not fit")
+    least = programs * len(rooms)
+    if any(each.dtype != torch.int32 or each.numel() < least for each in counts):
+        raise ValueError(f"a sum of {num_elements} numbers needs {least} counts of int32 on each rank")
+    block = BLOCK if num_elements <= MAX_PROGRAMS * BLOCK else LARGE_BLOCK
+    _peer_sum_kernel[(programs,)](
+        rooms, counts, out, num_elements,
+        RANK=rank, SIZE=len(rooms), BLOCK=block, ADDS=adds, PDL=overlap.value, num_warps=WARPS,
+        launch_pdl=overlap.value,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Sums over ranks through memory that all of them read: as processes that share it, in Triton's interpreter."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
+from octavo.model.kernels.small_batch.launch import Overlap
+from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_sum
+from octavo.model.parallel import Ranks
+from tests.support.model.interpreter import WARNINGS
+from tests.support.model.ranks import on_ranks
+
+pytestmark = [
+    *WARNINGS,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_gpu_ranks.py has the ranks of devices"),
+]
+NUM_SUMS = 6
+SIZES = (64, BLOCK + 48, 16)
+
+
+def shared(path: Path, rank: int, dtype: torch.dtype, size: int) -> torch.Tensor:
+    """Of a rank, seen from any."""
+    return torch.from_file(str(path / f"{dtype}-{rank}".replace("torch.", "")), shared=True, size=size, dtype=dtype)
+
+
+def part(rank: int, number: int, size: int) -> torch.Tensor:
+    """What a rank brings to one of the sums."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def sums_in_turns(ranks: Ranks, folder: Path, first: int, most_programs: int) -> dict[str, object]:
+    """Sums of several sizes through two rooms in turns; every other one is added to what there is. first: where counts
+    begin."""
+    peer_sum_module.MAX_PROGRAMS, peer_sum_module.LARGE_BLOCK = most_programs, 1024
+    most, everyone = max(SIZES), range(ranks.size)
+    memory = [shared(folder, rank, torch.float32, 2 * most) for rank in everyone]
+    counts = [shared(folder, rank, torch.int32, num_programs(most) * ranks.size) for rank in everyone]
+    memory[ranks.rank].fill_(torch.nan)
+    counts[ranks.rank].fill_(first)
+    ranks.least(0)
+    found = {}
+    for number in range(NUM_SUMS):
+        size, turn = SIZES[number // 2 % len(SIZES)], number % 2
+        rooms = tuple(each[turn * most : (turn + 1) * most] for each in memory)
+        rooms[ranks.rank][:size] = part(ranks.rank, number, size)
+        out = torch.full((size,), float(number))
+        peer_sum(rooms, tuple(counts), out, rank=ranks.rank, adds=turn == 1, overlap=Overlap.NONE)
+        found[f"sum {number}"] = out
+    return {**found, "counts": counts[ranks.rank].tolist()}
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "most_programs"),
+    [(2, 0, 9), (2, 2**31 - 2, 9), (4, 0, 9), (2, 0, 1)],
+    ids=["two", "counts wrap", "four", "a program goes from block to block"],
+)
+def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(
+    size: int, first: int, most_programs: int, tmp_path: Path
+) -> None:
+    (tmp_path / "memory").mkdir()
+    found = on_ranks(size, sums_in_turns, tmp_path, tmp_path / "memory", first, most_programs)
+    for number in range(NUM_SUMS):
+        length = SIZES[number // 2 % len(SIZES)]
+        wanted = torch.zeros(length)
+        for rank in range(size):
+            wanted += part(rank, number, length)
+        if number % 2:
+            wanted += float(number)
+        for rank in found:
+            assert np.array_equal(rank[f"sum {number}"], wanted.numpy())
+    told = [first + NUM_SUMS] * size + ([first + 2] * size if most_programs > 1 else [])  # two sums of two programs
+    assert found[0]["counts"] == np.array(told, np.int64).astype(np.int32).tolist()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    room, counts, out = torch.zeros(64), torch.zeros(2, dtype=torch.int32), torch.zeros(64)
+    peer_sum((room,), (counts,), out, rank=0, adds=False, overlap=Overlap.NONE)
+    for rooms, each, wanted in (
+        ((room, room), (counts,), "rank 0 has 2 rooms and 1 counts"),
+        ((room[:32],), (counts,), "its rooms do not fit"),
+        ((room.bfloat16(),), (counts,), "its rooms do not fit"),
+        ((room,), (counts.long(),), "needs 1 counts of int32"),
+        ((room,), (counts[:0],), "needs 1 counts of int32"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            peer_sum(rooms, each, out, rank=0, adds=False, overlap=Overlap.NONE)
