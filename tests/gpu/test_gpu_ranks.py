@@ -112,7 +112,7 @@ def four_sums(ranks: Ranks, mine: torch.Tensor, out: torch.Tensor) -> None:
 
 @needs_two
 def test_sums_by_every_way_are_right_and_the_same_on_both(tmp_path: Path) -> None:
-    first, second = on_ranks(2, summed, tmp_path, place=Place.GPUS, timeout_s=RANKS_TIMEOUT_S)
+    first, second = on_ranks(2, summed, tmp_path, place=Place.GPUS, timeout_s=RANKS_TIMEOUT_S / 2)
     assert first["told"]
     ways = [name for name in first if name.split()[0] in ("library", "one_shot", "fused", "fastest")]
     assert len(ways) in (4, 7, 8, 11), first["told"]
