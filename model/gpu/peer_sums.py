@@ -80,8 +80,9 @@ class SharedMemory:
 
     def of_all(self) -> list[torch.Tensor]:
         """Every rank's, in their order."""
-        shape, dtype, ranks = self.own.shape, self.own.dtype, self._ranks
-        others = (self._handle.get_buffer(rank, shape, dtype) for rank in range(ranks.size))
+        shape, dtype, ranks, handle = self.own.shape, self.own.dtype, self._ranks, self._handle
+        remote = getattr(handle, "get_remote_tensor", handle.get_buffer)  # the same, but for memory within a block
+        others = (remote(rank, shape, dtype) for rank in range(ranks.size))
         return [self.own if rank == ranks.rank else other for rank, other in enumerate(others)]
 
 
