@@ -29,7 +29,7 @@ from octavo.model.parallel import Ranks, join_ranks
 SUM_ROWS = (1, 8, 32, 128, 256, 1024)
 
 
-def measure_sums(shape: str, size: int, device: str, out: Path) -> dict[str, dict[str, float]]:
+def measure_sums(shape: str, size: int, device: str, wanted: Way, out: Path) -> dict[str, dict[str, float]]:
     """Of a decode step, by its rows: bytes that a rank gives away, and milliseconds. out: what there is is written
     there. Raises BenchError with what the first rank that failed said; the others wait for it, and end with this
     process."""
@@ -38,7 +38,7 @@ def measure_sums(shape: str, size: int, device: str, out: Path) -> dict[str, dic
     with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
         for rank in range(size):
             end, theirs = context.Pipe(duplex=False)
-            words = (theirs, Path(folder) / "meeting", rank, size, shape, device, out)
+            words = (theirs, Path(folder) / "meeting", rank, size, shape, device, wanted, out)
             process = context.Process(target=_try_sums, args=words, daemon=True)
             process.start()
             theirs.close()
@@ -68,7 +68,7 @@ def _try_sums(end: Connection, *words: Any) -> None:
 
 
 def _sums_of_rank(
-    meeting: Path, rank: int, size: int, shape: str, device: str, out: Path
+    meeting: Path, rank: int, size: int, shape: str, device: str, wanted: Way, out: Path
 ) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     config, place = SHAPES[shape].config, device if device == "cpu" else f"cuda:{rank}"

@@ -5,7 +5,8 @@ microseconds are a quarter of what half of a 7B model takes to read. Each rank's
 read it; one kernel waits until all have written and adds them up in the order of the ranks (so that all get the same
 bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and overlaps with
 its neighbours (model/kernels/small_batch/peer_sum.py). Which of them is faster than NCCL, for which sizes, is measured
-before serving, and rank 0's measurement holds. Without NVLink's multicast.
+before serving, and rank 0's measurement holds. Ours was not yet run on devices and is asked for by name (OCTAVO_SUMS).
+Without NVLink's multicast.
 
 What it needs is asked for, compared with NCCL's sums, and left alone where either fails.
 Must not know: layers, steps.
@@ -13,7 +14,7 @@ Must not know: layers, steps.
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -26,25 +27,34 @@ from octavo.model.kernels.small_batch.peer_sum import num_programs, peer_sum
 from octavo.model.parallel import PeerSums, Ranks, Sums
 
 VARIABLE = "OCTAVO_SUMS"
-"""Of the environment: a Way; unset: the fastest."""
+"""Of the environment: a Way; unset: those that ran on devices, as measured."""
 
 
 class Way(Enum):
-    """How few rows are summed: as measured, or without a measurement in one way, to compare them or to do without
-    one."""
+    """How sums go: as measured, of what ran on devices or of all that there is; or in one way without a measurement, to
+    compare them or to do without one."""
 
+    TRIED = "tried"
     FASTEST = "fastest"
     LIBRARY = "library"
     ONE_SHOT = "one_shot"  # torch's kernel
-    FUSED = "fused"  # ours
+    FUSED = "fused"  # ours: compared in Triton's interpreter and compiled, not yet run on devices
 
 
+CANDIDATES = {
+    Way.TRIED: (Way.ONE_SHOT,),
+    Way.FASTEST: (Way.ONE_SHOT, Way.FUSED),
+    Way.LIBRARY: (),
+    Way.ONE_SHOT: (Way.ONE_SHOT,),
+    Way.FUSED: (Way.FUSED,),
+}
+"""Beside the library's."""
 MOST_BYTES = 1 << 20
 """Of a sum by torch's kernel."""
 GROUP_SIZES = (2, 4, 8)
 """Those for which torch's kernel adds in the order of the ranks."""
 DTYPES = (torch.bfloat16, torch.float32)
-TIMED_ROWS = (1, 4, 16, 64, 256, 1024, 8192)
+TIMED_ROWS = (1, 4, 16, 64, 128, 256, 1024, 8192)
 """Each stands for those below it, down to the one before; of more rows than the last, nothing is known."""
 TIMED_PAIRS = 8
 MANY_ROWS, STEPS_OF_MANY = 1024, 4
@@ -199,10 +209,10 @@ def with_peer_sums(
     every rank at once, on idle devices. max_rows: that a sum may have. note: is given a sentence on what came of it.
     Raises ValueError for an unknown way in the environment."""
     wanted = ranks.agree(_wanted_way())
-    if wanted is Way.LIBRARY:
-        return ranks
-    found = ways_to_sum(ranks, hidden_size=hidden_size, max_rows=max_rows, dtype=dtype, device=device, note=note)
-    if wanted is not Way.FASTEST or not found:
+    found = ways_to_sum(
+        ranks, CANDIDATES[wanted], hidden_size=hidden_size, max_rows=max_rows, dtype=dtype, device=device, note=note
+    )
+    if wanted.value in found or not found:
         return found.get(wanted.value, ranks)
     fastest, told = dict[int, PeerSums | None](), list[str]()
     stream = torch.cuda.Stream(device)
@@ -211,6 +221,8 @@ def with_peer_sums(
         ways = {Way.LIBRARY.value: ranks} | {
             name: each for name, each in found.items() if each.peers is not None and each.peers.takes(x_BD)
         }
+        if len(ways) == 1:
+            break
         times_ms = {name: _time_pairs(each, x_BD, stream) for name, each in ways.items()}
         name = ranks.agree(min(times_ms, key=lambda name: times_ms[name]))
         fastest[x_BD.numel()] = ways[name].peers
@@ -227,7 +239,7 @@ def _time_pairs(ranks: Ranks, x_BD: torch.Tensor, stream: torch.cuda.Stream) -> 
 
 
 def _wanted_way() -> Way:
-    name = os.environ.get(VARIABLE) or Way.FASTEST.value
+    name = os.environ.get(VARIABLE) or Way.TRIED.value
     if name not in [way.value for way in Way]:
         raise ValueError(f"{VARIABLE} is {name!r}; give one of {', '.join(way.value for way in Way)}")
     return Way(name)
@@ -235,6 +247,7 @@ def _wanted_way() -> Way:
 
 def ways_to_sum(
     ranks: Ranks,
+    wanted: Iterable[Way],
     *,
     hidden_size: int,
     max_rows: int,
@@ -242,11 +255,12 @@ def ways_to_sum(
     device: torch.device,
     note: Callable[[str], None],
 ) -> dict[str, Ranks]:
-    """Ranks with each way beside NCCL's that is there and gives right sums, by a Way's value; see `with_peer_sums`."""
+    """Ranks with each of the ways that is there and gives NCCL's sums, by a Way's value; see `with_peer_sums`."""
     if device.type != "cuda" or ranks.size not in GROUP_SIZES or dtype not in DTYPES or ranks.sums is not Sums.FAST:
         return {}
     found = dict[str, Ranks]()
-    for way, make in ((Way.ONE_SHOT, OneShotSums), (Way.FUSED, FusedSums)):
+    for way in wanted:
+        make = OneShotSums if way is Way.ONE_SHOT else FusedSums
         own: OneShotSums | FusedSums | None = None
         try:
             own = make(ranks, dtype, device, limit=max_rows * hidden_size)

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import ModelConfig
+from octavo.model.gpu import peer_sums
 from octavo.model.gpu.autotune import (
     FACTORS,
     Autotuner,
@@ -22,7 +23,7 @@ from octavo.model.gpu.autotune import (
     read_names,
     write_names,
 )
-from octavo.model.gpu.peer_sums import with_peer_sums
+from octavo.model.gpu.peer_sums import SumsBySize, Way, with_peer_sums
 from octavo.model.gpu.small_batch_layers import cuts_of
 from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.parallel import Ranks
@@ -189,3 +190,58 @@ def test_sums_by_peers_memory_are_left_alone_where_there_is_no_device() -> None:
             ranks, hidden_size=64, max_rows=8, dtype=torch.bfloat16, device=torch.device(device), note=pytest.fail
         )
         assert found is ranks
+
+
+class OneWay:
+    """A way to sum that says what it is asked."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.asked = most, list[str]()
+
+    def takes(self, partial: torch.Tensor) -> bool:
+        return partial.numel() <= self.most
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        self.asked.append(f"room {like.numel()}")
+        return torch.zeros_like(like)
+
+    def first_room(self, like: torch.Tensor) -> torch.Tensor:
+        self.asked.append(f"first {like.numel()}")
+        return torch.zeros_like(like)
+
+    def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        self.asked.append(f"sum {room.numel()}")
+        out.fill_(2)
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        self.asked.append(f"add {room.numel()}")
+        x += 2
+
+
+def test_sums_go_by_the_way_that_was_fastest_for_their_size() -> None:
+    few, many = OneWay(4), OneWay(64)
+    ranks = Ranks(peers=SumsBySize({16: None, 4: few, 64: many}))
+    for size in (3, 4, 5, 16, 17, 64, 65):
+        x = torch.ones(size)
+        ranks.sum(ranks.room(x, plain=x), out=x)
+        assert ranks.add_sum(ranks.room(x), x) is x
+    asked = [(name, size) for size in (3, 4) for name in ("first", "sum", "room", "add")]
+    assert few.asked == [f"{name} {size}" for name, size in asked]
+    assert [each.split()[1] for each in many.asked] == ["17"] * 4 + ["64"] * 4
+
+
+def test_by_default_sums_go_only_by_ways_that_ran_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+    monkeypatch.setattr(peer_sums, "ways_to_sum", lambda ranks, ways, **_: wanted.append(ways) or {})
+    for value in ("", "tried", "library", "fused", "fastest"):
+        monkeypatch.setenv(peer_sums.VARIABLE, value)
+        peer_sums.with_peer_sums(
+            Ranks(), hidden_size=8, max_rows=8, dtype=torch.bfloat16, device=torch.device("cpu"), note=pytest.fail
+        )
+    one_shot, fused = Way.ONE_SHOT, Way.FUSED
+    assert wanted == [(one_shot,), (one_shot,), (), (fused,), (one_shot, fused)]
+    monkeypatch.setenv(peer_sums.VARIABLE, "quickly")
+    with pytest.raises(ValueError, match="OCTAVO_SUMS is 'quickly'; give one of tried, fastest, library"):
+        peer_sums.with_peer_sums(
+            Ranks(), hidden_size=8, max_rows=8, dtype=torch.bfloat16, device=torch.device("cpu"), note=pytest.fail
+        )
