@@ -6,6 +6,8 @@ values of its context, which are all in the cache already. Tiles are listed by t
     context of a tile   |------ all queries see these ------|-- each query sees up to itself --|
     positions           0                                   position                   position + count
 
+A Hopper GPU has a faster kernel for most of what it serves (prefill_hopper.py).
+
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · P blocks · S block
 size · W tiles.
 """
@@ -18,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.model.kernels.attention import prefill_hopper
 from octavo.model.kernels.checks import check_pools, check_tensor
 
 QUERY_TILE = 128
@@ -35,7 +38,7 @@ class PrefillTiles:
 
     @classmethod
     def of(cls, head_dim: int) -> "PrefillTiles":
-        """What an H100 runs fastest (bench/RESULTS.md)."""
+        """What an H100 runs fastest of this kernel (bench/RESULTS.md)."""
         return cls(keys=64, warps=8) if head_dim > 64 else cls(keys=128, warps=4)
 
 
@@ -168,6 +171,8 @@ def prefill_attention(
     check_tensor("tiles_W4", tiles_W4, shape=(None, 4), dtype=torch.int32)
     check_tensor("table_RM", table_RM, shape=(None, None), dtype=torch.int32)
     if not len(tiles_W4):
+        return
+    if prefill_hopper.attend(q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, tiles_W4, scale * LOG2_E):
         return
     tiles = PrefillTiles.of(H)
     _prefill_attention_kernel[(N, len(tiles_W4))](

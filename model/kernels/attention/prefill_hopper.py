@@ -1,0 +1,122 @@
+"""Prompt attention on Hopper GPUs: where a kernel of warp groups (warp_groups.py) takes the plain one's place.
+
+The plain kernel of prefill.py computes the same, and serves wherever this one does not fit or does not compile.
+
+Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · P blocks · S block
+size · W tiles. Must not know: layers.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from octavo.model.kernels.attention.warp_groups import COLUMNS, KEYS, QUERIES, SMEM, SMEM_OF_QUERIES, attend_kernel
+
+COMPILERS = ("3.6.",)
+"""Releases of triton whose Gluon the kernel is written in: the language is experimental, and changes."""
+LEAST_BLOCK = 8  # tokens: the rows of one pattern in shared memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What differs by head dim. buffers: tiles of keys, and of values, in shared memory. registers: of a thread that
+    computes, and of one that loads. keeps_order: whether the product with the values is only waited for behind the
+    exponentials, as it is written, or where the compiler likes."""
+
+    buffers: int
+    registers: tuple[int, int]
+    keeps_order: bool
+
+
+FORMS = {
+    64: Form(buffers=3, registers=(232, 40), keeps_order=True),
+    128: Form(buffers=2, registers=(240, 24), keeps_order=False),
+}
+"""What an H100 and an H200 run fastest (bench/RESULTS.md)."""
+_compiled: dict[tuple[object, ...], bool] = {}
+
+
+def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
+    """Whether `attend` takes these: 16-bit numbers on a Hopper GPU, in head dims and blocks that a copy can take."""
+    S, H = k_pool_PKSH.shape[2:]
+    return (
+        q_TNH.is_cuda
+        and q_TNH.element_size() == 2
+        and k_pool_PKSH.dtype == q_TNH.dtype
+        and H in FORMS
+        and S >= LEAST_BLOCK
+        and S & (S - 1) == 0
+        and triton.__version__.startswith(COMPILERS)
+        and _is_hopper(q_TNH.device)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _num_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend(
+    q_TNH: torch.Tensor,
+    k_pool_PKSH: torch.Tensor,
+    v_pool_PKSH: torch.Tensor,
+    out_TNH: torch.Tensor,
+    table_RM: torch.Tensor,
+    tiles_W4: torch.Tensor,
+    log2_scale: float,
+) -> bool:
+    """`prefill.prefill_attention` of checked tensors, where they fit and this compiles; whether it was done.
+
+    log2_scale: the scale times log2(e).
+    """
+    if not fits(q_TNH, k_pool_PKSH):
+        return False
+    T, N, H = q_TNH.shape
+    P, K, S, _ = k_pool_PKSH.shape
+    form, num_rows, num_items = FORMS[H], P * K * S, len(tiles_W4) * N
+    q_cubes = TensorDescriptor(
+        q_TNH, [T, N, H], [N * H, H, 1], [QUERIES.value, 1, COLUMNS.value], SMEM_OF_QUERIES.value
+    )
+    k_rows, v_rows = (
+        TensorDescriptor(pool, [num_rows, H], [H, 1], [min(S, KEYS.value), COLUMNS.value], SMEM.value)
+        for pool in (k_pool_PKSH, v_pool_PKSH)
+    )
+    arguments = (
+        q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_RM.shape[1], num_items, num_rows, log2_scale
+    )  # fmt: skip
+    constants = {
+        "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order,
+        "CONSUMER_REGISTERS": form.registers[0], "PRODUCER_REGISTERS": form.registers[1], "num_warps": 4,
+    }  # fmt: skip
+    grid = (min(num_items, _num_programs(q_TNH.device)),)
+    if not _compiles((N, K, H, S, q_TNH.dtype, q_TNH.device), arguments, constants, grid):
+        return False
+    attend_kernel[grid](*arguments, **constants)
+    return True
+
+
+def _compiles(
+    shape: tuple[object, ...], arguments: tuple[object, ...], constants: Mapping[str, object], grid: tuple[int]
+) -> bool:
+    """Whether the kernel of this shape does, which is tried once: on another toolchain prompts are slower, not lost."""
+    if shape not in _compiled:
+        try:
+            attend_kernel.warmup(*arguments, grid=grid, **constants)
+            _compiled[shape] = True
+        except Exception as error:
+            _compiled[shape] = False
+            cause = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            warnings.warn(
+                f"prompts take the plain attention kernel: the one for Hopper GPUs fails: {cause}", stacklevel=2
+            )
+    return _compiled[shape]

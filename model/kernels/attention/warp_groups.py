@@ -1,0 +1,317 @@
+"""The kernel of prefill_hopper.py in Gluon: Triton with its layouts, copies and barriers written out.
+
+FlashAttention-3's form (arXiv:2407.08608) over paged keys and values. A program has three groups of warps, which speak
+through barriers in shared memory: `full` (copied) and `free` (read) of each buffer.
+
+    producer      | K0 Q V0 | K1 V1 | K2 V2 | ...        copies into shared memory, block by block of the table
+    consumer 0    | QK0 | exp 0 | QK1, PV0 | exp 1 | QK2, PV1 | exp 2 | ...        64 queries of one head
+    consumer 1          | QK0 | exp 0 | QK1, PV0 | exp 1 | QK2, PV1 | exp 2 | ...  64 others
+
+Matrix units and exponentials take about as long as each other at a head dim of 64. A consumer's exponentials run beside
+the other's products and beside its own product of the tile before with the values. Tiles of keys are taken from the
+last one back, so that only the first ones need a mask. Programs stay, one on each multiprocessor, and go from one tile
+of queries and head to the next: the next one's inputs are on their way while this one ends.
+
+Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · S block size · W
+tiles. smem: shared memory. Must not know: when this is used.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+CONSUMERS = gl.constexpr(2)
+QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
+KEYS = gl.constexpr(128)  # of a tile
+SUMS = gl.constexpr(8)  # partial sums of a query's weights: the columns that one instruction's threads share
+COLUMNS = gl.constexpr(64)  # of one copy: as wide as a pattern in shared memory
+SMEM = gl.constexpr(gl.NVMMASharedLayout(128, 16))
+SMEM_OF_QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
+
+
+@gluon.jit
+def _item(turn):
+    # Items are sorted by length: every other round goes backwards, so that each program's sum is about the same.
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def _num_turns(num_items):
+    return (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def _tile_of(item, num_items, tiles_W4, N: gl.constexpr):
+    # Row, first token, position, count; a count of 0 behind the last item.
+    at = tiles_W4 + item // N * 4
+    has = item < num_items
+    return (
+        gl.load(at, mask=has, other=0),
+        gl.load(at + 1, mask=has, other=0),
+        gl.load(at + 2, mask=has, other=0),
+        gl.load(at + 3, mask=has, other=0),
+    )
+
+
+@gluon.jit
+def _copy_tile(pool_rows, rows, full, smem, buffer, BOXES: gl.constexpr, PARTS: gl.constexpr):
+    # A product's operand lies in shared memory as 64 columns of every token, then the next 64.
+    for box in gl.static_range(BOXES):
+        for part in gl.static_range(PARTS):
+            room = smem.index((buffer * PARTS + part) * BOXES + box)
+            tma.async_copy_global_to_shared(pool_rows, [rows[box], part * COLUMNS], full, room)
+
+
+@gluon.jit
+def _produce(work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr):
+    (
+        q_cubes, k_rows, v_rows, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+        table_RM, tiles_W4, table_width, num_items, nowhere,
+    ) = work  # fmt: skip
+    BOX: gl.constexpr = k_rows.block_type.shape[0]
+    BOXES: gl.constexpr = KEYS // BOX
+    PARTS: gl.constexpr = H // COLUMNS
+    step = 0
+    num_done = 0
+    for turn in range(_num_turns(num_items)):
+        item = _item(turn)
+        row, first, position, count = _tile_of(item, num_items, tiles_W4, N)
+        if count > 0:
+            table = table_RM + row.to(gl.int64) * table_width
+            end = position + count
+            num_tiles = (end + KEYS - 1) // KEYS
+            for i in range(num_tiles):
+                buffer = step % BUFFERS
+                phase = (step // BUFFERS) & 1
+                rows = ()
+                for box in gl.static_range(BOXES):
+                    token = (num_tiles - 1 - i) * KEYS + box * BOX
+                    block = gl.load(table + token // S, mask=token < end, other=0)
+                    # Rows behind the pool are copied as zeros.
+                    row_of_pool = (block * K + item % N // (N // K)) * S + token % S
+                    rows += (gl.where(token < end, row_of_pool, nowhere),)
+                mbarrier.wait(k_free.index(buffer), phase ^ 1)
+                mbarrier.expect(k_full.index(buffer), KEYS * H * 2)
+                _copy_tile(k_rows, rows, k_full.index(buffer), k_smem, buffer, BOXES, PARTS)
+                if i == 0:
+                    for consumer in gl.static_range(CONSUMERS):
+                        mbarrier.wait(q_free.index(consumer), (num_done & 1) ^ 1)
+                        mbarrier.expect(q_full.index(consumer), QUERIES * H * 2)
+                        for part in gl.static_range(PARTS):
+                            corner = [first + consumer * QUERIES, item % N, part * COLUMNS]
+                            room = q_smem.index(consumer * PARTS + part)
+                            tma.async_copy_global_to_shared(q_cubes, corner, q_full.index(consumer), room)
+                mbarrier.wait(v_free.index(buffer), phase ^ 1)
+                mbarrier.expect(v_full.index(buffer), KEYS * H * 2)
+                _copy_tile(v_rows, rows, v_full.index(buffer), v_smem, buffer, BOXES, PARTS)
+                step += 1
+            num_done += 1
+
+
+@gluon.jit
+def _exp2(x):
+    # The library's exp2 keeps denormal numbers, which costs three more instructions.
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _in_sums(x):
+    # Several short chains of maxima or additions instead of a long one.
+    return gl.reshape(x, [x.shape[0], x.shape[1] // SUMS, SUMS])
+
+
+@gluon.jit
+def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
+    highest = gl.max(gl.max(_in_sums(score), 1), 1)
+    new_most = gl.maximum(most, gl.convert_layout(highest, most.type.layout) * log2_scale)
+    base = new_most
+    if IS_MASKED:
+        # A query whose tile starts behind it has seen nothing yet: no maximum to subtract.
+        base = gl.where(new_most == float("-inf"), 0.0, new_most)
+    shrink = _exp2(most - base)
+    weight = _exp2(score * log2_scale - gl.expand_dims(base, 1))
+    added = gl.convert_layout(gl.sum(_in_sums(weight), 1), total.type.layout)
+    total = total * _for_rows_of(total, shrink) + added
+    return weight, new_most, total, shrink
+
+
+@gluon.jit
+def _for_rows_of(matrix, x):
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, matrix.type.layout)), 1)
+
+
+@gluon.jit
+def _stream(
+    acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step, begin, stop,
+    position, log2_scale, BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr, IS_MASKED: gl.constexpr,
+):  # fmt: skip
+    # Tiles from that of token `begin` back to that of `stop`. The weights of the tile before wait as float32: as 16-bit
+    # numbers the compiler would take them apart from one round to the next.
+    score_layout: gl.constexpr = weight.type.layout
+    zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
+    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, score_layout)), 0)
+    for i in range((begin - stop) // KEYS):
+        now, before = step % BUFFERS, (step - 1) % BUFFERS
+        operand = gl.convert_layout(weight.to(q_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        mbarrier.wait(k_full.index(now), (step // BUFFERS) & 1)
+        mbarrier.wait(v_full.index(before), ((step - 1) // BUFFERS) & 1)
+        score_to_come = warpgroup_mma(q_smem, k_tiles.index(now).permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc_to_come = warpgroup_mma(operand, v_tiles.index(before), acc, is_async=True)
+        score = warpgroup_mma_wait(1, deps=[score_to_come])
+        if IS_MASKED:
+            score = gl.where(begin - i * KEYS + key <= position, score, float("-inf"))
+        weight, most, total, shrink = _weigh(score, most, total, log2_scale, IS_MASKED)
+        if KEEPS_ORDER:
+            # Nobody reads this. It needs the weights, and what follows cannot be moved before it: otherwise the
+            # compiler waits for the product with the values first, and the exponentials have less to run beside.
+            scratch.store(total)
+            gl.thread_barrier()
+            mbarrier.arrive(k_free.index(now))
+        acc = warpgroup_mma_wait(0, deps=[acc_to_come])
+        gl.thread_barrier()
+        if not KEEPS_ORDER:
+            mbarrier.arrive(k_free.index(now))
+        mbarrier.arrive(v_free.index(before))
+        acc = acc * _for_rows_of(acc, shrink)
+        step += 1
+    return acc, weight, most, total, step
+
+
+@gluon.jit
+def _consume(
+    consumer: gl.constexpr, work, N: gl.constexpr, H: gl.constexpr, BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr,
+):  # fmt: skip
+    (
+        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, scratch, tiles_W4, num_items,
+        log2_scale,
+    ) = work  # fmt: skip
+    element: gl.constexpr = out_TNH.dtype.element_ty
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    value_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
+    q_smem = q_smem._reinterpret(element, [CONSUMERS, QUERIES, H], SMEM).index(consumer)
+    k_tiles = k_smem._reinterpret(element, [BUFFERS, KEYS, H], SMEM)
+    v_tiles = v_smem._reinterpret(element, [BUFFERS, KEYS, H], SMEM)
+    scratch = scratch.index(consumer)
+    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, score_layout)), 0)
+    query = consumer * QUERIES + gl.arange(0, QUERIES, row_layout)
+    m = consumer * QUERIES + gl.arange(0, QUERIES, gl.SliceLayout(1, acc_layout))
+    h = gl.arange(0, H, gl.SliceLayout(0, acc_layout))
+    step = 0
+    num_done = 0
+    item = _item(0)
+    _row, first, start, count = _tile_of(item, num_items, tiles_W4, N)
+    for turn in range(_num_turns(num_items)):
+        n = item % N
+        item = _item(turn + 1)
+        _row, next_first, next_start, next_count = _tile_of(item, num_items, tiles_W4, N)
+        if count > 0:
+            end = start + count
+            begin = (end - 1) // KEYS * KEYS
+            position = gl.expand_dims(start + query, 1)
+            buffer, phase = step % BUFFERS, (step // BUFFERS) & 1
+
+            # The last tile may end behind the context, where the values of its block can be anything, NaN as well.
+            mbarrier.wait(q_full.index(consumer), num_done & 1)
+            mbarrier.wait(k_full.index(buffer), phase)
+            zero = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
+            score = warpgroup_mma(q_smem, k_tiles.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
+            score = warpgroup_mma_wait(0, deps=[score])
+            gl.thread_barrier()
+            mbarrier.arrive(k_free.index(buffer))
+            token = begin + key
+            score = gl.where((token <= position) & (token < end), score, float("-inf"))
+            most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
+            total = gl.zeros([QUERIES, SUMS], gl.float32, total_layout)
+            weight, most, total, _shrink = _weigh(score, most, total, log2_scale, True)
+            mbarrier.wait(v_full.index(buffer), phase)
+            if begin + KEYS > end:
+                # Both consumers write the same.
+                values = v_tiles.index(buffer).load(value_layout)
+                is_value = begin + gl.arange(0, KEYS, gl.SliceLayout(1, value_layout)) < end
+                v_tiles.index(buffer).store(gl.where(gl.expand_dims(is_value, 1), values, 0.0))
+                fence_async_shared()
+                gl.thread_barrier()
+
+            acc = gl.zeros([QUERIES, H], gl.float32, acc_layout)
+            seen_by_all = gl.minimum((start + 1) // KEYS * KEYS, begin)
+            acc, weight, most, total, step = _stream(
+                acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step + 1,
+                begin - KEYS, seen_by_all - KEYS, position, log2_scale, BUFFERS, KEEPS_ORDER, True,
+            )  # fmt: skip
+            acc, weight, most, total, step = _stream(
+                acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step,
+                seen_by_all - KEYS, -KEYS, position, log2_scale, BUFFERS, KEEPS_ORDER, False,
+            )  # fmt: skip
+            mbarrier.arrive(q_free.index(consumer))
+
+            buffer, phase = (step - 1) % BUFFERS, ((step - 1) // BUFFERS) & 1
+            operand = gl.convert_layout(weight.to(element), gl.DotOperandLayout(0, acc_layout, 2))
+            mbarrier.wait(v_full.index(buffer), phase)
+            acc = warpgroup_mma(operand, v_tiles.index(buffer), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            gl.thread_barrier()
+            mbarrier.arrive(v_free.index(buffer))
+            acc = acc * _for_rows_of(acc, 1.0 / gl.sum(total, 1))
+            at = gl.expand_dims((first.to(gl.int64) + m) * N + n, 1) * H + gl.expand_dims(h, 0)
+            gl.store(out_TNH + at, acc.to(element), mask=gl.expand_dims(m < count, 1))
+            num_done += 1
+        first, start, count = next_first, next_start, next_count
+
+
+@gluon.jit(do_not_specialize=["num_items"])
+def attend_kernel(
+    q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_width, num_items, nowhere, log2_scale,
+    N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr,
+    KEEPS_ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    element: gl.constexpr = out_TNH.dtype.element_ty
+    BOX: gl.constexpr = k_rows.block_type.shape[0]
+    ROOMS: gl.constexpr = BUFFERS * (KEYS // BOX) * (H // COLUMNS)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    q_smem = gl.allocate_shared_memory(element, [CONSUMERS * (H // COLUMNS), QUERIES, 1, COLUMNS], SMEM_OF_QUERIES)
+    k_smem = gl.allocate_shared_memory(element, [ROOMS, BOX, COLUMNS], SMEM)
+    v_smem = gl.allocate_shared_memory(element, [ROOMS, BOX, COLUMNS], SMEM)
+    scratch = gl.allocate_shared_memory(gl.float32, [CONSUMERS, QUERIES, SUMS], sums_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(consumer), count=1)
+        mbarrier.init(q_free.index(consumer), count=1)
+    for buffer in gl.static_range(BUFFERS):
+        mbarrier.init(k_full.index(buffer), count=1)
+        mbarrier.init(v_full.index(buffer), count=1)
+        mbarrier.init(k_free.index(buffer), count=CONSUMERS)
+        mbarrier.init(v_free.index(buffer), count=CONSUMERS)
+    fence_async_shared()
+    loads = (
+        q_cubes, k_rows, v_rows, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+        table_RM, tiles_W4, table_width, num_items, nowhere,
+    )  # fmt: skip
+    work = (
+        out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, scratch, tiles_W4, num_items,
+        log2_scale,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER)),
+            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER)),
+            (_produce, (loads, N, K, H, S, BUFFERS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

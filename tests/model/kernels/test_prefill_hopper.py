@@ -1,0 +1,126 @@
+"""Prompt attention for Hopper GPUs: what is compiled for one, anywhere; what it computes, on one."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import triton
+
+from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles
+from octavo.model.kernels.attention.prefill_hopper import COMPILERS, attend
+
+needs_compiler = pytest.mark.skipif(
+    not triton.__version__.startswith(COMPILERS), reason=f"Gluon of triton {triton.__version__} is another language"
+)
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+COMPILE = """
+import re, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from octavo.model.kernels.attention import warp_groups as kernel
+from octavo.model.kernels.attention.prefill_hopper import FORMS
+
+H, S, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+rows = f"tensordesc<bf16[{min(S, kernel.KEYS.value)}, {kernel.COLUMNS.value}],{kernel.SMEM.value!r}>"
+cubes = f"tensordesc<bf16[{kernel.QUERIES.value}, 1, {kernel.COLUMNS.value}],{kernel.SMEM_OF_QUERIES.value!r}>"
+types = dict(
+    q_cubes=cubes, k_rows=rows, v_rows=rows, out_TNH="*bf16", table_RM="*i32", tiles_W4="*i32", table_width="i32",
+    num_items="i32", nowhere="i32", log2_scale="fp32",
+)
+form = FORMS[H]
+constants = dict(
+    N=14, K=2, H=H, S=S, BUFFERS=form.buffers, KEEPS_ORDER=form.keeps_order, CONSUMER_REGISTERS=form.registers[0],
+    PRODUCER_REGISTERS=form.registers[1],
+)
+source = GluonASTSource(kernel.attend_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+(folder / "kernel.ptx").write_text(compiled.asm["ptx"])
+tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+command = [tools / "ptxas", "-arch=sm_90a", "-v", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize(("H", "S"), [(64, 16), (128, 16), (64, 256)])
+def test_what_is_compiled_overlaps_its_products(tmp_path, H: int, S: int) -> None:
+    """The assembler says so when it has to wait for each product at once, and keeps the loop in registers."""
+    told = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(H), str(S), str(tmp_path)],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert "registers" in told.stdout
+    assert "serialized" not in told.stdout, told.stdout
+    assembly = (tmp_path / "kernel.ptx").read_text()
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in assembly
+
+
+def test_what_does_not_fit_goes_to_the_plain_kernel() -> None:
+    queries, pool = torch.zeros(1, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16)
+    nobody = torch.zeros(1, 4, dtype=torch.int32)
+    assert not attend(queries, pool, pool, queries, nobody, nobody, 1.0)
+
+
+def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor, position: int) -> torch.Tensor:
+    """float32 attention of one chunk, whose first query stands at that position."""
+    group = q_TNH.shape[1] // keys_CKH.shape[1]
+    score = torch.einsum("tnh,cnh->ntc", q_TNH.float(), keys_CKH.float().repeat_interleave(group, 1))
+    token_C = torch.arange(len(keys_CKH), device=score.device)
+    query_T = position + torch.arange(len(q_TNH), device=score.device)
+    score.masked_fill_(token_C[None] > query_T[:, None], float("-inf"))
+    weight = torch.softmax(score * q_TNH.shape[2] ** -0.5, -1)
+    return torch.einsum("ntc,cnh->tnh", weight, values_CKH.float().repeat_interleave(group, 1))
+
+
+@needs_hopper
+@needs_compiler
+@pytest.mark.parametrize(
+    ("N", "K", "S", "H", "dtype", "chunks"),
+    [
+        (14, 2, 16, 64, torch.bfloat16, [(0, 1), (0, 300), (77, 130), (1000, 1), (127, 129), (128, 128), (1280, 517)]),
+        (28, 4, 16, 128, torch.bfloat16, [(0, 128), (129, 127), (0, 64), (63, 65), (5, 700)]),
+        (4, 1, 256, 64, torch.bfloat16, [(255, 3), (0, 1025)]),  # blocks longer than a tile of keys
+        (3, 3, 8, 128, torch.float16, [(5, 700), (8, 8)]),
+        (2, 2, 32, 64, torch.float16, [(0, 3000), (3000, 2100)]),
+    ],
+)
+def test_attention_equals_the_dense_one(
+    N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]]
+) -> None:
+    """Pools are NaN where no token was written, empty tiles are skipped, rows without one stay as they are."""
+    torch.manual_seed(H + S)
+    M = max(start + count for start, count in chunks) // S + 3
+    P = M * len(chunks) + 2
+    pools = torch.full((2, P, K, S, H), float("nan"), dtype=dtype, device="cuda")
+    table = torch.randperm(P, device="cuda")[: M * len(chunks)].view(len(chunks), M).int()
+    wanted, placed, queries, first = [], [], [], 0
+    for row, (start, count) in enumerate(chunks):
+        end = start + count
+        token = torch.arange(end, device="cuda")
+        both = torch.randn(2, end, K, H, device="cuda").to(dtype)
+        pools[:, table[row, token // S].long(), :, token % S] = both.transpose(0, 1)
+        q = (torch.randn(count, N, H, device="cuda") * 2).to(dtype)
+        wanted.append(dense(q, both[0], both[1], start))
+        queries += [q, torch.full((2, N, H), float("nan"), dtype=dtype, device="cuda")]  # tokens of nobody
+        placed.append((row, first, start, count))
+        first += count + 2
+    q_TNH = torch.cat(queries)
+    tiles = torch.from_numpy(list_tiles(placed)).cuda()
+    tiles = torch.cat([tiles, torch.zeros(9, 4, dtype=torch.int32, device="cuda")])
+    out = torch.full_like(q_TNH, float("nan"))
+    assert attend(q_TNH, pools[0], pools[1], out, table, tiles, H**-0.5 * LOG2_E)
+    for (_, token, _, count), expected in zip(placed, wanted, strict=True):
+        torch.testing.assert_close(out[token : token + count].float(), expected, atol=2e-2, rtol=2e-2)
+        assert out[token + count : token + count + 2].isnan().all()
