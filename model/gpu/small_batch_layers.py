@@ -1,5 +1,5 @@
 """The decoder layers of a decode step of a few rows: six kernels a layer that overlap
-(model/kernels/small_batch/launch.py). A family that normalises heads, or has no bias, takes seven: a program of the
+(model/kernels/overlap.py). A family that normalises heads, or has no bias, takes seven: a program of the
 product with QKV has parts of heads, so that another kernel finishes them.
 
 Larger batches go by model/gpu/layers.py with model/kernels/attention/decode.py; which of them a batch
@@ -19,8 +19,9 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.checks import next_power_of_2
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.attention import combine, small_batch_attention, split_buffers
-from octavo.model.kernels.small_batch.launch import Cut, Overlap
+from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.kernels.small_batch.mlp import (
     small_batch_add_product,
     small_batch_gate_up,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from octavo.model.kernels.attention.paged_tile import add_tile, load_tile
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
-from octavo.model.kernels.small_batch.launch import Overlap, begin, wait
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 MAX_SPLITS = 64
 TILE_TOKENS = 64
@@ -84,7 +84,7 @@ def _small_batch_attention_kernel(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.program_id(2)
@@ -93,7 +93,7 @@ def _small_batch_attention_kernel(
     position = tl.load(position_R + row)
     chunk, count = num_parts(position, SPLITS, TILE)
     if split >= count:
-        wait(PDL)
+        wait_for_previous(PDL)
         return
     table = table_RM + row.to(tl.int64) * table_width
     start = split * chunk
@@ -105,7 +105,7 @@ def _small_batch_attention_kernel(
     is_head = m < G
     q_mask = is_head[:, None] & (h >= 0)[None, :]
     new_at = (tl.load(table + position // S).to(tl.int64) * K + kv_head) * S + position % S
-    wait(PDL)
+    wait_for_previous(PDL)
     q = tl.load(q_BNH + (b * N + head)[:, None] * H + h[None, :], mask=q_mask, other=0.0).to(tl.float32) * log2_scale
     q = q.to(q_BNH.dtype.element_ty)
     most = tl.full([GROUP], float("-inf"), tl.float32)
@@ -188,14 +188,14 @@ def _combine_kernel(
     part_BWNH, log_BWN, out_BNH, rows_B, position_R,
     N: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     n = tl.program_id(0)
     b = tl.program_id(1)
     w = tl.arange(0, SPLITS)
     h = tl.arange(0, H)
     _, count = num_parts(tl.load(position_R + tl.load(rows_B + b)), SPLITS, TILE)
     at = (b * SPLITS + w) * N + n
-    wait(PDL)
+    wait_for_previous(PDL)
     log = tl.load(log_BWN + at, mask=w < count, other=float("-inf"))
     part = tl.load(part_BWNH + at[:, None] * H + h[None, :], mask=(w < count)[:, None], other=0.0)
     weight = tl.exp2(log - tl.max(log, 0))

@@ -1,14 +1,5 @@
-"""What the kernels for a few rows share: how they are cut and launched, and how they overlap on the device.
-
-At a few rows a step only reads weights, and the time between one kernel's last byte and the next one's first is what is
-left to save. So each kernel here says at once that its successor may start, loads its weights into registers, and only
-then waits for its predecessor's results (programmatic dependent launch, CUDA's guide §4.5). Before the wait it may read
-weights, and what no kernel of the step writes before sampling: positions and tables, and cached tokens of former steps.
-That holds because a step's first kernel is launched the ordinary way, behind everything older; and each program waits,
-so that a kernel that has ended has seen all its predecessors end.
-
-    previous   |---- run ----|
-    this one        |launch| weights ... |wait| run |
+"""What the kernels for a few rows share: how they are cut, and sums over registers. They overlap
+(model/kernels/overlap.py): each loads its weights into registers, and only then waits for its predecessor's results.
 
 Products are sums over registers in a fixed order: the same inputs give the same bits, whatever else is in the batch.
 
@@ -16,8 +7,6 @@ Must not know: layers, rows' state.
 """
 
 from dataclasses import dataclass
-from enum import Enum
-from functools import cache
 from math import gcd
 
 import torch
@@ -27,23 +16,6 @@ import triton.language as tl
 BLOCKS = (1024, 512, 256, 128)
 WASTE = 1.15
 MAX_ELEMENTS = 2**31
-
-
-class Overlap(Enum):
-    """Whether a kernel may start before its predecessor has ended."""
-
-    NONE = False
-    DEPENDENT = True
-
-    @classmethod
-    def on(cls, tensor: torch.Tensor) -> "Overlap":
-        """What the tensor's device can do: dependent launch needs compute capability 9.0."""
-        return cls(tensor.is_cuda and _capability(tensor.device) >= (9, 0))
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +42,6 @@ def check_size(name: str, matrix: torch.Tensor) -> None:
     """Raises ValueError where offsets into the matrix do not fit 32 bits."""
     if matrix.numel() >= MAX_ELEMENTS:
         raise ValueError(f"{name} has {matrix.numel()} elements, more than {MAX_ELEMENTS - 1}")
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """First of all: the next kernel may be launched."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    """Until the previous kernel's results are there."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

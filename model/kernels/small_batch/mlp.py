@@ -9,17 +9,15 @@ import triton
 import triton.language as tl
 
 from octavo.model.kernels.checks import check_tensor
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 from octavo.model.kernels.small_batch.launch import (
     Cut,
-    Overlap,
-    begin,
     block_of,
     check_size,
     inverse_rms,
     load_rows,
     load_vector,
     product,
-    wait,
 )
 
 
@@ -35,12 +33,12 @@ def _small_batch_gate_up_kernel(
     x_BD, gate_up_ED, act_BI, eps,
     B: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     COUNT: tl.constexpr = (D + BLOCK - 1) // BLOCK
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gate_tiles = load_rows(gate_up_ED, r, D, BLOCK)
     up_tiles = load_rows(gate_up_ED, r + I, D, BLOCK)
-    wait(PDL)
+    wait_for_previous(PDL)
     for b in tl.static_range(B):
         x = load_vector(x_BD + b * D, D, BLOCK)
         scale = inverse_rms(x, eps, D, BLOCK, COUNT)
@@ -73,11 +71,11 @@ def _small_batch_product_kernel(
     y_BQ, matrix_OQ, out_BO,
     B: tl.constexpr, O: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     COUNT: tl.constexpr = (Q + BLOCK - 1) // BLOCK
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tiles = load_rows(matrix_OQ, r, Q, BLOCK)
-    wait(PDL)
+    wait_for_previous(PDL)
     for b in tl.static_range(B):
         y = load_vector(y_BQ + b * Q, Q, BLOCK)
         tl.store(out_BO + b * O + r, product(tiles, y, ROWS, BLOCK, COUNT).to(out_BO.dtype.element_ty))
@@ -107,11 +105,11 @@ def _small_batch_add_product_kernel(
     x_BD, y_BQ, matrix_DQ,
     B: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     COUNT: tl.constexpr = (Q + BLOCK - 1) // BLOCK
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tiles = load_rows(matrix_DQ, r, Q, BLOCK)
-    wait(PDL)
+    wait_for_previous(PDL)
     for b in tl.static_range(B):
         at = x_BD + b * D + r
         x = tl.load(at).to(tl.float32)
@@ -143,12 +141,12 @@ def _small_batch_head_kernel(
     x_TD, index_B, norm_D, head_VD, logits_BV, eps,
     B: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     COUNT: tl.constexpr = (D + BLOCK - 1) // BLOCK
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tiles = load_rows(head_VD, r, D, BLOCK)
     norm = load_vector(norm_D, D, BLOCK)
-    wait(PDL)
+    wait_for_previous(PDL)
     for b in tl.static_range(B):
         t = tl.load(index_B + b)
         x = load_vector(x_TD + t * D, D, BLOCK)

@@ -12,17 +12,15 @@ import triton
 import triton.language as tl
 
 from octavo.model.kernels.checks import check_pools, check_tensor
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 from octavo.model.kernels.small_batch.launch import (
     Cut,
-    Overlap,
-    begin,
     block_of,
     check_size,
     inverse_rms,
     load_rows,
     load_vector,
     product,
-    wait,
 )
 
 
@@ -63,7 +61,7 @@ def _small_batch_qkv_kernel(
     B: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     COUNT: tl.constexpr = (D + BLOCK - 1) // BLOCK
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     head = pair // (H // 2)
@@ -84,7 +82,7 @@ def _small_batch_qkv_kernel(
         sines = sines + (tl.load(sin_LH + position * (H // 2) + half),)  # noqa: RUF005
         block = tl.load(table_RM + row.to(tl.int64) * table_width + position // S).to(tl.int64)
         slots = slots + ((block * K + (head - N) % K) * S + position % S,)  # noqa: RUF005
-    wait(PDL)
+    wait_for_previous(PDL)
     for b in tl.static_range(B):
         cos, sin = cosines[b], sines[b]
         x = load_vector(x_BD + b * D, D, BLOCK)

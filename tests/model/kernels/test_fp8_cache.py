@@ -14,6 +14,7 @@ from octavo.model.kernels.attention.decode import (
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work
 from octavo.model.kernels.attention.prefill import list_tiles, prefill_attention, prefill_attention_reference
 from octavo.model.kernels.attention.rope_write import rope_write, rope_write_reference
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.attention import (
     combine,
     combine_reference,
@@ -21,7 +22,7 @@ from octavo.model.kernels.small_batch.attention import (
     small_batch_attention_reference,
     split_buffers,
 )
-from octavo.model.kernels.small_batch.launch import Cut, Overlap
+from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.kernels.small_batch.qkv import small_batch_qkv, small_batch_qkv_reference
 from octavo.model.quantization.rounding import FP8, to_fp8
 from tests.support.model.interpreter import convert_to_e4m3_as_devices_do

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.rows import rms_norm_reference
 from octavo.model.kernels.small_batch.attention import (
     MAX_SPLITS,
@@ -15,7 +16,7 @@ from octavo.model.kernels.small_batch.attention import (
     small_batch_attention_reference,
     split_buffers,
 )
-from octavo.model.kernels.small_batch.launch import Cut, Overlap, block_of
+from octavo.model.kernels.small_batch.launch import Cut, block_of
 from octavo.model.kernels.small_batch.mlp import (
     small_batch_add_product,
     small_batch_gate_up,
