@@ -21,6 +21,12 @@ import triton
 
 from octavo.model.cache_folder import cache_folder
 from octavo.model.config import ModelConfig
+from octavo.model.gpu.overlapping_layers import (
+    OVERLAPPING_SIZES,
+    OverlappingCuts,
+    fits_overlapping,
+    overlapping_cuts_of,
+)
 from octavo.model.gpu.small_batch_layers import SmallBatchCuts, cuts_of
 from octavo.model.gpu.split_k_layers import SPLIT_K_SIZES, SplitKCuts, split_k_cuts_of
 from octavo.model.parallel import ALONE, Ranks
@@ -28,7 +34,7 @@ from octavo.model.parallel import ALONE, Ranks
 FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.0}
 """Of the weights that a program reads, by the candidate's name."""
 DEFAULT_SMALL_BATCH = 2
-TIMED_SIZES = (1, 2, *SPLIT_K_SIZES)
+TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
 """Each stands for the sizes below it, down to the one before. Beyond 2 rows the kernels for a small batch
 have always lost (each row adds its own latency to each of them), beyond the last cuBLAS has won (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
@@ -58,19 +64,29 @@ class SplitK:
     cuts: SplitKCuts
 
 
-StepPath = Cublas | SmallBatch | SplitK
+@dataclass(frozen=True, slots=True)
+class Overlapping:
+    """As cuBLAS, but all kernels of a layer overlap, with products of our own cut this way."""
+
+    cuts: OverlappingCuts
+
+
+StepPath = Cublas | SmallBatch | SplitK | Overlapping
 
 
 def candidates(config: ModelConfig) -> dict[str, StepPath]:
     """Every path that there is for the shape, by the name it has in the cache."""
     ways: dict[str, StepPath] = {"cublas": Cublas()}
     ways |= {name: SmallBatch(cuts_of(config, factor=factor)) for name, factor in FACTORS.items()}
-    return ways | {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
+    ways |= {f"split_k-{size}": SplitK(split_k_cuts_of(config, size)) for size in SPLIT_K_SIZES}
+    return ways | {f"overlapping-{size}": Overlapping(overlapping_cuts_of(config, size)) for size in OVERLAPPING_SIZES}
 
 
 def timed_names(size: int) -> tuple[str, ...]:
     """The paths among which one of TIMED_SIZES chooses."""
-    return ("cublas", f"split_k-{size}") if size in SPLIT_K_SIZES else ("cublas", *FACTORS)
+    if size not in OVERLAPPING_SIZES:
+        return ("cublas", *FACTORS)
+    return "cublas", *([f"split_k-{size}"] if size in SPLIT_K_SIZES else []), f"overlapping-{size}"
 
 
 def fits_split_k_tiles(weight: torch.Tensor) -> bool:
@@ -124,6 +140,8 @@ class Autotuner:
         usable = candidates(config)
         if not fits_split_k_tiles(weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
+        if not fits_overlapping(config, weight):
+            usable = {name: path for name, path in usable.items() if not isinstance(path, Overlapping)}
         names = ranks.agree(read_names(file)) if file else {}
         return cls(usable, file, names, ranks, num_steps=steps_of_a_timing(config))
 

@@ -6,17 +6,21 @@ step after step: the kernels read lengths, tables and tokens from the row state 
 Legend: B sequences of the batch · R rows · N query heads · H head dim · D model dim · V rows of the embedding.
 """
 
+from dataclasses import replace
+
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
-from octavo.model.gpu.autotune import Autotuner, Cublas, SmallBatch, SplitK
-from octavo.model.gpu.layers import Attend, LayerBuffers, Layers, PlainFinish, embed_tokens, finish_of, run_layers
+from octavo.model.gpu.autotune import Autotuner, Cublas, Overlapping, SmallBatch, SplitK
+from octavo.model.gpu.layers import LayerBuffers, Layers, embed_tokens, finish_of, run_layers
+from octavo.model.gpu.overlapping_layers import OverlappingFinish, overlapping_room
 from octavo.model.gpu.small_batch_layers import SmallBatchLayers
 from octavo.model.gpu.split_k_layers import SplitKFinish, split_k_room
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention, partial_buffers
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.rows import rms_norm
 from octavo.model.kernels.sampling.sample import SampleParts, sample_and_advance
 
@@ -58,6 +62,7 @@ class DecodeStep:
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
         self._small_batch = SmallBatchLayers(weights, state, kv, max_batch=max_batch)
         self._finish, self._room = finish_of(weights, self.buffers), split_k_room(config, device)
+        self._overlapping_room = overlapping_room(config, device)
         is_plain = weights.has_plain_products
         self.autotuner = (
             Autotuner.find(config, weights.embed_VD, weights.ranks) if is_plain else Autotuner.cublas_only()
@@ -67,32 +72,38 @@ class DecodeStep:
     def run(self, batch_size: int) -> None:
         """A whole step for rows_B[:batch_size]; padding is the scratch row."""
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
-        # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
-        embed_tokens(self.weights, self._no_ids_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
-        match self.autotuner.path(batch_size):
-            case SmallBatch(cuts=cuts):
-                logits_BV = self.logits_BV[:batch_size]
-                run_layers(self.weights, self._small_batch.ops(rows_B, cuts), x_BD)
-                self._small_batch.head(x_BD, self._index_B[:batch_size], logits_BV, cuts)
-            case SplitK(cuts=cuts):
-                self._run_planned(SplitKFinish(self.weights, self.buffers, self._room, cuts), rows_B, x_BD)
-            case Cublas():
-                self._run_planned(self._finish, rows_B, x_BD)
+        path = self.autotuner.path(batch_size)
+        if isinstance(path, SmallBatch):
+            self._embed(rows_B, x_BD)
+            run_layers(self.weights, self._small_batch.ops(rows_B, path.cuts), x_BD)
+            index_B, logits_BV = self._index_B[:batch_size], self.logits_BV[:batch_size]
+            self._small_batch.head(x_BD, index_B, logits_BV, path.cuts)
+        else:
+            self._run_planned(path, rows_B, x_BD)
         self._choose_tokens(rows_B)
 
-    def _run_planned(self, finish: PlainFinish, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
-        run_layers(self.weights, Layers(finish, self._attend_planned(rows_B)), x_BD)
-        self.compute_logits(x_BD, self._index_B[: len(rows_B)])
+    def _embed(self, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
+        # Launched the ordinary way, behind all older work: the overlapping kernels rely on it.
+        embed_tokens(self.weights, self._no_ids_B[: len(rows_B)], rows_B, self.state.last_token_R, x_BD)
 
-    def _attend_planned(self, rows_B: torch.Tensor) -> Attend:
+    def _run_planned(self, path: Cublas | SplitK | Overlapping, rows_B: torch.Tensor, x_BD: torch.Tensor) -> None:
         args = self.plan(rows_B)
+        self._embed(rows_B, x_BD)
+        finish = self._finish
+        match path:
+            case SplitK(cuts=cuts):
+                finish = SplitKFinish(self.weights, self.buffers, self._room, cuts)
+            case Overlapping(cuts=cuts):
+                finish = OverlappingFinish(self.weights, self.buffers, self._overlapping_room, cuts)
+                args = replace(args, overlap=Overlap.DEPENDENT)
 
         def attend(
             index: int, layer: LayerWeights, qkv_BC: torch.Tensor, x_BD: torch.Tensor, out_BNH: torch.Tensor
         ) -> None:
             self.attend(index, layer, qkv_BC, x_BD, out_BNH, args)
 
-        return attend
+        run_layers(self.weights, Layers(finish, attend), x_BD)
+        self.compute_logits(x_BD, self._index_B[: len(rows_B)])
 
     def plan(self, rows_B: torch.Tensor) -> DecodeArgs:
         """Divide the attention of these rows (int32, at most max_batch) among programs; all layers use the result."""

@@ -13,14 +13,28 @@ import torch
 
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.layers import LayerBuffers, SumsInPlace, run_layers
+from octavo.model.gpu.overlapping_layers import (
+    GATE_UP_OF_MANY,
+    OVERLAPPING_SIZES,
+    OverlappingCuts,
+    all_cuts_of,
+    fits_overlapping,
+    overlapping_room,
+)
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
 from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
 from octavo.model.kernels.attention.prefill import QUERY_TILE
 from octavo.model.kernels.attention.rope_write import rope_write
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.activation import invariant_silu_mul
 from octavo.model.kernels.products.invariant import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
+from octavo.model.kernels.products.overlapping import (
+    overlapping_add_product,
+    overlapping_gate_up,
+    overlapping_product,
+)
 from octavo.model.kernels.rows import rms_norm
 
 
@@ -54,6 +68,12 @@ class InvariantLayers:
             ]
         room = max(part_elements(max(max_tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
         self.part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
+        self.overlap = Overlap.on(weights.embed_VD)
+        self._cuts, self._cuts_of_many = dict[int, OverlappingCuts](), OverlappingCuts()
+        if fits_overlapping(config, weights.embed_VD):
+            self._cuts = {size: all_cuts_of(config, size) for size in OVERLAPPING_SIZES}
+            self._cuts_of_many = OverlappingCuts(gate_up=GATE_UP_OF_MANY)
+        self._room = overlapping_room(config, device)
         self.work = InvariantWork.allocate(
             max_decodes=max_decodes,
             max_tiles=max_tokens // QUERY_TILE + max_chunks if max_chunks else 0,
@@ -84,6 +104,37 @@ class InvariantLayers:
             places_T[B:].copy_(position_T[B:T])
         plan_invariant_work(row_T[:B], state.position_R, tiles_W4, self.work)
         run_layers(self.weights, _InvariantOps(self, row_T, places_T, B), x_TD)
+
+    def cuts(self, num_tokens: int) -> OverlappingCuts:
+        """How overlapping products of so many tokens are cut: none of them on other devices, few of them for so many
+        tokens that others are faster, whose bits are the same."""
+        return next((cuts for size, cuts in self._cuts.items() if num_tokens <= size), self._cuts_of_many)
+
+    def multiply(self, y_TQ: torch.Tensor, matrix_OQ: torch.Tensor, out_TO: torch.Tensor, name: str) -> None:
+        """out_TO = y_TQ @ matrix_OQ^T. name: of the matrix among the cuts."""
+        cut = getattr(self.cuts(len(y_TQ)), name)
+        if cut is None:
+            invariant_product(y_TQ, matrix_OQ, out_TO, self.part)
+        else:
+            overlapping_product(y_TQ, matrix_OQ, out_TO, self._room, cut=cut, overlap=self.overlap)
+
+    def add_product(self, y_TQ: torch.Tensor, matrix_OQ: torch.Tensor, out_TO: torch.Tensor, name: str) -> None:
+        """out_TO += y_TQ @ matrix_OQ^T. name: of the matrix among the cuts."""
+        cut = getattr(self.cuts(len(y_TQ)), name)
+        if cut is None:
+            invariant_add_product(y_TQ, matrix_OQ, out_TO, self.part)
+        else:
+            overlapping_add_product(out_TO, y_TQ, matrix_OQ, self._room, cut=cut, overlap=self.overlap)
+
+    def activate(self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor) -> None:
+        """Gate, up and their activation: in one kernel for any number of tokens, or in two."""
+        cut, eps = self.cuts(len(x_TD)).gate_up, self.weights.config.rms_norm_eps
+        if cut is None:
+            gate_up_T2I = self.buffers.gate_up_T2I[: len(x_TD)]
+            invariant_product(x_TD, gate_up_ED, gate_up_T2I, self.part)
+            invariant_silu_mul(gate_up_T2I, x_TD, act_TI, eps)
+        else:
+            overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=self.overlap)
 
     def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
         """Final norm and head of x_TD[index_S] (int32)."""
@@ -118,7 +169,7 @@ class _InvariantOps(SumsInPlace):
     def multiply_qkv(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
         qkv_TC = self.layers.buffers.qkv_TC[: len(x_TD)]
-        invariant_product(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, self.layers.part)
+        self.layers.multiply(x_TD, self.weights.layers[layer].qkv_CD, qkv_TC, "qkv")
         return qkv_TC
 
     def write_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
@@ -128,7 +179,7 @@ class _InvariantOps(SumsInPlace):
         rope_write(
             qkv_TC, x_TD, matrices.qkv_bias_C, q_TNH, own.kv.k_pools[layer], own.kv.v_pools[layer], self.row_T,
             self.place_T, own.state.table_RM, weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps,
-            matrices.qk_norm_2H,
+            matrices.qk_norm_2H, overlap=own.overlap,
         )  # fmt: skip
         return q_TNH
 
@@ -137,27 +188,25 @@ class _InvariantOps(SumsInPlace):
         own, out_TNH = self.layers, self.layers.buffers.out_TNH[: len(x_TD)]
         invariant_attention(
             q_TNH, own.kv.k_pools[layer], own.kv.v_pools[layer], out_TNH, own.state.table_RM, own.work, own.parts,
-            self.weights.config.scale, num_decodes=self.num_decodes,
+            self.weights.config.scale, num_decodes=self.num_decodes, overlap=own.overlap,
         )  # fmt: skip
         return out_TNH
 
     def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return self._put(x_TD, attended_TNH.flatten(1), self.weights.layers[layer].o_DA)
+        return self._put(x_TD, attended_TNH.flatten(1), self.weights.layers[layer].o_DA, "output")
 
     def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        own, T = self.layers, len(x_TD)
-        gate_up_T2I, act_TI = own.buffers.gate_up_T2I[:T], own.buffers.act_TI[:T]
-        invariant_product(x_TD, own.weights.layers[layer].gate_up_ED, gate_up_T2I, own.part)
-        invariant_silu_mul(gate_up_T2I, x_TD, act_TI, own.weights.config.rms_norm_eps)
+        act_TI = self.layers.buffers.act_TI[: len(x_TD)]
+        self.layers.activate(x_TD, self.weights.layers[layer].gate_up_ED, act_TI)
         return act_TI
 
     def add_down(self, layer: int, x_TD: torch.Tensor, act_TI: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""
-        return self._put(x_TD, act_TI, self.weights.layers[layer].down_DI)
+        return self._put(x_TD, act_TI, self.weights.layers[layer].down_DI, "down")
 
-    def _put(self, x_TD: torch.Tensor, y_TQ: torch.Tensor, matrix_DQ: torch.Tensor) -> torch.Tensor:
-        put = invariant_product if self.has_sums else invariant_add_product
-        put(y_TQ, matrix_DQ, x_TD, self.layers.part)
+    def _put(self, x_TD: torch.Tensor, y_TQ: torch.Tensor, matrix_DQ: torch.Tensor, name: str) -> torch.Tensor:
+        put = self.layers.multiply if self.has_sums else self.layers.add_product
+        put(y_TQ, matrix_DQ, x_TD, name)
         return x_TD

@@ -24,6 +24,7 @@ from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits
 from octavo.model.kernels.attention.paged_tile import add_tile, load_tile
 from octavo.model.kernels.attention.rope_write import finished_heads
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 COMBINED_ELEMENTS = 2048  # of partial results that are loaded at once: twice as many double the registers
 LOG2_E = 1.4426950408889634
@@ -46,7 +47,8 @@ DEFAULT_TILES = DecodeTiles()
 class DecodeArgs:
     """What a step's layers share. position_R is the position of the new token: the number of cached tokens.
 
-    cos_LH, sin_LH: float32 [L, H / 2]. partial_out: float32 [W, N, H]; partial_ml: float32 [W, N, 2] (maximum, sum).
+    cos_LH, sin_LH: float32 [L, H / 2]. overlap: with the kernels before and behind it; the first cached keys and values
+    are on their way before the wait. partial_out: float32 [W, N, H]; partial_ml: float32 [W, N, 2] (maximum, sum).
     """
 
     rows_B: torch.Tensor
@@ -63,6 +65,7 @@ class DecodeArgs:
     scale: float
     eps: float
     tiles: DecodeTiles = DEFAULT_TILES
+    overlap: Overlap = Overlap.NONE
 
 
 def partial_buffers(
@@ -224,7 +227,9 @@ def _decode_attention_kernel(
     table_width, log2_scale, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
     kv_head = tl.program_id(1)
     item = item_W8 + tl.program_id(0) * 8
     num_items = tl.load(count_1)
@@ -246,6 +251,7 @@ def _decode_attention_kernel(
     q_at = ((kv_head * G + m) * H)[:, None]
     q_mask = is_head[:, None] & (h >= 0)[None, :]
     keys, values, has = load_tile(k_pool, v_pool, table, begin, end, kv_head, K, H, S, TILE)
+    wait_for_previous(PDL)
     q, scale, qkv = _query(qkv_BC, x_BD, bias_C, qk_norm_2H, b, q_at, q_mask, h, other_h, cos, sin, eps, C, D, H, WIDTH)
     q = (q * log2_scale).to(element)
     most = tl.full([GROUP], float("-inf"), tl.float32)
@@ -325,4 +331,5 @@ def decode_attention(
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,
         N=N, K=K, H=H, D=D, S=S, GROUP=group, WIDTH=next_power_of_2(D), TILE=tiles.tokens, STAGES=tiles.stages,
         STEP=max(1, COMBINED_ELEMENTS // (group * H)), num_warps=tiles.warps,
+        PDL=args.overlap.value, launch_pdl=args.overlap.value,
     )  # fmt: skip

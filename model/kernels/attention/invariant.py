@@ -27,6 +27,7 @@ import triton.language as tl
 
 from octavo.model.kernels.attention.invariant_work import CHUNK_TOKENS, InvariantWork
 from octavo.model.kernels.checks import check_tensor
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 ROWS = 64  # of a program: the matrix instruction's own
 KEYS = 64
@@ -88,8 +89,10 @@ def _merge(acc, most, total, chunk_acc, chunk_most, chunk_total):
 def _invariant_attention_kernel(
     q_TNH, k_pool, v_pool, out_TNH, table_RM, item_I8, count_1, part_WNH, most_WN, total_WN, table_width, log2_scale,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, S: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     G: tl.constexpr = N // K
     m = tl.arange(0, ROWS)
     h = tl.arange(0, H)
@@ -148,8 +151,10 @@ def _invariant_attention_kernel(
 @triton.jit
 def _merge_parts_kernel(
     part_WNH, most_WN, total_WN, first_B, chunks_B, out_BNH,
-    N: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     b = tl.program_id(0)
     chunks = tl.load(chunks_B + b)
     if chunks < 2:
@@ -186,6 +191,7 @@ def invariant_attention(
     scale: float,
     *,
     num_decodes: int,
+    overlap: Overlap = Overlap.NONE,
 ) -> None:
     """Put the attention of every token in the list into out_TNH; other tokens stay as they are.
 
@@ -206,11 +212,13 @@ def invariant_attention(
     _invariant_attention_kernel[(parts.num_programs,)](
         q_TNH, k_pool_PKSH, v_pool_PKSH, out_TNH, table_RM, work.item_I8, work.count_1,
         parts.out_WNH, parts.most_WN, parts.total_WN, table_RM.shape[1], scale * LOG2_E,
-        N=N, K=K, H=H, S=S, ROWS=ROWS, KEYS=KEYS, CHUNK=CHUNK_TOKENS, num_warps=WARPS, num_stages=STAGES,
+        N=N, K=K, H=H, S=S, ROWS=ROWS, KEYS=KEYS, CHUNK=CHUNK_TOKENS,
+        PDL=overlap.value, launch_pdl=overlap.value, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if num_decodes and work.max_chunks > 1:
         heads = 2
         _merge_parts_kernel[(num_decodes, triton.cdiv(N, heads))](
             parts.out_WNH, parts.most_WN, parts.total_WN, work.first_B, work.chunks_B, out_TNH,
-            N=N, H=H, HEADS=heads, AT_ONCE=MERGED_AT_ONCE, num_warps=1,
+            N=N, H=H, HEADS=heads, AT_ONCE=MERGED_AT_ONCE, PDL=overlap.value, launch_pdl=overlap.value,
+            num_warps=1,
         )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 
 def rope_write_reference(
@@ -66,8 +67,10 @@ def _rope_write_kernel(
     qkv_TC, x_TD, bias_C, qk_norm_2H, q_TNH, k_pool, v_pool, row_T, position_T, table_RM, cos_LH, sin_LH,
     table_width, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(row_T + t)
     position = tl.load(position_T + t)
@@ -129,6 +132,8 @@ def rope_write(
     sin_LH: torch.Tensor,
     eps: float,
     qk_norm_2H: torch.Tensor | None = None,
+    *,
+    overlap: Overlap = Overlap.NONE,
 ) -> None:
     """Put the turned queries into q_TNH and the new keys and values into the pools.
 
@@ -152,5 +157,6 @@ def rope_write(
     _rope_write_kernel[(T,)](
         qkv_TC, x_TD, bias_C, qk_norm_2H, q_TNH, k_pool_PKSH, v_pool_PKSH, row_T, position_T, table_RM, cos_LH, sin_LH,
         table_RM.shape[1], eps,
-        N=N, K=K, H=H, D=D, S=S, HEADS=next_power_of_2(N + 2 * K), WIDTH=next_power_of_2(D), num_warps=4,
+        N=N, K=K, H=H, D=D, S=S, HEADS=next_power_of_2(N + 2 * K), WIDTH=next_power_of_2(D),
+        PDL=overlap.value, launch_pdl=overlap.value, num_warps=4,
     )  # fmt: skip

@@ -86,21 +86,27 @@ def test_without_a_device_nothing_is_timed() -> None:
 
 def test_every_way_is_tried_and_then_forgotten() -> None:
     autotune, ways = Autotuner(candidates(CONFIG), None, {2: "cublas", 16: "split_k-16"}), candidates(CONFIG)
-    for size, names in ((1, ("cublas", *FACTORS)), (2, ("cublas", *FACTORS)), (24, ("cublas", "split_k-32"))):
+    for size, names in (
+        (1, ("cublas", *FACTORS)),
+        (2, ("cublas", *FACTORS)),
+        (24, ("cublas", "split_k-32", "overlapping-32")),
+    ):
         assert [(name, autotune.path(size)) for name in autotune.try_all(size)] == [
             (name, ways[name]) for name in names
         ]
-    assert [autotune.path(65) for _ in autotune.try_all(65)] == [Cublas()]
+    assert [autotune.path(65) for _ in autotune.try_all(65)] == [Cublas(), ways["overlapping-128"]]
+    assert [autotune.path(257) for _ in autotune.try_all(257)] == [Cublas()]
     assert autotune.names == {2: "cublas", 16: "split_k-16"}
 
 
 def test_a_timed_size_stands_for_those_below_it() -> None:
-    autotune = Autotuner(candidates(CONFIG), None, {16: "split_k-16", 32: "cublas", 5: "cublas"})
+    autotune = Autotuner(candidates(CONFIG), None, {8: "overlapping-8", 16: "split_k-16", 32: "cublas", 5: "cublas"})
     ways = candidates(CONFIG)
     assert [autotune.path(size) for size in (3, 5, 8, 16, 17, 32)] == [
-        ways["split_k-16"],
+        ways["overlapping-8"],
         Cublas(),
-        *[ways["split_k-16"]] * 2,
+        ways["overlapping-8"],
+        ways["split_k-16"],
         Cublas(),
         Cublas(),
     ]
@@ -149,10 +155,11 @@ def test_every_size_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
         ):
             weight.add_(1)
 
-    autotune.choose([1, 2, 3, 8, 100], run)
-    assert autotune.names == {1: "small_batch-half", 2: "small_batch-half", 16: "split_k-16"}
+    autotune.choose([1, 2, 3, 16, 300], run)
+    assert autotune.names[1] == autotune.names[2] == "small_batch-half"
+    assert (autotune.names[16], 300 in autotune.names) == ("split_k-16", False)
     again = Autotuner.find(CONFIG, weight)
-    again.choose([1, 2, 8], lambda size: pytest.fail(f"ran {size}"))
+    again.choose([1, 2, 16], lambda size: pytest.fail(f"ran {size}"))
     assert again.names == autotune.names
 
 
@@ -170,6 +177,7 @@ def test_ranks_take_the_ways_of_rank_0_and_keep_choices_of_their_own(monkeypatch
     ranks = Follower(rank=1, size=2, said=((1, "cublas"), (2, "small_batch-half")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr("octavo.model.gpu.autotune.read_names", lambda file: {1: "small_batch"})
+    monkeypatch.setattr("octavo.model.gpu.autotune.fits_overlapping", lambda config, weight: False)
     weight = SimpleNamespace(is_cuda=True, device="cuda:1", dtype=torch.bfloat16, element_size=lambda: 2)
     autotune = Autotuner.find(CONFIG, weight, ranks)  # type: ignore[arg-type]
     assert autotune.names == {1: "cublas", 2: "small_batch-half"}

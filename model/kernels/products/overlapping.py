@@ -1,0 +1,179 @@
+"""Products of a decode step's rows with a matrix that overlap with the kernels before and behind them.
+
+At few rows a product only reads its matrix. So here the copy engine brings it: a program asks for its first blocks of
+weights, as many as its stages hold, before it waits for its predecessor (model/kernels/overlap.py), which the next
+program on the same multiprocessor does, too. Only the rows' inputs are fetched behind the wait. Weights stand on the
+side of the product whose instruction is wide, rows on the other. A matrix is seen as [blocks of 64 inputs, outputs,
+64]: what one copy brings is whole blocks as the instruction wants them.
+
+    predecessor    |------ run ------|
+    this one          |weights ...   | rows, products | parts |
+    successor                |weights ...             ...
+
+The sum over the inputs is cut into splits; the program that finishes a tile last adds them up in their order. Within a
+split it runs over the inputs in order, and an output reads its own row of the matrix and its own token alone: bits
+depend on the splits, not on the tile nor on the other rows.
+
+The kernel is written in Gluon, for Hopper's instructions alone (`fits`); model/kernels/products/split_k.py has the same
+products for every other device, and for triton's interpreter.
+
+Legend: T tokens · O outputs · K inputs · D model dim · I intermediate dim. Must not know: layers.
+"""
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from octavo.model.kernels.checks import check_tensor
+from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products.split_k import SplitKRoom
+
+BLOCK = 64
+"""Inputs of a block: what a matrix has whole ones of."""
+PUT, ADD, GATE = 0, 1, 2
+"""What becomes of the sums: written, added to what is there, or made gate and up's activation."""
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappingCut:
+    """Rows of the matrix (half of them gate's, half up's) and tokens of a tile, blocks of inputs that a copy brings,
+    stages, splits of the inputs; a program's warps."""
+
+    outputs: int = 64
+    tokens: int = 16
+    blocks: int = 2
+    stages: int = 4
+    splits: int = 1
+    warps: int = 4
+
+    def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
+        """Tiles of a product."""
+        return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
+
+    def part_elements(self, num_tokens: int, num_outputs: int) -> int:
+        """float32 elements of room for the parts."""
+        return self.num_tiles(num_tokens, num_outputs) * self.splits * self.outputs * self.tokens
+
+
+def fits(*weights_OK: torch.Tensor) -> bool:
+    """Whether there are products with these matrices on their device: 16-bit numbers in whole blocks of inputs, and the
+    instructions that the kernel is made of."""
+    return all(
+        each.is_cuda and each.element_size() == 2 and each.shape[-1] % BLOCK == 0 and _works_on(each.device)
+        for each in weights_OK
+    )
+
+
+@cache
+def _works_on(device: torch.device) -> bool:
+    """Whether the kernel compiles for the device and multiplies there. Gluon is experimental: without it the other ways
+    through a layer are left, which are only slower."""
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
+    cut, out = OverlappingCut(splits=2, stages=1), y.new_empty(3, 96)
+    room = SplitKRoom.allocate(num_elements=cut.part_elements(3, 96), num_tiles=cut.num_tiles(3, 96), device=device)
+    try:
+        _enqueue(y, weight, out, room, cut, Overlap.DEPENDENT, then=PUT)
+        return torch.equal(out, (y.float() @ weight.float().T).bfloat16())
+    except Exception as error:  # whatever the compiler raises
+        warnings.warn(f"steps do without products that overlap, whose kernel failed: {error!r}", stacklevel=2)
+        return False
+
+
+def _launch(
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    out_TO: torch.Tensor,
+    room: SplitKRoom | None,
+    cut: OverlappingCut,
+    overlap: Overlap,
+    *,
+    then: int,
+    eps: float = 0.0,
+) -> None:
+    (T, K), O, dtype = x_TK.shape, out_TO.shape[1], x_TK.dtype
+    check_tensor("x_TK", x_TK, shape=(T, K), dtype=dtype)
+    check_tensor("weight_OK", weight_OK, shape=(2 * O if then == GATE else O, K), dtype=dtype)
+    check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
+    if not fits(weight_OK):
+        raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
+    tiles = cut.num_tiles(T, len(weight_OK))
+    if cut.splits > 1 and (room is None or room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
+        raise ValueError(f"room is too small for the parts of {cut}")
+    _enqueue(x_TK, weight_OK, out_TO, room, cut, overlap, then=then, eps=eps)
+
+
+def _enqueue(
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    out_TO: torch.Tensor,
+    room: SplitKRoom | None,
+    cut: OverlappingCut,
+    overlap: Overlap,
+    *,
+    then: int,
+    eps: float = 0.0,
+) -> None:
+    from octavo.model.kernels.products.overlapping_kernel import by_blocks, overlapping_product_kernel
+
+    (T, K), O = x_TK.shape, out_TO.shape[1]
+    if then == GATE:
+        weights = by_blocks(weight_OK.view(2, O, K), [cut.blocks, 2, cut.outputs // 2])
+    else:
+        weights = by_blocks(weight_OK, [cut.blocks, cut.outputs])
+    parts, arrived = (out_TO, out_TO) if room is None else (room.parts, room.arrived)
+    overlapping_product_kernel[(cut.num_tiles(T, len(weight_OK)), cut.splits)](
+        weights, by_blocks(x_TK, [cut.blocks, cut.tokens]), out_TO, parts, arrived, T, eps,
+        O=O, K=K, OUTPUTS=cut.outputs, TOKENS=cut.tokens, BLOCKS=cut.blocks, STAGES=cut.stages, SPLITS=cut.splits,
+        THEN=then, WARPS=cut.warps, PDL=overlap.value, num_warps=cut.warps, launch_pdl=overlap.value,
+    )  # fmt: skip
+
+
+def overlapping_product(
+    y_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    out_TO: torch.Tensor,
+    room: SplitKRoom,
+    *,
+    cut: OverlappingCut,
+    overlap: Overlap,
+) -> None:
+    """out_TO = y_TK @ weight_OK^T, summed in float32 and rounded once. All of one 16-bit dtype.
+
+    Raises ValueError where a tensor, the room or the device does not fit.
+    """
+    _launch(y_TK, weight_OK, out_TO, room, cut, overlap, then=PUT)
+
+
+def overlapping_add_product(
+    x_TO: torch.Tensor,
+    y_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    room: SplitKRoom,
+    *,
+    cut: OverlappingCut,
+    overlap: Overlap,
+) -> None:
+    """x_TO += y_TK @ weight_OK^T, summed in float32 and rounded once; else as `overlapping_product`."""
+    _launch(y_TK, weight_OK, x_TO, room, cut, overlap, then=ADD)
+
+
+def overlapping_gate_up(
+    x_TD: torch.Tensor,
+    gate_up_ED: torch.Tensor,
+    act_TI: torch.Tensor,
+    eps: float,
+    *,
+    cut: OverlappingCut,
+    overlap: Overlap,
+) -> None:
+    """act_TI = silu(gate) * up of RMSNorm(x_TD), its weight folded into gate_up_ED [2I, D]; the cut's splits do not
+    count. All of one 16-bit dtype.
+
+    Raises ValueError where a tensor or the device does not fit.
+    """
+    _launch(x_TD, gate_up_ED, act_TI, None, replace(cut, splits=1), overlap, then=GATE, eps=eps)

@@ -1,0 +1,155 @@
+"""The kernel of model/kernels/products/overlapping.py, which says what it does. A module of its own: Gluon is
+experimental, and what cannot import it does without.
+
+Legend: T tokens · O outputs · K inputs. Must not know: layers.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from octavo.model.kernels.overlap import start_next, wait_for_previous
+
+BLOCK = 64
+"""Inputs of a block: 128 bytes, which the copy engine can spread over the banks."""
+
+
+@gluon.jit
+def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexpr):
+    if IS_GATE:
+        tma.async_copy_global_to_shared(w_desc, [block, 0, output, 0], bar, w_smem, pred=has)
+    else:
+        tma.async_copy_global_to_shared(w_desc, [block, output, 0], bar, w_smem, pred=has)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def overlapping_product_kernel(
+    w_desc, x_desc, out_TO, parts, arrived, T, eps,
+    O: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr, THEN: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    IS_GATE: gl.constexpr = THEN == 2
+    RESULTS: gl.constexpr = OUTPUTS // 2 if IS_GATE else OUTPUTS
+    BYTES: gl.constexpr = (OUTPUTS + TOKENS) * BLOCKS * 64 * 2
+    ROUNDS: gl.constexpr = (K + BLOCKS * 64 - 1) // (BLOCKS * 64)
+    EACH: gl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS
+    PENDING: gl.constexpr = BLOCKS if BLOCKS < 7 else 7
+    dtype: gl.constexpr = w_desc.dtype
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    output = tile % ((O + RESULTS - 1) // RESULTS) * RESULTS
+    token = tile // ((O + RESULTS - 1) // RESULTS) * TOKENS
+    first = split * EACH
+    rounds = gl.minimum(EACH, ROUNDS - first)
+
+    if IS_GATE:
+        w_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCKS, 2, RESULTS, 64], w_desc.layout)
+    else:
+        w_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCKS, OUTPUTS, 64], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCKS, TOKENS, 64], x_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    for s in gl.static_range(STAGES):
+        mbarrier.expect(bars.index(s), BYTES, pred=s < rounds)
+        _fetch_weights(w_desc, (first + s) * BLOCKS, output, bars.index(s), w_smem.index(s), s < rounds, IS_GATE)
+    wait_for_previous(PDL)
+    for s in gl.static_range(STAGES):
+        at = [(first + s) * BLOCKS, token, 0]
+        tma.async_copy_global_to_shared(x_desc, at, bars.index(s), x_smem.index(s), pred=s < rounds)
+
+    # Two groups of warps share a tile's tokens where it has outputs for one.
+    SIDES: gl.constexpr = 2 if WARPS == 8 and OUTPUTS == 64 else 1
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS // SIDES, SIDES], instr_shape=[16, TOKENS // SIDES, 16]
+    )
+    WIDE: gl.constexpr = 8 if RESULTS < 64 else 16
+    out_layout: gl.constexpr = gl.BlockedLayout([4, 1], [WIDE, 32 // WIDE], [1, WARPS], [0, 1])
+    inner_o = gl.arange(0, RESULTS, gl.SliceLayout(1, out_layout))
+    inner_t = gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout))
+    out_at = out_TO + (token + inner_t).to(gl.int64)[None, :] * O + (output + inner_o)[:, None]
+    mask = (token + inner_t < T)[None, :] & (output + inner_o < O)[:, None]
+    # What is added to is fetched beside the first inputs where registers hold it.
+    IS_EARLY: gl.constexpr = THEN == 1 and RESULTS * TOKENS <= 1024 * WARPS
+    if IS_EARLY:
+        before = gl.load(out_at, mask=mask, other=0.0)
+
+    row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    if IS_GATE:
+        squares = gl.zeros([TOKENS, 64], gl.float32, row_layout)
+    acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
+    for i in range(rounds):
+        stage = i % STAGES
+        mbarrier.wait(bars.index(stage), (i // STAGES) & 1)
+        w = w_smem.index(stage).reshape([BLOCKS * OUTPUTS, 64])
+        x = x_smem.index(stage).reshape([BLOCKS * TOKENS, 64])
+        for b in gl.static_range(BLOCKS):
+            acc = warpgroup_mma(
+                w.slice(b * OUTPUTS, OUTPUTS), x.slice(b * TOKENS, TOKENS).permute((1, 0)), acc, is_async=True
+            )
+        if IS_GATE:
+            for b in gl.static_range(BLOCKS):
+                block = x.slice(b * TOKENS, TOKENS).load(row_layout).to(gl.float32)
+                squares += block * block
+        acc = warpgroup_mma_wait(PENDING, deps=(acc,))
+        if EACH > STAGES:
+            # The stage of the round before: all warps are through with it.
+            gl.thread_barrier()
+            free = (i + STAGES - 1) % STAGES
+            ahead = i + STAGES - 1
+            has = (i > 0) & (ahead < rounds)
+            mbarrier.expect(bars.index(free), BYTES, pred=has)
+            _fetch_weights(w_desc, (first + ahead) * BLOCKS, output, bars.index(free), w_smem.index(free), has, IS_GATE)
+            at = [(first + ahead) * BLOCKS, token, 0]
+            tma.async_copy_global_to_shared(x_desc, at, bars.index(free), x_smem.index(free), pred=has)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    if IS_GATE:
+        scale = 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps)
+        scale = gl.convert_layout(scale, gl.SliceLayout(0, out_layout))[None, :]
+        pair_layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, WARPS, 1], [0, 1, 2])
+        pairs = gl.convert_layout(acc.reshape([2, RESULTS, TOKENS]).permute([1, 2, 0]), pair_layout)
+        gate, up = gl.split(pairs)
+        gate = gl.convert_layout(gate, out_layout) * scale
+        up = gl.convert_layout(up, out_layout) * scale
+        gl.store(out_at, (gate / (1.0 + gl.exp(-gate)) * up).to(dtype), mask=mask)
+    else:
+        out = gl.convert_layout(acc, out_layout)
+        is_last = True
+        if SPLITS > 1:
+            inner = inner_o[:, None] + RESULTS * inner_t[None, :]
+            mine = parts + tile.to(gl.int64) * (SPLITS * RESULTS * TOKENS) + inner
+            gl.store(mine + split * (RESULTS * TOKENS), out)
+            # The barrier orders every thread's stores before the one atomic that releases them.
+            gl.thread_barrier()
+            is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            if SPLITS > 1:
+                gl.store(arrived + tile, 0)
+                out = gl.zeros([RESULTS, TOKENS], gl.float32, out_layout)
+                for s in gl.static_range(SPLITS):
+                    out += gl.load(mine + s * (RESULTS * TOKENS), cache_modifier=".cg")
+            if IS_EARLY:
+                out += before.to(gl.float32)
+            elif THEN == 1:
+                out += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
+            gl.store(out_at, out.to(dtype), mask=mask)
+
+
+def by_blocks(matrix: torch.Tensor, tile: list[int]) -> TensorDescriptor:
+    """[rows, K], or [2, rows, K], seen by blocks of inputs; the tile is blocks, (2,) rows."""
+    *rows, inputs = matrix.shape
+    shape, strides = [inputs // BLOCK, *rows, BLOCK], [BLOCK, *matrix.stride()[:-1], 1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
+    return TensorDescriptor(matrix, shape, strides, [*tile, BLOCK], layout)

@@ -1,0 +1,95 @@
+"""Decode steps whose kernels overlap: their cuts, and their logits against the way by a library's products, on a Hopper
+GPU alone."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from bench.shapes import PUBLISHED
+from octavo.model import CausalLM, KvPool, ModelConfig
+from octavo.model.gpu.autotune import Autotuner, Cublas, candidates
+from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.overlapping_layers import (
+    OVERLAPPING_SIZES,
+    all_cuts_of,
+    fits_overlapping,
+    overlapping_room,
+)
+from octavo.model.gpu.state import RowState
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.products.invariant import Splits
+from octavo.model.kernels.products.overlapping import BLOCK
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+MOST_SHARED_BYTES = 232_448
+S, M, CONTEXT = 16, 24, 300
+CONFIG = {
+    "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 4864, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3 = {"model_type": "qwen3", "head_dim": 64}
+
+
+@pytest.mark.parametrize("size", OVERLAPPING_SIZES)
+@pytest.mark.parametrize("shape", PUBLISHED)
+def test_every_shape_has_cuts_that_a_multiprocessor_holds_and_sums_of_the_deterministic_mode(
+    shape: str, size: int
+) -> None:
+    config, cuts = PUBLISHED[shape].config, all_cuts_of(PUBLISHED[shape].config, size)
+    D, I, A = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    C = A + 2 * config.num_key_value_heads * config.head_dim
+    matrices = {"qkv": (C, D), "output": (D, A), "gate_up": (2 * I, D), "down": (D, I)}
+    for name, (num_outputs, num_inputs) in matrices.items():
+        cut, splits = getattr(cuts, name), Splits.of(num_outputs, num_inputs)
+        assert (cut.outputs + cut.tokens) * cut.blocks * BLOCK * 2 * cut.stages < MOST_SHARED_BYTES
+        assert splits.inputs % (cut.blocks * BLOCK) == 0
+        assert (cut.splits, cut.stages > 0) == (splits.count, True)
+
+
+def test_the_room_is_enough_for_every_product() -> None:
+    config, room = PUBLISHED["0.5B"].config, overlapping_room(PUBLISHED["0.5B"].config, "meta")
+    for size in OVERLAPPING_SIZES:
+        down = all_cuts_of(config, size).down
+        assert down is not None
+        assert room.parts.numel() >= down.part_elements(size, config.hidden_size)
+        assert len(room.arrived) >= down.num_tiles(size, config.hidden_size)
+
+
+def test_without_such_a_device_no_batch_size_is_tried_this_way() -> None:
+    config, weight = PUBLISHED["0.5B"].config, torch.empty(64, 896, dtype=torch.bfloat16)
+    assert not fits_overlapping(config, weight)
+    autotune = Autotuner.find(config, weight)
+    assert not [name for size in (8, 64, 256) for name in autotune.try_all(size) if name.startswith("overlapping")]
+    assert [autotune.path(256) for _ in autotune.try_all(256)] == [Cublas()]
+    assert "overlapping-256" in candidates(config)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("changes", [{}, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize(("size", "num_rows"), [(8, 3), (16, 16), (32, 20), (64, 64), (128, 100), (256, 256)])
+def test_logits_are_those_of_the_way_by_a_library(size: int, num_rows: int, changes: dict[str, object]) -> None:
+    config = ModelConfig.from_dict(CONFIG | changes)
+    model = CausalLM.random(config, seed=1, dtype=torch.bfloat16, device="cuda")
+    kv = KvPool(config, num_rows * M + 1, S, torch.bfloat16, "cuda")
+    torch.manual_seed(size)
+    keys_and_values = [torch.randn_like(pool) for pool in (*kv.k_pools, *kv.v_pools)]
+    state = RowState(num_slots=num_rows, table_width=M, scratch_block=num_rows * M, device=torch.device("cuda"))
+    state.table_RM[:num_rows] = torch.randperm(num_rows * M, device="cuda").view(num_rows, M).int()
+    positions = torch.randint(0, CONTEXT, (num_rows,), device="cuda", dtype=torch.int32)
+    tokens = torch.randint(0, 512, (num_rows,), device="cuda", dtype=torch.int32)
+    step = DecodeStep(GpuWeights.take(model, max_positions=512), state, kv, max_batch=256, vocab_size=512)
+    step.rows_B[:num_rows] = torch.arange(num_rows, device="cuda", dtype=torch.int32)
+
+    def logits(name: str) -> torch.Tensor:
+        for pool, before in zip((*kv.k_pools, *kv.v_pools), keys_and_values, strict=True):
+            pool.copy_(before)
+        state.position_R[:num_rows], state.last_token_R[:num_rows] = positions, tokens
+        step.autotuner.names = {size: name}
+        step.run(num_rows)
+        return step.logits_BV[:num_rows].clone()
+
+    expected, found = logits("cublas").float(), logits(f"overlapping-{size}")
+    assert ((found.float() - expected).norm() / expected.norm()).item() < 3e-2
+    assert torch.equal(logits(f"overlapping-{size}"), found)

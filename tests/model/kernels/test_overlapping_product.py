@@ -1,0 +1,123 @@
+"""Products that overlap with their neighbours against their references, and against the same products split over their
+inputs (model/kernels/products/split_k.py): Gluon has no interpreter, so on a Hopper GPU alone."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products.overlapping import (
+    OverlappingCut,
+    fits,
+    overlapping_add_product,
+    overlapping_gate_up,
+    overlapping_product,
+)
+from octavo.model.kernels.products.split_k import (
+    SplitKCut,
+    SplitKRoom,
+    add_product_reference,
+    gate_up_reference,
+    split_k_product,
+)
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")
+DTYPE, LIMIT = torch.bfloat16, 2e-2
+CUTS = [
+    OverlappingCut(tokens=8, blocks=1, stages=2),
+    OverlappingCut(tokens=16, stages=7),
+    OverlappingCut(tokens=32, blocks=4, stages=2, splits=3),
+    OverlappingCut(tokens=64, splits=7),
+    OverlappingCut(outputs=128, tokens=128, blocks=1, splits=2, warps=8),
+]
+SHAPES = [(1, 96, 192), (8, 130, 448), (17, 64, 64), (33, 160, 896), (130, 1152, 4864)]
+
+
+def room_for(cut: OverlappingCut | SplitKCut, num_tokens: int, num_outputs: int) -> SplitKRoom:
+    room = SplitKRoom.allocate(
+        num_elements=cut.part_elements(num_tokens, num_outputs), num_tiles=cut.num_tiles(num_tokens, num_outputs),
+        device="cuda",
+    )  # fmt: skip
+    room.parts.fill_(float("nan"))
+    return room
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("overlap", Overlap)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("T", "O", "K"), SHAPES)
+def test_products_equal_their_references(cut: OverlappingCut, T: int, O: int, K: int, overlap: Overlap) -> None:
+    torch.manual_seed(T)
+    y, weight, x = draw(T, K), draw(O, K) * K**-0.5, draw(T, O)
+    room, out, twin = room_for(cut, T, O), torch.full_like(x, float("nan")), torch.empty_like(x)
+    split_k_product(y, weight, twin, room_for(SplitKCut(), T, O), SplitKCut())
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        overlapping_product(y, weight, out, room, cut=cut, overlap=overlap)
+        torch.testing.assert_close(out.float(), add_product_reference(x * 0, y, weight), atol=LIMIT, rtol=LIMIT)
+        torch.testing.assert_close(out, twin, atol=LIMIT, rtol=LIMIT)
+    expected = add_product_reference(x, y, weight)
+    overlapping_add_product(x, y, weight, room, cut=cut, overlap=overlap)
+    torch.testing.assert_close(x.float(), expected, atol=LIMIT, rtol=LIMIT)
+    assert not room.arrived.any()
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("T", "D", "I"), [(1, 128, 40), (8, 192, 96), (33, 448, 130), (130, 896, 4864)])
+def test_gate_and_up_equal_their_reference(cut: OverlappingCut, T: int, D: int, I: int) -> None:
+    torch.manual_seed(T)
+    x, weight = draw(T, D) * 3, draw(2 * I, D) * D**-0.5
+    act = torch.full((T, I), float("nan"), device="cuda", dtype=DTYPE)
+    overlapping_gate_up(x, weight, act, 1e-6, cut=cut, overlap=Overlap.DEPENDENT)
+    torch.testing.assert_close(act.float(), gate_up_reference(x, weight, 1e-6), atol=LIMIT, rtol=LIMIT)
+
+
+@ON_HOPPER
+def test_a_token_has_the_same_bits_in_any_tile_and_batch() -> None:
+    torch.manual_seed(5)
+    y, weight = draw(200, 896), draw(320, 896)
+    found = []
+    for num_tokens, cut in ((200, CUTS[0]), (200, OverlappingCut(tokens=64)), (7, CUTS[1]), (33, CUTS[0])):
+        out = torch.empty(num_tokens, 320, device="cuda", dtype=DTYPE)
+        overlapping_product(
+            y[:num_tokens], weight, out, room_for(cut, num_tokens, 320), cut=cut, overlap=Overlap.DEPENDENT
+        )
+        found.append(out[:7])
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@ON_HOPPER
+def test_a_product_behind_another_reads_what_that_one_wrote() -> None:
+    torch.manual_seed(6)
+    weights, cut = [draw(896, 896) * 896**-0.5 for _ in range(40)], OverlappingCut(splits=7, stages=1)
+    x, room = draw(16, 896), room_for(cut, 16, 896)
+    y, expected = x.clone(), x.float()
+    spare = torch.empty_like(y)
+    for weight in weights:
+        overlapping_product(y, weight, spare, room, cut=cut, overlap=Overlap.DEPENDENT)
+        y, spare = spare, y
+        expected = expected.to(DTYPE).float() @ weight.float().T
+    torch.testing.assert_close(y.float(), expected, atol=0.2, rtol=0.1)
+
+
+@ON_HOPPER
+def test_a_room_that_is_too_small_is_refused() -> None:
+    cut, small = OverlappingCut(splits=2), SplitKRoom.allocate(num_elements=8, num_tiles=1, device="cuda")
+    with pytest.raises(ValueError, match="room is too small"):
+        overlapping_product(draw(4, 128), draw(64, 128), draw(4, 64), small, cut=cut, overlap=Overlap.NONE)
+
+
+def test_other_devices_and_numbers_do_not_fit() -> None:
+    weight, room = torch.zeros(64, 128), SplitKRoom.allocate(num_elements=1, num_tiles=1, device="cpu")
+    assert not fits(weight)
+    assert not fits(weight.bfloat16())
+    with pytest.raises(ValueError, match="not for these products"):
+        overlapping_product(
+            torch.zeros(4, 128), weight, torch.zeros(4, 64), room, cut=OverlappingCut(), overlap=Overlap.NONE
+        )
