@@ -36,7 +36,8 @@ FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.
 DEFAULT_SMALL_BATCH = 2
 TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
 """Each stands for the sizes below it, down to the one before. Beyond 2 rows the kernels for a small batch
-have always lost (each row adds its own latency to each of them), beyond the last cuBLAS has won (bench/RESULTS.md)."""
+have always lost (each row adds its own latency to each of them), beyond the last there is cuBLAS alone
+(bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
