@@ -5,7 +5,7 @@ and norm of each query and key head (for families that have them: model/families
 value into the cache, and attention of all query heads of a KV head together
 (GQA, arXiv:2305.13245). Contexts are cut into chunks (model/kernels/attention/decode_work.py, split-KV as in
 Flash-Decoding); the program that finishes a sequence's last chunk combines them, in chunk order, so that the sum does
-not depend on timing.
+not depend on timing. On devices of an H100's kind model/kernels/attention/decode_ring.py has the kernel.
 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|      the last chunk also has the new token
     positions       0                                           p
@@ -15,11 +15,13 @@ C = (N + 2K)·H columns of the product · D model dim · P blocks · S block siz
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from octavo.model.kernels.attention import decode_ring
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits
 from octavo.model.kernels.attention.paged_tile import add_tile, load_tile
 from octavo.model.kernels.attention.rope_write import finished_heads
@@ -324,12 +326,19 @@ def decode_attention(
     if N % K or H & (H - 1) or H < 16:
         raise ValueError(f"{N} heads over {K} KV heads of {H}: need whole groups and a power of two from 16")
     work, D, tiles, group = args.work, x_BD.shape[1], args.tiles, max(16, next_power_of_2(N // K))
-    _decode_attention_kernel[(work.limits.capacity(B), K)](
+    kernel: Any = _decode_attention_kernel
+    settings: dict[str, Any] = {
+        "GROUP": group, "TILE": tiles.tokens, "STAGES": tiles.stages, "STEP": max(1, COMBINED_ELEMENTS // (group * H)),
+        "num_warps": tiles.warps,
+    }  # fmt: skip
+    if decode_ring.is_faster(qkv_BC, k_pool_PKSH, N):
+        kernel = decode_ring.ring_attention_kernel
+        settings = decode_ring.settings_of(N, K, H, dtype.itemsize)
+    kernel[(work.limits.capacity(B), K)](
         qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool_PKSH, v_pool_PKSH, out_BNH,
         args.table_RM, args.cos_LH, args.sin_LH,
         work.count_1, work.item_W8, work.arrived_BK, args.partial_out, args.partial_ml,
         args.table_RM.shape[1], args.scale * LOG2_E, args.eps,
-        N=N, K=K, H=H, D=D, S=S, GROUP=group, WIDTH=next_power_of_2(D), TILE=tiles.tokens, STAGES=tiles.stages,
-        STEP=max(1, COMBINED_ELEMENTS // (group * H)), num_warps=tiles.warps,
-        PDL=args.overlap.value, launch_pdl=args.overlap.value,
+        N=N, K=K, H=H, D=D, S=S, WIDTH=next_power_of_2(D), PDL=args.overlap.value, launch_pdl=args.overlap.value,
+        **settings,
     )  # fmt: skip

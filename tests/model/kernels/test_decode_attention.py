@@ -1,10 +1,14 @@
 """Decode attention against its reference, on a GPU or in Triton's interpreter."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.kernels.attention import decode_ring
 from octavo.model.kernels.attention.decode import (
     DecodeArgs,
     decode_attention,
@@ -12,6 +16,7 @@ from octavo.model.kernels.attention.decode import (
     partial_buffers,
 )
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
+from tests.support.model.gluon import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -84,6 +89,51 @@ def test_decode_attention_equals_its_reference(
 ) -> None:
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("the interpreter multiplies bfloat16 as integers")
+    check_against_the_reference(N, K, H, positions, dtype, has_bias=has_bias, has_norm=has_norm)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "H", "positions"),
+    [
+        (14, 2, 64, [0, 15, 16, 17, 63, 64, 65, 300]),
+        (28, 4, 128, [129, 40, 31, 33]),
+        (16, 16, 64, [31, 150]),
+        (16, 1, 128, [257, 3]),
+        (14, 2, 64, [5000, 0, 1]),
+    ],
+)
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True)], ids=["bias", "norm of heads"])
+def test_the_ring_equals_the_same_reference(
+    N: int, K: int, H: int, positions: list[int], has_bias: bool, has_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cuda":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("the ring is for devices of another kind")
+        dtype, launched = torch.bfloat16, []
+        monkeypatch.setattr(decode_ring, "settings_of", note_calls(decode_ring.settings_of, launched))
+    else:
+        dtype, launched = torch.float32, [()]
+        monkeypatch.setattr(decode_ring, "is_faster", lambda *_: True)
+        kernel = interpreted(decode_ring, "ring_attention_kernel")
+        monkeypatch.setattr(decode_ring, "ring_attention_kernel", kernel)
+    check_against_the_reference(N, K, H, positions, dtype, has_bias=has_bias, has_norm=has_norm)
+    assert launched
+
+
+def note_calls(function: Callable[..., Any], calls: list[tuple]) -> Callable[..., Any]:
+    """The function, whose arguments are noted."""
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
+
+
+def check_against_the_reference(
+    N: int, K: int, H: int, positions: list[int], dtype: torch.dtype, *, has_bias: bool, has_norm: bool
+) -> None:
+    """Twice, as the counters are left by the first launch."""
     torch.manual_seed(0)
     (qkv, x, bias), (k_pool, v_pool), args = make_case(N, K, H, positions, dtype)
     bias = bias if has_bias else None

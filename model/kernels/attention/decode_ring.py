@@ -1,0 +1,287 @@
+"""The kernel of decode attention for devices of an H100's kind: its programs keep a ring of tiles on their way.
+
+It does what the kernel in model/kernels/attention/decode.py does, item for item, with the same arguments. But the loop
+that Triton makes of that one has a single buffer, and the compiler says when a copy is waited for. Here tiles of keys
+and values are copied into a ring in shared memory ahead of the one that is worked on, and a sequence's parts are loaded
+many at a time. Written in Gluon, which says where each number is kept; tests run it by tests/support/model/gluon.py.
+
+Legend: as in model/kernels/attention/decode.py.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from octavo.model.kernels.checks import next_power_of_2
+from octavo.model.kernels.overlap import start_next, wait_for_previous
+
+KNOWN_VERSIONS = ("3.6.",)
+"""Of Triton, whose Gluon is experimental: those that this was compiled and measured with."""
+WARPS = 4
+REGISTERS = 128
+"""Of a thread at most, so that four programs fit on a multiprocessor."""
+GROUP = 16
+"""Query heads of a KV head, the rest of them padding: rows of the multiplying instruction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Tokens of a tile, tiles of the ring, and parts of a sequence that are loaded together, of groups of eight."""
+
+    tokens: int
+    tiles: int
+    parts: int
+
+
+RINGS = {64: Ring(tokens=64, tiles=2, parts=16), 128: Ring(tokens=32, tiles=3, parts=4)}
+"""The fastest ones, by head dim (bench/RESULTS.md)."""
+
+
+def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -> bool:
+    """Whether this is the kernel to take: 16-bit numbers, heads that it was measured with, on a device of the kind."""
+    _, K, _, H = k_pool_PKSH.shape
+    return (
+        qkv_BC.is_cuda
+        and qkv_BC.element_size() == 2
+        and k_pool_PKSH.dtype == qkv_BC.dtype
+        and H in RINGS
+        and num_heads // K <= GROUP
+        and triton.__version__.startswith(KNOWN_VERSIONS)
+        and _is_hopper(qkv_BC.device)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> dict[str, Any]:
+    """The kernel's settings beside the shape, and how it is launched."""
+    ring, row_bytes, few = RINGS[head_dim], head_dim * element_size, next_power_of_2(num_heads // num_kv_heads)
+    return {
+        "GROUP": GROUP, "FEW": few, "TILE": ring.tokens, "RING": ring.tiles, "PARTS": ring.parts * 8 // max(8, few),
+        "WARPS": WARPS, "VECTOR": 16 // element_size, "PHASE": max(1, 128 // row_bytes),
+        "num_warps": WARPS, "maxnreg": REGISTERS,
+    }  # fmt: skip
+
+
+@gluon.jit
+def _row_scale(x_BD, b, eps, D: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    d = gl.arange(0, WIDTH, gl.BlockedLayout([8], [32], [WARPS], [0]))
+    x = gl.load(x_BD + b * D + d, mask=d < D, other=0.0).to(gl.float32)
+    return 1.0 / gl.sqrt(gl.sum(x * x, 0) / D + eps)
+
+
+@gluon.jit
+def _blocks_of_tile(table, start, end, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr):
+    token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
+    return gl.load(table + token // S, mask=token < end, other=0)
+
+
+@gluon.jit
+def _copy_tile(
+    keys, values, k_pool, v_pool, block, start, end, kv_head,
+    K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    # Zeros behind the end: what the pool has there may be no number.
+    token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
+    h = gl.arange(0, H, gl.SliceLayout(0, COPY))
+    has = (token < end)[:, None] & (h >= 0)[None, :]
+    at = (((block.to(gl.int64) * K + kv_head) * S + token % S) * H)[:, None] + h[None, :]
+    async_copy.async_copy_global_to_shared(keys, k_pool + at, has)
+    async_copy.async_copy_global_to_shared(values, v_pool + at, has)
+
+
+@gluon.jit
+def _store_combined(
+    partial_out, partial_ml, out_NH, first, num_chunks, kv_head,
+    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, FEW: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    # All chunks of a sequence for one KV head's queries, in their order. A thread has all parts of its numbers.
+    LANES: gl.constexpr = H // 4
+    BOX: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+    PARTS_BY_HEADS: gl.constexpr = gl.SliceLayout(2, BOX)
+    HEADS_BY_DIM: gl.constexpr = gl.SliceLayout(0, BOX)
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, PARTS_BY_HEADS))
+    m = gl.arange(0, FEW, gl.SliceLayout(0, PARTS_BY_HEADS))
+    h = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, BOX)))
+    h_11H = gl.expand_dims(gl.expand_dims(h, 0), 1)
+    most = gl.full([FEW], float("-inf"), gl.float32, gl.SliceLayout(0, PARTS_BY_HEADS))
+    total = gl.full([FEW], 0.0, gl.float32, gl.SliceLayout(0, PARTS_BY_HEADS))
+    acc = gl.full([FEW, H], 0.0, gl.float32, HEADS_BY_DIM)
+    for c in range(0, num_chunks, PARTS):
+        is_part = (c + part < num_chunks)[:, None] & (m < G)[None, :]
+        at = (first + c + part).to(gl.int64)[:, None] * N + (kv_head * G + m)[None, :]
+        chunk_most = gl.load(partial_ml + at * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        chunk_total = gl.load(partial_ml + at * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+        is_number = gl.expand_dims(is_part, 2) & (h_11H >= 0)
+        acc_at = partial_out + gl.expand_dims(at * H, 2) + h_11H
+        chunk_acc = gl.load(acc_at, mask=is_number, other=0.0, cache_modifier=".cg")
+        new_most = gl.maximum(most, gl.max(chunk_most, 0))
+        base = gl.where(new_most == float("-inf"), 0.0, new_most)
+        shrink = gl.exp2(most - base)
+        weight = gl.exp2(chunk_most - base[None, :])
+        total = total * shrink + gl.sum(gl.where(is_part, chunk_total * weight, 0.0), 0)
+        added = gl.sum(gl.where(is_number, chunk_acc * gl.expand_dims(weight, 2), 0.0), 0)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, HEADS_BY_DIM))[:, None] + added
+        most = new_most
+    om = gl.arange(0, FEW, gl.SliceLayout(1, HEADS_BY_DIM))
+    oh = gl.arange(0, H, gl.SliceLayout(0, HEADS_BY_DIM))
+    sums = gl.convert_layout(gl.where(m < G, total, 1.0), gl.SliceLayout(1, HEADS_BY_DIM))
+    out_at = out_NH + ((kv_head * G + om) * H)[:, None] + oh[None, :]
+    is_out = (om < G)[:, None] & (oh >= 0)[None, :]
+    gl.store(out_at, (acc / sums[:, None]).to(out_NH.dtype.element_ty), mask=is_out)
+
+
+@gluon.jit
+def ring_attention_kernel(
+    qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool, v_pool, out_BNH,
+    table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
+    table_width, log2_scale, eps,
+    N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WIDTH: gl.constexpr,
+    GROUP: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, PARTS: gl.constexpr,
+    WARPS: gl.constexpr, VECTOR: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One item for one KV head; see `decode_attention`."""
+    start_next(PDL)
+    kv_head = gl.program_id(1)
+    item = item_W8 + gl.program_id(0) * 8
+    num_items = gl.load(count_1)
+    b = gl.load(item)
+    row = gl.load(item + 1)
+    position = gl.load(item + 2)
+    begin = gl.load(item + 3)
+    end = gl.load(item + 4)
+    chunk = gl.load(item + 5)
+    num_chunks = gl.load(item + 6)
+    first = gl.load(item + 7)
+    if gl.program_id(0) >= num_items:
+        return
+    G: gl.constexpr = N // K
+    C: gl.constexpr = (N + 2 * K) * H
+    element: gl.constexpr = qkv_BC.dtype.element_ty
+    COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // (H // VECTOR), H // VECTOR], [WARPS, 1], [1, 0])
+    HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [WARPS, 1], [1, 0])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
+
+    # The first tiles are on their way before anything else: they do not wait for the heads' sums.
+    keys_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
+    values_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
+    table = table_RM + row.to(gl.int64) * table_width
+    copied = begin
+    block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
+    for slot in gl.static_range(RING - 1):
+        if copied < end:
+            keys, values = keys_ring.index(slot), values_ring.index(slot)
+            _copy_tile(keys, values, k_pool, v_pool, block, copied, end, kv_head, K, H, S, TILE, COPY)
+            copied += TILE
+            block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
+        async_copy.commit_group()
+
+    m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
+    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+    other_h = (h + H // 2) % H
+    cos = gl.load(cos_LH + position * (H // 2) + h % (H // 2))
+    sin = gl.load(sin_LH + position * (H // 2) + h % (H // 2)) * gl.where(h < H // 2, -1.0, 1.0)
+    wait_for_previous(PDL)
+    qkv = qkv_BC + b.to(gl.int64) * C
+    q_at = ((kv_head * G + m) * H)[:, None]
+    is_q = (m < G)[:, None] & (h >= 0)[None, :]
+    q = gl.load(qkv + q_at + h[None, :], mask=is_q, other=0.0).to(gl.float32)
+    q_other = gl.load(qkv + q_at + other_h[None, :], mask=is_q, other=0.0).to(gl.float32)
+    scale = _row_scale(x_BD, b, eps, D, WIDTH, WARPS)
+    q = q * scale
+    q_other = q_other * scale
+    if bias_C is not None:
+        q += gl.load(bias_C + q_at + h[None, :], mask=is_q, other=0.0).to(gl.float32)
+        q_other += gl.load(bias_C + q_at + other_h[None, :], mask=is_q, other=0.0).to(gl.float32)
+    if qk_norm_2H is not None:
+        q_inverse = (1.0 / gl.sqrt(gl.sum(q * q, 1) / H + eps))[:, None]
+        q = q * q_inverse * gl.load(qk_norm_2H + h).to(gl.float32)[None, :]
+        q_other = q_other * q_inverse * gl.load(qk_norm_2H + other_h).to(gl.float32)[None, :]
+    q = ((q * cos[None, :] + q_other * sin[None, :]) * log2_scale).to(element)
+    most = gl.full([GROUP], float("-inf"), gl.float32, gl.SliceLayout(1, SUMS))
+    total = gl.full([GROUP], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
+    acc = gl.full([GROUP, H], 0.0, gl.float32, SUMS)
+
+    if chunk == num_chunks - 1:
+        k_at = (N + kv_head) * H
+        v_at = (N + K + kv_head) * H
+        k = gl.load(qkv + k_at + h).to(gl.float32) * scale
+        k_other = gl.load(qkv + k_at + other_h).to(gl.float32) * scale
+        v = gl.load(qkv + v_at + h).to(gl.float32) * scale
+        if bias_C is not None:
+            k += gl.load(bias_C + k_at + h).to(gl.float32)
+            k_other += gl.load(bias_C + k_at + other_h).to(gl.float32)
+            v += gl.load(bias_C + v_at + h).to(gl.float32)
+        if qk_norm_2H is not None:
+            k_inverse = 1.0 / gl.sqrt(gl.sum(k * k, 0) / H + eps)
+            k = k * k_inverse * gl.load(qk_norm_2H + H + h).to(gl.float32)
+            k_other = k_other * k_inverse * gl.load(qk_norm_2H + H + other_h).to(gl.float32)
+        new_k = (k * cos + k_other * sin).to(element)
+        new_v = v.to(element)
+        new_block = gl.load(table + position // S).to(gl.int64)
+        new_at = ((new_block * K + kv_head) * S + position % S) * H + h
+        gl.store(k_pool + new_at, new_k)
+        gl.store(v_pool + new_at, new_v)
+        new_score = gl.sum(q.to(gl.float32) * new_k.to(gl.float32)[None, :], 1)
+        most = gl.convert_layout(new_score, gl.SliceLayout(1, SUMS))
+        total = gl.full([GROUP], 1.0, gl.float32, gl.SliceLayout(1, SUMS))
+        acc += gl.convert_layout(new_v.to(gl.float32), gl.SliceLayout(0, SUMS))[None, :]
+
+    q_left = gl.convert_layout(q, LEFT)
+    slot = 0
+    for start in range(begin, end, TILE):
+        async_copy.wait_group(RING - 2)
+        # All threads' copies have arrived, and all are done with the tile that the next copy overwrites.
+        gl.thread_barrier()
+        if copied < end:
+            free = gl.where(slot == 0, RING - 1, slot - 1)
+            keys, values = keys_ring.index(free), values_ring.index(free)
+            _copy_tile(keys, values, k_pool, v_pool, block, copied, end, kv_head, K, H, S, TILE, COPY)
+            copied += TILE
+            block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
+        async_copy.commit_group()
+        keys_right = keys_ring.index(slot).permute([1, 0]).load(RIGHT)
+        score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, SUMS))
+        token = start + gl.arange(0, TILE, gl.SliceLayout(0, SUMS))
+        score = gl.where((token < end)[None, :], score, float("-inf"))
+        new_most = gl.maximum(most, gl.max(score, 1))
+        base = gl.where(new_most == float("-inf"), 0.0, new_most)
+        shrink = gl.exp2(most - base)
+        weight = gl.exp2(score - base[:, None])
+        total = total * shrink + gl.sum(weight, 1)
+        most = new_most
+        weight = gl.convert_layout(weight.to(element), LEFT)
+        acc = mma_v2(weight, values_ring.index(slot).load(RIGHT), acc * shrink[:, None])
+        slot = gl.where(slot == RING - 1, 0, slot + 1)
+
+    om = gl.arange(0, GROUP, gl.SliceLayout(1, SUMS))
+    oh = gl.arange(0, H, gl.SliceLayout(0, SUMS))
+    out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
+    is_out = (om < G)[:, None] & (oh >= 0)[None, :]
+    out_NH = out_BNH + b.to(gl.int64) * N * H
+    if num_chunks == 1:
+        gl.store(out_NH + out_at, (acc / total[:, None]).to(element), mask=is_out)
+        return
+    part = (first + chunk).to(gl.int64) * N
+    ml = partial_ml + (part + kv_head * G + om) * 2
+    gl.store(partial_out + part * H + out_at, acc, mask=is_out)
+    gl.store(ml, most, mask=om < G)
+    gl.store(ml + 1, total, mask=om < G)
+    # The barrier orders every thread's stores before the one atomic that releases them.
+    gl.thread_barrier()
+    if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") < num_chunks - 1:
+        return
+    gl.store(arrived_BK + b * K + kv_head, 0)
+    _store_combined(partial_out, partial_ml, out_NH, first, num_chunks, kv_head, N, G, H, FEW, PARTS, WARPS)

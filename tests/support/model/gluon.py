@@ -1,0 +1,98 @@
+"""Kernels in Gluon, run by Triton's interpreter, which knows none: layouts mean nothing there, and a copy to shared
+memory arrives when it is waited for, not before."""
+
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.interpreter import InterpretedFunction
+
+
+def interpreted(module: ModuleType, kernel: str) -> Any:
+    """The kernel of the module, which may call the module's other functions in Gluon."""
+    names = dict(vars(module)) | {"tl": tl, "gl": _Language(), "mma_v2": _mma_v2, "async_copy": _Copies()}
+    for name, function in vars(module).items():
+        if isinstance(function, GluonJITFunction):
+            plain = function.fn
+            copy = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
+            copy.__annotations__, copy.__kwdefaults__ = plain.__annotations__, plain.__kwdefaults__
+            names[name] = InterpretedFunction(copy)
+    rewritten = names[kernel].rewrite()
+    rewritten.__annotations__ = dict.fromkeys(rewritten.__annotations__, "constexpr")  # it knows "tl.constexpr" only
+    return names[kernel]
+
+
+def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def _number(value: Any) -> int:
+    value = getattr(value, "value", value)  # a constexpr's
+    return int(np.asarray(value.handle.data).item()) if hasattr(value, "handle") else int(value)
+
+
+class _Language:
+    """`gluon.language` as far as it is another than `triton.language`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: None) if name.endswith("Layout") else getattr(tl, name)
+
+    def arange(self, start: int, end: int, layout: None) -> Any:
+        return tl.arange(start, end)
+
+    def full(self, shape: list[int], value: float, dtype: Any, layout: None) -> Any:
+        return tl.full(shape, value, dtype)
+
+    def convert_layout(self, value: Any, layout: None) -> Any:
+        return value
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[Any], layout: None) -> "_Shared":
+        return _Shared(_number(shape[0]))
+
+    def thread_barrier(self) -> None:
+        """Threads of a program take turns here, operation by operation."""
+
+
+class _Shared:
+    """Tiles that are there, or not yet."""
+
+    def __init__(self, length: int) -> None:
+        self.tiles: list[Any] = [None] * length
+
+    def index(self, at: Any) -> "_Tile":
+        return _Tile(self, _number(at))
+
+
+class _Tile:
+    def __init__(self, shared: _Shared, at: int, *, is_turned: bool = False) -> None:
+        self.shared, self.at, self.is_turned = shared, at, is_turned
+
+    def permute(self, order: list[int]) -> "_Tile":
+        return _Tile(self.shared, self.at, is_turned=True)
+
+    def load(self, layout: None) -> Any:
+        tile = self.shared.tiles[self.at]
+        assert tile is not None, "a tile is read before its copy was waited for"
+        return tl.trans(tile) if self.is_turned else tile
+
+
+class _Copies(SimpleNamespace):
+    """`async_copy`."""
+
+    def __init__(self) -> None:
+        super().__init__(open=[], groups=[])
+
+    def async_copy_global_to_shared(self, tile: _Tile, pointer: Any, mask: Any) -> None:
+        tile.shared.tiles[tile.at] = None
+        self.open.append((tile, tl.load(pointer, mask=mask, other=0.0)))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, num_outstanding: Any) -> None:
+        while len(self.groups) > _number(num_outstanding):
+            for tile, value in self.groups.pop(0):
+                tile.shared.tiles[tile.at] = value
