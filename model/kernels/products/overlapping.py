@@ -49,6 +49,12 @@ class OverlappingCut:
     splits: int = 1
     warps: int = 4
 
+    def ends(self, num_inputs: int) -> bool:
+        """Whether each round's copies are asked for before they are waited for: a stage is filled again one round after
+        it was read, so that one stage serves a single round."""
+        rounds = -(-num_inputs // (BLOCK * self.blocks))
+        return self.stages > 1 or -(-rounds // self.splits) <= self.stages
+
     def num_tiles(self, num_tokens: int, num_outputs: int) -> int:
         """Tiles of a product."""
         return -(-num_outputs // self.outputs) * -(-num_tokens // self.tokens)
@@ -74,7 +80,7 @@ def _works_on(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) != HOPPER:
         return False
     y, weight = (torch.arange(n * 512, device=device).view(n, 512).remainder(7).bfloat16() for n in (3, 96))
-    cut, out = OverlappingCut(splits=2, stages=1), y.new_empty(3, 96)
+    cut, out = OverlappingCut(blocks=1, splits=2, stages=2), y.new_empty(3, 96)
     room = SplitKRoom.allocate(num_elements=cut.part_elements(3, 96), num_tiles=cut.num_tiles(3, 96), device=device)
     try:
         _enqueue(y, weight, out, room, cut, Overlap.DEPENDENT, then=PUT)
@@ -101,6 +107,8 @@ def _launch(
     check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
     if not fits(weight_OK):
         raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
+    if not cut.ends(K):
+        raise ValueError(f"{cut} would wait for ever: {K} inputs need two stages")
     tiles = cut.num_tiles(T, len(weight_OK))
     if cut.splits > 1 and (room is None or room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
         raise ValueError(f"room is too small for the parts of {cut}")

@@ -42,6 +42,7 @@ def overlapping_product_kernel(
     BYTES: gl.constexpr = (OUTPUTS + TOKENS) * BLOCKS * 64 * 2
     ROUNDS: gl.constexpr = (K + BLOCKS * 64 - 1) // (BLOCKS * 64)
     EACH: gl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS
+    gl.static_assert(STAGES > 1 or EACH == 1, "a stage is filled again one round after it was read")
     PENDING: gl.constexpr = BLOCKS if BLOCKS < 7 else 7
     dtype: gl.constexpr = w_desc.dtype
     tile = gl.program_id(0)

@@ -20,6 +20,7 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.kernels.products.overlapping import BLOCK
+from octavo.model.kernels.trials import VARIABLE, Trial
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MOST_SHARED_BYTES = 232_448
@@ -30,6 +31,11 @@ CONFIG = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "head_dim": 64}
+
+
+@pytest.fixture(autouse=True)
+def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, Trial.OVERLAPPING.value)
 
 
 @pytest.mark.parametrize("size", OVERLAPPING_SIZES)
@@ -45,7 +51,8 @@ def test_every_shape_has_cuts_that_a_multiprocessor_holds_and_sums_of_the_determ
         cut, splits = getattr(cuts, name), Splits.of(num_outputs, num_inputs)
         assert (cut.outputs + cut.tokens) * cut.blocks * BLOCK * 2 * cut.stages < MOST_SHARED_BYTES
         assert splits.inputs % (cut.blocks * BLOCK) == 0
-        assert (cut.splits, cut.stages > 0) == (splits.count, True)
+        assert cut.splits == splits.count
+        assert cut.ends(num_inputs)
 
 
 def test_the_room_is_enough_for_every_product() -> None:

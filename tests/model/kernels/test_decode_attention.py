@@ -16,6 +16,7 @@ from octavo.model.kernels.attention.decode import (
     partial_buffers,
 )
 from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits, plan_work, plan_work_reference
+from octavo.model.kernels.trials import VARIABLE, Trial
 from tests.support.model.gluon import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,6 +110,7 @@ def test_the_ring_equals_the_same_reference(
     if DEVICE == "cuda":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("the ring is for devices of another kind")
+        monkeypatch.setenv(VARIABLE, Trial.RING.value)
         dtype, launched = torch.bfloat16, []
         monkeypatch.setattr(decode_ring, "settings_of", note_calls(decode_ring.settings_of, launched))
     else:

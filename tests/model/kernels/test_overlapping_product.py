@@ -113,6 +113,12 @@ def test_a_room_that_is_too_small_is_refused() -> None:
         overlapping_product(draw(4, 128), draw(64, 128), draw(4, 64), small, cut=cut, overlap=Overlap.NONE)
 
 
+def test_one_stage_is_for_a_single_round() -> None:
+    assert OverlappingCut(blocks=2, stages=1, splits=7).ends(896)
+    assert not OverlappingCut(blocks=2, stages=1, splits=2).ends(512)
+    assert OverlappingCut(blocks=1, stages=2, splits=2).ends(512)
+
+
 def test_other_devices_and_numbers_do_not_fit() -> None:
     weight, room = torch.zeros(64, 128), SplitKRoom.allocate(num_elements=1, num_tiles=1, device="cpu")
     assert not fits(weight)
