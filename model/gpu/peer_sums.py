@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from octavo.model.gpu.autotune import STEPS, time_graph
-from octavo.model.kernels.small_batch.launch import Overlap
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.peer_sum import num_programs, peer_sum
 from octavo.model.parallel import PeerSums, Ranks, Sums
 

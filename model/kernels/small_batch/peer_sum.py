@@ -1,7 +1,7 @@
 """A sum over ranks by one kernel that reads every peer's memory, and adds it to the residual stream in the same pass.
 
-    this rank  | product -> its room |begin| signal peers | wait for theirs | read all rooms, add up | ...
-    a peer     |   product -> its room     |begin| signal | wait ...        | read all rooms, add up | ...
+    this rank  | product -> its room |start| signal peers | wait for theirs | read all rooms, add up | ...
+    a peer     |   product -> its room     |start| signal | wait ...        | read all rooms, add up | ...
 
 Between two ranks that is also the least that can go over the link, whatever the size: of each rank's numbers, each is
 read once. Each program signals for its part alone, by counting up in every peer's memory, and waits until each peer's
@@ -10,7 +10,7 @@ order of the ranks and rounded once, so that all ranks get the same bits. A room
 that begins: then every peer has ended this one. So sums that follow one another need rooms of their own, and two are
 enough.
 
-The next kernel may start at once and load its weights while this one waits (model/kernels/small_batch/launch.py).
+The next kernel may start at once and load its weights while this one waits (model/kernels/overlap.py).
 
 Must not know: how peers' memory is had, layers.
 """
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.model.kernels.small_batch.launch import Overlap, begin, wait
+from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 BLOCK, LARGE_BLOCK = 2048, 8192
 WARPS = 8
@@ -37,10 +37,10 @@ def _peer_sum_kernel(
     rooms, counts, out, num_elements,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    start_next(PDL)
     program = tl.program_id(0)
     own = counts[RANK] + program * SIZE
-    wait(PDL)
+    wait_for_previous(PDL)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             # Relaxed: the kernel that wrote the room has ended, and what it wrote is in memory.

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
-from octavo.model.kernels.small_batch.launch import Overlap
 from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_sum
 from octavo.model.parallel import Ranks
 from tests.support.model.interpreter import WARNINGS
