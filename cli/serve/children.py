@@ -12,6 +12,8 @@ from typing import Protocol
 
 LINE_LIMIT_BYTES = 2**20
 EXIT_POLL_S = 0.02
+PIPE_GRACE_S = 1.0
+"""For the last lines of a process that has ended."""
 OnLine = Callable[[str, str], None]
 
 
@@ -72,8 +74,13 @@ class Child:
         finally:
             self._kill_group()
             # What the process wrote last says why it died; a grandchild that keeps the pipe open must not hold us.
-            await asyncio.wait([pump], timeout=1.0)
+            await asyncio.wait([pump], timeout=PIPE_GRACE_S)
             pump.cancel()
+            with contextlib.suppress(TimeoutError):  # where this was cancelled, it may not have been seen to end
+                async with asyncio.timeout(PIPE_GRACE_S):
+                    await self._exit_code(self._process)
+            # Nor may our end of the pipe stay open until somebody collects garbage. asyncio has no public word for it.
+            self._process._transport.close()  # type: ignore[attr-defined]
 
     def terminate(self) -> None:
         """SIGTERM: it drains, or stops at the second one. Nothing where it has ended."""

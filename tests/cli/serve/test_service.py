@@ -1,6 +1,8 @@
 """The supervisor's shell over processes that do as they are told: restarts, order of the end, no orphan."""
 
 import asyncio
+import contextlib
+import os
 import signal
 import sys
 import time
@@ -11,6 +13,7 @@ import psutil
 import pytest
 
 import octavo.cli.serve.service
+from octavo.cli.serve import children
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.launch import ProcessPlan, Role, environment
 from octavo.cli.serve.parent import EXIT_DRAINED
@@ -171,6 +174,33 @@ async def test_a_line_without_end_is_dropped_and_the_next_one_arrives() -> None:
     assert await child.run() == 0
     assert lines[-1] == "after"
     assert all(len(line) < 2**20 for line in lines[:-1])
+
+
+def own_pipes() -> set[str]:
+    """That this process has open."""
+    found = set[str]()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was there while they were listed
+            found.add(os.readlink(file))
+    return {link for link in found if link.startswith("pipe:")}
+
+
+async def test_a_grandchild_that_keeps_the_pipe_keeps_nothing_of_ours_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "PIPE_GRACE_S", 0.1)
+    script = """
+import subprocess, sys
+kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(kept.pid, flush=True)
+"""
+    lines: list[str] = []
+    before = own_pipes()
+    child = Child("c", [sys.executable, "-c", script], environment(), lambda _, line: lines.append(line))
+    assert await child.run() == 0
+    await asyncio.sleep(0)  # what is closed is let go of in the next turn of the loop
+    try:
+        assert own_pipes() <= before
+    finally:
+        os.kill(int(lines[0]), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("script", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)])
