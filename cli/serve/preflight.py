@@ -104,6 +104,17 @@ def check_peers(settings: ServeSettings) -> None:
         raise usage("bad value for --gateway-key-file", str(error), "make a pair with octavo keys new") from None
 
 
+def check_workers_here(settings: ServeSettings) -> None:
+    """`check_workers`, and that nothing is said of a cluster. Raises CliError, CheckpointError, CardError."""
+    if settings.cluster_address:
+        raise usage(
+            "--cluster-address needs --cluster",
+            "the workers are on this host, and nobody asks for the address",
+            "give --cluster auto as well, or leave the address out",
+        )
+    check_workers(settings)
+
+
 def check_workers_elsewhere(settings: ServeSettings) -> None:
     """The same for workers on the hosts of a cluster: what can be known here. Raises CliError, CheckpointError,
     CardError."""

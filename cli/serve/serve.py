@@ -41,8 +41,8 @@ from octavo.cli.serve.preflight import (
     check_group_devices,
     check_peers,
     check_traces,
-    check_workers,
     check_workers_elsewhere,
+    check_workers_here,
     serves_on_gpu,
     warn_of_variables,
 )
@@ -69,7 +69,7 @@ def serve(settings: ServeSettings) -> int:
     if settings.cluster:
         check_workers_elsewhere(settings)
     else:
-        check_workers(settings)
+        check_workers_here(settings)
     check_traces()
     policy = policy_of(settings)
     if policy is not None:

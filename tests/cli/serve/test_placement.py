@@ -114,6 +114,7 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path) -> None:
 
 def test_mistakes_are_told_before_ray_is_asked(tmp_path: Path) -> None:
     assert "bad value for --cluster" in refusal("--cluster=head")
+    assert "--cluster-address needs --cluster" in refusal("--cluster-address=127.0.0.1")
     assert "--device is cuda:1, and the cluster chooses the GPU" in refusal("--cluster=auto", "--device=cuda:1")
     for address, why in (("head", "no address that workers"), ("::", "no address that"), ("192.0.2.1", "of this host")):
         told = refusal("--cluster=auto", f"--cluster-address={address}")
