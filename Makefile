@@ -90,7 +90,7 @@ test-wheels: dev ## the wheels in new environments of each Python that is found 
 GPU_TESTS := tests/gpu tests/model/kernels tests/model/gpu
 JOBS ?= 8
 test-gpu: dev ## the tests that need a CUDA device, JOBS=8 at once since compiling kernels takes longest
-	@$(BIN)/python -m pytest -p no:benchmark -n $(JOBS) -m "not alone" $(GPU_TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n $(JOBS) -m "not alone" $(GPU_TESTS)
 	@$(BIN)/python -m pytest -p no:benchmark -m alone $(GPU_TESTS)
 
 sanitize-gpu: dev ## the kernel tests under compute-sanitizer, memcheck and racecheck
