@@ -35,9 +35,9 @@ FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.
 """Of the weights that a program reads, by the candidate's name."""
 DEFAULT_SMALL_BATCH = 2
 TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
-"""Each stands for the sizes below it, down to the one before. Beyond 2 rows the kernels for a small batch
-have always lost (each row adds its own latency to each of them), beyond the last there is cuBLAS alone
-(bench/RESULTS.md)."""
+"""Each stands for the sizes below it, down to the one before; those below one that has a single way go with the next.
+Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them), beyond the
+last there is cuBLAS alone (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
@@ -104,11 +104,6 @@ def steps_of_a_timing(config: ModelConfig) -> int:
     )
 
 
-def stands_for(batch_size: int) -> int | None:
-    """The one of TIMED_SIZES that is timed for this batch size; None where there is nothing to choose."""
-    return next((size for size in TIMED_SIZES if batch_size <= size), None)
-
-
 class Autotuner:
     """The path of each batch size: chosen by timing, or by the rule. names: what was chosen, by batch size; of other
     paths than the candidates nothing is kept. file: where choices are kept; None: nothing is timed. Ranks of a group
@@ -127,6 +122,7 @@ class Autotuner:
         self._file = file
         self._ranks = ranks
         self._num_steps = num_steps
+        self._sizes = tuple(size for size in TIMED_SIZES if len(self._names_of(size)) > 1)
         self.names = {size: name for size, name in names.items() if name in candidates}
 
     @classmethod
@@ -137,18 +133,26 @@ class Autotuner:
     @classmethod
     def find(cls, config: ModelConfig, weight: torch.Tensor, ranks: Ranks = ALONE) -> "Autotuner":
         """The choice kept for this shape and the weight's dtype and device, if there is one. config: of this rank."""
-        file = cache_file(config, weight, num_ranks=ranks.size) if weight.is_cuda else None
         usable = candidates(config)
         if not fits_split_k_tiles(weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, SplitK)}
         if not fits_overlapping(config, weight):
             usable = {name: path for name, path in usable.items() if not isinstance(path, Overlapping)}
+        file = cache_file(config, weight, usable, num_ranks=ranks.size) if weight.is_cuda else None
         names = ranks.agree(read_names(file)) if file else {}
         return cls(usable, file, names, ranks, num_steps=steps_of_a_timing(config))
 
+    def _names_of(self, size: int) -> list[str]:
+        """The candidates among which one of TIMED_SIZES chooses."""
+        return [name for name in timed_names(size) if name in self._candidates]
+
+    def _stands_for(self, batch_size: int) -> int | None:
+        """The size that is timed for this batch size; None where there is nothing to choose."""
+        return next((size for size in self._sizes if batch_size <= size), None)
+
     def path(self, batch_size: int) -> StepPath:
         """The path of this batch size."""
-        name = self.names.get(batch_size) or self.names.get(stands_for(batch_size) or 0)
+        name = self.names.get(batch_size) or self.names.get(self._stands_for(batch_size) or 0)
         if name is None:
             is_small = batch_size <= DEFAULT_SMALL_BATCH and "small_batch" in self._candidates
             name = "small_batch" if is_small else "cublas"
@@ -158,7 +162,7 @@ class Autotuner:
         """Time `run` of the largest size that each of TIMED_SIZES stands for, where it has not been chosen yet, on
         every path, and keep the fastest. Before serving: the device must be idle, and the rows that `run` moves on must
         belong to no request. Without a CUDA device: the rule."""
-        largest = {stands_for(size): size for size in sorted(sizes)}
+        largest = {self._stands_for(size): size for size in sorted(sizes)}
         missing = {key: size for key, size in largest.items() if key is not None and key not in self.names}
         if self._file is None or not missing:
             return
@@ -173,13 +177,12 @@ class Autotuner:
 
     def try_all(self, batch_size: int) -> Iterator[str]:
         """Let the size go each way that it may be chosen to go, one after the other, then as before."""
-        key = stands_for(batch_size)
-        names = [name for name in timed_names(key) if name in self._candidates] if key else []
-        if key is None or len(names) < 2:
+        key = self._stands_for(batch_size)
+        if key is None:
             yield "cublas"
             return
         before = self.names.get(key)
-        for name in names:
+        for name in self._names_of(key):
             self.names[key] = name
             yield name
         del self.names[key]
@@ -215,8 +218,9 @@ def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
     return begin.elapsed_time(end) / steps
 
 
-def cache_file(config: ModelConfig, weight: torch.Tensor, *, num_ranks: int = 1) -> Path:
-    """Where the choice for this shape, dtype, device and these versions is kept ($XDG_CACHE_HOME or ~/.cache)."""
+def cache_file(config: ModelConfig, weight: torch.Tensor, ways: dict[str, StepPath], *, num_ranks: int = 1) -> Path:
+    """Where the choice among these ways is kept, for this shape, dtype, device and these versions ($XDG_CACHE_HOME or
+    ~/.cache)."""
     shape = {
         name: getattr(config, name)
         for name in (
@@ -224,7 +228,7 @@ def cache_file(config: ModelConfig, weight: torch.Tensor, *, num_ranks: int = 1)
             "head_dim", "vocab_size",
         )
     }  # fmt: skip
-    cuts = {name: asdict(path.cuts) for name, path in candidates(config).items() if not isinstance(path, Cublas)}
+    cuts = {name: asdict(path.cuts) for name, path in ways.items() if not isinstance(path, Cublas)}
     device = torch.cuda.get_device_name(weight.device)
     kind = [config.family.model_type, str(weight.dtype), device, torch.__version__, triton.__version__]
     key = json.dumps([shape, kind, cuts, *([num_ranks] if num_ranks > 1 else [])], sort_keys=True)

@@ -15,6 +15,7 @@ from octavo.model.gpu.autotune import (
     FACTORS,
     Autotuner,
     Cublas,
+    Overlapping,
     SmallBatch,
     SplitK,
     cache_file,
@@ -50,7 +51,8 @@ def test_a_family_whose_heads_are_normalised_has_the_same_ways_and_choices_of_it
     config = ModelConfig.from_dict(raw | {name: getattr(CONFIG, name) for name in shape})
     assert candidates(config) == candidates(CONFIG)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
-    assert cache_file(config, torch.empty(0)) != cache_file(CONFIG, torch.empty(0))
+    ways = candidates(CONFIG)
+    assert cache_file(config, torch.empty(0), ways) != cache_file(CONFIG, torch.empty(0), ways)
 
 
 def test_what_was_kept_decides_and_unknown_names_do_not() -> None:
@@ -115,6 +117,27 @@ def test_a_timed_size_stands_for_those_below_it() -> None:
 def test_cublas_alone_is_tried_where_there_is_no_other() -> None:
     autotune = Autotuner.cublas_only()
     assert [autotune.path(size) for size in (1, 2, 8, 90) for _ in autotune.try_all(size)] == [Cublas()] * 4
+
+
+def test_a_size_with_one_way_left_goes_with_the_next_and_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {name: way for name, way in candidates(CONFIG).items() if not isinstance(way, Overlapping)}
+    autotune = Autotuner(ways, tmp_path / "names.json", {})
+    for size, names in (
+        (8, ["cublas", "split_k-16"]),
+        (64, ["cublas", "split_k-64"]),
+        (65, ["cublas"]),
+        (256, ["cublas"]),
+    ):
+        assert list(autotune.try_all(size)) == names
+    ran = []
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr("octavo.model.gpu.autotune.time_graph", lambda work, stream, *, steps: work() or 1.0)
+    autotune.choose([1, 8, 64, 128, 256], ran.append)
+    assert (sorted(autotune.names), set(ran)) == ([1, 16, 64], {1, 8, 64})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    assert cache_file(CONFIG, torch.empty(0), ways) != cache_file(CONFIG, torch.empty(0), candidates(CONFIG))
 
 
 @dataclass(frozen=True)
@@ -183,7 +206,8 @@ def test_ranks_take_the_ways_of_rank_0_and_keep_choices_of_their_own(monkeypatch
     assert autotune.names == {1: "cublas", 2: "small_batch-half"}
     alone = Autotuner.find(CONFIG, weight)  # type: ignore[arg-type]
     assert alone.names == {1: "small_batch"}
-    files = {cache_file(CONFIG, torch.empty(0), num_ranks=count) for count in (1, 2, 4)}
+    ways = candidates(CONFIG)
+    files = {cache_file(CONFIG, torch.empty(0), ways, num_ranks=count) for count in (1, 2, 4)}
     assert len(files) == 3
 
 
