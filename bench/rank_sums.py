@@ -76,7 +76,7 @@ def _sums_of_rank(
     num_sums = 2 * config.num_hidden_layers
     tell = partial(print, f"    rank {rank}:", file=sys.stderr, flush=True)
     with join_ranks(meeting, rank=rank, size=size, device=place) as plain, torch.inference_mode():
-        ways: dict[str, Ranks] = {Way.LIBRARY.value: plain}
+        ways: dict[str, Ranks] = {Way.BY_LIBRARY.value: plain}
         if device != "cpu":
             ways |= ways_to_sum(
                 plain,

@@ -285,7 +285,7 @@ def main() -> None:
         report["sums"] = _measured(arguments, report, "sums", most, f"{arguments.shape}, sums over {most} ranks")
         if "failed" in report["sums"] and arguments.sums in (Way.TRIED.value, Way.FASTEST.value):
             print("  so that the other turns do with the library's sums", flush=True)
-            os.environ[SUMS_VARIABLE] = Way.LIBRARY.value
+            os.environ[SUMS_VARIABLE] = Way.BY_LIBRARY.value
     if set(arguments.only) != {"sums"}:
         for number in range(arguments.rounds):
             for size in arguments.ranks:

@@ -13,7 +13,7 @@ import torch
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.autotune import Autotuner, Cublas, Overlapping, SmallBatch, SplitK
 from octavo.model.gpu.layers import LayerBuffers, Layers, embed_tokens, finish_of, run_layers
-from octavo.model.gpu.overlapping_layers import OverlappingFinish, overlapping_room
+from octavo.model.gpu.overlapping_layers import OverlappingFinish, fits_overlapping, overlapping_room
 from octavo.model.gpu.small_batch_layers import SmallBatchLayers
 from octavo.model.gpu.split_k_layers import SplitKFinish, split_k_room
 from octavo.model.gpu.state import RowState
@@ -62,7 +62,8 @@ class DecodeStep:
         self._partials = partial_buffers(max_batch, config.num_attention_heads, config.head_dim, device, limits)
         self._small_batch = SmallBatchLayers(weights, state, kv, max_batch=max_batch)
         self._finish, self._room = finish_of(weights, self.buffers), split_k_room(config, device)
-        self._overlapping_room = overlapping_room(config, device)
+        fits = fits_overlapping(config, weights.embed_VD)
+        self._overlapping_room = overlapping_room(config, device) if fits else None
         is_plain = weights.has_plain_products
         self.autotuner = (
             Autotuner.find(config, weights.embed_VD, weights.ranks) if is_plain else Autotuner.cublas_only()

@@ -68,13 +68,13 @@ class InvariantLayers:
             ]
         room = max(part_elements(max(max_tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
         self.part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
-        self.overlap = Overlap.NONE
+        self.overlap, self._room = Overlap.NONE, None
         self._cuts, self._cuts_of_many = dict[int, OverlappingCuts](), OverlappingCuts()
         if fits_overlapping(config, weights.embed_VD):
             self.overlap = Overlap.DEPENDENT
             self._cuts = {size: all_cuts_of(config, size) for size in OVERLAPPING_SIZES}
             self._cuts_of_many = OverlappingCuts(gate_up=GATE_UP_OF_MANY)
-        self._room = overlapping_room(config, device)
+            self._room = overlapping_room(config, device)
         self.work = InvariantWork.allocate(
             max_decodes=max_decodes,
             max_tiles=max_tokens // QUERY_TILE + max_chunks if max_chunks else 0,

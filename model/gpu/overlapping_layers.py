@@ -5,13 +5,14 @@ For weights in the model's dtype, on devices whose instructions the products are
 decided in model/gpu/autotune.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 
 import torch
 
 from octavo.model.config import ModelConfig
-from octavo.model.gpu.layers import LayerBuffers, PlainFinish
+from octavo.model.gpu.cut_layers import CutFinish, LayerCuts, room_for
+from octavo.model.gpu.layers import LayerBuffers
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.invariant import Splits
@@ -26,17 +27,7 @@ from octavo.model.kernels.products.overlapping import (
 from octavo.model.kernels.products.split_k import SplitKRoom
 from octavo.model.kernels.trials import Trial
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlappingCuts:
-    """How each product of a layer is cut; None leaves it to cuBLAS."""
-
-    qkv: OverlappingCut | None = None
-    output: OverlappingCut | None = None
-    gate_up: OverlappingCut | None = None
-    down: OverlappingCut | None = None
-
-
+OverlappingCuts = LayerCuts[OverlappingCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
 """Batch sizes that have cuts of their own: each serves those below it."""
 MOST_STAGES = 8
@@ -90,60 +81,29 @@ def fits_overlapping(config: ModelConfig, weight: torch.Tensor) -> bool:
 
 
 def overlapping_room(config: ModelConfig, device: torch.device | str) -> SplitKRoom:
-    """Room for all products of all sizes, which run one after the other."""
-    num_elements = num_tiles = 1
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    for size in OVERLAPPING_SIZES:
-        cuts = all_cuts_of(config, size)
-        outputs = (heads * config.head_dim, config.hidden_size, config.hidden_size)
-        for cut, num_outputs in zip((cuts.qkv, cuts.output, cuts.down), outputs, strict=True):
-            if cut is not None and cut.splits > 1:
-                num_elements = max(num_elements, cut.part_elements(size, num_outputs))
-                num_tiles = max(num_tiles, cut.num_tiles(size, num_outputs))
-    return SplitKRoom.allocate(num_elements=num_elements, num_tiles=num_tiles, device=device)
+    """Room for the products of all OVERLAPPING_SIZES."""
+    return room_for(config, ((size, all_cuts_of(config, size)) for size in OVERLAPPING_SIZES), device)
 
 
-class OverlappingFinish(PlainFinish):
-    """`PlainFinish` with products cut this way; room for the parts of sums."""
+class OverlappingFinish(CutFinish[OverlappingCut]):
+    """Products that overlap with their neighbours; room for the parts of sums."""
 
-    def __init__(self, weights: GpuWeights, buffers: LayerBuffers, room: SplitKRoom, cuts: OverlappingCuts) -> None:
-        super().__init__(weights, buffers)
-        self._room, self._cuts = room, cuts
+    def __init__(
+        self, weights: GpuWeights, buffers: LayerBuffers, room: SplitKRoom | None, cuts: OverlappingCuts
+    ) -> None:
+        super().__init__(weights, buffers, cuts)
+        self._room = room
 
-    def multiply_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> None:
-        """See PlainFinish.multiply_qkv."""
-        if self._cuts.qkv is None:
-            super().multiply_qkv(layer, x_TD, qkv_TC)
-        else:
-            matrix_CD, cut = self.weights.layers[layer].qkv_CD, self._cuts.qkv
-            overlapping_product(x_TD, matrix_CD, qkv_TC, self._room, cut=cut, overlap=Overlap.DEPENDENT)
+    def _multiply(self, y_TK: torch.Tensor, matrix_OK: torch.Tensor, out_TO: torch.Tensor, cut: OverlappingCut) -> None:
+        overlapping_product(y_TK, matrix_OK, out_TO, self._room, cut=cut, overlap=Overlap.DEPENDENT)
 
-    def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
-        if self._cuts.output is None:
-            return super().add_output(layer, x_TD, attended_TNH)
-        return self._put(x_TD, attended_TNH.flatten(1), self.weights.layers[layer].o_DA, self._cuts.output)
+    def _add_product(
+        self, x_TO: torch.Tensor, y_TK: torch.Tensor, matrix_OK: torch.Tensor, cut: OverlappingCut
+    ) -> None:
+        overlapping_add_product(x_TO, y_TK, matrix_OK, self._room, cut=cut, overlap=Overlap.DEPENDENT)
 
-    def activate(self, layer: int, x_TD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
-        if self._cuts.gate_up is None:
-            return super().activate(layer, x_TD)
-        act_TI, matrix_ED = self.buffers.act_TI[: len(x_TD)], self.weights.layers[layer].gate_up_ED
+    def _multiply_and_activate(
+        self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor, cut: OverlappingCut
+    ) -> None:
         eps = self.weights.config.rms_norm_eps
-        overlapping_gate_up(x_TD, matrix_ED, act_TI, eps, cut=self._cuts.gate_up, overlap=Overlap.DEPENDENT)
-        return act_TI
-
-    def add_down(self, layer: int, x_TD: torch.Tensor, act_TI: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
-        if self._cuts.down is None:
-            return super().add_down(layer, x_TD, act_TI)
-        return self._put(x_TD, act_TI, self.weights.layers[layer].down_DI, self._cuts.down)
-
-    def _put(
-        self, x_TD: torch.Tensor, y_TQ: torch.Tensor, matrix_DQ: torch.Tensor, cut: OverlappingCut
-    ) -> torch.Tensor:
-        if self.has_sums:
-            overlapping_product(y_TQ, matrix_DQ, x_TD, self._room, cut=cut, overlap=Overlap.DEPENDENT)
-        else:
-            overlapping_add_product(x_TD, y_TQ, matrix_DQ, self._room, cut=cut, overlap=Overlap.DEPENDENT)
-        return x_TD
+        overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=Overlap.DEPENDENT)

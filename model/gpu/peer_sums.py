@@ -36,7 +36,7 @@ class Way(Enum):
 
     TRIED = "tried"
     FASTEST = "fastest"
-    LIBRARY = "library"
+    BY_LIBRARY = "library"
     ONE_SHOT = "one_shot"  # torch's kernel
     FUSED = "fused"  # ours: compared in Triton's interpreter and compiled, not yet run on devices
 
@@ -44,7 +44,7 @@ class Way(Enum):
 CANDIDATES = {
     Way.TRIED: (Way.ONE_SHOT,),
     Way.FASTEST: (Way.ONE_SHOT, Way.FUSED),
-    Way.LIBRARY: (),
+    Way.BY_LIBRARY: (),
     Way.ONE_SHOT: (Way.ONE_SHOT,),
     Way.FUSED: (Way.FUSED,),
 }
@@ -218,7 +218,7 @@ def with_peer_sums(
     stream = torch.cuda.Stream(device)
     for rows in [*(rows for rows in TIMED_ROWS if rows < max_rows), max_rows]:
         x_BD = torch.randn(rows, hidden_size, device=device).to(dtype)
-        ways = {Way.LIBRARY.value: ranks} | {
+        ways = {Way.BY_LIBRARY.value: ranks} | {
             name: each for name, each in found.items() if each.peers is not None and each.peers.takes(x_BD)
         }
         if len(ways) == 1:
