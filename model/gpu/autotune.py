@@ -42,6 +42,9 @@ WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
+KERNELS = 2
+"""One more whenever a kernel of a step is replaced: what was timed with others is measured again. 2: a Hopper GPU has
+attention by a ring of tiles, and products that overlap, unasked."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
@@ -219,8 +222,8 @@ def _time_replays(graph: torch.cuda.CUDAGraph, steps: int) -> float:
 
 
 def cache_file(config: ModelConfig, weight: torch.Tensor, ways: dict[str, StepPath], *, num_ranks: int = 1) -> Path:
-    """Where the choice among these ways is kept, for this shape, dtype, device and these versions ($XDG_CACHE_HOME or
-    ~/.cache)."""
+    """Where the choice among these ways is kept, for this shape, dtype and device, these kernels and versions
+    ($XDG_CACHE_HOME or ~/.cache)."""
     shape = {
         name: getattr(config, name)
         for name in (
@@ -231,7 +234,7 @@ def cache_file(config: ModelConfig, weight: torch.Tensor, ways: dict[str, StepPa
     cuts = {name: asdict(path.cuts) for name, path in ways.items() if not isinstance(path, Cublas)}
     device = torch.cuda.get_device_name(weight.device)
     kind = [config.family.model_type, str(weight.dtype), device, torch.__version__, triton.__version__]
-    key = json.dumps([shape, kind, cuts, *([num_ranks] if num_ranks > 1 else [])], sort_keys=True)
+    key = json.dumps([KERNELS, shape, kind, cuts, *([num_ranks] if num_ranks > 1 else [])], sort_keys=True)
     return cache_folder("paths") / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
 

@@ -25,7 +25,6 @@ from octavo.model.kernels.products.overlapping import (
     overlapping_product,
 )
 from octavo.model.kernels.products.split_k import SplitKRoom
-from octavo.model.kernels.trials import Trial
 
 OverlappingCuts = LayerCuts[OverlappingCut]
 OVERLAPPING_SIZES = (8, 16, 32, 64, 128, 256)
@@ -75,9 +74,9 @@ def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
 
 
 def fits_overlapping(config: ModelConfig, weight: torch.Tensor) -> bool:
-    """Whether the shape's matrices, all like this weight, have these products (on trial). config: of this rank."""
+    """Whether the shape's matrices, all like this weight, have these products. config: of this rank."""
     inputs = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
-    return Trial.OVERLAPPING.is_on and fits(weight) and all(each % BLOCK == 0 for each in inputs)
+    return fits(weight) and all(each % BLOCK == 0 for each in inputs)
 
 
 def overlapping_room(config: ModelConfig, device: torch.device | str) -> SplitKRoom:

@@ -1,5 +1,4 @@
-"""The kernel of decode attention for devices of an H100's kind, on trial (model/kernels/trials.py): its programs keep a
-ring of tiles on their way.
+"""The kernel of decode attention for devices of an H100's kind: its programs keep a ring of tiles on their way.
 
 It does what the kernel in model/kernels/attention/decode.py does, item for item, with the same arguments. But the loop
 that Triton makes of that one has a single buffer, and the compiler says when a copy is waited for. Here tiles of keys
@@ -21,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from octavo.model.kernels.checks import next_power_of_2
 from octavo.model.kernels.overlap import start_next, wait_for_previous
-from octavo.model.kernels.trials import Trial
 
 KNOWN_VERSIONS = ("3.6.",)
 """Of Triton, whose Gluon is experimental: those that this was compiled and measured with."""
@@ -46,12 +44,10 @@ RINGS = {64: Ring(tokens=64, tiles=2, parts=16), 128: Ring(tokens=32, tiles=3, p
 
 
 def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -> bool:
-    """Whether this is the kernel to take: where the trial is on, 16-bit numbers, heads that it was measured with, on a
-    device of the kind."""
+    """Whether this is the kernel to take: 16-bit numbers, heads that it was measured with, on a device of the kind."""
     _, K, _, H = k_pool_PKSH.shape
     return (
-        Trial.RING.is_on
-        and qkv_BC.is_cuda
+        qkv_BC.is_cuda
         and qkv_BC.element_size() == 2
         and k_pool_PKSH.dtype == qkv_BC.dtype
         and H in RINGS

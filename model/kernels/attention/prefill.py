@@ -6,7 +6,7 @@ values of its context, which are all in the cache already. Tiles are listed by t
     context of a tile   |------ all queries see these ------|-- each query sees up to itself --|
     positions           0                                   position                   position + count
 
-A Hopper GPU has another kernel on trial for most of what it serves (prefill_hopper.py).
+A Hopper GPU has another kernel for most of what it serves (prefill_hopper.py).
 
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · P blocks · S block
 size · W tiles.

@@ -1,7 +1,6 @@
 """Prompt attention on Hopper GPUs: where a kernel of warp groups (warp_groups.py) takes the plain one's place.
 
-It is on trial (model/kernels/trials.py). The plain kernel of prefill.py computes the same, and serves wherever this one
-is off, does not fit or does not compile.
+The plain kernel of prefill.py computes the same, and serves wherever this one does not fit or does not compile.
 
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · P blocks · S block
 size · W tiles. Must not know: layers.
@@ -17,7 +16,6 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.model.kernels.attention.warp_groups import COLUMNS, KEYS, QUERIES, SMEM, SMEM_OF_QUERIES, attend_kernel
-from octavo.model.kernels.trials import Trial
 
 COMPILERS = ("3.6.",)
 """Releases of triton whose Gluon the kernel is written in: the language is experimental, and changes."""
@@ -47,8 +45,7 @@ def fits(q_TNH: torch.Tensor, k_pool_PKSH: torch.Tensor) -> bool:
     """Whether `attend` takes these: 16-bit numbers on a Hopper GPU, in head dims and blocks that a copy can take."""
     S, H = k_pool_PKSH.shape[2:]
     return (
-        Trial.WARP_GROUPS.is_on
-        and q_TNH.is_cuda
+        q_TNH.is_cuda
         and q_TNH.element_size() == 2
         and k_pool_PKSH.dtype == q_TNH.dtype
         and H in FORMS

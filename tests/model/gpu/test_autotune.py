@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from octavo.model import ModelConfig
+from octavo.model.gpu import autotune as autotuning
 from octavo.model.gpu import peer_sums
 from octavo.model.gpu.autotune import (
     FACTORS,
@@ -138,6 +139,13 @@ def test_a_size_with_one_way_left_goes_with_the_next_and_is_not_timed(
     assert (sorted(autotune.names), set(ran)) == ([1, 16, 64], {1, 8, 64})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     assert cache_file(CONFIG, torch.empty(0), ways) != cache_file(CONFIG, torch.empty(0), candidates(CONFIG))
+
+
+def test_what_was_timed_with_other_kernels_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    now = cache_file(CONFIG, torch.empty(0), candidates(CONFIG))
+    monkeypatch.setattr(autotuning, "KERNELS", autotuning.KERNELS - 1)
+    assert cache_file(CONFIG, torch.empty(0), candidates(CONFIG)) != now
 
 
 @dataclass(frozen=True)

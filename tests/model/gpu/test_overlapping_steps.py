@@ -20,7 +20,6 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.products.invariant import Splits
 from octavo.model.kernels.products.overlapping import BLOCK
-from octavo.model.kernels.trials import VARIABLE, Trial
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MOST_SHARED_BYTES = 232_448
@@ -31,11 +30,6 @@ CONFIG = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "head_dim": 64}
-
-
-@pytest.fixture(autouse=True)
-def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, Trial.OVERLAPPING.value)
 
 
 @pytest.mark.parametrize("size", OVERLAPPING_SIZES)

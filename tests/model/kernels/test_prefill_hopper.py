@@ -14,7 +14,6 @@ import triton
 from octavo.model.kernels.attention import prefill_hopper
 from octavo.model.kernels.attention.prefill import LOG2_E, list_tiles
 from octavo.model.kernels.attention.prefill_hopper import COMPILERS, attend
-from octavo.model.kernels.trials import VARIABLE, Trial
 
 needs_compiler = pytest.mark.skipif(
     not triton.__version__.startswith(COMPILERS), reason=f"Gluon of triton {triton.__version__} is another language"
@@ -31,7 +30,6 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from octavo.model.kernels.attention import warp_groups as kernel
 from octavo.model.kernels.attention.prefill_hopper import FORMS
-from octavo.model.kernels.trials import VARIABLE, Trial
 
 H, S, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 rows = f"tensordesc<bf16[{min(S, kernel.KEYS.value)}, {kernel.COLUMNS.value}],{kernel.SMEM.value!r}>"
@@ -122,10 +120,9 @@ def dense(q_TNH: torch.Tensor, keys_CKH: torch.Tensor, values_CKH: torch.Tensor,
     ],
 )
 def test_attention_equals_the_dense_one(
-    N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    N: int, K: int, S: int, H: int, dtype: torch.dtype, chunks: list[tuple[int, int]]
 ) -> None:
     """Pools are NaN where no token was written, empty tiles are skipped, rows without one stay as they are."""
-    monkeypatch.setenv(VARIABLE, Trial.WARP_GROUPS.value)
     torch.manual_seed(H + S)
     M = max(start + count for start, count in chunks) // S + 3
     P = M * len(chunks) + 2
