@@ -118,11 +118,12 @@ class PeerConfig:
 
     endpoint: where they reach this one, ``ipc:///run/dir/NAME.peers.sock`` or ``tcp://host:port``; empty: there is one
     gateway. others: their endpoints; this gateway's own may be among them, so that all gateways can have one list. A
-    name stands for every address that it has, now and later.
+    name stands for every address that it has, now and later. others_file: lists more, now and later.
     key_file: the CURVE pair that all gateways of the service share; tcp needs it, on loopback too."""
 
     endpoint: str = ""
     others: tuple[str, ...] = ()
+    others_file: Path | None = None
     key_file: Path | None = None
 
 

@@ -1,6 +1,7 @@
-"""Addresses of ZeroMQ sockets: which forms are allowed, and what each requires. Opens nothing."""
+"""Addresses of ZeroMQ sockets: which forms are allowed, what each requires, files that list them. Opens no socket."""
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -58,6 +59,41 @@ def require_proof(endpoint: Endpoint, *, has_key: bool, has_token: bool) -> None
             f"{endpoint.address} is open to every process of this host: give gateway and worker CURVE keys "
             "(octavo keys new) or the same --registration-token, or use an ipc:// address"
         )
+
+
+class EndpointsFile:
+    """A file with an address on each line, which somebody else may change at any time; empty lines and those that
+    begin with # are none. What cannot be used changes nothing: an empty file may be one that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp: tuple[int, ...] | None = None
+
+    def changed(self) -> tuple[str, ...] | None:
+        """All of its addresses, once after each change of the file, the first time too; else None. Raises
+        EndpointError, once after each change, where it cannot be used."""
+        try:
+            info = os.stat(self.path)
+            stamp = (info.st_mtime_ns, info.st_size, info.st_ino)
+            if stamp == self._stamp:
+                return None
+            self._stamp = stamp
+            lines = self.path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            if self._stamp == ():
+                return None
+            self._stamp = ()
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise EndpointError(f"{self.path} with endpoints cannot be read: {why}") from None
+        found = dict.fromkeys(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+        if not found:
+            raise EndpointError(f"{self.path} has no endpoint: write one on each line")
+        for each in found:
+            try:
+                parse_endpoint(each)
+            except EndpointError as error:
+                raise EndpointError(f"{self.path}: {error}") from None
+        return tuple(found)
 
 
 def _parse_ipc(address: str) -> Endpoint:

@@ -130,7 +130,8 @@ class WorkerConfig:
     """Everything that `worker.main.main` needs to start one worker process.
 
     model: folder, "folio-chat" or hub id. dtype None: the checkpoint's own. served_name None: from ``model``.
-    gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",).
+    gateway_endpoints: what to dial, e.g. ("ipc:///run/octavo/gateway-0.sock",). gateway_endpoints_file: lists more, and
+        is read again when it changes.
     num_blocks None: sized from free memory, ``memory_fraction`` of it. host_kv_gib: memory of the host for blocks;
     None: a
         share of what is free where a GPU serves. max_model_len None: the model's own.
@@ -155,6 +156,7 @@ class WorkerConfig:
 
     model: str
     gateway_endpoints: tuple[str, ...]
+    gateway_endpoints_file: Path | None = None
     worker_id: str = ""
     served_name: str | None = None
     revision: str | None = None

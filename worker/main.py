@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from types import FrameType
 
@@ -24,7 +25,7 @@ from octavo.blockmgr.config import BlockManagerConfig
 from octavo.blockmgr.ids import PrefixCache
 from octavo.blockmgr.manager import BlockManager
 from octavo.wire.curve import CurveKeys
-from octavo.wire.endpoints import parse_endpoint, require_proof
+from octavo.wire.endpoints import require_proof
 from octavo.wire.host import let_threads_sleep, pid_namespace, raise_descriptor_limit
 from octavo.wire.keys import load_keys, load_public_key
 from octavo.wire.logs import configure_logs
@@ -44,6 +45,7 @@ from octavo.worker.metrics import (
     StepMetrics,
 )
 from octavo.worker.scheduler.scheduler import Scheduler
+from octavo.worker.transport.endpoints import GatewayEndpoints
 from octavo.worker.transport.heartbeat import HeartbeatThread
 from octavo.worker.transport.link import WorkerLink
 from octavo.worker.transport.watchdog import Watchdog
@@ -118,11 +120,11 @@ def main(config: WorkerConfig, *, on_progress: OnProgress | None = None) -> int:
     shutdown.install()
     raise_descriptor_limit()
     curve = _curve(config)
-    _check_endpoints(config)
+    gateways = _gateways(config)
     log.info("starting", model=config.model, runner=config.runner.value, device=config.device, pid=os.getpid())
     loaded = _load(config, on_progress or LoggedProgress())
     with ExitStack() as stack:
-        engine = _assemble(config, loaded, curve, shutdown, stack)
+        engine = _assemble(config, loaded, curve, gateways, shutdown, stack)
         return _run(engine, shutdown)
 
 
@@ -139,12 +141,19 @@ def _load(config: WorkerConfig, on_progress: OnProgress) -> Loaded:
 
 
 def _assemble(
-    config: WorkerConfig, loaded: Loaded, curve: CurveKeys | None, shutdown: Shutdown, stack: ExitStack
+    config: WorkerConfig,
+    loaded: Loaded,
+    curve: CurveKeys | None,
+    gateways: GatewayEndpoints,
+    shutdown: Shutdown,
+    stack: ExitStack,
 ) -> Engine:
     """Everything that runs, each closed by the stack in the reverse order."""
     register = _register(config, loaded)
-    link = WorkerLink(config.gateway_endpoints, register, loaded.tokenizer_files, curve=curve)
+    link = WorkerLink(gateways.endpoints, register, loaded.tokenizer_files, curve=curve)
     stack.callback(link.close)
+    stack.callback(gateways.close)
+    gateways.follow(link.dial)
     stack.callback(link.linger, GOODBYE_S)
     registry = CollectorRegistry()
     metrics = StepMetrics(registry)
@@ -162,7 +171,7 @@ def _assemble(
     )
     shutdown.attach(engine, link.wake)
     link.on_refused = shutdown.refuse
-    registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: link.welcomed))
+    registry.register(SnapshotCollector(lambda: engine.stats, link.stats, lambda: tuple(link.welcomed.values())))
     cache = CacheInfo(
         dtype=config.kv_cache_dtype or "auto",
         has_prefix_cache=config.prefix_cache is PrefixCacheMode.ON,
@@ -173,7 +182,6 @@ def _assemble(
     registry.register(RankCollector(loaded.card.tensor_parallel_size, loaded.read_ranks))
     metrics_port = _serve_metrics(config, registry, stack, lambda: _why_not_ready(engine, link))
     heartbeat = HeartbeatThread(
-        config.gateway_endpoints,
         register.epoch,
         lambda: engine.stats,
         lambda: link.welcomed,
@@ -255,7 +263,7 @@ def _why_not_ready(engine: Engine, link: WorkerLink) -> str | None:
     """For probes. Before the model is loaded, the port is closed."""
     if engine.stats.is_draining:
         return "this worker drains"
-    return None if any(link.welcomed) else "no gateway has taken this worker yet"
+    return None if any(link.welcomed.values()) else "no gateway has taken this worker yet"
 
 
 def _curve(config: WorkerConfig) -> CurveKeys | None:
@@ -267,11 +275,10 @@ def _curve(config: WorkerConfig) -> CurveKeys | None:
     )
 
 
-def _check_endpoints(config: WorkerConfig) -> None:
-    for address in config.gateway_endpoints:
-        require_proof(
-            parse_endpoint(address), has_key=config.curve is not None, has_token=bool(config.registration_token)
-        )
+def _gateways(config: WorkerConfig) -> GatewayEndpoints:
+    """Raises EndpointError."""
+    check = partial(require_proof, has_key=config.curve is not None, has_token=bool(config.registration_token))
+    return GatewayEndpoints(config.gateway_endpoints, config.gateway_endpoints_file, check=check)
 
 
 def _version() -> str:

@@ -16,9 +16,8 @@ from prometheus_client.registry import Collector
 
 from octavo.wire.messages import Capacity, Finished, ModelCard, WireFinishReason
 from octavo.wire.scrape_server import ScrapeServer, pages_of
-from octavo.worker.engine.interfaces import EngineStats, Observer, StepReport
+from octavo.worker.engine.interfaces import EngineStats, LinkStats, Observer, StepReport
 from octavo.worker.runners.rank_figures import RankFigures
-from octavo.worker.transport.link import LinkStats
 
 STEP_BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,

@@ -143,6 +143,12 @@ class PeerSettings(Settings):
         "addresses and is looked up every five seconds",
         panel="Gateways",
     )
+    peer_endpoints_file: Path | None = setting(
+        None,
+        "File with further such endpoints, one on each line; it is looked at twice a second, and gateways that it no "
+        "longer lists are left once they are silent",
+        panel="Gateways",
+    )
 
 
 class PageSettings(Settings):

@@ -97,7 +97,10 @@ def gateway_config(settings: GatewaySettings) -> GatewayConfig:
         workers=_pool_config(settings),
         expected_models=tuple(map(name_of_model, settings.expected_model)),
         peers=PeerConfig(
-            endpoint=settings.control_endpoint, others=settings.peer_endpoint, key_file=settings.gateway_key_file
+            endpoint=settings.control_endpoint,
+            others=settings.peer_endpoint,
+            others_file=settings.peer_endpoints_file,
+            key_file=settings.gateway_key_file,
         ),
         listen_address=join_address(settings.host, settings.port),
         model_addresses=tuple((name, join_address(settings.host, port)) for name, port in model_ports(settings)),

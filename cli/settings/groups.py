@@ -49,6 +49,12 @@ class WorkerLinkSettings(Settings):
     gateway_endpoint: Names = setting(
         (), "Gateways to connect to; unset: gateway-0.sock in the run directory", panel="Workers"
     )
+    gateway_endpoints_file: Path | None = setting(
+        None,
+        "File with further gateways to connect to, an endpoint on each line; it is looked at twice a second, and "
+        "gateways that it no longer lists are left",
+        panel="Workers",
+    )
     worker_id: str = setting("", "Name of this worker; unset: host name and process id", panel="Workers")
     worker_key_file: Path | None = setting(None, "Secret CURVE key of this worker, for tcp", panel="Workers")
     gateway_public_key_file: Path | None = setting(None, "Public CURVE key of the gateways, for tcp", panel="Workers")

@@ -28,7 +28,9 @@ def worker_config(settings: WorkerSettings) -> WorkerConfig:
     return WorkerConfig(
         model=checkpoint,
         served_name=name,
-        gateway_endpoints=settings.gateway_endpoint or (default_endpoint(settings.run_dir),),
+        gateway_endpoints=settings.gateway_endpoint
+        or (() if settings.gateway_endpoints_file else (default_endpoint(settings.run_dir),)),
+        gateway_endpoints_file=settings.gateway_endpoints_file,
         worker_id=settings.worker_id,
         revision=settings.revision,
         runner=RunnerKind(settings.runner),

@@ -8,7 +8,7 @@ of them is a gateway, and it is looked up again and again. Must not know request
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -25,7 +25,15 @@ from octavo.gateway.workers.decisions import Peer
 from octavo.gateway.workers.link import PeerFull, PeerGone, RouterLink
 from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.codec import ProtocolError, decode_to_peer
-from octavo.wire.endpoints import Endpoint, EndpointError, Transport, is_address, is_wildcard, parse_endpoint
+from octavo.wire.endpoints import (
+    Endpoint,
+    EndpointError,
+    EndpointsFile,
+    Transport,
+    is_address,
+    is_wildcard,
+    parse_endpoint,
+)
 from octavo.wire.keys import KeyPair, load_keys
 from octavo.wire.peer_messages import PeerReply, PeerUse, PeerWatch, ToPeer
 from octavo.wire.run_dir import RunDirError
@@ -47,9 +55,10 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class _Name:
-    """A configured name. addresses None: it has not been looked up yet."""
+    """A configured name. addresses None: it has not been looked up yet. task: looks it up again and again."""
 
     endpoint: Endpoint
+    task: "asyncio.Task[None] | None" = None
     addresses: tuple[str, ...] | None = None
     trouble: str = ""
 
@@ -68,6 +77,8 @@ class Peers:
         self._on_open = on_open
         self._others: dict[str, Other] = {}  # by address
         self._names: list[_Name] = []
+        self._file = None if config.others_file is None else EndpointsFile(config.others_file)
+        self._listed: tuple[str, ...] = ()
         self._keys: KeyPair | None = None
         self._watched_silent: set[str] = set()
         self._told_selves: set[str] = set()
@@ -81,14 +92,14 @@ class Peers:
     @property
     def has_others(self) -> bool:
         """Whether there can be any."""
-        return bool(self._others or self._names)
+        return bool(self._others or self._names or self._file)
 
     async def start(self) -> None:
         """Bind, and dial the others, which may start later. Raises EndpointError, KeyFileError, RunDirError,
         OSError, ValueError; then all is closed."""
         config = self._config
         if not config.endpoint:
-            if config.others:
+            if config.others or self._file:
                 raise ValueError("--peer-endpoint needs --control-endpoint, where the others reach this gateway")
             return
         try:
@@ -99,15 +110,8 @@ class Peers:
 
     async def _open(self) -> None:
         config = self._config
-        others = [parse_endpoint(each) for each in dict.fromkeys(config.others) if each != config.endpoint]
-        for endpoint in (parse_endpoint(config.endpoint), *others):
-            if endpoint.transport is Transport.TCP and config.key_file is None:
-                raise EndpointError(
-                    f"{endpoint.address}: gateways trust each other by --gateway-key-file, which a tcp address needs"
-                )
-        for endpoint in others:
-            if endpoint.transport is Transport.TCP and (is_wildcard(endpoint.host) or not endpoint.port):
-                raise EndpointError(f"--peer-endpoint {endpoint.address}: nobody can be reached at this address")
+        self._check_key(parse_endpoint(config.endpoint))
+        others = self._parsed(config.others + ((self._file.changed() or ()) if self._file else ()))
         self._keys = load_keys(config.key_file) if config.key_file else None
         listening = WorkerPoolConfig(
             endpoints=(config.endpoint,),
@@ -117,19 +121,12 @@ class Peers:
         self._link = RouterLink(listening, self._take, PoolStats())
         self._link.open()
         self._context = zmq.asyncio.Context()
-        for endpoint in others:
-            if endpoint.transport is Transport.TCP and not is_address(endpoint.host):
-                self._names.append(_Name(endpoint))
-            else:
-                self._dial(endpoint)
-        self._tasks = [
-            asyncio.create_task(self._tick_forever(self._link), name="peers"),
-            *(asyncio.create_task(self._look_up_forever(each), name="names of peers") for each in self._names),
-        ]
+        self._now_listed(others)
+        self._tasks = [asyncio.create_task(self._tick_forever(self._link), name="peers")]
 
     async def close(self) -> None:
         """Idempotent."""
-        tasks = (*self._tasks, *self._asking)
+        tasks = (*self._tasks, *self._asking, *(each.task for each in self._names if each.task is not None))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -247,6 +244,7 @@ class Peers:
                 link.restore()
             except (RunDirError, OSError) as error:
                 log.error("ipc_socket_lost", error=str(error))
+            self._look_at_file()
             await self._look_around()
 
     async def _look_around(self) -> None:
@@ -270,6 +268,55 @@ class Peers:
 
     # ------------------------------------------------------------ who they are
 
+    def _look_at_file(self) -> None:
+        if self._file is None:
+            return
+        try:
+            if (listed := self._file.changed()) is not None:
+                self._now_listed(self._parsed(self._config.others + listed))
+                log.info("peers_listed", gateways=list(listed))
+        except EndpointError as error:
+            log.error("peers_not_listed", error=str(error))
+
+    def _parsed(self, addresses: tuple[str, ...]) -> list[Endpoint]:
+        """All but our own. Raises EndpointError."""
+        endpoints = [parse_endpoint(each) for each in dict.fromkeys(addresses) if each != self._config.endpoint]
+        for endpoint in endpoints:
+            self._check_key(endpoint)
+            if endpoint.transport is Transport.TCP and (is_wildcard(endpoint.host) or not endpoint.port):
+                raise EndpointError(f"--peer-endpoint {endpoint.address}: nobody can be reached at this address")
+        return endpoints
+
+    def _check_key(self, endpoint: Endpoint) -> None:
+        if endpoint.transport is Transport.TCP and self._config.key_file is None:
+            raise EndpointError(
+                f"{endpoint.address}: gateways trust each other by --gateway-key-file, which a tcp address needs"
+            )
+
+    def _now_listed(self, endpoints: Sequence[Endpoint]) -> None:
+        """Dial those that are new; the others are left once they are silent."""
+        names = {
+            each.address: each for each in endpoints if each.transport is Transport.TCP and not is_address(each.host)
+        }
+        self._listed = tuple(each.address for each in endpoints if each.address not in names)
+        for name in [each for each in self._names if each.endpoint.address not in names]:
+            self._names.remove(name)
+            if name.task is not None:
+                name.task.cancel()
+        known = {each.endpoint.address for each in self._names}
+        for name in [_Name(each) for each in names.values() if each.address not in known]:
+            self._names.append(name)
+            name.task = asyncio.create_task(self._look_up_forever(name), name="names of peers")
+        self._dial_listed()
+
+    def _dial_listed(self) -> None:
+        listed = dict.fromkeys((*self._listed, *(address for each in self._names for address in each.addresses or ())))
+        for address, other in self._others.items():
+            other.is_listed = address in listed
+        for address in listed:
+            if address not in self._others:
+                self._dial(parse_endpoint(address))
+
     def _dial(self, endpoint: Endpoint) -> None:
         assert self._context is not None
         self._others[endpoint.address] = Other(
@@ -289,12 +336,7 @@ class Peers:
         host, port = name.endpoint.host, name.endpoint.port
         self._complain(name, "" if found else f"--peer-endpoint {name.endpoint.address}: {host} has no address")
         name.addresses = tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in found)
-        listed = {address for each in self._names for address in each.addresses or ()} | set(self._config.others)
-        for address, other in self._others.items():
-            other.is_listed = address in listed
-        for address in name.addresses:
-            if address not in self._others:
-                self._dial(parse_endpoint(address))
+        self._dial_listed()
 
     def _complain(self, name: _Name, trouble: str) -> None:
         if trouble and trouble != name.trouble:

@@ -12,12 +12,11 @@ import numpy as np
 
 from octavo.wire.messages import Finished, Register, StepOutput, WireFinishReason
 from octavo.wire.options import RECONNECT_MAX_MS, RECONNECT_MS
-from octavo.worker.engine.interfaces import OutboxMessage
+from octavo.worker.engine.interfaces import LinkStats, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport.link import (
     GatewaySocket,
     LinkState,
-    LinkStats,
     Received,
     Transition,
     WorkerLink,
@@ -205,7 +204,10 @@ class SimLink(WorkerLink):
         self._register = register
         self._files = files
         self._clock = clock
-        self._gateways = [_Gateway(GatewayIndex(index), dealer) for index, dealer in enumerate(dealers)]
+        for n, dealer in enumerate(dealers):
+            dealer.address = f"sim-{n}"
+        self._gateways = {GatewayIndex(n): _Gateway(GatewayIndex(n), dealer) for n, dealer in enumerate(dealers)}
+        self._wanted = self._endpoints = tuple(dealer.address for dealer in dealers)
         self._lost = []
         self.on_drained: Callable[[Received], None] = lambda messages: None
 
@@ -219,5 +221,7 @@ class SimLink(WorkerLink):
         """How long an idle engine may wait: as `WorkerLink.wait` has it."""
         if self._lost:
             return 0.0
-        is_busy = any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways)
+        is_busy = any(
+            g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways.values()
+        )
         return 0.05 if is_busy else IDLE_WAIT_S

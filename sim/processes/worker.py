@@ -241,7 +241,7 @@ class Life:
                 self._die(75)
                 return
             frame = encode(heartbeat_of(self.stats, self.register.epoch))
-            for dealer, is_welcomed in zip(self.beats, self.link.welcomed, strict=True):
+            for dealer, is_welcomed in zip(self.beats, self.link.welcomed.values(), strict=True):
                 dealer.transitions()
                 if is_welcomed:
                     dealer._try_send(frame)
@@ -312,7 +312,12 @@ class Seat:
     def is_quiet(self) -> bool:
         """It lives, every gateway knows it, and it has nothing to do."""
         life = self.life
-        return life is not None and all(life.link.welcomed) and not life.stats.has_work and life.scheduler.is_empty
+        return (
+            life is not None
+            and all(life.link.welcomed.values())
+            and not life.stats.has_work
+            and life.scheduler.is_empty
+        )
 
     def start(self) -> None:
         """A new life."""

@@ -12,11 +12,10 @@ from octavo.gateway.requests.admission import Peers
 from octavo.gateway.rpc.connections import ConnectionLimiter, ConnectionLimits
 from octavo.gateway.workers.stats import PoolStats
 from octavo.wire.messages import Capacity, ModelCard
-from octavo.worker.engine.interfaces import EngineStats
+from octavo.worker.engine.interfaces import EngineStats, LinkStats
 from octavo.worker.grammar.compiler import GrammarCache
 from octavo.worker.grammar.manager import GrammarMetrics
 from octavo.worker.metrics import CacheInfo, InfoCollector, SnapshotCollector, StepMetrics
-from octavo.worker.transport.link import LinkStats
 
 SUFFIXES = {
     "counter": ("_total", "_created"),

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from octavo.blockmgr.pool import BlockPool
 from octavo.worker.engine import interfaces
+from octavo.worker.engine.interfaces import LinkStats
 from octavo.worker.metrics import SnapshotCollector
-from octavo.worker.transport.link import LinkStats
 from tests.support.worker.engine_rig import Rig, run_message
 from tests.support.worker.scheduling import WorldConfig
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from octavo.wire.messages import Capacity, WireFinishReason
-from octavo.worker.engine.interfaces import EngineStats, NullObserver, StepReport
+from octavo.worker.engine.interfaces import EngineStats, LinkStats, NullObserver, StepReport
 from octavo.worker.metrics import (
     INTERVAL_S,
     BusyLog,
@@ -18,7 +18,6 @@ from octavo.worker.metrics import (
     SnapshotCollector,
     StepMetrics,
 )
-from octavo.worker.transport.link import LinkStats
 from tests.support.gateway.workers import card, finished
 
 

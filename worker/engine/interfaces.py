@@ -66,6 +66,20 @@ OutboxMessage = StepOutput | KvEvents | AdminReply | Leaving
 """What the engine sends. Register, TokenizerBundle and Heartbeat are the link's own business."""
 
 
+@dataclass(slots=True, kw_only=True)
+class LinkStats:
+    """Counters of the link to the gateways since the start, over all of them."""
+
+    received_messages: int = 0
+    received_bytes: int = 0
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    undecodable_frames: int = 0
+    unexpected_messages: int = 0  # before the welcome, or of another epoch
+    dropped_messages: int = 0  # for gateways that were not there
+    gateways_lost: int = 0
+
+
 class Inbox(Protocol):
     """Messages from the gateways, in order of arrival per gateway."""
 

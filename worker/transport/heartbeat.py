@@ -6,7 +6,7 @@ Reads the engine's last snapshot and nothing else of it.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 import zmq
@@ -25,17 +25,16 @@ class HeartbeatThread:
 
     def __init__(
         self,
-        endpoints: Sequence[str],
         epoch: str,
         snapshot: Callable[[], EngineStats],
-        welcomed: Callable[[], Sequence[bool]],
+        welcomed: Callable[[], Mapping[str, bool]],
         *,
         interval_s: float,
         curve: CurveKeys | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """snapshot: safe from any thread. welcomed: by endpoint, whether to report to it."""
-        self._endpoints = tuple(endpoints)
+        """snapshot: safe from any thread. welcomed: the gateways of now by endpoint, and whether to report to
+        them; safe from any thread too."""
         self._epoch = epoch
         self._snapshot = snapshot
         self._welcomed = welcomed
@@ -59,11 +58,11 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        sockets = [new_gateway_dealer(context, address, self._curve) for address in self._endpoints]
+        sockets: dict[str, zmq.Socket[bytes]] = {}
         try:
-            for socket, address in zip(sockets, self._endpoints, strict=True):
-                socket.connect(address)
+            self._dial(context, sockets)
             while not self._stop.wait(self._interval_s):
+                self._dial(context, sockets)
                 self._beat(sockets)
         except Exception:
             log.exception("heartbeat_failed")
@@ -72,15 +71,24 @@ class HeartbeatThread:
             if self._watchdog is not None:
                 self._watchdog.close()
 
-    def _beat(self, sockets: "Sequence[zmq.Socket[bytes]]") -> None:
+    def _dial(self, context: "zmq.Context[zmq.Socket[bytes]]", sockets: "dict[str, zmq.Socket[bytes]]") -> None:
+        """A socket for each gateway of now, and no other."""
+        endpoints = self._welcomed()
+        for address in [each for each in sockets if each not in endpoints]:
+            sockets.pop(address).close()
+        for address in [each for each in endpoints if each not in sockets]:
+            sockets[address] = new_gateway_dealer(context, address, self._curve)
+            sockets[address].connect(address)
+
+    def _beat(self, sockets: "Mapping[str, zmq.Socket[bytes]]") -> None:
         stats = self._snapshot()
         if self._watchdog is not None:
             self._watchdog.feed(stats, time.monotonic())
         frame = encode(heartbeat_of(stats, self._epoch))
-        for socket, is_welcomed in zip(sockets, self._welcomed(), strict=True):
-            if is_welcomed:
+        for address, is_welcomed in self._welcomed().items():
+            if is_welcomed and address in sockets:
                 try:
-                    socket.send(frame, zmq.NOBLOCK)
+                    sockets[address].send(frame, zmq.NOBLOCK)
                 except zmq.Again:
                     continue  # not connected, or it takes nothing: the next beat says the same
 

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from octavo.wire.codec import MessageTooLarge, ProtocolError, decode_to_worker, encode
 from octavo.wire.curve import CurveKeys, new_gateway_dealer
 from octavo.wire.messages import NeedTokenizer, Refused, Register, TokenizerBundle, Welcome
-from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, OutboxMessage
+from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost, InboxMessage, LinkStats, OutboxMessage
 from octavo.worker.scheduler.plan import GatewayIndex
 
 log = structlog.get_logger(__name__)
@@ -117,8 +117,7 @@ class GatewaySocket:
         """What happened to the connection since the last call. Never blocks."""
         happened = []
         while self.monitor.poll(0):
-            event = int(recv_monitor_message(self.monitor)["event"])
-            if event in _EVENTS:
+            if (event := int(recv_monitor_message(self.monitor)["event"])) in _EVENTS:
                 happened.append(_EVENTS[event])
         return happened
 
@@ -180,25 +179,7 @@ class GatewaySocket:
         return True
 
 
-def _ignore(reason: str) -> None:
-    """The default: do nothing."""
-
-
 Received = list[tuple[GatewayIndex, InboxMessage]]
-
-
-@dataclass(slots=True, kw_only=True)
-class LinkStats:
-    """Counters since the start, over all gateways."""
-
-    received_messages: int = 0
-    received_bytes: int = 0
-    sent_messages: int = 0
-    sent_bytes: int = 0
-    undecodable_frames: int = 0
-    unexpected_messages: int = 0  # before the welcome, or of another epoch
-    dropped_messages: int = 0  # for gateways that were not there
-    gateways_lost: int = 0
 
 
 @dataclass(slots=True)
@@ -222,27 +203,27 @@ class WorkerLink:
     ) -> None:
         """Dials at once; registers from the first ``drain`` or ``wait`` on."""
         self.stats = LinkStats()
-        self.on_refused: Callable[[str], None] = _ignore  # called with the reason why a gateway refused this worker
+        self.on_refused: Callable[[str], None] = lambda reason: None  # why a gateway refused this worker
         self._register = register
         self._files = tokenizer_files
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gateways = [
-            _Gateway(GatewayIndex(index), GatewaySocket(self._context, address, curve))
-            for index, address in enumerate(endpoints)
-        ]
+        self._curve = curve
+        self._gateways: dict[GatewayIndex, _Gateway] = {}  # replaced, never changed: other threads look at it
+        self._wanted = endpoints
         self._lost: list[GatewayIndex] = []  # noticed while sending; reported by the next drain
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake_descriptor, zmq.POLLIN)
-        for gateway in self._gateways:
-            self._poller.register(gateway.socket.socket, zmq.POLLIN)
-            self._poller.register(gateway.socket.monitor, zmq.POLLIN)
+        self._change(endpoints, [])
 
     @property
-    def welcomed(self) -> tuple[bool, ...]:
-        """By endpoint, whether the gateway there has accepted this worker."""
-        return tuple(gateway.registration.state is LinkState.WELCOMED for gateway in self._gateways)
+    def welcomed(self) -> dict[str, bool]:
+        """By endpoint, whether the gateway there has accepted this worker. From any thread."""
+        return {each.socket.address: each.registration.state is LinkState.WELCOMED for each in self._gateways.values()}
+
+    def dial(self, endpoints: Sequence[str]) -> None:
+        """All gateways from now on: the next ``drain`` dials new ones, and loses others. From any thread."""
+        self._wanted = tuple(endpoints)
+        self.wake()
 
     # ------------------------------------------------------------ Inbox
 
@@ -250,7 +231,9 @@ class WorkerLink:
         """All messages that are here now. Never blocks."""
         received: Received = [(index, GatewayLost()) for index in self._lost]
         self._lost.clear()
-        for gateway in self._gateways:
+        if self._wanted is not self._endpoints:
+            self._change(self._wanted, received)
+        for gateway in self._gateways.values():
             self._take_transitions(gateway, received)
             for frame in gateway.socket.receive(MAX_DRAIN):
                 self._take(gateway, frame, received)
@@ -262,10 +245,9 @@ class WorkerLink:
         """Return as soon as ``drain`` may have something, or ``wake`` was called; at the latest after timeout_s."""
         if self._lost:
             return
-        bound_s = timeout_s
-        if any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways):
-            bound_s = min(timeout_s, 0.05)
-        ready = dict(self._poller.poll(math.ceil(max(bound_s, 0.0) * 1000)))
+        if any(g.registration.state is LinkState.PRESENTING or g.socket.has_backlog for g in self._gateways.values()):
+            timeout_s = min(timeout_s, 0.05)
+        ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
         if self._wake_descriptor in ready:
             os.eventfd_read(self._wake_descriptor)
 
@@ -277,35 +259,57 @@ class WorkerLink:
 
     def put(self, gateway: GatewayIndex, message: OutboxMessage) -> None:
         """To one gateway; dropped and counted where it is not there."""
-        self._send_frame(self._gateways[gateway], encode(message))
+        self._send_frame(self._gateways.get(gateway), encode(message))
 
     def put_all(self, message: OutboxMessage) -> None:
         """To every gateway that has welcomed us."""
         frame = encode(message)
-        for gateway in self._gateways:
+        for gateway in self._gateways.values():
             if gateway.registration.state is LinkState.WELCOMED:
                 self._send_frame(gateway, frame)
 
     def linger(self, timeout_s: float) -> None:
         """Give what was put last (Leaving) time to go out: sockets are closed without lingering otherwise."""
         deadline_s = self._clock() + timeout_s
-        while any(gateway.socket.has_backlog for gateway in self._gateways) and self._clock() < deadline_s:
+        while any(gateway.socket.has_backlog for gateway in self._gateways.values()) and self._clock() < deadline_s:
             time.sleep(0.005)
-            for gateway in self._gateways:
+            for gateway in self._gateways.values():
                 gateway.socket.flush()
-        for gateway in self._gateways:
+        for gateway in self._gateways.values():
             gateway.socket.socket.setsockopt(zmq.LINGER, int(timeout_s * 1000))
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
         if self._context.closed:
             return
-        for gateway in self._gateways:
+        for gateway in self._gateways.values():
             gateway.socket.close()
         self._context.term()
         os.close(self._wake_descriptor)
 
     # ------------------------------------------------------------ parts
+
+    def _change(self, endpoints: Sequence[str], received: Received) -> None:
+        self._endpoints, gateways = endpoints, dict(self._gateways)
+        for gateway in (each for each in self._gateways.values() if each.socket.address not in endpoints):
+            self._disconnected(gateway, "it is no gateway of the service any more", received)
+            gateway.socket.close()
+            del gateways[gateway.index]
+        known = {each.socket.address for each in gateways.values()}
+        for address in dict.fromkeys(each for each in endpoints if each not in known):
+            index = GatewayIndex(next(n for n in range(len(gateways) + 1) if n not in gateways))
+            gateways[index] = _Gateway(index, GatewaySocket(self._context, address, self._curve))
+        self._gateways = gateways
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_descriptor, zmq.POLLIN)
+        for gateway in gateways.values():
+            self._poller.register(gateway.socket.socket, zmq.POLLIN)
+            self._poller.register(gateway.socket.monitor, zmq.POLLIN)
+
+    def _disconnected(self, gateway: _Gateway, reason: str, received: Received) -> None:
+        if gateway.registration.on_disconnected():
+            self._note_lost(gateway, reason)
+            received.append((gateway.index, GatewayLost()))
 
     def _take_transitions(self, gateway: _Gateway, received: Received) -> None:
         for transition in gateway.socket.transitions():
@@ -314,9 +318,7 @@ class WorkerLink:
             elif transition is Transition.DISCONNECTED:
                 # Whatever is here now came before the break, so before the Register that follows it.
                 gateway.socket.forget()
-                if gateway.registration.on_disconnected():
-                    self._note_lost(gateway, "connection closed")
-                    received.append((gateway.index, GatewayLost()))
+                self._disconnected(gateway, "connection closed", received)
             else:
                 log.error("gateway_refused_keys", gateway=gateway.socket.address)
 
@@ -357,9 +359,7 @@ class WorkerLink:
 
     def _refuse(self, gateway: _Gateway, message: Refused, received: Received) -> None:
         log.error("gateway_refused_worker", gateway=gateway.socket.address, reason=message.reason)
-        if gateway.registration.on_disconnected():
-            self._note_lost(gateway, "refused")
-            received.append((gateway.index, GatewayLost()))
+        self._disconnected(gateway, "refused", received)
         self.on_refused(message.reason)
 
     def _send_bundle(self, gateway: _Gateway, digest: str) -> None:
@@ -374,8 +374,8 @@ class WorkerLink:
             self._count_sent(encoded := encode(self._register))
             gateway.socket.send(encoded)
 
-    def _send_frame(self, gateway: _Gateway, frame: bytes) -> None:
-        if gateway.registration.state is not LinkState.WELCOMED:
+    def _send_frame(self, gateway: _Gateway | None, frame: bytes) -> None:
+        if gateway is None or gateway.registration.state is not LinkState.WELCOMED:
             self.stats.dropped_messages += 1
             return
         try:

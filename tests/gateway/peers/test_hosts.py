@@ -483,3 +483,29 @@ async def test_what_a_gateway_of_another_wire_sends_is_told_once(pair: Path, tmp
     told = "a gateway of another release, or no gateway, sends what this one does not know: "
     assert first == f"{told}wire version 2, this side speaks 1"
     assert second.startswith(f"{told}malformed message")
+
+
+async def test_the_list_of_others_is_a_file_that_changes_while_they_serve(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is placed anew has another address; the former one is given up once nobody answers there."""
+    monkeypatch.setattr(others, "SILENT_S", 1.0)
+    one, two, three = address(0), address(1), address(2)
+    file = tmp_path / "peers"
+    file.write_text(f"{one}\n{two}\n")
+    first = Peers(PeerConfig(endpoint=one, others_file=file, key_file=pair), answering(0))
+    second = Peers(PeerConfig(endpoint=two, others=(one,), key_file=pair), answering(7))
+    third = Peers(PeerConfig(endpoint=three, others=(one,), key_file=pair), answering(8))
+    await first.start()
+    await second.start()
+    await sweep(first, lambda: first.told_ids() == {second.gateway_id})
+    await second.close()
+    await third.start()
+    file.write_text("not an address\n")  # changes nothing
+    await sweep(first, lambda: first.counts() == (1, 1))
+    file.write_text(f"{one}\n{three}\n")
+    await sweep(first, lambda: first.told_ids() == {third.gateway_id})
+    assert first.counts() == (1, 0)
+    answers = (await first.ask(PeerAskLoad(call_id=0), timeout_s=30.0)).replies
+    assert [each.num_in_flight for each in answers.values()] == [8]
+    await asyncio.gather(first.close(), third.close())

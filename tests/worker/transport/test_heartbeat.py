@@ -36,10 +36,9 @@ def beats(router: "zmq.Socket[bytes]", count: int) -> list[object]:
 def test_it_tells_where_the_engine_stands(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
     stats = [EngineStats(num_steps=1), EngineStats(num_steps=2, num_running=1, num_free_blocks=5, is_draining=True)]
     thread = HeartbeatThread(
-        [f"ipc://{tmp_path}/gateway-0.sock"],
         EPOCH,
         lambda: stats.pop(0) if len(stats) > 1 else stats[0],
-        lambda: (True,),
+        lambda: {f"ipc://{tmp_path}/gateway-0.sock": True},
         interval_s=0.02,
     )
     thread.start()
@@ -53,7 +52,7 @@ def test_it_tells_where_the_engine_stands(router: "zmq.Socket[bytes]", tmp_path:
 
 def test_it_is_silent_towards_gateways_that_have_not_welcomed_us(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/gateway-0.sock"
-    thread = HeartbeatThread([address], EPOCH, EngineStats, lambda: (False,), interval_s=0.01)
+    thread = HeartbeatThread(EPOCH, EngineStats, lambda: {address: False}, interval_s=0.01)
     thread.start()
     assert not router.poll(150)
     thread.close()
@@ -73,7 +72,7 @@ from octavo.worker.engine.interfaces import EngineStats
 from octavo.worker.transport.watchdog import Watchdog
 stats = EngineStats(num_running=1)
 watchdog = Watchdog(stall_timeout_s=0.5)
-HeartbeatThread([], "e", lambda: stats, lambda: (), interval_s=INTERVAL_S, watchdog=watchdog).start()
+HeartbeatThread("e", lambda: stats, dict, interval_s=INTERVAL_S, watchdog=watchdog).start()
 time.sleep(0.2)
 """
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from octavo.wire.codec import decode_to_gateway, encode
+from octavo.wire.endpoints import Endpoint, EndpointError
 from octavo.wire.messages import (
     AdminReply,
     Cancel,
@@ -28,6 +29,7 @@ from octavo.wire.options import new_router
 from octavo.worker.engine.interfaces import GatewayJoined, GatewayLost
 from octavo.worker.scheduler.plan import GatewayIndex
 from octavo.worker.transport import link as link_module
+from octavo.worker.transport.endpoints import GatewayEndpoints
 from octavo.worker.transport.link import REGISTER_INTERVAL_S, WorkerLink
 from tests.support.gateway.workers import FILES, finished, register, step_output
 
@@ -104,7 +106,7 @@ class Bench:
         self.pump_until(lambda: gateway.socket.poll(0))
         assert isinstance(gateway.receive(), Register)
         gateway.send(Welcome(gateway_id=gateway_id, epoch=EPOCH))
-        self.pump_until(lambda: self.link.welcomed[index])
+        self.pump_until(lambda: tuple(self.link.welcomed.values())[index])
 
 
 @pytest.fixture
@@ -130,9 +132,9 @@ def test_it_registers_again_and_again_until_it_is_welcome(bench: Bench) -> None:
         bench.pump_until(lambda: gateway.socket.poll(0))
         assert gateway.receive() == register("w0", EPOCH)
         bench.now_s += REGISTER_INTERVAL_S
-    assert bench.link.welcomed == (False,)
+    assert tuple(bench.link.welcomed.values()) == (False,)
     gateway.send(Welcome(gateway_id="g1", epoch=EPOCH))
-    bench.pump_until(lambda: bench.link.welcomed == (True,))
+    bench.pump_until(lambda: tuple(bench.link.welcomed.values()) == (True,))
 
 
 def test_it_hands_out_its_tokenizer(joined: Bench) -> None:
@@ -178,7 +180,7 @@ def test_the_death_of_one_gateway_does_not_touch_the_other(tmp_path: Path, stack
         bench.register_at(gateway)
     bench.gateways[0].close()
     assert bench.take(1) == [(G0, GatewayLost())]
-    assert bench.link.welcomed == (False, True)
+    assert tuple(bench.link.welcomed.values()) == (False, True)
     bench.link.put(G1, step_output(EPOCH, 1))
     assert bench.gateways[1].receive() == step_output(EPOCH, 1)
 
@@ -224,7 +226,7 @@ def test_orders_before_the_welcome_and_words_to_another_epoch_are_ignored(bench:
         NeedTokenizer(epoch="another", digest="d"),
     )
     assert bench.pump_until(lambda: bench.link.stats.unexpected_messages == 4) == []
-    assert bench.link.welcomed == (False,)
+    assert tuple(bench.link.welcomed.values()) == (False,)
 
 
 def test_a_refusal_is_reported_with_its_reason(joined: Bench) -> None:
@@ -260,7 +262,7 @@ def test_a_gateway_that_takes_nothing_any_more_is_given_up(joined: Bench, monkey
         joined.link.drain()
         assert message == large
     gateway.send(Welcome(gateway_id="g1", epoch=EPOCH))
-    joined.pump_until(lambda: joined.link.welcomed == (True,))
+    joined.pump_until(lambda: tuple(joined.link.welcomed.values()) == (True,))
 
 
 def test_a_backlog_is_delivered_in_order_when_the_gateway_reads_again(joined: Bench) -> None:
@@ -306,3 +308,64 @@ def test_the_last_word_goes_out_before_the_sockets_close(joined: Bench) -> None:
     joined.link.close()
     assert [joined.gateways[0].receive() for _ in range(1_000)] == [large] * 1_000
     assert joined.gateways[0].receive() == Leaving(epoch=EPOCH, reason="DRAINED")
+
+
+def test_gateways_come_and_go_while_it_serves(bench: Bench) -> None:
+    """By the list that another thread tells; a place in the list is used again, and nothing is told to a former one."""
+    bench.register_at(bench.gateways[0])
+    folder = Path(bench.addresses[0].removeprefix("ipc://")).parent
+    bench.addresses.append(f"ipc://{folder}/gateway-1.sock")
+    bench.gateways.append(bench.start(1))
+    threading.Timer(0.05, bench.link.dial, [bench.addresses]).start()
+    bench.pump_until(lambda: len(bench.link.welcomed) == 2)
+    bench.register_at(bench.gateways[1], "g2")
+    assert bench.link.welcomed == dict.fromkeys(bench.addresses, True)
+    bench.link.dial(bench.addresses[1:])
+    assert bench.take(1)[-1] == (G0, GatewayLost())
+    assert bench.link.welcomed == {bench.addresses[1]: True}
+    dropped = bench.link.stats.dropped_messages
+    bench.link.put(G0, AdminReply(epoch=EPOCH, query_id=1))
+    assert bench.link.stats.dropped_messages == dropped + 1
+    bench.gateways[1].send(Cancel(handles=(1,)))
+    assert bench.take(1) == [(G1, Cancel(handles=(1,)))]  # the one that stayed noticed nothing
+    bench.link.dial(bench.addresses)
+    bench.register_at(bench.gateways[0], "g3")
+    bench.gateways[0].send(Cancel(handles=(2,)))
+    assert (G0, Cancel(handles=(2,))) in bench.take(1)
+
+
+def test_the_list_is_a_file_that_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "gateways"
+    file.write_text("tcp://10.0.0.2:5555\n")
+
+    def check(endpoint: Endpoint) -> None:
+        if endpoint.port == 1:
+            raise EndpointError(f"{endpoint.address} must not be dialled")
+
+    gateways = GatewayEndpoints(["tcp://10.0.0.1:5555"], file, check=check)
+    assert gateways.endpoints == ("tcp://10.0.0.1:5555", "tcp://10.0.0.2:5555")
+    assert not gateways.look()
+    told: list[Sequence[str]] = []
+    gateways.follow(told.append)
+    file.write_text("# moved\ntcp://10.0.0.3:5555\n\ntcp://10.0.0.1:5555\n")
+    deadline_s = time.monotonic() + WAIT_S
+    while not told:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    gateways.close()
+    gateways.close()
+    assert told == [("tcp://10.0.0.1:5555", "tcp://10.0.0.3:5555")]
+    for wrong, why in (
+        ("tcp://10.0.0.4:1\n", "must not be dialled"),
+        ("nonsense\n", "neither ipc"),
+        ("\n# nobody at all\n", "has no endpoint"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(EndpointError, match=why):
+            gateways.look()
+        assert not gateways.look()  # told once
+    file.unlink()
+    with pytest.raises(EndpointError, match="cannot be read: No such file"):
+        gateways.look()
+    assert not gateways.look()
+    assert gateways.endpoints == ("tcp://10.0.0.1:5555", "tcp://10.0.0.3:5555")
