@@ -1,42 +1,53 @@
-"""Workers on the hosts of a Ray cluster: each in an actor of its own, in a placement group with its GPUs or CPUs.
+"""Workers, and gateways, on the hosts of a Ray cluster: each in an actor of its own, in a placement group with its GPUs
+or CPUs.
 
-Gateways stay on this host; workers dial them over tcp, with CURVE keys that are made here for each service and handed
-out through Ray. When to start a worker again is decided where it is decided for processes of this host
-(`cli.serve.supervisor`): a lost host ends its workers' lives, and their next ones are placed wherever there is room.
+At least one gateway stays on this host. Workers dial all of them over tcp, with CURVE keys that are made here for each
+service and handed out through Ray; so are the lists of gateways, which change with their places. When to start a
+process again is decided where it is decided for those of this host (`cli.serve.supervisor`): a lost host ends the lives
+of what was there, and the next ones are placed wherever there is room.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.errors import CliError
 from octavo.cli.serve.children import OnLine
-from octavo.cli.serve.launch import Doors, ProcessPlan, passed_on
-from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
-from octavo.cli.serve.placement import Head, Host, Need, Way, head_of, need_of, why_no_room
+from octavo.cli.serve.launch import PEERS_FILE, Doors, ProcessPlan, Role
+from octavo.cli.serve.placed import Ground, Placed, PlacedGateway, first_line
+from octavo.cli.serve.placement import (
+    OF_GATEWAY,
+    Board,
+    Head,
+    Host,
+    Need,
+    Spot,
+    Way,
+    head_of,
+    need_of,
+    room_beside_gateways,
+    why_no_room,
+)
 from octavo.cli.serve.ports import free_port
-from octavo.cli.serve.seat import Seat, version_here
 from octavo.cli.serve.service import Notice
 from octavo.cli.settings.gateway_config import join_address
 from octavo.cli.settings.groups import ServeSettings
 from octavo.cli.settings.model_names import split_model
+from octavo.gateway.rpc.addresses import is_local
 from octavo.wire.keys import generate_keys, load_keys, save_keys
 from octavo.wire.run_dir import temporary_folder
 
 CONNECT_S = 5.0
 LOOK_S = 30.0
-PLACE_S = 30.0  # for the first place of a worker; later ones are waited for as long as it takes
-PATIENCE_S = 10.0  # until people are told that one waits
-AGAIN_S = 0.5
+ACCESS_FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 NEEDS_RAY = "install it with octavo: pip install '.[ray]'"
 
 # Ray's library waits for minutes for a head that does not answer, and may end the process that waits: another process
@@ -45,8 +56,9 @@ _LOOK = """
 import json, sys
 import ray
 ray.init(address=sys.argv[1], namespace="octavo", log_to_driver=False)
-hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-print(json.dumps({"hosts": hosts, "head": ray.get_runtime_context().gcs_address}))
+context = ray.get_runtime_context()
+hosts = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+print(json.dumps({"hosts": hosts, "head": context.gcs_address, "own": context.get_node_id()}))
 """
 
 
@@ -58,25 +70,43 @@ def joined(settings: ServeSettings, run_dir: Path) -> Iterator["Cluster"]:
     ray = _import_ray()
     if head.way is not Way.AUTO:
         _local_address(head.host, head.port)
-    hosts, gcs = _look(head)
-    need = need_of(settings, hosts)
-    if (why := why_no_room(need, hosts, settings.workers * len(settings.model))) is not None:
+    nodes, gcs, own = _look(head)
+    own_node = "" if head.way is Way.CLIENT else own
+    need = need_of(settings, list(nodes.values()))
+    left = _left(nodes, own_node, need, settings.cluster_gateways)
+    if (why := why_no_room(need, left, settings.workers * len(settings.model))) is not None:
         raise CliError("the cluster is too small", why, "give fewer --workers, or add hosts to the cluster")
     gcs_host, _, gcs_port = gcs.rpartition(":")
     reached = (head.host, head.port) if head.way is Way.CLIENT else (gcs_host.strip("[]"), int(gcs_port))
     address = settings.cluster_address or _local_address(*reached)
+    if settings.cluster_gateways:
+        check_reach(settings.host, address)
     with temporary_folder("keys-", within=run_dir) as folder:
-        files, of_gateways = _keys(folder, settings.gateway_key_file)
-        taken: set[int] = set()
-        ports = [free_port(address, taken) for _ in range(settings.num_gateways)]
-        doors = Doors(endpoints=[f"tcp://{join_address(address, port)}" for port in ports], of_gateways=of_gateways)
+        keys = _keys(folder, settings.gateway_key_file)
+        here = _spots_here(address, settings.num_gateways)
+        board = Board(here)
+        controls = [f"tcp://{join_address(address, each.control)}" for each in here.values()]
+        doors = Doors(
+            endpoints=[f"tcp://{join_address(address, each.door)}" for each in here.values()],
+            controls=controls if settings.cluster_gateways else None,
+            of_gateways={"gateway_key_file": keys["gateway.key"], "allowed_worker_keys": [str(keys["worker.pub"])]},
+        )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(address=head.address, namespace="octavo", log_to_driver=False, configure_logging=False)
         except Exception as error:  # of many kinds, such as ConnectionError where a client gets no server
-            raise _not_joined(head, _first_line(error)) from None
+            raise _not_joined(head, first_line(error)) from None
         try:
-            yield Cluster(ray, doors=doors, need=need, files=files)
+            ground = Ground(
+                ray=ray,
+                label=f"octavo-{secrets.token_hex(4)}",  # groups of several services have names of one cluster
+                board=board,
+                own_node=own_node,
+                towards=address,
+                placing=asyncio.Lock(),
+            )
+            texts = {name: path.read_text() for name, path in keys.items()}
+            yield Cluster(ground, doors=doors, need=need, keys=texts, run_dir=run_dir)
         finally:
             ray.shutdown()
 
@@ -102,14 +132,14 @@ def _local_address(host: str, port: int) -> str:
         ) from None
 
 
-def _look(head: Head) -> tuple[list[Host], str]:
-    """What each host has, and where the head is. Raises CliError."""
+def _look(head: Head) -> tuple[dict[str, Host], str, str]:
+    """What each host has by its node, where the head is, and the node by which we joined. Raises CliError."""
     command = [sys.executable, "-P", "-c", _LOOK, head.address]
     quiet = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=True, env=quiet)
         found = json.loads(done.stdout.splitlines()[-1])
-        return found["hosts"], found["head"]
+        return dict(found["hosts"]), found["head"], found["own"]
     except subprocess.TimeoutExpired:
         why = f"it did not answer as a head of Ray within {LOOK_S:g} s"
     except (OSError, ValueError, IndexError, KeyError, subprocess.CalledProcessError) as error:
@@ -123,198 +153,116 @@ def _not_joined(head: Head, why: str) -> CliError:
     return CliError("the cluster cannot be joined", f"{head.address}: {why}", advice)
 
 
-def _keys(folder: Path, given: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """What each worker gets as files, and the settings of gateways; their pair is made here, unless one was given."""
-    gateway_key, gateway_pub = save_keys(load_keys(given) if given else generate_keys(), folder, "gateway")
-    worker_key, worker_pub = save_keys(generate_keys(), folder, "worker")
-    files = {"worker_key_file": worker_key.read_text(), "gateway_public_key_file": gateway_pub.read_text()}
-    return files, {"gateway_key_file": gateway_key, "allowed_worker_keys": [str(worker_pub)]}
+def _left(nodes: Mapping[str, Host], own_node: str, need: Need, num_gateways: int) -> list[Host]:
+    """To workers. Raises CliError where there is no place for the gateways."""
+    hosts = list(nodes.values())
+    return room_beside_gateways(hosts, [name != own_node for name in nodes], need, num_gateways)
+
+
+def check_reach(host: str, address: str) -> None:
+    """That callers who reach gateways of this host at --host may reach those of others. address: this host's, as the
+    cluster reaches it. Raises CliError."""
+    if is_local(join_address(host, 1)) and not is_local(join_address(address, 1)):
+        numbers = f"--host is {host}, which only callers of this host reach, and the others are at their own addresses"
+        advice = (
+            "give --host 0.0.0.0 with --tls-cert-file and --tls-key-file, or --exposure insecure in a closed network"
+        )
+        raise CliError("callers could not reach --cluster-gateways", numbers, advice)
+
+
+def _spots_here(address: str, num_gateways: int) -> dict[str, Spot]:
+    """Of the gateways of this host; callers' ports are chosen elsewhere."""
+    taken: set[int] = set()
+    return {
+        f"gateway-{n}": Spot(host=address, port=0, door=free_port(address, taken), control=free_port(address, taken))
+        for n in range(num_gateways)
+    }
+
+
+def _keys(folder: Path, given: Path | None) -> dict[str, Path]:
+    """The files of both pairs by name; the gateways' is made here, unless one was given."""
+    pair = load_keys(given) if given else generate_keys()
+    paths = (*save_keys(pair, folder, "gateway"), *save_keys(generate_keys(), folder, "worker"))
+    return {path.name: path for path in paths}
 
 
 class Cluster:
-    """Where the workers of a service run. ray: the library, connected."""
+    """Where the workers of a service run, and gateways of it. keys: the texts of key files, by name."""
 
-    def __init__(self, ray: Any, *, doors: Doors, need: Need, files: dict[str, str]) -> None:
+    def __init__(self, ground: Ground, *, doors: Doors, need: Need, keys: Mapping[str, str], run_dir: Path) -> None:
         self.doors = doors
-        self._ray = ray
+        self._ground = ground
         self._need = need
-        self._files = files
-        self._service = secrets.token_hex(4)  # groups of several services have names of one cluster
+        self._keys = keys
+        self._peers_file = run_dir / PEERS_FILE
+        self._num_gateways = 0
+        self.board.listeners.add(self._tell_gateways_here)
+        self._tell_gateways_here()
 
-    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> "PlacedWorker":
-        """A worker, without a place yet."""
+    @property
+    def board(self) -> Board:
+        """Where the gateways are."""
+        return self._ground.board
+
+    def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Placed:
+        """A process, without a place yet."""
+        if plan.role is Role.GATEWAY:
+            self._num_gateways += 1
+            files = self._files_of_gateway(plan.settings)
+            return PlacedGateway(self._ground, plan, plan.settings, files, OF_GATEWAY, on_line, notice)
+        settings = self._settings_of_worker(plan)
+        return Placed(self._ground, plan, settings, self._files_of_worker, self._need, on_line, notice)
+
+    def _settings_of_worker(self, plan: ProcessPlan) -> dict[str, Any]:
         name, checkpoint = split_model(plan.model)
         folder = Path(checkpoint).expanduser()
         if folder.is_dir():  # on its host it has another working directory
             checkpoint = str(folder.resolve())
-        own = plan.settings | {
+        return plan.settings | {
             "model": [f"{name}={checkpoint}" if name else checkpoint],
             "device": "cuda" if self._need.gpus else "cpu",
             "num_threads": plan.settings["num_threads"] or (None if self._need.gpus else 1),
+            "gateway_endpoint": [],
         }
-        label = f"octavo-{self._service}-{plan.name}"
-        return PlacedWorker(self._ray, plan.name, label, own, self._files, self._need, on_line, notice)
+
+    def _files_of_worker(self) -> dict[str, str]:
+        return {
+            "worker_key_file": self._keys["worker.key"],
+            "gateway_public_key_file": self._keys["gateway.pub"],
+            "gateway_endpoints_file": self.board.doors(),
+        }
+
+    def _files_of_gateway(self, settings: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
+        """One that cannot be read any more stays as it was."""
+        last: dict[str, str] = {}
+
+        def files() -> dict[str, str]:
+            for name in ACCESS_FILES:
+                if settings.get(name) is not None:
+                    with suppress(OSError, UnicodeDecodeError):
+                        last[name] = Path(settings[name]).read_text()
+            return last | {
+                "gateway_key_file": self._keys["gateway.key"],
+                "allowed_worker_keys": self._keys["worker.pub"],
+                "peer_endpoints_file": self.board.controls(),
+            }
+
+        return files
+
+    def _tell_gateways_here(self) -> None:
+        fresh = self._peers_file.with_suffix(".new")
+        with suppress(OSError):  # a full disk: the next change tries again
+            fresh.write_text(self.board.controls())
+            fresh.replace(self._peers_file)  # whole or not at all, whoever reads it now
 
     def room(self, num_workers: int) -> str | None:
         """By what hosts have in all: what others hold of it may be given back."""
+        ray = self._ground.ray
         try:
-            hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        except self._ray.exceptions.RayError as error:
-            return f"the cluster does not tell what it has: {_first_line(error)}"
-        return why_no_room(self._need, hosts, num_workers)
-
-
-class PlacedWorker:
-    """A worker on some host of the cluster. Keeps its place from one life to the next, while the host is there.
-
-    label: its name among all services of the cluster. files: settings whose value is a file, with its text.
-    """
-
-    def __init__(
-        self,
-        ray: Any,
-        name: str,
-        label: str,
-        settings: dict[str, Any],
-        files: dict[str, str],
-        need: Need,
-        on_line: OnLine,
-        notice: Notice,
-    ) -> None:
-        self.name = name
-        self._ray = ray
-        self._label = label
-        self._settings = settings
-        self._files = files
-        self._need = need
-        self._on_line = on_line
-        self._notice = notice
-        self._group: Any = None
-        self._seat: Any = None
-        self._life = 0
-        self._was_placed = False
-        self._is_leaving = False
-        self._living: asyncio.Task[int] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has, or waits for, a place."""
-        return self._living is not None and not self._living.done()
-
-    async def run(self) -> int:
-        """One life. The exit code of the process; EXIT_PLACE_LOST, EXIT_NO_PLACE."""
-        self._living = asyncio.create_task(self._live(), name=self.name)
-        try:
-            return await self._living
-        except asyncio.CancelledError:
-            if self._living.cancelled() and self._is_leaving:
-                return 0  # by `kill`, or by `terminate` while it had no place
-            raise
-        finally:
-            self._living.cancel()
-            if self._is_leaving:
-                self._leave()
-
-    def terminate(self) -> None:
-        """SIGTERM to the process; without a place it ends at once."""
-        self._is_leaving = True
-        if self._seat is not None and self.is_running:
-            self._seat.terminate.remote()
-        elif self.is_running and self._living is not None:
-            self._living.cancel()
-        else:
-            self._leave()
-
-    def kill(self) -> None:
-        """The process dies with its actor."""
-        self._is_leaving = True
-        if self._living is not None:
-            self._living.cancel()
-        self._leave()
-
-    async def _live(self) -> int:
-        errors = self._ray.exceptions
-        self._life += 1
-        try:
-            if self._seat is None and not await self._place():
-                return EXIT_NO_PLACE
-            given = (self._life, self.name, self._settings, self._files, passed_on(), version_here())
-            host = await self._ask("start", *given)
-            if not self._was_placed:
-                self._notice(f"{self.name} is placed on {host}")
-            self._was_placed = True
-            num_seen, code = 0, None
-            while code is None:
-                lines, code = await self._ask("follow", num_seen)
-                num_seen += len(lines)
-                for line in lines:
-                    self._on_line(self.name, line)
-            return int(code)
-        except errors.RayActorError as error:
-            self._leave()
-            if getattr(error, "actor_init_failed", False):
-                self._notice(f"{self.name}: its host cannot run octavo: {_first_line(error)}")
-                return 1
-            self._was_placed = False
-            return EXIT_PLACE_LOST
-        except errors.RayTaskError as error:
-            self._leave()
-            self._notice(f"{self.name}: {_first_line(error.cause or error)}")
-            return 1
-
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        """An answer of the actor; asked again while it cannot be reached and nobody knows that it is gone."""
-        while True:
-            try:
-                reference = getattr(self._seat, method).remote(*arguments)
-                return await asyncio.wrap_future(reference.future())
-            except self._ray.exceptions.ActorUnavailableError:
-                await asyncio.sleep(AGAIN_S)
-
-    async def _place(self) -> bool:
-        """Whether there is room, at the first time; later it waits until there is."""
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        resources = self._need.resources
-        self._group = placement_group([resources], strategy="STRICT_PACK", name=f"{self._label}-{self._life}")
-        ready = asyncio.wrap_future(self._group.ready().future())
-        limits = (PATIENCE_S, PLACE_S - PATIENCE_S)
-        for limit_s in limits if self._life == 1 else (PATIENCE_S, None):
-            await asyncio.wait([ready], timeout=limit_s)
-            if ready.done():
-                break
-            self._notice(f"{self.name} waits for a host of the cluster with {self._need} free")
-        if not ready.done():
-            self._leave()
-            return False
-        ready.result()
-        self._seat = (
-            self._ray.remote(Seat)
-            .options(
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0),
-                max_restarts=0,
-            )
-            .remote()
-        )
-        return True
-
-    def _leave(self) -> None:
-        """Give the place back. What cannot be told to a cluster that is gone needs not be."""
-        from ray.util.placement_group import remove_placement_group
-
-        seat, self._seat = self._seat, None
-        group, self._group = self._group, None
-        with contextlib.suppress(Exception):
-            if seat is not None:
-                self._ray.kill(seat)
-        with contextlib.suppress(Exception):
-            if group is not None:
-                remove_placement_group(group)
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+            nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+            left = _left(nodes, self._ground.own_node, self._need, self._num_gateways)
+        except ray.exceptions.RayError as error:
+            return f"the cluster does not tell what it has: {first_line(error)}"
+        except CliError as error:
+            return error.numbers
+        return why_no_room(self._need, left, num_workers)

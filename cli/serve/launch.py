@@ -30,6 +30,7 @@ GATEWAY_PORT_STRIDE = 100
 CORES_PER_GATEWAY = 4
 MOST_GATEWAYS = 8
 CORES_PER_WORKER = 2
+PEERS_FILE = "peer-endpoints"
 READY_FILE = "ready"
 """In the run directory once everything serves: the address of the gRPC service, for scripts that wait for it."""
 
@@ -96,11 +97,12 @@ class Role(Enum):
 class ProcessPlan:
     """One process: its name, its settings, where its metrics are, where a gateway that guards its door can be asked
     for health and models all the same, the address of one that speaks HTTP to callers, and what its environment has
-    that others have not."""
+    that others have not. is_placed: the cluster chooses its host."""
 
     name: str
     role: Role
     settings: dict[str, Any]
+    is_placed: bool = False
     metrics_port: int | None
     status_socket: Path | None = None
     url: str | None = None
@@ -128,9 +130,11 @@ def metrics_ports(settings: ServeSettings) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doors:
-    """Where workers dial the gateways of a service, one endpoint each, and what each side needs for it besides."""
+    """Where workers dial the gateways of this host, one endpoint each, and what each side needs for it besides.
+    controls: where other gateways do; unset: sockets of this host."""
 
     endpoints: list[str]
+    controls: list[str] | None = None
     of_gateways: Mapping[str, Any] = field(default_factory=dict)
     of_workers: Mapping[str, Any] = field(default_factory=dict)
 
@@ -149,10 +153,10 @@ def plan_processes(
     openai_port: int | None = None,
     doors: Doors | None = None,
 ) -> tuple[ProcessPlan, ...]:
-    """Gateways, then workers, then the front. port: of the gRPC service. ports: of the metrics. doors: unset, all
-    processes are on this host."""
+    """Gateways, here and elsewhere, then workers, then the front. port: of the gRPC service. ports: of the metrics.
+    doors: unset, all processes are on this host."""
     doors = doors or local_doors(settings, run_dir)
-    controls = [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
+    controls = doors.controls or [f"ipc://{run_dir}/gateway-{n}.peers.sock" for n in range(settings.num_gateways)]
     gateways = [
         ProcessPlan(
             name=f"gateway-{n}",
@@ -163,13 +167,17 @@ def plan_processes(
             | dict(doors.of_gateways)
             | {"status_socket": status_socket(settings, run_dir, n)}
             | {"front_socket": None if openai_port is None else front_socket(run_dir, n)}
-            | _peers(settings, controls, n)
+            | (_peers(settings, controls, n) if doors.controls is None else _listed_peers(controls[n], run_dir))
             | {"page": "off" if n or settings.page == "off" else "on"}
             | {"expected_model": list(settings.model)},
             metrics_port=ports[n],
             status_socket=status_socket(settings, run_dir, n),
         )
         for n, endpoint in enumerate(doors.endpoints)
+    ]
+    gateways += [
+        _plan_placed_gateway(settings, settings.num_gateways + n, run_dir=run_dir, port=port)
+        for n in range(settings.cluster_gateways)
     ]
     models = [model for model in settings.model for _ in range(settings.workers)]
     workers = [
@@ -178,6 +186,27 @@ def plan_processes(
     ]
     fronts = [] if openai_port is None else [_plan_front(settings, run_dir, openai_port)]
     return (*gateways, *workers, *fronts)
+
+
+def _plan_placed_gateway(settings: ServeSettings, n: int, *, run_dir: Path, port: int) -> ProcessPlan:
+    """Gateway n, on a host that is chosen later: what depends on the host is put in there. Only callers, workers and
+    other gateways reach it; operators call one of this host."""
+    own: dict[str, Any] = {
+        "status_socket": None,
+        "front_socket": None,
+        "supervisor_socket": None,
+        "page": "off",
+        "peer_endpoint": [],
+    }
+    return ProcessPlan(
+        name=f"gateway-{n}",
+        role=Role.GATEWAY,
+        settings=_gateway_settings(settings, run_dir, port, settings.metrics_port, "", admin=None)
+        | own
+        | {"port_sharing": "exclusive", "expected_model": list(settings.model)},
+        is_placed=True,
+        metrics_port=None,
+    )
 
 
 def devices_of_group(settings: ServeSettings, n: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -206,6 +235,7 @@ def plan_worker(
         name=name,
         role=Role.WORKER,
         settings=_shared(settings, WorkerSettings) | own | dict(doors.of_workers) | _logs(settings),
+        is_placed=bool(settings.cluster),
         metrics_port=None if settings.cluster else metrics_port,  # on a cluster, its host is chosen later
         variables={} if settings.cluster else devices_of_group(settings, n),
     )
@@ -283,10 +313,21 @@ def _gateway_settings(
             "admin_port": admin,
             "metrics_port": metrics_port,
             "worker_endpoint": [endpoint],
-            "port_sharing": "shared" if settings.num_gateways > 1 else "exclusive",
+            "port_sharing": "shared" if shares_port(settings) else "exclusive",
         }
         | _logs(settings)
     )
+
+
+def shares_port(settings: ServeSettings) -> bool:
+    """Whether the port of the gRPC service is held for all gateways of this host before they start; so that none of
+    another host of the cluster, which may be this one by another name, takes it."""
+    return settings.num_gateways > 1 or settings.cluster_gateways > 0
+
+
+def _listed_peers(control: str, run_dir: Path) -> dict[str, Any]:
+    """Of a gateway some of whose others change their address."""
+    return {"control_endpoint": control, "peer_endpoint": [], "peer_endpoints_file": run_dir / PEERS_FILE}
 
 
 def _peers(settings: ServeSettings, sockets: list[str], n: int) -> dict[str, Any]:
@@ -302,8 +343,9 @@ def _peers(settings: ServeSettings, sockets: list[str], n: int) -> dict[str, Any
         ]
         return {"control_endpoint": own, "peer_endpoint": [*near, *settings.peer_endpoint]}
     if len(sockets) == 1:
-        return {"control_endpoint": None, "peer_endpoint": None}
-    return {"control_endpoint": sockets[n], "peer_endpoint": [each for each in sockets if each != sockets[n]]}
+        return {"control_endpoint": None, "peer_endpoint": None, "peer_endpoints_file": None}
+    others = [each for each in sockets if each != sockets[n]]
+    return {"control_endpoint": sockets[n], "peer_endpoint": others, "peer_endpoints_file": None}
 
 
 def _logs(settings: ServeSettings) -> dict[str, Any]:

@@ -12,9 +12,9 @@ EXIT_DRAINED = 77
 """How a gateway ends for its supervisor that an operator has drained: not to be started again, other than one that a
 signal ended. Without a supervisor that is 0."""
 EXIT_PLACE_LOST = 78
-"""Of a worker on a cluster whose host is gone, told in its place."""
+"""Of a process on a cluster whose host is gone, told in its place."""
 EXIT_NO_PLACE = 79
-"""Of a worker for which the cluster had no room, told in its place."""
+"""Of a process for which the cluster had no room, told in its place."""
 
 
 def has_supervisor() -> bool:

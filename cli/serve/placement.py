@@ -1,11 +1,12 @@
-"""What a worker needs of a cluster's host, and whether there is room for so many. Pure; knows no cluster library."""
+"""What a process needs of a cluster's host, whether there is room for so many, and where its gateways are. Pure; knows
+no cluster library."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from octavo.cli.errors import CliError, usage
-from octavo.cli.settings.gateway_config import split_address
+from octavo.cli.settings.gateway_config import join_address, split_address
 from octavo.cli.settings.groups import ServeSettings
 
 CLIENT_PORT = 10001  # where a Ray head takes drivers of other hosts
@@ -58,7 +59,7 @@ def _split(text: str, address: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Of one worker, whose processes are all on one host."""
+    """Of one worker, whose processes are all on one host; or of one gateway."""
 
     gpus: int
     cpus: int
@@ -73,6 +74,7 @@ class Need:
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
+OF_GATEWAY = Need(gpus=0, cpus=1)
 Host = Mapping[str, float]
 """What a host of the cluster has, by Ray's names."""
 
@@ -107,6 +109,99 @@ def why_no_room(need: Need, hosts: Sequence[Host], num_workers: int) -> str | No
     if room == 0:
         return f"a worker needs {need} on one host, and none of {where} has that"
     return f"{num_workers} workers need {need} each, and {where} hold {room} of them"
+
+
+def room_beside_gateways(hosts: Sequence[Host], is_away: Sequence[bool], need: Need, num_gateways: int) -> list[Host]:
+    """What hosts leave to workers at best once so many gateways have their places: each on one that is not the
+    supervisor's own, as few on one host as can be, and where workers miss it least. Raises CliError where there is no
+    place for them."""
+    left, held = list(hosts), {n: 0 for n, is_other in enumerate(is_away) if is_other}
+    for number in range(num_gateways):
+        able = [n for n in held if left[n].get("CPU", 0) >= OF_GATEWAY.cpus]
+        if not able:
+            where = f"the cluster's {_hosts(len(held))} beside this one" if len(held) < len(hosts) else "the cluster"
+            numbers = f"--cluster-gateways {num_gateways} needs {OF_GATEWAY} for each, and {where} can hold {number}"
+            raise CliError("the cluster is too small", numbers, "give fewer of them, or add hosts to the cluster")
+
+        def cost(n: int) -> tuple[int, int, float]:
+            lost = room_for(need, [left[n]]) - room_for(need, [_less(left[n])])
+            return held[n], lost, left[n].get("GPU", 0)
+
+        chosen = min(able, key=cost)
+        held[chosen] += 1
+        left[chosen] = _less(left[chosen])
+    return left
+
+
+def _less(host: Host) -> Host:
+    """What a gateway leaves of it."""
+    return dict(host) | {"CPU": host.get("CPU", 0) - OF_GATEWAY.cpus}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where a gateway is reached. host: its address. The ports: by callers, workers, other gateways and Prometheus.
+    node: of the cluster; empty for the supervisor's host."""
+
+    host: str
+    port: int
+    door: int
+    control: int
+    metrics: int = 0
+    node: str = ""
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Which nobody else on its host can have."""
+        return self.port, self.door, self.control, self.metrics
+
+
+class Board:
+    """Where the gateways of a service are now. Whoever must know is called when that changes."""
+
+    def __init__(self, here: Mapping[str, Spot]) -> None:
+        """here: those of the supervisor's host, by name, which stay where they are."""
+        self._here = dict(here)
+        self._placed: dict[str, Spot] = {}
+        self.listeners: set[Callable[[], None]] = set()
+
+    def put(self, name: str, spot: Spot) -> None:
+        """It has a place, perhaps another than before."""
+        if self._placed.get(name) != spot:
+            self._placed[name] = spot
+            self._tell()
+
+    def drop(self, name: str) -> None:
+        """It has no place."""
+        if self._placed.pop(name, None) is not None:
+            self._tell()
+
+    def addresses(self) -> dict[str, str]:
+        """Where callers reach those of other hosts."""
+        return {name: join_address(each.host, each.port) for name, each in sorted(self._placed.items())}
+
+    def doors(self) -> str:
+        """Where workers dial all of them: the text of a file."""
+        return "".join(f"tcp://{join_address(each.host, each.door)}\n" for each in self._all().values())
+
+    def controls(self) -> str:
+        """Where they dial each other: the text of a file."""
+        return "".join(f"tcp://{join_address(each.host, each.control)}\n" for each in self._all().values())
+
+    def nodes(self, besides: str) -> set[str]:
+        """That have a gateway other than this one."""
+        return {each.node for name, each in self._placed.items() if name != besides}
+
+    def ports(self, besides: str) -> list[int]:
+        """Of all others."""
+        return [port for name, each in self._all().items() if name != besides for port in each.ports if port]
+
+    def _all(self) -> dict[str, Spot]:
+        return self._here | dict(sorted(self._placed.items()))
+
+    def _tell(self) -> None:
+        for listener in list(self.listeners):
+            listener()
 
 
 def _hosts(number: int) -> str:

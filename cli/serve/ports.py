@@ -35,6 +35,15 @@ def busy_port(host: str, port: int, setting: str, error: OSError) -> CliError:
     return CliError(f"cannot listen on {host}:{port}", error.strerror or str(error), advice)
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether somebody could listen there now."""
+    try:
+        require_free(host, port, "port")
+    except CliError:
+        return False
+    return True
+
+
 def free_port(host: str, taken: set[int]) -> int:
     """A port that is free now and not among those taken; adds it to them."""
     while True:

@@ -68,10 +68,17 @@ def check_workers(settings: ServeSettings | WorkerSettings) -> None:
 
 def check_peers(settings: ServeSettings) -> None:
     """Where gateways of other hosts reach those of this one. Raises CliError."""
+    if settings.control_endpoint and settings.cluster_gateways:
+        raise usage(
+            "--cluster-gateways does not go with --control-endpoint",
+            "gateways of another service could not know those that a cluster places",
+            "leave one of them out",
+        )
     if not settings.control_endpoint:
-        if settings.peer_endpoint:
+        if settings.peer_endpoint or settings.peer_endpoints_file:
+            flag = "--peer-endpoint" if settings.peer_endpoint else "--peer-endpoints-file"
             raise usage(
-                "--peer-endpoint needs --control-endpoint",
+                f"{flag} needs --control-endpoint",
                 "the other gateways could not reach those of this host",
                 "give --control-endpoint tcp://host:port as well",
             )
@@ -111,6 +118,12 @@ def check_workers_here(settings: ServeSettings) -> None:
             "--cluster-address needs --cluster",
             "the workers are on this host, and nobody asks for the address",
             "give --cluster auto as well, or leave the address out",
+        )
+    if settings.cluster_gateways:
+        raise usage(
+            "--cluster-gateways needs --cluster",
+            f"{settings.cluster_gateways} gateways on hosts of a cluster are asked for, and none is named",
+            "give --cluster auto as well, or --gateways for more of them on this host",
         )
     check_workers(settings)
 

@@ -7,7 +7,7 @@ the processes themselves.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +25,8 @@ CLOCK_SLACK_S = 2.0  # a process that began at another time is another one with 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
     """One process: its name, what it is (gateway, worker, openai), a worker's model, where its /metrics are, the
-    address of one that speaks HTTP to callers, and the file of its settings, which its command line names. Empty:
-    none."""
+    address of one that speaks HTTP to callers, the file of its settings, which its command line names, and where
+    callers reach a gateway of another host. Empty: none."""
 
     name: str
     role: str
@@ -34,6 +34,7 @@ class ProcessRecord:
     metrics: str
     url: str
     settings_file: str
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,11 @@ class ServiceRecord:
         return found
 
 
-def record_of(address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metrics_host: str) -> ServiceRecord:
-    """Of the service that this process supervises; of its processes those that are on this host."""
+def record_of(
+    address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metrics_host: str, elsewhere: Mapping[str, str]
+) -> ServiceRecord:
+    """Of the service that this process supervises; of its processes those that are on this host, and all gateways.
+    elsewhere: where callers reach those of other hosts now."""
     return ServiceRecord(
         pid=os.getpid(),
         started_s=psutil.Process().create_time(),
@@ -72,9 +76,10 @@ def record_of(address: str, run_dir: Path, plans: Sequence[ProcessPlan], *, metr
                 metrics=join_address(reachable(metrics_host), plan.metrics_port) if plan.metrics_port else "",
                 url=plan.url or "",
                 settings_file=str(run_dir / f"{plan.name}.toml"),
+                address=elsewhere.get(plan.name, ""),
             )
             for plan in plans
-            if plan.metrics_port or plan.url
+            if plan.metrics_port or plan.url or plan.name in elsewhere
         ),
     )
 

@@ -1,4 +1,5 @@
-"""Where a worker runs on a cluster: an actor there, which starts `octavo worker` and tells what becomes of it.
+"""Where a process of the service runs on a cluster: an actor there, which starts `octavo worker` or `octavo gateway`
+and tells what becomes of it.
 
 It decides nothing: it runs one life of the process at a time, as its supervisor asks. The process dies with it. Must
 not import Ray, which makes an actor of the class.
@@ -7,13 +8,14 @@ not import Ray, which makes an actor of the class.
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.serve.children import Child
 from octavo.cli.serve.launch import command_line, environment, write_settings
+from octavo.cli.serve.ports import free_port, is_free
 from octavo.wire.run_dir import temporary_folder
 
 NEWS_S = 10.0  # a question without news is answered after that, so that a lost actor is noticed
@@ -28,7 +30,7 @@ def version_here() -> str:
 
 
 class Seat:
-    """One worker, one life after the other."""
+    """One process of the service, one life after the other."""
 
     def __init__(self) -> None:
         self._life = 0
@@ -39,26 +41,56 @@ class Seat:
         self._child: Child | None = None
         self._is_leaving = False
         self._running: asyncio.Task[None] | None = None
+        self._files: dict[str, str] = {}
+        self._files_number = 0
+        self._folder: Path | None = None
+
+    async def draw(
+        self, towards: str, wanted: Sequence[tuple[str, int]], taken: Sequence[int], version: str
+    ) -> tuple[str, list[int]]:
+        """This host's address on the way to another, and a port for each (address to listen at, or empty for that
+        one; port): that port where it is free, else any. taken: ports that are not to be had. Raises ValueError where
+        this host has another version."""
+        _check(version)
+        address = _address_towards(towards)
+        drawn: list[int] = []
+        for host, port in wanted:
+            host = host or address
+            not_again = {*taken, *drawn}
+            is_had = port and port not in not_again and is_free(host, port)
+            drawn.append(port if is_had else free_port(host, not_again))
+        return address, drawn
 
     async def start(
         self,
         life: int,
+        role: str,
         name: str,
         settings: Mapping[str, Any],
-        files: Mapping[str, str],
+        files: tuple[int, Mapping[str, str]],
         passed_on: Mapping[str, str],
         version: str,
     ) -> str:
-        """Start a life, once however often it is asked for; the host's name. files: settings whose value is a file,
-        with its text. passed_on: of the supervisor's environment. Raises ValueError where this host has another
-        version."""
-        if version != version_here():
-            what = f"host {socket.gethostname()} has octavo {version_here()}, and the supervisor {version}"
-            raise ValueError(what)
+        """Start a life, once however often it is asked for; the host's name. role: the command. files: as `write` takes
+        them. passed_on: of the supervisor's environment. Raises ValueError where this host has another version."""
+        _check(version)
         if life != self._life:
             self._life, self._lines, self._num_taken, self._code = life, [], 0, None
-            self._running = asyncio.create_task(self._run(name, settings, files, passed_on))
+            await self.write(*files)
+            self._running = asyncio.create_task(self._run(role, name, settings, passed_on))
         return socket.gethostname()
+
+    async def write(self, number: int, files: Mapping[str, str]) -> None:
+        """Settings whose value is a file, with its text; the process sees the change. number: grows with each change,
+        so that what comes late undoes nothing."""
+        if number <= self._files_number:
+            return
+        self._files_number = number
+        changed = {setting: text for setting, text in files.items() if self._files.get(setting) != text}
+        self._files |= changed
+        if self._folder is not None:
+            for setting, text in changed.items():
+                _write(text, self._folder / setting)
 
     async def follow(self, num_seen: int) -> tuple[list[str], int | None]:
         """Lines after so many of this life, and its exit code once it has ended and all lines are told. Waits for news,
@@ -80,21 +112,22 @@ class Seat:
         if self._child is not None:
             self._child.terminate()
 
-    async def _run(
-        self, name: str, settings: Mapping[str, Any], files: Mapping[str, str], passed_on: Mapping[str, str]
-    ) -> None:
+    async def _run(self, role: str, name: str, settings: Mapping[str, Any], passed_on: Mapping[str, str]) -> None:
         try:
             with temporary_folder("octavo-seat-") as folder:  # also removes those of actors that were killed
                 own = dict(settings) | {"run_dir": str(folder)}
-                for setting, text in files.items():
-                    own[setting] = str(_write(text, folder / setting))
-                command = command_line("worker", write_settings(own, folder / f"{name}.toml"))
+                self._folder = folder
+                for setting, text in self._files.items():
+                    path = _write(text, folder / setting)
+                    own[setting] = [str(path)] if isinstance(own.get(setting), list) else str(path)
+                command = command_line(role, write_settings(own, folder / f"{name}.toml"))
                 self._child = Child(name, command, environment() | dict(passed_on), self._take)
                 self._code = 0 if self._is_leaving else await self._child.run()
         except OSError as error:
-            self._take(name, f"the worker cannot be started: {error}")
+            self._take(name, f"the {role} cannot be started: {error}")
             self._code = 1
         finally:
+            self._folder = None
             self._news.set()
 
     def _take(self, name: str, line: str) -> None:
@@ -102,9 +135,25 @@ class Seat:
         self._news.set()
 
 
+def _check(version: str) -> None:
+    if version != version_here():
+        what = f"host {socket.gethostname()} has octavo {version_here()}, and the supervisor {version}"
+        raise ValueError(what)
+
+
+def _address_towards(host: str) -> str:
+    """Ours; sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
 def _write(text: str, path: Path) -> Path:
-    """A file with a secret."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """A file, perhaps with a secret, whole or not at all, whoever reads it now."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
-    return path
+    return fresh.replace(path)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,10 +31,12 @@ from octavo.cli.serve.launch import (
     plan_processes,
     plan_worker,
     run_folder,
+    shares_port,
     supervisor_socket,
     usable_cores,
     write_settings,
 )
+from octavo.cli.serve.placement import Board
 from octavo.cli.serve.ports import free_port, held_port, require_free
 from octavo.cli.serve.preflight import (
     check_front,
@@ -94,7 +96,7 @@ def serve(settings: ServeSettings) -> int:
             *(of_model for _, of_model in model_ports(settings)),
         }
         port = settings.port or free_port(settings.host, others)
-        if settings.num_gateways > 1:
+        if shares_port(settings):
             stack.enter_context(held_port(settings.host, port))
         openai_port = settings.openai or (None if settings.openai is None else free_port(settings.openai_host, others))
         plans = plan_processes(
@@ -103,7 +105,9 @@ def serve(settings: ServeSettings) -> int:
         address = join_address(reachable(settings.host), port)
 
         def record(plans: Sequence[ProcessPlan]) -> ServiceRecord:
-            return record_of(address, run_dir, plans, metrics_host=settings.metrics_host)
+            return record_of(
+                address, run_dir, plans, metrics_host=settings.metrics_host, elsewhere=site.board.addresses()
+            )
 
         rewrite = stack.enter_context(recorded(record(plans)))
         layout = _Layout(
@@ -120,13 +124,16 @@ def with_gateways(settings: ServeSettings, num_cores: int, *, on_gpu: bool) -> t
 
 
 class Site(Protocol):
-    """Where workers run. doors: where they dial the gateways."""
+    """Where workers run. doors: where they dial the gateways. board: where gateways of other hosts are."""
 
     @property
     def doors(self) -> Doors: ...
 
+    @property
+    def board(self) -> Board: ...
+
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
-        """The process of a worker."""
+        """The process of a worker, or of one that is placed."""
 
     def room(self, num_workers: int) -> str | None:
         """Why there is no room for so many workers in all; None where there is, or may be."""
@@ -138,6 +145,7 @@ class _Here:
 
     doors: Doors
     settings: ServeSettings
+    board: Board = field(default_factory=lambda: Board({}))
 
     def child(self, plan: ProcessPlan, on_line: OnLine, notice: Notice) -> Keepable:
         return local_child(plan, on_line)
@@ -189,18 +197,23 @@ async def _serve(layout: _Layout, rewrite: Callable[[Sequence[ProcessPlan]], Non
     notice = view.notice
 
     def kept(plan: ProcessPlan) -> Kept:
-        is_worker = plan.role is Role.WORKER
-        child = site.child(plan, view.on_line, notice) if is_worker else local_child(plan, view.on_line)
+        is_there = plan.role is Role.WORKER or plan.is_placed
+        child = site.child(plan, view.on_line, notice) if is_there else local_child(plan, view.on_line)
         return keep(plan, child, RestartPolicy())
 
     service = Service(list(map(kept, layout.plans)), drain_grace_s=settings.drain_grace_s, notice=notice)
     policy = policy_of(settings)
+
+    def on_change() -> None:
+        rewrite([each.plan for each in service.processes])
+
+    site.board.listeners.add(on_change)
     fleet = Fleet(
         service,
         reserved=None if policy is None else f"--autoscale {settings.autoscale} chooses the number of workers",
         make=lambda n, model: kept(_later_worker(layout, n, model)),
         room=site.room,
-        on_change=lambda: rewrite([each.plan for each in service.processes]),
+        on_change=on_change,
         notice=notice,
     )
     loop = asyncio.get_running_loop()
@@ -258,6 +271,7 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
         waiting = wait_until_ready(_asked_at(plans) or address, plans, metrics_host=reachable(settings.metrics_host))
         async with asyncio.timeout(settings.startup_timeout_s):
             served = await waiting
+            await view.gateways_are_open(plans)
     except TimeoutError:
         service.failure = f"not ready after {settings.startup_timeout_s:g} s (--startup-timeout-s)"
         service.advance(Stage.STOPPING)
@@ -269,7 +283,8 @@ async def _announce(layout: _Layout, started_s: float, service: Service, view: S
     models = model_summaries(served, list(view.loaded.values()))
     with contextlib.suppress(OSError):  # nobody reads stdout
         summary = service_summary(settings, address, plans, models, page=view.page, ready_after_s=ready_after_s)
-        show_summary(replace(summary, gateways=layout.gateways_why))
+        elsewhere = tuple(layout.site.board.addresses().items())
+        show_summary(replace(summary, gateways=layout.gateways_why, elsewhere=elsewhere))
     (layout.run_dir / READY_FILE).write_text(address + "\n")
 
 

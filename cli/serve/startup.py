@@ -3,6 +3,7 @@
 Fed with the lines that the processes write; must not know how they are started.
 """
 
+import asyncio
 import contextlib
 import json
 import sys
@@ -15,9 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.cli.progress import Bars, PlainSteps, Step
-from octavo.cli.serve.launch import ProcessPlan
+from octavo.cli.serve.launch import ProcessPlan, Role
 
 SUPERVISOR = "supervisor"
+POLL_S = 0.1
 _STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 _SEVERITY = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -77,11 +79,12 @@ class StartupView:
     Log lines and bars go to stderr. While there are bars, only warnings and worse show besides. For programs (log
     format json, or no terminal) lines pass through unchanged; for people without a terminal what is counted is told in
     plain lines, one every two seconds. loaded: what each worker said of its model, by worker. page: address of the live
-    page, as its gateway said; None for none.
+    page, as its gateway said; None for none. open: processes that listen, and the workers that each has met.
     """
 
     def __init__(self, plans: Sequence[ProcessPlan], *, console: Console, level: str, style: LineStyle) -> None:
         self.loaded: dict[str, dict[str, Any]] = {}
+        self.open: dict[str, set[str]] = {}
         self.page: str | None = None
         self._console = console
         self._level = level
@@ -97,6 +100,9 @@ class StartupView:
             self.loaded[name] = line.fields
         if line.event == "listening":
             self.page = line.fields.get("page") or self.page
+            self.open.setdefault(name, set())
+        if line.event == "worker_ready":
+            self.open.setdefault(name, set()).add(str(line.fields.get("worker_id")))
         step = _step(line)
         if self._bars is not None and step is not None:
             with contextlib.suppress(OSError):  # as below
@@ -106,6 +112,13 @@ class StartupView:
                 self._show_step(name, step, line)
             else:
                 self._show(name, raw, line)
+
+    async def gateways_are_open(self, plans: Sequence[ProcessPlan]) -> None:
+        """Wait until those of other hosts, which are not asked, have said that they listen and have met all workers."""
+        num_workers = sum(each.role is Role.WORKER for each in plans)
+        placed = [each.name for each in plans if each.role is Role.GATEWAY and each.is_placed]
+        while any(len(self.open.get(name, ())) < num_workers for name in placed):  # noqa: ASYNC110  (lines of others)
+            await asyncio.sleep(POLL_S)
 
     def notice(self, text: str) -> None:
         """A line of the supervisor itself."""

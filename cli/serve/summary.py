@@ -46,7 +46,8 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSummary:
-    """A service that is ready. gateways: how many there are and why, where nobody asked for a number."""
+    """A service that is ready. gateways: how many there are and why, where nobody asked for a number. elsewhere: name
+    and address of those on other hosts."""
 
     address: str
     admin_address: str | None
@@ -56,6 +57,7 @@ class ServiceSummary:
     access: Sequence[str] = ()
     openai_url: str | None = None
     gateways: str = ""
+    elsewhere: Sequence[tuple[str, str]] = ()
     page: str | None = None
 
     @property
@@ -70,7 +72,7 @@ class ServiceSummary:
 
 def summary_rows(summary: ServiceSummary) -> list[tuple[str, str]]:
     """Label and text of each line."""
-    rows = [("gRPC", summary.address)]
+    rows = [("gRPC", summary.address), *(("gRPC", f"{address}  ({name})") for name, address in summary.elsewhere)]
     rows += [("OpenAI", summary.openai_url)] if summary.openai_url else []
     rows += [("admin", summary.admin_address)] if summary.admin_address else []
     rows += [("page", summary.page)] if summary.page else []

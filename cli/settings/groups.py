@@ -171,6 +171,14 @@ class ServeSettings(
     cluster_address: str = setting(
         "", "Address at which the cluster's hosts reach this one; unset: as Ray knows it", panel="Service"
     )
+    cluster_gateways: int = setting(
+        0,
+        "Gateways on other hosts of the cluster beside those here, each on a host of its own where there are as many; "
+        "callers reach each at its own address",
+        panel="Service",
+        ge=0,
+        le=64,
+    )
     autoscale: str = setting(
         "",
         "MIN:MAX: let the load choose the number of workers of each model, between these; unset: --workers, and what "

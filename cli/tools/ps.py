@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import sys
 import time
 import urllib.error
@@ -19,7 +20,7 @@ from octavo.cli.client.connect import connect
 from octavo.cli.serve.launch import Role
 from octavo.cli.serve.readiness import Samples, answers_http, read_metrics
 from octavo.cli.serve.record import ProcessRecord, ServiceRecord, running_services
-from octavo.cli.settings.gateway_config import join_address
+from octavo.cli.settings.gateway_config import join_address, split_address
 from octavo.cli.settings.groups import CallSettings
 from octavo.client.errors import OctavoError
 from octavo.v1 import load_pb2, model_pb2
@@ -41,7 +42,7 @@ class ProcessState:
 
     state: ready, loading (it answers nobody yet), waiting (for a gateway to take it), draining, down (not running now).
     requests: a gateway's in flight, a worker's that run or wait. kv_usage: of its blocks, 0 to 1. ranks: of a worker,
-    tensor-parallel.
+    tensor-parallel. address: where callers reach a gateway of another host, of which nothing else is known here.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ProcessState:
     state: str
     model: str = ""
     url: str = ""
+    address: str = ""
     pid: int | None = None
     uptime_s: float | None = None
     requests: int | None = None
@@ -168,6 +170,7 @@ def _look_at(process: ProcessRecord, pid: int | None) -> ProcessState:
         name=process.name,
         role=process.role,
         url=process.url,
+        address=process.address,
         state=_state(process, pid, samples),
         model=process.model,
         pid=pid,
@@ -185,6 +188,8 @@ def _uptime_s(pid: int) -> float | None:
 
 
 def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
+    if process.address:
+        return "ready" if _accepts(process.address) else "down"
     if pid is None:
         return "down"
     if process.url:
@@ -200,6 +205,13 @@ def _state(process: ProcessRecord, pid: int | None, samples: Samples) -> str:
         return "draining" if b"drain" in error.read() else "waiting"
     except OSError:
         return "loading"
+
+
+def _accepts(address: str) -> bool:
+    """Whether somebody takes connections there."""
+    with contextlib.suppress(OSError), socket.create_connection(split_address(address), timeout=TIMEOUT_S):
+        return True
+    return False
 
 
 def _total(samples: Samples, name: str) -> float | None:
@@ -236,7 +248,14 @@ def rows_of(service: ServiceState) -> list[tuple[str, ...]]:
         usage = "-" if each.kv_usage is None else f"{each.kv_usage:.0%}"
         what = (each.name, _shown(each.pid), each.model or "-", _shown(each.ranks), each.state)
         rows.append(
-            (pid, each.url or service.address, *what, _shown(each.requests), usage, shown_duration(each.uptime_s))
+            (
+                pid,
+                each.url or each.address or service.address,
+                *what,
+                _shown(each.requests),
+                usage,
+                shown_duration(each.uptime_s),
+            )
         )
     return rows
 

@@ -1,5 +1,6 @@
 """`octavo serve --cluster`: workers in actors of Ray, hosts killed under streams, the number of workers changed."""
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
@@ -18,13 +20,15 @@ from octavo import Client
 from octavo.cli.errors import CliError
 from octavo.cli.serve.cluster import joined
 from octavo.cli.settings.groups import ServeSettings
+from octavo.client.errors import Cancelled, OctavoError
 from tests.support.services.raylets import Raylets, raylets
-from tests.support.services.service import environment, free_port, launch, serve, wait_for
+from tests.support.services.service import Service, environment, free_port, launch, serve, wait_for
 
 ORACLE = ("--runner=oracle", "--num-blocks=2048", "--page=off", "--oracle-step-delay-s=0.01")
 ENDLESS = ("--oracle-eos-every=1000000",)
 LIMIT_S = 180.0
 NUM_STREAMS, NUM_TOKENS = 16, 600
+SERVES_AGAIN_S = 60.0  # a gateway whose host was lost: three missed checks of Ray's, half a second apart, and a start
 
 
 def octavo(*words: str) -> subprocess.CompletedProcess[str]:
@@ -42,12 +46,13 @@ def refusal(*words: str) -> str:
 
 
 class Streams:
-    """Callers that read at once; each notes its ids, when they came, and how often it moved."""
+    """Callers that read at once; each notes its ids, when they came, how often it moved, and what ended it early."""
 
     def __init__(self, target: str) -> None:
         self.got: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
         self.moved = [0] * NUM_STREAMS
         self.longest_pause_s = 0.0
+        self.errors: list[OctavoError] = []
         self._target = target
         self._threads = [threading.Thread(target=self._read, args=(n,)) for n in range(NUM_STREAMS)]
         for each in self._threads:
@@ -58,11 +63,15 @@ class Streams:
         with Client(self._target) as client:
             stream = client.stream(**asked)
             last_s = None
-            for delta in stream.deltas():
-                now_s = time.monotonic()
-                self.longest_pause_s = max(self.longest_pause_s, now_s - (last_s or now_s))
-                last_s = now_s
-                self.got[n] += delta.token_ids
+            try:
+                for delta in stream.deltas():
+                    now_s = time.monotonic()
+                    self.longest_pause_s = max(self.longest_pause_s, now_s - (last_s or now_s))
+                    last_s = now_s
+                    self.got[n] += delta.token_ids
+            except OctavoError as error:
+                self.errors.append(error)
+                return
             assert stream.finished is not None
             self.moved[n] = stream.finished.receipt.migrations
 
@@ -88,7 +97,7 @@ def test_hosts_are_killed_at_random_and_not_a_token_is_another(cluster: Raylets,
             wait_for(lambda num_tokens=num_tokens: disturbed.have(num_tokens))
             wait_for(lambda: len(service.load()) == 2)
             before = {load.epoch for load in service.load()}
-            victim = dice.choice([node for node in cluster.raylets if cluster.workers(node)])
+            victim = dice.choice([node for node in cluster.raylets if cluster.processes(node)])
             cluster.add(cpus=1)
             cluster.kill(victim)
             killed_s = time.monotonic()
@@ -101,6 +110,73 @@ def test_hosts_are_killed_at_random_and_not_a_token_is_another(cluster: Raylets,
         assert [len(ids) for ids in disturbed.got] == [NUM_TOKENS] * NUM_STREAMS
         assert sum(disturbed.moved) >= 2
         service.wait_until_idle()
+
+
+def gateways_elsewhere(service: Service) -> dict[str, str]:
+    """Addresses by name, as `octavo ps` has them."""
+    told = map(json.loads, octavo("ps", "--json").stdout.splitlines())
+    (own,) = (each for each in told if each["pid"] == service.process.pid)
+    return {each["name"]: each["address"] for each in own["processes"] if each["address"]}
+
+
+def holds_gateway_at(cluster: Raylets, node: int, address: str) -> bool:
+    port = int(address.rpartition(":")[2])
+    return any(
+        each.laddr.port == port and each.status == psutil.CONN_LISTEN
+        for process in cluster.processes(node, "gateway")
+        for each in process.net_connections("tcp")
+    )
+
+
+def test_a_host_with_a_gateway_is_killed_under_streams_through_all_gateways(cluster: Raylets, tmp_path: Path) -> None:
+    for _ in range(3):
+        cluster.add(cpus=2)
+    asked = (f"--cluster={cluster.address}", "--workers=2", "--cluster-gateways=2")
+    with serve(tmp_path, *ORACLE, *ENDLESS, *asked) as service:
+        service.wait_until_supervised()
+        placed = gateways_elsewhere(service)
+        assert sorted(placed) == ["gateway-1", "gateway-2"]
+        assert all(f"gRPC:     {address}  ({name})" in service.log.read_text() for name, address in placed.items())
+        holding = {
+            name: [n for n in cluster.raylets if holds_gateway_at(cluster, n, at)] for name, at in placed.items()
+        }
+        assert len({node for nodes in holding.values() for node in nodes}) == 2  # each on a host of its own
+        here, there, doomed = Streams(service.target), Streams(placed["gateway-2"]), Streams(placed["gateway-1"])
+        wait_for(lambda: all(each.have(40) for each in (here, there, doomed)))
+        cluster.add(cpus=2)
+        cluster.kill(holding["gateway-1"][0])
+        killed_s = time.monotonic()
+        doomed.join()
+        assert {error.code for error in doomed.errors} == {grpc.StatusCode.UNAVAILABLE}
+        assert len(doomed.errors) == NUM_STREAMS
+        wait_for(lambda: gateways_elsewhere(service).get("gateway-1") not in (None, placed["gateway-1"]))
+        anew = gateways_elsewhere(service)["gateway-1"]
+        with Client(anew) as client, Client(service.target) as other:
+            wait_for(lambda: serves(client))
+            serves_s = time.monotonic() - killed_s
+            print(f"the gateway serves again after {serves_s:.1f} s")  # noqa: T201
+            assert serves_s < SERVES_AGAIN_S
+            for each in (here, there):
+                each.join()
+                assert each.errors == []
+                assert [len(ids) for ids in each.got] == [NUM_TOKENS] * NUM_STREAMS
+            assert here.got == there.got
+            # The gateways know each other at the new address: what runs at one is ended at another.
+            with client.stream(token_ids=[5], max_tokens=100_000, request_id="r", output="token_ids") as stream:
+                deltas = stream.deltas()
+                next(deltas)
+                wait_for(lambda: other.cancel("r").found)
+                with pytest.raises(Cancelled):
+                    list(deltas)
+        wait_for(lambda: len(service.load()) == 2)
+        service.wait_until_idle()  # nothing that the lost gateway had asked for is left
+
+
+def serves(client: Client) -> bool:
+    try:
+        return len(client.complete(token_ids=[5], max_tokens=4, output="token_ids").token_ids) == 4
+    except OctavoError:
+        return False
 
 
 def test_each_worker_gets_a_gpu_of_its_own_and_the_number_is_changed_within_the_room(
@@ -120,7 +196,7 @@ def test_each_worker_gets_a_gpu_of_its_own_and_the_number_is_changed_within_the_
         port = f"--admin-port={service.admin_port}"
         assert octavo("scale", "2", port).stdout.startswith("folio-chat: 2 workers (was 1")
         wait_for(lambda: len(service.load()) == 2)
-        placed = [cluster.workers(node) for node in nodes]
+        placed = [cluster.processes(node) for node in nodes]
         assert [len(each) for each in placed] == [1, 1, 0]
         assert [each[0].environ()["CUDA_VISIBLE_DEVICES"] for each in placed[:2]] == ["0", "0"]
         done = octavo("scale", "3", port)
@@ -128,7 +204,7 @@ def test_each_worker_gets_a_gpu_of_its_own_and_the_number_is_changed_within_the_
         assert "hold 2 of them" in done.stderr
         assert octavo("scale", "1", port).returncode == 0
         wait_for(lambda: len(service.load()) == 1)
-        wait_for(lambda: sum(len(cluster.workers(node)) for node in nodes) == 1)
+        wait_for(lambda: sum(len(cluster.processes(node)) for node in nodes) == 1)
         assert octavo("scale", "2", port).returncode == 0  # the GPU was given back
         wait_for(lambda: len(service.load()) == 2)
 
@@ -137,9 +213,9 @@ def test_a_worker_that_dies_is_started_again_where_it_was(cluster: Raylets, tmp_
     node = cluster.add(cpus=1)
     with serve(tmp_path, *ORACLE, f"--cluster={cluster.address}") as service:
         service.wait_until_supervised()
-        (first,) = cluster.workers(node)
+        (first,) = cluster.processes(node)
         first.kill()
-        wait_for(lambda: [each.pid for each in cluster.workers(node)] not in ([], [first.pid]))
+        wait_for(lambda: [each.pid for each in cluster.processes(node)] not in ([], [first.pid]))
         wait_for(lambda: len(service.load()) == 1)
         assert "died (signal 9); starting it again in 0.25 s" in service.log.read_text()
 
@@ -148,7 +224,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(cluster: Raylets, tmp_path
     node = cluster.add(cpus=1)
     with launch(tmp_path, *ORACLE, f"--cluster={cluster.address}") as service:
         service.wait_until_supervised()
-        (worker,) = cluster.workers(node)
+        (worker,) = cluster.processes(node)
         folder = Path(worker.cmdline()[-1]).parent
         service.process.send_signal(signal.SIGKILL)
         wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)

@@ -43,12 +43,12 @@ class Raylets:
         self._ask({"kill": node})
         del self.raylets[node]
 
-    def workers(self, node: int) -> list[psutil.Process]:
-        """The processes `octavo worker` on a host."""
+    def processes(self, node: int, command: str = "worker") -> list[psutil.Process]:
+        """The processes `octavo COMMAND` on a host."""
         found = []
         for each in psutil.Process(self.raylets[node]).children(recursive=True):
             try:
-                if "octavo.cli.main" in each.cmdline() and "worker" in each.cmdline():
+                if "octavo.cli.main" in each.cmdline() and command in each.cmdline():
                     found.append(each)
             except psutil.NoSuchProcess:
                 continue

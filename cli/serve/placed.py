@@ -1,0 +1,307 @@
+"""One process of a service on some host of a Ray cluster: an actor in a placement group with what it needs."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.cli.serve.children import OnLine
+from octavo.cli.serve.launch import ProcessPlan, passed_on
+from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
+from octavo.cli.serve.placement import Board, Need, Spot
+from octavo.cli.serve.seat import Seat, version_here
+from octavo.cli.serve.service import Notice
+from octavo.cli.settings.gateway_config import join_address
+from octavo.wire.endpoints import is_address, is_wildcard
+
+PLACE_S = 30.0  # for the first place of a process; later ones are waited for as long as it takes
+PATIENCE_S = 10.0  # until people are told that one waits
+APART_S = 3.0  # that a gateway waits for a host which has no other
+AGAIN_S = 0.5
+NODE_LABEL = "ray.io/node-id"
+LOOK_S = 2.0  # between two looks at files that others may change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What all processes of a service on a cluster have in common. ray: the library, connected. label: of the service,
+    among all of the cluster. own_node: the supervisor's; empty where it has none. towards: the supervisor's address.
+    placing: held while a gateway looks for its place and ports."""
+
+    ray: Any
+    label: str
+    board: Board
+    own_node: str
+    towards: str
+    placing: asyncio.Lock
+
+
+class Placed:
+    """A worker. Keeps its place from one life to the next, while the host is there. files(): settings whose value is a
+    file, with its text of now."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        plan: ProcessPlan,
+        settings: Mapping[str, Any],
+        files: Callable[[], Mapping[str, str]],
+        need: Need,
+        on_line: OnLine,
+        notice: Notice,
+    ) -> None:
+        self.name = plan.name
+        self._ground = ground
+        self._ray = ground.ray
+        self._role = plan.role
+        self._settings = settings
+        self._files = files
+        self._files_told: Mapping[str, str] = {}
+        self._num_told = 0
+        self._num_written = 0
+        self._looked_s = 0.0
+        self._need = need
+        self._on_line = on_line
+        self._notice = notice
+        self._group: Any = None
+        self._seat: Any = None
+        self._life = 0
+        self._was_placed = False
+        self._is_leaving = False
+        self._living: asyncio.Task[int] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has, or waits for, a place."""
+        return self._living is not None and not self._living.done()
+
+    async def run(self) -> int:
+        """One life. The exit code of the process; EXIT_PLACE_LOST, EXIT_NO_PLACE."""
+        self._living = asyncio.create_task(self._live(), name=self.name)
+        self._ground.board.listeners.add(self._tell)
+        try:
+            return await self._living
+        except asyncio.CancelledError:
+            if self._living.cancelled() and self._is_leaving:
+                return 0  # by `kill`, or by `terminate` while it had no place
+            raise
+        finally:
+            self._ground.board.listeners.discard(self._tell)
+            self._living.cancel()
+            for task in self._telling:
+                task.cancel()
+            if self._is_leaving:
+                self._leave()
+
+    def terminate(self) -> None:
+        """SIGTERM to the process; without a place it ends at once."""
+        self._is_leaving = True
+        if self._seat is not None and self.is_running:
+            self._seat.terminate.remote()
+        elif self.is_running and self._living is not None:
+            self._living.cancel()
+        else:
+            self._leave()
+
+    def kill(self) -> None:
+        """The process dies with its actor."""
+        self._is_leaving = True
+        if self._living is not None:
+            self._living.cancel()
+        self._leave()
+
+    async def _live(self) -> int:
+        errors = self._ray.exceptions
+        self._life += 1
+        try:
+            if not await self._settle():
+                return EXIT_NO_PLACE
+            given = (self._settings_of_life(), self._files_of_now(), passed_on(), version_here())
+            host = await self._ask("start", self._life, self._role.value, self.name, *given)
+            if not self._was_placed:
+                self._notice(f"{self.name} is placed on {host}{self._reached()}")
+            self._was_placed = True
+            num_seen, code = 0, None
+            while code is None:
+                lines, code = await self._ask("follow", num_seen)
+                num_seen += len(lines)
+                for line in lines:
+                    self._on_line(self.name, line)
+                if time.monotonic() - self._looked_s > LOOK_S:
+                    self._looked_s = time.monotonic()
+                    self._tell()  # a file of this host may have changed
+            return int(code)
+        except errors.RayActorError as error:
+            self._leave()
+            if getattr(error, "actor_init_failed", False):
+                self._notice(f"{self.name}: its host cannot run octavo: {first_line(error)}")
+                return 1
+            self._was_placed = False
+            return EXIT_PLACE_LOST
+        except errors.RayTaskError as error:
+            self._leave()
+            self._notice(f"{self.name}: {first_line(error.cause or error)}")
+            return 1
+
+    def _settings_of_life(self) -> dict[str, Any]:
+        """With what its place adds."""
+        return dict(self._settings)
+
+    def _reached(self) -> str:
+        """For people, after where it is placed."""
+        return ""
+
+    async def _settle(self) -> bool:
+        """Have a place; whether there is one."""
+        return self._seat is not None or await self._place()
+
+    def _files_of_now(self) -> tuple[int, Mapping[str, str]]:
+        """With a number that grows when they change."""
+        files = self._files()
+        if files != self._files_told:
+            self._num_told += 1
+            self._files_told = files
+        return self._num_told, files
+
+    def _tell(self) -> None:
+        """Hand its files out where they have changed."""
+        number, files = self._files_of_now()
+        if self._seat is not None and number > max(self._num_written, 1):  # the first ones go with the start
+            self._num_written = number
+            task = asyncio.create_task(self._write(number, files), name=f"files of {self.name}")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _write(self, number: int, files: Mapping[str, str]) -> None:
+        # Whoever follows it hears of an actor that is gone; there is no seat once it has left.
+        with contextlib.suppress(self._ray.exceptions.RayError, AttributeError):
+            await self._ask("write", number, files)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """An answer of the actor; asked again while it cannot be reached and nobody knows that it is gone."""
+        while True:
+            try:
+                reference = getattr(self._seat, method).remote(*arguments)
+                return await asyncio.wrap_future(reference.future())
+            except self._ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(AGAIN_S)
+
+    async def _place(self) -> bool:
+        """Whether there is room, at the first time; later it waits until there is."""
+        limits = (PATIENCE_S, PLACE_S - PATIENCE_S)
+        for limit_s in limits if self._life == 1 else (PATIENCE_S, None):
+            if await self._reserve(limit_s):
+                return True
+            self._notice(f"{self.name} waits for a host of the cluster with {self._need} free")
+        self._leave()
+        return False
+
+    async def _reserve(self, limit_s: float | None, *, not_at: Sequence[str] = ()) -> bool:
+        """Whether it has a place after so long. not_at: nodes that it must not be on; only a first reservation can say
+        so."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = self._need.resources
+        if self._group is None:
+            asked = {"bundle_label_selector": [{NODE_LABEL: f"!in({','.join(not_at)})"}]} if not_at else {}
+            name = f"{self._ground.label}-{self.name}-{self._life}"
+            self._group = placement_group([resources], strategy="STRICT_PACK", name=name, **asked)
+        ready = asyncio.wrap_future(self._group.ready().future())
+        await asyncio.wait([ready], timeout=limit_s)
+        if not ready.done():
+            return False
+        ready.result()
+        self._seat = (
+            self._ray.remote(Seat)
+            .options(
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0),
+                max_restarts=0,
+            )
+            .remote()
+        )
+        return True
+
+    def _leave(self) -> None:
+        """Give the place back. What cannot be told to a cluster that is gone needs not be."""
+        seat, self._seat = self._seat, None
+        with contextlib.suppress(Exception):
+            if seat is not None:
+                self._ray.kill(seat)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        group, self._group = self._group, None
+        with contextlib.suppress(Exception):
+            if group is not None:
+                remove_placement_group(group)
+
+
+class PlacedGateway(Placed):
+    """A gateway. Its host gives it an address and ports, which the board has for as long as it keeps its place."""
+
+    _spot: Spot | None = None
+
+    async def _settle(self) -> bool:
+        async with self._ground.placing:  # else two would choose the same host, or the same ports there
+            if self._seat is None and not await self._place():
+                return False
+            await self._draw()
+        return True
+
+    async def _place(self) -> bool:
+        """On a host that has no other gateway where there is one soon; never on the supervisor's."""
+        own = [self._ground.own_node] if self._ground.own_node else []
+        apart = [*own, *sorted(self._ground.board.nodes(self.name))]
+        if apart != own:
+            if await self._reserve(APART_S, not_at=apart):
+                return True
+            self._give_back()
+        if own:
+            await self._reserve(0.0, not_at=own)  # what follows waits for this
+        return self._seat is not None or await super()._place()
+
+    async def _draw(self) -> None:
+        from ray.util.placement_group import placement_group_table
+
+        given, board, former = self._settings, self._ground.board, self._spot
+        wished = former.ports if former else (given["port"], 0, 0, given["metrics_port"])
+        wanted = [("", port) for port in wished[:3]] + [(given["metrics_host"], wished[3])]
+        taken = board.ports(besides=self.name)
+        host, ports = await self._ask("draw", self._ground.towards, wanted, taken, version_here())
+        node = placement_group_table(self._group)["bundles_to_node_id"][0]
+        self._spot = Spot(host=host, port=ports[0], door=ports[1], control=ports[2], metrics=ports[3], node=node)
+        board.put(self.name, self._spot)
+
+    def _settings_of_life(self) -> dict[str, Any]:
+        given, spot = self._settings, self._spot
+        assert spot is not None
+        is_everywhere = is_address(given["host"]) and is_wildcard(given["host"])
+        return dict(given) | {
+            "host": given["host"] if is_everywhere else spot.host,
+            "port": spot.port,
+            "metrics_port": spot.metrics,
+            "worker_endpoint": [f"tcp://{join_address(spot.host, spot.door)}"],
+            "control_endpoint": f"tcp://{join_address(spot.host, spot.control)}",
+        }
+
+    def _reached(self) -> str:
+        return f"; callers reach it at {join_address(self._spot.host, self._spot.port)}" if self._spot else ""
+
+    def _leave(self) -> None:
+        self._spot = None
+        self._ground.board.drop(self.name)
+        super()._leave()
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says."""
+    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
