@@ -1,10 +1,14 @@
-"""Servers send clients away now and then (GOAWAY): nobody notices."""
+"""Servers send clients away now and then (GOAWAY), and some of several are gone: nobody notices."""
 
 import asyncio
 import time
+from contextlib import ExitStack
+
+import pytest
 
 from octavo import AsyncClient, Client
 from tests.support.gateway.scripted_server import Script, running
+from tests.support.services.service import free_port
 
 AGE = ("grpc.max_connection_age_ms", 150)
 GRACE = ("grpc.max_connection_age_grace_ms", 60_000)
@@ -23,6 +27,26 @@ def test_a_stream_outlives_its_connections_age() -> None:
     with running(Script(pause_s=0.2), AGE, GRACE) as target, Client(target) as client:
         assert "".join(client.stream(text="hi")) == "Hello, wörld"
         assert "".join(client.stream(text="hi")) == "Hello, wörld"
+
+
+def test_several_servers_are_called_in_turns_while_they_are_there() -> None:
+    scripts = [Script(), Script()]
+    with ExitStack() as stack, ExitStack() as first:
+        targets = [first.enter_context(running(scripts[0])), stack.enter_context(running(scripts[1]))]
+        client = stack.enter_context(Client(",".join([*targets, f"127.0.0.1:{free_port()}"])))
+        until_s = time.monotonic() + 60
+        while not all(script.peers for script in scripts) and time.monotonic() < until_s:
+            assert "".join(client.stream(text="hi")) == "Hello, wörld"
+        assert all(script.peers for script in scripts)
+        first.close()
+        for _ in range(6):
+            assert "".join(client.stream(text="hi")) == "Hello, wörld"
+
+
+@pytest.mark.parametrize("target", ["a:1,b:2", "10.0.0.1:1,b:2", "10.0.0.1:1,[::1]:2", "10.0.0.1:1,"])
+def test_a_list_of_servers_has_no_names(target: str) -> None:
+    with pytest.raises(ValueError, match="a list of servers has addresses"):
+        Client(target)
 
 
 async def test_the_same_for_asyncio() -> None:

@@ -55,9 +55,9 @@ class AsyncTextStream(TextSoFar[AsyncStreamCall]):
 class AsyncClient:
     """Calls one Octavo server; make it inside the event loop that uses it.
 
-    target: "host:port", or any gRPC target. credentials: for TLS (`tls_credentials` makes them); None is plain text,
-    in which an api_key can be read on the way. timeout_s of a call is its deadline, which the server keeps too; None
-    waits without a limit. Every call raises OctavoError.
+    target: "host:port", any gRPC target, or addresses of gateways with commas between, called in turns. credentials:
+    for TLS (`tls_credentials` makes them); None is plain text, in which an api_key can be read on the way. timeout_s of
+    a call is its deadline, which the server keeps too; None waits without a limit. Every call raises OctavoError.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ A refusal before the first message (no worker yet, queue full) is retried by the
 that the server asks for (`grpc-retry-pushback-ms`, gRFC A6). Once a stream has begun it is never replayed.
 """
 
+import ipaddress
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +20,16 @@ _RETRY = {
     "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
 }
 
-SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {
-                "name": [{"service": "octavo.v1.InferenceService"}, {"service": "octavo.v1.ModelService"}],
-                "retryPolicy": _RETRY,
-            }
-        ]
-    }
-)
+_CONFIG: dict[str, object] = {
+    "methodConfig": [
+        {
+            "name": [{"service": "octavo.v1.InferenceService"}, {"service": "octavo.v1.ModelService"}],
+            "retryPolicy": _RETRY,
+        }
+    ]
+}
+SERVICE_CONFIG = json.dumps(_CONFIG)
+_IN_TURNS = json.dumps(_CONFIG | {"loadBalancingConfig": [{"round_robin": {}}]})
 
 CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", SERVICE_CONFIG),
@@ -47,22 +48,42 @@ def channel_options(extra: Sequence[tuple[str, str | int]] = ()) -> list[tuple[s
     return list((dict(CHANNEL_OPTIONS) | dict(extra)).items())
 
 
+def _dialled(target: str, extra: Sequence[tuple[str, str | int]]) -> tuple[str, list[tuple[str, str | int]]]:
+    """The target as gRPC takes it, and the options. Several addresses with commas between are gateways of one service:
+    calls go to those that answer, in turns. Raises ValueError for names among them: only one is looked up."""
+    if "," not in target:
+        return target, channel_options(extra)
+    if not target.startswith(("ipv4:", "ipv6:")):
+        parts = [each.strip() for each in target.split(",")]
+        hosts = [part.rpartition(":")[0].removeprefix("[").removesuffix("]") for part in parts]
+        try:
+            versions = {ipaddress.ip_address(host).version for host in hosts}
+        except ValueError as error:
+            raise ValueError(f"{target!r}: a list of servers has addresses with ports alone, but {error}") from None
+        if len(versions) > 1:
+            raise ValueError(f"{target!r}: a list of servers has addresses of IPv4 alone, or of IPv6")
+        target = f"ipv{versions.pop()}:{','.join(parts)}"
+    return target, channel_options([("grpc.service_config", _IN_TURNS), *extra])
+
+
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.Channel:
-    """A channel to the target; in plain text without credentials."""
+    """A channel to the target; in plain text without credentials. Raises ValueError."""
+    target, options = _dialled(target, extra)
     if credentials is None:
-        return grpc.insecure_channel(target, channel_options(extra))
-    return grpc.secure_channel(target, credentials, channel_options(extra))
+        return grpc.insecure_channel(target, options)
+    return grpc.secure_channel(target, credentials, options)
 
 
 def open_aio_channel(
     target: str, credentials: grpc.ChannelCredentials | None, extra: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.aio.Channel:
     """The same for asyncio."""
+    target, options = _dialled(target, extra)
     if credentials is None:
-        return grpc.aio.insecure_channel(target, channel_options(extra))
-    return grpc.aio.secure_channel(target, credentials, channel_options(extra))
+        return grpc.aio.insecure_channel(target, options)
+    return grpc.aio.secure_channel(target, credentials, options)
 
 
 def tls_credentials(

@@ -1,16 +1,33 @@
-"""Workers on a cluster, as far as it is known without one: addresses, what a worker needs, whether there is room; and
-what is told where there is no Ray."""
+"""Workers and gateways on a cluster, as far as it is known without one: addresses, what each needs, whether there is
+room, where gateways are, what a seat draws and writes; and what is told where there is no Ray."""
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from octavo.cli.errors import CliError
+from octavo.cli.serve.cluster import check_reach
 from octavo.cli.serve.parent import EXIT_NO_PLACE, EXIT_PLACE_LOST
-from octavo.cli.serve.placement import CLIENT_PORT, Head, Need, Way, head_of, need_of, room_for, why_no_room
+from octavo.cli.serve.placement import (
+    CLIENT_PORT,
+    Board,
+    Head,
+    Need,
+    Spot,
+    Way,
+    head_of,
+    need_of,
+    room_beside_gateways,
+    room_for,
+    why_no_room,
+)
+from octavo.cli.serve.seat import Seat, version_here
 from octavo.cli.serve.supervisor import GiveUp, Lifetimes, Restart, RestartPolicy
 from octavo.cli.settings.groups import ServeSettings
 from tests.support.services.service import environment, free_port
@@ -84,6 +101,97 @@ def test_a_group_is_whole_on_one_host() -> None:
     )
 
 
+def test_gateways_leave_workers_as_much_as_they_can() -> None:
+    worker = Need(gpus=1, cpus=4)
+    hosts = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 9.0, "GPU": 2.0}, {"CPU": 1.0}, HEAD]
+
+    def left(num_gateways: int, is_away: list[bool]) -> list[float]:
+        return [host.get("CPU", 0) for host in room_beside_gateways(hosts, is_away, worker, num_gateways)]
+
+    assert left(0, [True] * 4) == [8, 9, 1, 0]
+    assert left(1, [True] * 4) == [8, 9, 0, 0]  # one that workers have no use for
+    assert left(2, [True] * 4) == [8, 8, 0, 0]  # one whose ninth CPU is of no use
+    assert left(3, [True] * 4) == [7, 8, 0, 0]  # a host of its own, though a worker less has room
+    assert left(4, [True] * 4) in ([6, 8, 0, 0], [7, 7, 0, 0])  # two on one host
+    assert left(1, [True, True, False, True]) == [8, 8, 1, 0]  # never on the supervisor's own
+    with pytest.raises(CliError) as refused:
+        room_beside_gateways([HEAD, CPU], [False, True], worker, 5)
+    assert refused.value.what == "the cluster is too small"
+    assert refused.value.numbers == (
+        "--cluster-gateways 5 needs 1 CPU for each, and the cluster's 1 host beside this one can hold 4"
+    )
+
+
+def test_the_board_tells_whoever_must_know_when_a_gateway_has_moved() -> None:
+    here = Spot(host="10.0.0.1", port=0, door=1, control=2)
+    board = Board({"gateway-0": here})
+    told: list[str] = []
+    board.listeners.add(lambda: told.append(board.doors()))
+    first = Spot(host="10.0.0.2", port=50051, door=11, control=12, metrics=9090, node="n2")
+    board.put("gateway-1", first)
+    board.put("gateway-1", first)  # nothing new
+    assert told == ["tcp://10.0.0.1:1\ntcp://10.0.0.2:11\n"]
+    assert board.controls() == "tcp://10.0.0.1:2\ntcp://10.0.0.2:12\n"
+    board.put("gateway-2", Spot(host="fd00::3", port=50051, door=21, control=22, node="n3"))
+    assert board.addresses() == {"gateway-1": "10.0.0.2:50051", "gateway-2": "[fd00::3]:50051"}
+    assert (board.nodes("gateway-1"), board.nodes("")) == ({"n3"}, {"n2", "n3"})
+    assert board.ports(besides="gateway-2") == [1, 2, 50051, 11, 12, 9090]
+    board.drop("gateway-1")
+    board.drop("gateway-1")
+    assert told[2:] == ["tcp://10.0.0.1:1\ntcp://[fd00::3]:21\n"]
+
+
+def test_callers_must_be_able_to_reach_gateways_of_other_hosts() -> None:
+    check_reach("0.0.0.0", "10.0.0.1")
+    check_reach("10.0.0.1", "10.0.0.1")
+    check_reach("127.0.0.1", "127.0.0.1")  # a cluster of one machine
+    for host in ("127.0.0.1", "localhost", "::1"):
+        with pytest.raises(CliError) as refused:
+            check_reach(host, "10.0.0.1")
+        assert f"--host is {host}, which only callers of this host reach" in refused.value.numbers
+
+
+async def test_a_seat_draws_the_ports_of_its_host() -> None:
+    """Those that are wished for, where they are free."""
+    free, other = free_port(), free_port()
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        taken = busy.getsockname()[1]
+        wanted = [("", free), ("", taken), ("127.0.0.1", other), ("", 0), ("", free)]
+        host, ports = await Seat().draw("127.0.0.1", wanted, [other], version_here())
+    assert (host, ports[0]) == ("127.0.0.1", free)
+    assert len(set(ports)) == 5
+    assert not {taken, other, 0} & set(ports)
+    with pytest.raises(ValueError, match="and the supervisor 0"):
+        await Seat().draw("127.0.0.1", wanted, [], "0")
+
+
+async def test_a_seat_writes_files_that_change_while_its_process_lives(tmp_path: Path) -> None:
+    seat = Seat()
+    settings = {"allowed_worker_keys": [], "no_such_setting": "so that it ends at once"}
+    files = {"peer_endpoints_file": "one", "allowed_worker_keys": "key"}
+    await seat.start(1, "gateway", "gateway-1", settings, (1, files), {}, version_here())
+
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110  (the seat tells nobody)
+                await asyncio.sleep(0.01)
+
+    await until(lambda: seat._child)
+    folder = seat._folder
+    assert folder is not None
+    assert (folder / "peer_endpoints_file").read_text() == "one"
+    assert f'allowed_worker_keys = ["{folder}/allowed_worker_keys"]' in (folder / "gateway-1.toml").read_text()
+    await seat.write(3, {"peer_endpoints_file": "three"})
+    await seat.write(2, {"peer_endpoints_file": "two"})  # late
+    assert (folder / "peer_endpoints_file").read_text() == "three"
+    assert (folder / "peer_endpoints_file").stat().st_mode & 0o777 == 0o600
+    await until(lambda: seat._code is not None)
+    assert "no_such_setting" in " ".join((await seat.follow(0))[0])
+    await until(lambda: not folder.exists())
+    await seat.write(4, {"peer_endpoints_file": "four"})  # for its next life
+    assert seat._files["peer_endpoints_file"] == "four"
+
+
 def test_a_lost_host_is_no_fault_of_the_worker_and_a_full_cluster_ends_only_a_start() -> None:
     fresh = Lifetimes(name="w", policy=RestartPolicy())
     fresh.on_start(0.0)
@@ -115,6 +223,10 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path) -> None:
 def test_mistakes_are_told_before_ray_is_asked(tmp_path: Path) -> None:
     assert "bad value for --cluster" in refusal("--cluster=head")
     assert "--cluster-address needs --cluster" in refusal("--cluster-address=127.0.0.1")
+    assert "--cluster-gateways needs --cluster" in refusal("--cluster-gateways=2")
+    control = ("--control-endpoint=tcp://127.0.0.1:1", "--gateway-key-file=k")
+    assert "does not go with --control-endpoint" in refusal("--cluster=auto", "--cluster-gateways=2", *control)
+    assert "--peer-endpoints-file needs --control-endpoint" in refusal("--peer-endpoints-file=f")
     assert "--device is cuda:1, and the cluster chooses the GPU" in refusal("--cluster=auto", "--device=cuda:1")
     for address, why in (("head", "no address that workers"), ("::", "no address that"), ("192.0.2.1", "of this host")):
         told = refusal("--cluster=auto", f"--cluster-address={address}")
