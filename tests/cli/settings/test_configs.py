@@ -87,7 +87,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         template_cpu_s=24.5, max_service_requests=27,
         model_port=("Org/two=11", "a=b=12"),
         expected_model=("one=/somewhere", "Org/two", "/models/three"),
-        control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",),
+        control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",), peer_endpoints_file=Path("p.list"),
     )  # fmt: skip
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
@@ -108,6 +108,7 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
     assert config.peers == PeerConfig(
         endpoint="ipc:///run/octavo/a.peers.sock",
         others=("ipc:///run/octavo/b.peers.sock",),
+        others_file=Path("p.list"),
         key_file=Path("g.key"),
     )
     assert config.workers == WorkerPoolConfig(
@@ -134,7 +135,8 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, host_kv_gib=28.5, block_size=8,
         prefix_cache="off", max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12, max_gap_ms=30,
         aging_s=13.5,
-        gateway_endpoint=("ipc:///a", "ipc:///b"), worker_id="w", worker_key_file=Path("w.key"),
+        gateway_endpoint=("ipc:///a", "ipc:///b"), gateway_endpoints_file=Path("g.list"), worker_id="w",
+            worker_key_file=Path("w.key"),
         gateway_public_key_file=Path("g.pub"), registration_token="word", heartbeat_interval_s=14.5,
         drain_grace_s=20.5, stall_exit_s=21.5,
         worker_metrics_port=15, metrics_host="::1", audit_every_steps=16, log_format="json", log_level="error",
@@ -149,7 +151,8 @@ def test_every_setting_of_a_worker_reaches_its_configuration() -> None:
         deterministic=Deterministic.ON, cpu_isa="avx2", tensor_parallel_size=4, load_format=LoadFormat.RANDOM,
         check_numerics_limit=4.5, memory_fraction=0.5, num_blocks=6, host_kv_gib=28.5, block_size=8,
         prefix_cache=PrefixCacheMode.OFF, max_num_seqs=9, max_waiting=10, max_batch_tokens=11, max_chunk_tokens=12,
-        max_gap_s=0.03, aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"), worker_id="w",
+        max_gap_s=0.03, aging_s=13.5, gateway_endpoints=("ipc:///a", "ipc:///b"),
+            gateway_endpoints_file=Path("g.list"), worker_id="w",
         curve=CurveConfig(secret_key_file=Path("w.key"), gateway_public_key_file=Path("g.pub")),
         registration_token="word", heartbeat_interval_s=14.5, drain_grace_s=20.5, stall_exit_s=21.5,
         metrics_port=15, metrics_host="::1",
