@@ -1,14 +1,19 @@
-"""docs/several-hosts.md: its commands, typed on one machine that plays all of the hosts, make a service."""
+"""docs/several-hosts.md: its commands, typed on one machine that plays all of the hosts, make a service; gateways join
+and leave it by a list in a file."""
 
 import os
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from octavo import Client
+from octavo.client.errors import OctavoError
 from tests.docs.blocks import blocks_of
-from tests.support.services.service import free_port
+from tests.support.services.service import environment as clean_environment
+from tests.support.services.service import free_port, wait_for
 
 PAGE = "docs/several-hosts.md"
 START_S = 180.0
@@ -65,6 +70,56 @@ def test_the_commands_of_the_page_serve(tmp_path: Path) -> None:
         assert len(running) == 2
     finally:
         for process in reversed(running):
+            process.terminate()
+        for process in running:
+            process.wait(60)
+
+
+def test_gateways_join_and_leave_by_a_file_while_a_worker_serves(tmp_path: Path) -> None:
+    doors, ports = [free_port() for _ in range(2)], [free_port() for _ in range(2)]
+    environment = clean_environment() | {"OCTAVO_REGISTRATION_TOKEN": "a-word", "OCTAVO_METRICS_PORT": "0"}
+    gateways = tmp_path / "gateways"
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> None:
+        with (tmp_path / "log").open("ab") as output:
+            program = [sys.executable, "-m", "octavo.cli.main", *words]
+            running.append(subprocess.Popen(program, cwd=tmp_path, env=environment, stdout=output, stderr=output))
+
+    def start_gateway(n: int) -> None:
+        start("gateway", f"--port={ports[n]}", f"--worker-endpoint=tcp://127.0.0.1:{doors[n]}")
+
+    def list_gateways(*numbers: int) -> None:
+        fresh = gateways.with_suffix(".new")
+        fresh.write_text("".join(f"tcp://127.0.0.1:{doors[n]}\n" for n in numbers))
+        fresh.replace(gateways)
+
+    def serves(n: int) -> Callable[[], bool]:
+        def asked() -> bool:
+            with Client(f"127.0.0.1:{ports[n]}", options=(("grpc.enable_retries", 0),)) as client:
+                try:
+                    answer = client.complete(token_ids=[5], max_tokens=4, output="token_ids")
+                except OctavoError:
+                    return False
+                return len(answer.token_ids) == 4
+
+        return asked
+
+    try:
+        list_gateways(0)
+        start_gateway(0)
+        start("worker", "--runner=oracle", f"--gateway-endpoints-file={gateways}", "--worker-metrics-port=0")
+        wait_for(serves(0))
+        start_gateway(1)
+        list_gateways(0, 1)
+        wait_for(serves(1))
+        assert serves(0)()
+        list_gateways(1)
+        wait_for(lambda: not serves(0)())
+        assert serves(1)()
+        assert [process.poll() for process in running] == [None] * 3
+    finally:
+        for process in running:
             process.terminate()
         for process in running:
             process.wait(60)

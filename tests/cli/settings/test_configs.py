@@ -87,7 +87,8 @@ def test_every_setting_of_a_gateway_reaches_its_configuration() -> None:
         template_cpu_s=24.5, max_service_requests=27,
         model_port=("Org/two=11", "a=b=12"),
         expected_model=("one=/somewhere", "Org/two", "/models/three"),
-        control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",), peer_endpoints_file=Path("p.list"),
+        control_endpoint="ipc:///run/octavo/a.peers.sock", peer_endpoint=("ipc:///run/octavo/b.peers.sock",),
+        peer_endpoints_file=Path("p.list"),
     )  # fmt: skip
     config = gateway_config(settings)
     assert config.listen_address == "[::1]:7"
