@@ -19,7 +19,7 @@ Pools = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of all layers, each [L, P, kv heads, tokens of a block, head dim], of any dtype."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers", "num_pool_blocks"])
 def _block_rows_kernel(
     pool_LPW,
     rows_NR,

@@ -54,6 +54,16 @@ class _Transfer:
         return self.ended is None or bool(self.ended.query())
 
 
+def copy_one_block(kv: KvPool) -> None:
+    """Enqueue the kernels that gather and scatter blocks, once, and change nothing: to compile them."""
+    pools = kv.k_pool_LPKBH, kv.v_pool_LPKBH
+    block_bytes = sum(pool[:, 0].numel() * pool.element_size() for pool in pools)
+    row_1W = torch.empty(1, block_bytes, dtype=torch.uint8, device=pools[0].device)
+    block_1 = torch.zeros(1, dtype=torch.int32, device=pools[0].device)
+    gather_block_rows(pools, block_1, row_1W)
+    scatter_block_rows(pools, block_1, row_1W)
+
+
 class _Lane:
     """One direction: its stream, and its buffers with the event after which each may be written again."""
 

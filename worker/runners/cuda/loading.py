@@ -105,14 +105,15 @@ def compile_kernels(weights: GpuWeights, config: CudaRunnerConfig, on_progress: 
     Triton has none on disk yet, a minute of compiling one after the other becomes seconds. Kernels on disk are only
     loaded. Needs the memory of a runner with a pool of one block, and leaves none taken."""
     rehearsing = replace(weights.ranks, group=None, peers=None)  # nothing is computed that could be summed
-    first_layer = replace(weights, layers=weights.layers[:1], ranks=rehearsing)
+    # Two layers: of a prompt's tokens, only those that are sampled go on behind the last one's attention.
+    first_layers = replace(weights, layers=weights.layers[:2], ranks=rehearsing)
     try:
         with torch.inference_mode():
-            graphs = CudaRunner(first_layer, replace(config, num_blocks=1)).graphs
+            runner = CudaRunner(first_layers, replace(config, num_blocks=1))
             with compiling(on_progress):
-                graphs.run_all()
+                runner.run_all()
             torch.cuda.synchronize(weights.embed_VD.device)
-        del graphs
+        del runner
     except torch.OutOfMemoryError:
         pass  # the rehearsal says what does not fit, and what to do about it
     torch.cuda.empty_cache()

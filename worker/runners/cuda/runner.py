@@ -23,7 +23,7 @@ from octavo.model.gpu.decode_step import RESULT_BYTES
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.sampling.filter import EXHAUSTED
 from octavo.worker.runners.cuda.graph_runner import CudaRunnerConfig, GraphRunner, Launching, OnProgress
-from octavo.worker.runners.cuda.host_copies import HostCopies
+from octavo.worker.runners.cuda.host_copies import HostCopies, copy_one_block
 from octavo.worker.runners.cuda.sampling import LaunchedStep, SpecialRows, StepLogprobs, StepSampler, read_logprobs
 from octavo.worker.runners.cuda.staging import MixedLayout, StagedRows, StagingBuffer, worst_layout
 from octavo.worker.runners.interface import RunnerError, RunnerOutOfMemory
@@ -175,6 +175,12 @@ class CudaRunner:
         with torch.inference_mode():
             self._step_sampler.warm_up()
             return self.graphs.record(on_progress)
+
+    def run_all(self) -> None:
+        """Enqueue everything that serving launches, once: to compile it."""
+        self.graphs.run_all()
+        self._step_sampler.warm_up()
+        copy_one_block(self.graphs.kv)
 
     # ------------------------------------------------------------ the protocol
 

@@ -1,0 +1,158 @@
+"""Which kernels a start on a Hopper GPU launches that it has not compiled beside each other before, told without a GPU.
+
+    TRITON_INTERPRET=0 python -m tests.support.worker.compiled CASE
+
+Tensors lie in memory and say that they are a device's; a launch is noted by what Triton would compile for it, and does
+nothing; products of libraries are left out. Prints one line for each kernel that comes too late, then how many there
+were in time.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.runtime
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from octavo.model import CausalLM, ModelConfig
+from octavo.model.attention.host_blocks import HostBlocks
+from octavo.model.attention.kv_pool import kv_block_bytes
+from octavo.model.gpu import autotune
+from octavo.model.gpu.weights import GpuWeights
+from octavo.model.kernels.products import overlapping
+from octavo.model.layers.linear import WeightFormat
+from octavo.worker.config import Deterministic
+from octavo.worker.loading.warmup import warm_up
+from octavo.worker.runners.cuda import graph_runner, loading, memory
+from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
+from octavo.worker.runners.cuda.runner import CudaRunner
+
+HEADS_OF_64 = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 1280, "num_hidden_layers": 3,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+HEADS_OF_128 = HEADS_OF_64 | {"hidden_size": 1024, "num_attention_heads": 8, "tie_word_embeddings": False}
+CASES: dict[str, dict[str, Any]] = {
+    "heads of 64": {},
+    "heads of 128": {"shape": HEADS_OF_128},
+    "heads with norms": {"shape": HEADS_OF_128 | {"model_type": "qwen3", "head_dim": 128}},
+    "fp8 weights": {"weights": WeightFormat.FP8},
+    "int8 weights": {"weights": WeightFormat.INT8},
+    "fp8 cache": {"kv_dtype": torch.float8_e4m3fn},
+    "deterministic": {"deterministic": Deterministic.ON},
+}
+BLOCK_SIZE, NUM_BLOCKS = 16, 300
+
+
+class Device:
+    """As much of a driver as a launch asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Recorder:
+    """Runs what would be recorded."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+
+def pretend() -> set[tuple[str, str]]:
+    """Let this process have such a device; returns the kernels that are launched from now on: name, and its key."""
+    launched: set[tuple[str, str]] = set()
+
+    def note(kernel: JITFunction, key: str, *rest: Any) -> None:
+        launched.add((f"{kernel.fn.__module__}.{kernel.fn.__name__}", key))
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *arguments, pin_memory=False, **named: make(*arguments, **named)
+
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=a.dtype) if out is None else out
+
+    triton.runtime.driver.set_active(Device())
+    properties = SimpleNamespace(multi_processor_count=132, total_memory=80 << 30)
+    nothing = mock.MagicMock()
+    nothing.elapsed_time.return_value = 1.0
+    for place, name, value in (
+        (JITFunction, "_do_compile", note),
+        (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "get_device_name", lambda device=None: "none"),
+        (torch.cuda, "mem_get_info", lambda device=None: (60 << 30, 80 << 30)),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "Event", lambda **named: nothing),
+        (torch.cuda, "Stream", lambda *arguments: nothing),
+        (torch.cuda, "current_stream", lambda *arguments: nothing),
+        *((torch, name, unpinned(getattr(torch, name))) for name in ("zeros_like", "empty_like", "zeros", "empty")),
+        (torch, "mm", product),
+        (torch, "_scaled_mm", lambda a, b, *rest, out=None, **named: out if out is not None else product(a, b)),
+        (torch.Tensor, "__matmul__", product),
+        (torch.Tensor, "addmm_", lambda tensor, a, b: tensor),
+        (overlapping, "_works_on", lambda device: True),
+        (autotune, "time_graph", lambda work, stream=None, steps=1: (work(), 1.0)[1]),
+        (autotune, "write_names", lambda file, names: None),
+        (autotune, "read_names", lambda file: {}),
+        (graph_runner, "GraphRecorder", Recorder),
+        (memory, "GraphRecorder", Recorder),
+        (loading, "compiling", lambda on_progress: nullcontext()),
+    ):
+        setattr(place, name, value)
+    return launched
+
+
+def start(
+    launched: set[tuple[str, str]],
+    *,
+    shape: dict[str, Any] = HEADS_OF_64,
+    weights: WeightFormat = WeightFormat.BF16,
+    kv_dtype: torch.dtype | None = None,
+    deterministic: Deterministic = Deterministic.OFF,
+) -> set[tuple[str, str]]:
+    """A start, as worker/runners/cuda/loading.py makes one; returns the kernels of its first part."""
+    model = CausalLM(ModelConfig.from_dict(shape), dtype=torch.bfloat16, device="cpu")
+    config = CudaRunnerConfig(
+        num_blocks=1, block_size=BLOCK_SIZE, max_slots=256, max_model_len=4000, vocab_size=2000, max_batch_tokens=4096,
+        autotune=Autotune.MEASURED, deterministic=deterministic, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    taken = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE, weight_format=weights)
+    loading.compile_kernels(taken, config, lambda done, total: None)
+    compiled = set(launched)
+    memory.cuda_memory_needs(taken, config, weights_bytes=1, memory_fraction=0.9)
+    row_bytes = kv_block_bytes(taken.config, block_size=BLOCK_SIZE, dtype=kv_dtype or taken.dtype)
+    host = HostBlocks(8, row_bytes, is_pinned=False)
+    runner = CudaRunner(taken, replace(config, num_blocks=NUM_BLOCKS), host_blocks=host)
+    runner.record(lambda done, total: None)
+    warm_up(runner, max_batch_tokens=config.max_batch_tokens, on_progress=lambda done, total: None)
+    runner.measure_copies()
+    return compiled
+
+
+def main() -> None:
+    """See the module."""
+    launched = pretend()
+    np.random.seed(0)
+    compiled = start(launched, **CASES[sys.argv[1]])
+    sys.stdout.writelines(f"{name} {key}\n" for name, key in sorted(launched - compiled))
+    sys.stdout.write(f"{len(compiled)}\n")
+
+
+if __name__ == "__main__":
+    main()
