@@ -14,6 +14,7 @@ from bench.shapes import NUM_IDS, PUBLISHED
 from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
+from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.memory import size_pool
 from octavo.worker.loading.warmup import warm_up
 from octavo.worker.runners.cuda.graph_runner import Autotune, CudaRunnerConfig
@@ -55,6 +56,7 @@ def make_runner(
     """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left.
     host_bytes: of pinned memory for a second tier."""
     phases = Phases()
+    read_ahead(mapped_libraries())
     model = random_model(PUBLISHED[shape].config)
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     config = CudaRunnerConfig(

@@ -41,6 +41,7 @@ from octavo.model.quantization.rounding import FP8
 from octavo.model.quantization.settings import GroupSettings
 from octavo.worker.config import CheckNumerics, Deterministic, LoadFormat, SchedulerConfig, WorkerConfig
 from octavo.worker.loading.host_memory import allocate_host_blocks
+from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.loaded import Loaded, scheduler_config, served_name
 from octavo.worker.loading.memory import PoolSize, memory_needs, prefer_huge_pages, size_pool
 from octavo.worker.loading.model_card import Described, describe
@@ -208,6 +209,8 @@ def prepare(config: WorkerConfig, on_progress: OnProgress, *, ranks: Ranks = ALO
     check_deterministic(config)
     if wants_cuda_runner(config):
         require_executable(triton_folder(), "TRITON_CACHE_DIR")
+        if ranks.rank == 0:
+            read_ahead(mapped_libraries())
     prefer_huge_pages()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
