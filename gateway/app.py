@@ -187,7 +187,7 @@ class Gateway:
     def _watch_process(self) -> list["asyncio.Task[None]"]:
         return [
             asyncio.create_task(measure_loop_lag(self.meters), name="loop lag"),
-            asyncio.create_task(GarbageWatch().run(), name="garbage"),
+            asyncio.create_task(GarbageWatch(is_busy=self.submitter.coalescer.is_in_rounds).run(), name="garbage"),
             asyncio.create_task(self._endings.run(), name="unread endings"),
             asyncio.create_task(self._limiter.run(), name="connections"),
         ]
@@ -309,6 +309,7 @@ class Gateway:
             model=model,
             tracing=tracing,
             open_calls=open_calls,
+            on_call=self.submitter.coalescer.yield_to_call,
         )
 
     def _status_server(self, address: str) -> grpc.aio.Server:

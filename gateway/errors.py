@@ -12,6 +12,7 @@ import grpc
 from octavo.gateway.text.errors import PromptTooLong, TemplateError, TextQueueFull, TooManyTokens, UnsupportedTokenizer
 from octavo.gateway.workers.errors import FeedCut, FeedFull, NoWorker, WorkerBusy, WorkerGone
 from octavo.wire.codec import MessageTooLarge
+from octavo.wire.messages import Finished, WireFinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,3 +212,12 @@ def from_reason(reason: str, detail: str) -> RequestError:
     """The error that a worker, or the pool, reported by name; a name that they may not use is our defect."""
     kind = _BY_REASON.get(reason, InternalDefect)
     return kind(detail or f"the worker reported {reason}")
+
+
+def error_of(finished: Finished) -> RequestError | None:
+    """Of an output that a worker ended; None where it is complete."""
+    if finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH):
+        return None
+    known = {WireFinishReason.DEADLINE: "DEADLINE", WireFinishReason.CANCELLED: "ABORTED"}
+    reason = known.get(finished.reason, finished.error)
+    return from_reason(reason, finished.detail)

@@ -25,6 +25,7 @@ REFRESH_INTERVAL_S = 1.0
 REPORT_INTERVAL_S = 10.0
 INTERVAL_S = 0.5
 GROWTH_BYTES = 16 << 20  # a full collection of a busy gateway's objects takes some ten milliseconds
+BUSY_GROWTH = 4
 FOLLOW_UPS = (6, 6)  # calls of `look` until it collects once more: by then more is garbage
 _STATM = Path("/proc/self/statm")
 
@@ -37,9 +38,18 @@ class GarbageWatch:
     number, so that hostile callers could leave gigabytes before it runs.
     """
 
-    def __init__(self, rss_bytes: Callable[[], int] | None = None, *, growth_bytes: int = GROWTH_BYTES) -> None:
+    def __init__(
+        self,
+        rss_bytes: Callable[[], int] | None = None,
+        *,
+        growth_bytes: int = GROWTH_BYTES,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """is_busy: streams would feel a collection, which waits then until memory has grown BUSY_GROWTH times as
+        much."""
         self._rss_bytes = rss_bytes or resident_bytes
         self._growth_bytes = growth_bytes
+        self._is_busy = is_busy
         self._base = self._rss_bytes()
         self._to_come: list[int] = []
         self.num_collections = 0
@@ -49,6 +59,8 @@ class GarbageWatch:
         later; whether it was done."""
         now = self._rss_bytes()
         self._base = min(self._base, now)
+        if self._is_busy() and now - self._base < BUSY_GROWTH * self._growth_bytes:
+            return False
         if now - self._base >= self._growth_bytes:
             self._to_come = list(FOLLOW_UPS)
         elif not self._is_due():

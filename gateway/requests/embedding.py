@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, from_reason
+from octavo.gateway.errors import ExceedsCapacity, InvalidRequest, RequestError, Violation, error_of, from_reason
 from octavo.gateway.requests.input_processor import BACKSTOP_S, share_of, until
 from octavo.gateway.requests.spans import Journey, trace_embeddings
 from octavo.gateway.requests.submit import Collaborators
 from octavo.gateway.requests.tracker import Place
 from octavo.gateway.rpc.interceptor import RpcScope
-from octavo.gateway.streams.stream import Move, error_of
+from octavo.gateway.streams.stream import Move
 from octavo.gateway.text.errors import TooManyTokens
 from octavo.gateway.text.model_text import Bounds
 from octavo.gateway.text.service import Share

@@ -101,10 +101,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         model: str = "",
         tracing: Tracing | None = None,
         open_calls: OpenCalls | None = None,
+        on_call: Callable[[], None] = lambda: None,
     ) -> None:
         """authenticator None: every caller may call everything. message_timeout_s: how long a unary request may take to
         arrive. model: the model of calls that name none. tracing: None where there are no traces. open_calls: calls are
-        in it from their beginning until nothing of them is left to send; None: nowhere."""
+        in it from their beginning until nothing of them is left to send; None: nowhere. on_call: called when one comes
+        in."""
+        self._on_call = on_call
         self._tracing = tracing
         self._open_calls = open_calls
         self._model = model
@@ -121,6 +124,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Wrap the handler; an unknown method is answered by the library (UNIMPLEMENTED)."""
+        self._on_call()
         handler = await continuation(handler_call_details)
         num_bytes = _metadata_bytes(handler_call_details.invocation_metadata)
         if num_bytes > self._max_metadata_bytes:

@@ -11,27 +11,32 @@ when idle, several when writing is slow, tokens come in bursts, or the gateway i
 worker, and continues as soon as most of them are taken. A reader that waits is not behind, however much has gathered:
 it takes all of it in its next turn, or nothing of it can be sent yet.
 
-**Coalescing.** A message costs 30 to 60 µs whatever it carries, and gRPC accepts one request per turn of the event
-loop: a gateway that is busy all the time with single tokens makes new requests wait while the workers' slots are empty
-(bench/gateway/arrivals.py). So once the loop's thread computes nearly all the time, tokens go out in rounds that move
-further apart, and at once again when it has time to spare. First tokens and ends never wait.
+**Coalescing.** A message costs 30 to 60 µs whatever it carries, and gRPC takes in a request in several turns of the
+event loop, one after the other: a gateway that is busy with single tokens makes new requests wait while the workers'
+slots are empty (bench/gateway/arrivals.py). So once the loop's thread computes half of the time, each output gets one
+message a round, rounds move further apart, and they wait while calls come in; with time to spare, tokens go out at once
+again. First tokens and ends never wait.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
-from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, from_reason
+from octavo.gateway.errors import DeadlinePassed, InternalDefect, RequestError, SlowConsumer, error_of, from_reason
 from octavo.gateway.streams.output_processor import OutputProcessor, Piece
 from octavo.wire.messages import Finished, TokenLogprobs, WireFinishReason
 
-BUSY_SHARE = 0.7  # of the thread's time: above, rounds move apart
-CALM_SHARE = 0.5  # below, they move together
+BUSY_SHARE = 0.5  # of the thread's time: above, rounds move apart
+CALM_SHARE = 0.3  # below, they move together
 STEP = 1.5
 LEAST_INTERVAL_S = 0.001  # below, tokens go out as they come
-MOST_INTERVAL_S = 0.010
+MOST_INTERVAL_S = 0.008
+ROUND_PART = 16  # readers that are woken in one turn of the loop
+YIELD_S = 0.001  # a round waits so long for the next call after one
+MOST_YIELD_S = 0.008  # and no longer than this for all of them
 WINDOW_S = 0.02  # the share is measured over so long
 STALE_S = 0.2  # a share that is older is not used
 
@@ -47,11 +52,12 @@ class Move(NamedTuple):
 class Notifier:
     """Wakes the one task that reads an output, or the outputs of one request."""
 
-    __slots__ = ("_loop", "_waiter")
+    __slots__ = ("_loop", "_waiter", "was_missed")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self.was_missed = False  # nobody waited when a round came
 
     async def wait(self) -> None:
         """Until the next `notify`; earlier ones do not count."""
@@ -74,54 +80,86 @@ class Notifier:
 
 
 class Coalescer:
-    """Says when readers are woken for new tokens. One per gateway, on its event loop."""
+    """Says when readers are woken for new tokens, and take them. One per gateway, on its event loop."""
 
     def __init__(self, *, cpu_s: Callable[[], float] | None = None, now_s: Callable[[], float] | None = None) -> None:
         """cpu_s: CPU time of this thread; now_s: monotonic. None: the system's."""
         self._cpu_s = cpu_s or time.thread_time
         self._now_s = now_s or time.monotonic
         self._window = (self._now_s(), self._cpu_s())
-        self._waiting: dict[Notifier, None] = {}
-        self._round: asyncio.TimerHandle | None = None
-        self._last_s = 0.0
+        self._waiting: dict[Notifier, None] = {}  # for the next round
+        self._ringing: dict[Notifier, None] = {}  # what is left of this one
+        self._round: asyncio.Handle | None = None  # the next round, or the next part of this one
+        self._due_s = 0.0  # of the round that is next, or was last
         self._interval_s = 0.0
+        self._call_s = 0.0  # when the last call came in
 
     @property
     def interval_s(self) -> float:
         """Between rounds now; 0.0: tokens go out as they come."""
         return 0.0 if self._now_s() - self._window[0] > STALE_S else self._interval_s
 
+    def is_in_rounds(self) -> bool:
+        """The gateway is busy."""
+        return self.interval_s > 0.0
+
+    def holds(self, notifier: Notifier) -> bool:
+        """Whether its reader, when it comes from a message, is to take nothing before the next round. One that was busy
+        with the message while a round passed makes up for it."""
+        was_missed, notifier.was_missed = notifier.was_missed, False
+        return not was_missed and (notifier in self._waiting or notifier in self._ringing)
+
+    def yield_to_call(self) -> None:
+        """A call has come in: what waits for a round, and what is left of one, waits until no other call follows."""
+        self._call_s = self._now_s()
+
     def notify(self, notifier: Notifier) -> None:
         """An output has new tokens."""
-        now_s = self._now_s()
+        if self._round is None:
+            now_s = self._now_s()
+            if now_s - self._window[0] >= WINDOW_S:
+                self._adjust(now_s)
+            if not self._interval_s and now_s - self._call_s >= YIELD_S:
+                notifier.notify()
+                return
+            self._schedule(now_s)
+        if notifier not in self._ringing:
+            self._waiting[notifier] = None
+
+    def _schedule(self, now_s: float) -> None:
+        self._due_s = max(now_s, self._due_s + self._interval_s)
+        self._round = asyncio.get_running_loop().call_later(self._due_s - now_s, self._notify_some)
+
+    def _notify_some(self) -> None:
+        """A part of the round that is due, unless calls come in: they are let in between two parts. One that is late
+        goes on as a whole."""
+        loop, now_s = asyncio.get_running_loop(), self._now_s()
+        is_late = now_s - self._due_s >= MOST_YIELD_S
+        if now_s - self._call_s < YIELD_S and not is_late:
+            self._round = loop.call_later(YIELD_S, self._notify_some)
+            return
         if now_s - self._window[0] >= WINDOW_S:
             self._adjust(now_s)
-        if not self._interval_s and self._round is None:
+        if not self._ringing:
+            self._ringing, self._waiting = self._waiting, {}
+        for notifier in list(islice(self._ringing, None if is_late else ROUND_PART)):
+            del self._ringing[notifier]
+            notifier.was_missed = not notifier.is_awaited
             notifier.notify()
-            return
-        self._waiting[notifier] = None
-        if self._round is None:
-            delay_s = max(0.0, self._last_s + self._interval_s - now_s)
-            self._round = asyncio.get_running_loop().call_later(delay_s, self._notify_all)
-
-    def _notify_all(self) -> None:
-        self._round, self._last_s = None, self._now_s()
-        waiting, self._waiting = self._waiting, {}
-        for notifier in waiting:
-            notifier.notify()
+        self._round = loop.call_soon(self._notify_some) if self._ringing else None
+        if self._waiting and not self._ringing:
+            self._schedule(now_s)
 
     def _adjust(self, now_s: float) -> None:
         (since_s, since_cpu_s), cpu_s = self._window, self._cpu_s()
         self._window = (now_s, cpu_s)
         share = (cpu_s - since_cpu_s) / (now_s - since_s)
-        if now_s - since_s > STALE_S:
-            self._interval_s = 0.0
-        elif share > BUSY_SHARE:
+        if share > BUSY_SHARE:
             self._interval_s = min(max(self._interval_s * STEP, LEAST_INTERVAL_S), MOST_INTERVAL_S)
         elif share < CALM_SHARE:
             self._interval_s /= STEP
-            if self._interval_s < LEAST_INTERVAL_S:
-                self._interval_s = 0.0
+        if now_s - since_s > STALE_S or self._interval_s < LEAST_INTERVAL_S:
+            self._interval_s = 0.0
 
 
 class AtDeadline(Enum):
@@ -147,28 +185,10 @@ class OutputStream:
     """An OutputSink and PromptSink (see gateway.workers.views). Times are monotonic seconds, 0.0 for "not yet"."""
 
     __slots__ = (
-        "_coalescer",
-        "_loop",
-        "_max_pending",
-        "_on_flow",
-        "_on_match",
-        "_on_moved_to",
-        "_on_started",
-        "_pause_mark",
-        "at_deadline",
-        "error",
-        "finished",
-        "first_token_s",
-        "is_partial",
-        "is_paused",
-        "moves",
-        "notifier",
-        "processor",
-        "scheduled_s",
-        "state",
-        "worker_id",
-        "write_since_s",
-    )
+        "_coalescer", "_loop", "_max_pending", "_on_flow", "_on_match", "_on_moved_to", "_on_started", "_pause_mark",
+        "at_deadline", "error", "finished", "first_token_s", "is_partial", "is_paused", "moves", "notifier",
+        "processor", "scheduled_s", "state", "worker_id", "write_since_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -241,7 +261,7 @@ class OutputStream:
         elif processor.num_pending > self._pause_mark:
             self._fall_behind()
         if is_first or self._coalescer is None or self.state is not StreamState.RUNNING:
-            self._wake()
+            self.notifier.notify()
         else:
             self._coalescer.notify(self.notifier)
 
@@ -264,7 +284,7 @@ class OutputStream:
             if self.error is None:  # an output that is cut short has no end: half a character is left out
                 self.processor.finish(finished.stop_token_id)
             self.state = StreamState.ENDED if self.error is None else StreamState.FAILED
-        self._wake()
+        self.notifier.notify()
 
     def on_lost(self, reason: str, detail: str) -> None:
         """The worker is gone."""
@@ -272,7 +292,7 @@ class OutputStream:
             self.state = StreamState.ENDED  # the output is complete, only the figures are lost
         elif self.state is StreamState.RUNNING:
             self.error, self.state = from_reason(str(reason), detail), StreamState.FAILED
-        self._wake()
+        self.notifier.notify()
 
     def on_moved(self, worker_id: str, lost_s: float) -> None:
         """Another worker continues it, or its own after a restart."""
@@ -287,7 +307,7 @@ class OutputStream:
         """End the output from here (abort, drain, slow reader). A first end counts."""
         if self.state in (StreamState.RUNNING, StreamState.MATCHED):
             self.error, self.state = error, StreamState.FAILED
-            self._wake()
+            self.notifier.notify()
 
     def end_at_deadline(self) -> None:
         """The time is over and the worker has not ended it. A partial output still waits for the worker's figures."""
@@ -301,7 +321,7 @@ class OutputStream:
     def _end_partial(self, state: StreamState) -> None:
         self.processor.cut_short()
         self.is_partial, self.state = True, state
-        self._wake()
+        self.notifier.notify()
 
     def _fall_behind(self) -> None:
         num_pending = self.processor.num_pending
@@ -322,15 +342,23 @@ class OutputStream:
         """After a stop string, or at the deadline: the worker did not answer in time."""
         if self.state is StreamState.MATCHED:
             self.state = StreamState.ENDED
-            self._wake()
+            self.notifier.notify()
 
     def take(self) -> Piece | None:
         """What can be sent now; None where that is nothing. A paused output continues where little or nothing is
-        left."""
+        left. Nothing is taken before the round that comes for it."""
+        if self._waits_for_round():
+            return None
         piece = self.processor.take()
         if self.is_paused:
             self._catch_up(piece)
         return piece
+
+    def _waits_for_round(self) -> bool:
+        if self._coalescer is None or self.state is not StreamState.RUNNING:
+            return False
+        has_given = self.processor.num_pending < self.processor.num_tokens
+        return has_given and self._coalescer.holds(self.notifier)
 
     async def next(self) -> Piece | None:
         """The next piece, as soon as there is one; None after the last. Raises the RequestError that ended the output,
@@ -344,9 +372,6 @@ class OutputStream:
             if self.state is StreamState.FAILED:
                 raise self.error or InternalDefect("a stream failed without an error")
             await self.notifier.wait()
-
-    def _wake(self) -> None:
-        self.notifier.notify()
 
 
 class OutputStreams:
@@ -372,14 +397,3 @@ class OutputStreams:
                     raise stream.error or InternalDefect("a stream failed without an error")
             await self._notifier.wait()
         return None
-
-
-def error_of(finished: Finished) -> RequestError | None:
-    """None for an output that is complete."""
-    if finished.reason in (WireFinishReason.STOP, WireFinishReason.LENGTH):
-        return None
-    reason = {
-        WireFinishReason.DEADLINE: "DEADLINE",
-        WireFinishReason.CANCELLED: "ABORTED",
-    }.get(finished.reason, finished.error)
-    return from_reason(reason, finished.detail)

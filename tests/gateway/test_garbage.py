@@ -24,6 +24,19 @@ def test_it_collects_when_memory_has_grown_and_not_before() -> None:
     assert watch.num_collections == 2
 
 
+def test_while_streams_would_feel_it_it_waits_for_four_times_the_growth() -> None:
+    now, is_busy = 100, True
+    watch = GarbageWatch(lambda: now, growth_bytes=10, is_busy=lambda: is_busy)
+    now = 139
+    assert not watch.look()
+    now = 140
+    assert watch.look()
+    now = 155
+    assert not watch.look()
+    is_busy = False
+    assert watch.look()
+
+
 def test_it_collects_twice_more_when_what_was_alive_may_be_garbage() -> None:
     readings = [100, 200, *[200] * 40]
     watch = GarbageWatch(lambda: readings.pop(0), growth_bytes=10)
