@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,12 @@ collect_ignore_glob = [] if IS_ASKED_FOR else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a driver on such a cluster has in its environment."""
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a driver on such a cluster has in its environment, and a run directory that no other service of this user
+    writes to."""
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 @pytest.fixture

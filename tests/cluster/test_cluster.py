@@ -48,18 +48,23 @@ def refusal(*words: str) -> str:
 class Streams:
     """Callers that read at once; each notes its ids, when they came, how often it moved, and what ended it early."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, num_tokens: int = NUM_TOKENS) -> None:
         self.got: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
         self.moved = [0] * NUM_STREAMS
         self.longest_pause_s = 0.0
         self.errors: list[OctavoError] = []
-        self._target = target
+        self._target, self._num_tokens = target, num_tokens
         self._threads = [threading.Thread(target=self._read, args=(n,)) for n in range(NUM_STREAMS)]
         for each in self._threads:
             each.start()
 
     def _read(self, n: int) -> None:
-        asked: dict[str, Any] = {"token_ids": [n + 1, 6, 7], "max_tokens": NUM_TOKENS, "seed": n, "output": "token_ids"}
+        asked: dict[str, Any] = {
+            "token_ids": [n + 1, 6, 7],
+            "max_tokens": self._num_tokens,
+            "seed": n,
+            "output": "token_ids",
+        }
         with Client(self._target) as client:
             stream = client.stream(**asked)
             last_s = None
@@ -141,16 +146,26 @@ def test_a_host_with_a_gateway_is_killed_under_streams_through_all_gateways(clus
             name: [n for n in cluster.raylets if holds_gateway_at(cluster, n, at)] for name, at in placed.items()
         }
         assert len({node for nodes in holding.values() for node in nodes}) == 2  # each on a host of its own
-        here, there, doomed = Streams(service.target), Streams(placed["gateway-2"]), Streams(placed["gateway-1"])
-        wait_for(lambda: all(each.have(40) for each in (here, there, doomed)))
         cluster.add(cpus=2)
+        here, there = Streams(service.target), Streams(placed["gateway-2"])
+        doomed = Streams(placed["gateway-1"], num_tokens=3 * NUM_TOKENS)
+        wait_for(lambda: all(each.have(40) for each in (here, there, doomed)))
         cluster.kill(holding["gateway-1"][0])
         killed_s = time.monotonic()
         doomed.join()
         assert {error.code for error in doomed.errors} == {grpc.StatusCode.UNAVAILABLE}
         assert len(doomed.errors) == NUM_STREAMS
-        wait_for(lambda: gateways_elsewhere(service).get("gateway-1") not in (None, placed["gateway-1"]))
-        anew = gateways_elsewhere(service)["gateway-1"]
+        moved: list[str] = []
+
+        def has_moved() -> bool:
+            moved.append(gateways_elsewhere(service).get("gateway-1", ""))
+            return moved[-1] not in ("", placed["gateway-1"])
+
+        try:
+            wait_for(has_moved)
+        except AssertionError:
+            raise AssertionError(f"{placed} {set(moved)}\n{service.log.read_text()[-8000:]}") from None
+        anew = moved[-1]
         with Client(anew) as client, Client(service.target) as other:
             wait_for(lambda: serves(client))
             serves_s = time.monotonic() - killed_s
