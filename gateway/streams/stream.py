@@ -36,7 +36,7 @@ LEAST_INTERVAL_S = 0.001  # below, tokens go out as they come
 MOST_INTERVAL_S = 0.008
 ROUND_PART = 16  # readers that are woken in one turn of the loop
 YIELD_S = 0.001  # a round waits so long for the next call after one
-MOST_YIELD_S = 0.008  # and no longer than this for all of them
+MOST_YIELD_S = 0.004  # and no longer than this for all of them
 WINDOW_S = 0.02  # the share is measured over so long
 STALE_S = 0.2  # a share that is older is not used
 
