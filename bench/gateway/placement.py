@@ -5,6 +5,7 @@ same figures on every machine. A step takes its time, with --noise-ms more, expo
 at most --max-batch-tokens in it, first come, first served, keeps blocks in an LRU and tells what it stored and forgot
 at once, its free blocks with each heartbeat. Our router is the real one. Sticky: each conversation stays where the
 longest beginning of it was sent, one that is new goes where least was sent (smg's cache_aware in short). Lot: drawn.
+4 own, 4 told: four gateways with our router each; they know what they sent themselves, or what all have sent, at once.
 First token: ms, without any way to the worker and back.
 """
 
@@ -15,6 +16,7 @@ import statistics
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -143,7 +145,52 @@ class Ours(Lot):
         self._fills = tuple(fills)
 
 
-POLICIES: dict[str, Callable[[int, Room], Policy]] = {"ours": Ours, "sticky": Sticky, "lot": Lot}
+class Several(Lot):
+    """Gateways with our router each; a conversation stays with one. Each knows what is cached, and what it sent."""
+
+    def __init__(self, num_workers: int, room: Room, *, num_gateways: int) -> None:
+        super().__init__(num_workers, room)
+        self._all = [Ours(num_workers, room) for _ in range(num_gateways)]
+
+    def _of(self, asked: Asked) -> Ours:
+        return self._all[asked.conversation % len(self._all)]
+
+    def route(self, asked: Asked) -> int:
+        return self._of(asked).route(asked)
+
+    def on_stored(self, worker: int, name: int, parent: int, token_ids: Sequence[int]) -> None:
+        for each in self._all:
+            each.on_stored(worker, name, parent, token_ids)
+
+    def on_removed(self, worker: int, name: int) -> None:
+        for each in self._all:
+            each.on_removed(worker, name)
+
+    def on_first(self, asked: Asked) -> None:
+        self._of(asked).on_first(asked)
+
+    def on_end(self, asked: Asked) -> None:
+        self._of(asked).on_end(asked)
+
+    def on_heartbeat(self, fills: Sequence[float]) -> None:
+        for each in self._all:
+            each.on_heartbeat(fills)
+
+
+class Told(Several):
+    """The same, each told at once of what the others sent: at best what sharing loads could give."""
+
+    def __init__(self, num_workers: int, room: Room, *, num_gateways: int) -> None:
+        super().__init__(num_workers, room, num_gateways=num_gateways)
+        for each in self._all[1:]:
+            each._in_flight, each._waiting = self._all[0]._in_flight, self._all[0]._waiting
+
+
+POLICIES: dict[str, Callable[[int, Room], Policy]] = {"ours": Ours, "sticky": Sticky, "lot": Lot} | {
+    f"{num} {name}": partial(kind, num_gateways=num)
+    for num in (4, 8)
+    for name, kind in (("own", Several), ("told", Told))
+}
 
 
 def names_of(token_ids: Sequence[int]) -> list[int]:
