@@ -27,7 +27,7 @@ from octavo.wire.run_dir import RunDirError, ensure_run_dir, temporary_folder
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
 _PASSED_ON = {DEBUG_VARIABLE, ENV_PREFIX + "NATIVE"}  # what is read, and no setting
 GATEWAY_PORT_STRIDE = 100
-CORES_PER_GATEWAY = 3
+CORES_PER_GATEWAY = 2
 MOST_GATEWAYS = 8
 CORES_PER_WORKER = 2
 PEERS_FILE = "peer-endpoints"
@@ -37,10 +37,10 @@ READY_FILE = "ready"
 
 def choose_gateways(num_cores: int, *, num_workers: int, on_gpu: bool) -> int:
     """How many gateways are best for a service of which nothing else is known. A model on the CPU computes on every
-    core, and a gateway more takes time from it. Beside a GPU a gateway for every three cores. The kernel deals few
+    core, and a gateway more takes time from it. Beside a GPU a gateway for every two cores. The kernel deals few
     connections out unevenly, and the busiest gateway has the fewer the more there are (of eight connections four or
-    five at three gateways, three at five); but each costs the worker's own thread some 25 µs a step (bench/RESULTS.md).
-    A worker beyond the first has a thread that plans and one that copies."""
+    five at three gateways, two or three at seven); they are not all busy (bench/RESULTS.md). A worker beyond the
+    first has a thread that plans and one that copies."""
     if not on_gpu:
         return 1
     cores = num_cores - CORES_PER_WORKER * (num_workers - 1)

@@ -199,7 +199,7 @@ class ServeSettings(
     gateways: int | None = setting(
         None,
         "Gateway processes, all on one port; unset: 1 where the model computes on the CPU or on a cluster, one for "
-        "every three cores, at most 8, where it has a GPU",
+        "every two cores, at most 8, where it has a GPU",
         panel="Service",
         ge=1,
         le=64,

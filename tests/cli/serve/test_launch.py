@@ -101,9 +101,9 @@ def test_the_first_gateway_has_the_page_of_the_service() -> None:
     ("cores", "workers", "on_gpu", "wanted"),
     [
         *((cores, 1, False, 1) for cores in (1, 2, 4, 16, 64, 256)),  # they would take time from the model
-        *((cores, 1, True, wanted) for cores, wanted in ((1, 1), (2, 1), (4, 1), (8, 2), (12, 4), (16, 5), (26, 8))),
+        *((cores, 1, True, wanted) for cores, wanted in ((1, 1), (2, 1), (4, 2), (8, 4), (12, 6), (16, 8), (26, 8))),
         *((cores, 1, True, 8) for cores in (32, 64, 256)),
-        *((16, workers, True, wanted) for workers, wanted in ((2, 4), (4, 3), (8, 1), (64, 1))),
+        *((16, workers, True, wanted) for workers, wanted in ((2, 7), (4, 5), (8, 1), (64, 1))),
         (128, 8, True, 8),
     ],
 )

@@ -33,8 +33,8 @@ def test_plain_lines_tell_everything() -> None:
 
 def test_it_tells_how_many_gateways_were_chosen_and_why() -> None:
     chosen, why = with_gateways(ServeSettings(model=("a", "b")), 16, on_gpu=True)
-    assert chosen.num_gateways == 3
-    assert "\n  gateways: 3, beside a GPU with 16 cores (--gateways)\n" in plain(replace(SUMMARY, gateways=why))
+    assert chosen.num_gateways == 7
+    assert "\n  gateways: 7, beside a GPU with 16 cores (--gateways)\n" in plain(replace(SUMMARY, gateways=why))
     chosen, why = with_gateways(ServeSettings(), 4, on_gpu=False)
     assert (chosen.num_gateways, why) == (1, "1, since the model computes on the 4 cores (--gateways)")
 
