@@ -36,15 +36,16 @@ FACTORS = {"small_batch": 1.0, "small_batch-half": 0.5, "small_batch-double": 2.
 DEFAULT_SMALL_BATCH = 2
 TIMED_SIZES = (1, 2, *OVERLAPPING_SIZES)
 """Each stands for the sizes below it, down to the one before; those below one that has a single way go with the next.
-Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them), beyond the
-last there is cuBLAS alone (bench/RESULTS.md)."""
+Beyond 2 rows the kernels for a small batch have always lost (each row adds its own latency to each of them), with one
+row those that overlap have; beyond the last there is cuBLAS alone (bench/RESULTS.md)."""
 WARM_UP_STEPS, TIMINGS, STEPS = 3, 5, 20
 LEAST_STEPS = 4
 ENOUGH_WEIGHTS = 8_000_000_000
 """Of layers: 5 ms a step. Above, a timing has fewer steps."""
-KERNELS = 2
-"""One more whenever a kernel of a step is replaced: what was timed with others is measured again. 2: a Hopper GPU has
-attention by a ring of tiles, and products that overlap, unasked."""
+KERNELS = 3
+"""One more whenever a kernel of a step is replaced or a size is offered another way: what was timed before is measured
+again. 2: a Hopper GPU has attention by a ring of tiles, and products that overlap, unasked. 3: two rows may take those,
+too."""
 CAPTURE = "thread_local"
 """What may disturb the capture of a graph: this thread alone, not one of NCCL's that looks after older sums."""
 
@@ -89,7 +90,7 @@ def candidates(config: ModelConfig) -> dict[str, StepPath]:
 def timed_names(size: int) -> tuple[str, ...]:
     """The paths among which one of TIMED_SIZES chooses."""
     if size not in OVERLAPPING_SIZES:
-        return ("cublas", *FACTORS)
+        return "cublas", *FACTORS, *([f"overlapping-{OVERLAPPING_SIZES[0]}"] if size > 1 else [])
     return "cublas", *([f"split_k-{size}"] if size in SPLIT_K_SIZES else []), f"overlapping-{size}"
 
 

@@ -91,7 +91,7 @@ def test_every_way_is_tried_and_then_forgotten() -> None:
     autotune, ways = Autotuner(candidates(CONFIG), None, {2: "cublas", 16: "split_k-16"}), candidates(CONFIG)
     for size, names in (
         (1, ("cublas", *FACTORS)),
-        (2, ("cublas", *FACTORS)),
+        (2, ("cublas", *FACTORS, "overlapping-8")),
         (24, ("cublas", "split_k-32", "overlapping-32")),
     ):
         assert [(name, autotune.path(size)) for name in autotune.try_all(size)] == [
