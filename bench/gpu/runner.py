@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bench.gpu.models import random_model
+from bench.gpu.models import WEIGHTS, random_model
 from bench.shapes import NUM_IDS, PUBLISHED
 from octavo.model.attention.host_blocks import HostBlocks
 from octavo.model.attention.kv_pool import kv_block_bytes
 from octavo.model.gpu.weights import GpuWeights
+from octavo.model.quantization.cache_scales import fold_cache_scales
+from octavo.model.quantization.rounding import FP8
 from octavo.worker.loading.libraries import mapped_libraries, read_ahead
 from octavo.worker.loading.memory import size_pool
 from octavo.worker.loading.warmup import warm_up
@@ -52,13 +54,18 @@ def make_runner(
     max_model_len: int,
     host_bytes: int = 0,
     autotune: Autotune = Autotune.MEASURED,
+    weights: str = "bf16",
+    kv_dtype: torch.dtype | None = None,
+    num_blocks: int | None = None,
 ) -> CudaRunner:
-    """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left.
-    host_bytes: of pinned memory for a second tier."""
+    """Compiled, recorded and warm; one line says what it took. The pool has nine tenths of what memory is left, or
+    num_blocks, without a rehearsal. host_bytes: of pinned memory for a second tier. weights: a key of WEIGHTS."""
     phases = Phases()
     read_ahead(mapped_libraries())
     model = random_model(PUBLISHED[shape].config)
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if kv_dtype is FP8:
+        fold_cache_scales(model)
     config = CudaRunnerConfig(
         num_blocks=1,
         block_size=BLOCK_SIZE,
@@ -67,21 +74,28 @@ def make_runner(
         vocab_size=min(NUM_IDS, model.config.vocab_size),
         max_batch_tokens=max_batch_tokens,
         autotune=autotune,
+        kv_dtype=kv_dtype,
     )
-    weights = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE)
+    taken = GpuWeights.take(model, max_positions=config.table_width * BLOCK_SIZE, weight_format=WEIGHTS[weights])
+    torch.cuda.empty_cache()  # weights that were rounded leave their plain copies there
     phases.end("weights")
-    compile_kernels(weights, config, lambda done, total: None)
+    compile_kernels(taken, config, lambda done, total: None)
     phases.end("kernels")
-    row_bytes = kv_block_bytes(model.config, block_size=BLOCK_SIZE, dtype=weights.dtype)
+    row_bytes = kv_block_bytes(model.config, block_size=BLOCK_SIZE, dtype=kv_dtype or taken.dtype)
     rows = staging_rows(row_bytes, torch.cuda.mem_get_info()[0])
     staging = staging_bytes(rows, row_bytes) if host_bytes else 0
-    needs = cuda_memory_needs(weights, config, weights_bytes=weights_bytes, memory_fraction=0.9, staging_bytes=staging)
-    pool = size_pool(needs)
+    if num_blocks is None:
+        needs = cuda_memory_needs(
+            taken, config, weights_bytes=weights_bytes, memory_fraction=0.9, staging_bytes=staging
+        )
+        num_blocks, rehearsed_gib = size_pool(needs).num_blocks, f"{needs.activation_bytes / 2**30:.2f}"
+    else:
+        rehearsed_gib = "not measured"
     phases.end("rehearsal")
     host = HostBlocks(host_bytes // row_bytes, row_bytes, is_pinned=True) if host_bytes else None
     phases.end("host memory")
-    free_bytes = torch.cuda.mem_get_info()[0] - pool.num_bytes
-    runner = CudaRunner(weights, replace(config, num_blocks=pool.num_blocks, max_copies_in=rows), host_blocks=host)
+    free_bytes = torch.cuda.mem_get_info()[0] - num_blocks * row_bytes
+    runner = CudaRunner(taken, replace(config, num_blocks=num_blocks, max_copies_in=rows), host_blocks=host)
     recorded_s = runner.record(lambda done, total: None)
     warm_up(runner, max_batch_tokens=max_batch_tokens, on_progress=lambda done, total: None)
     gc.collect()
@@ -91,8 +105,8 @@ def make_runner(
         f"{shape}: {max_slots} slots, {max_batch_tokens} tokens a step; weights {took_s['weights']:.1f} s, kernels "
         f"{took_s['kernels']:.1f} s, rehearsal {took_s['rehearsal']:.1f} s, host memory {took_s['host memory']:.1f} s, "
         f"{runner.graphs.num_shapes} graphs {recorded_s:.1f} s, in all "
-        f"{in_all_s:.1f} s; steps take {needs.activation_bytes / 2**30:.2f} GiB by rehearsal, "
-        f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {pool.num_tokens} tokens",
+        f"{in_all_s:.1f} s; steps take {rehearsed_gib} GiB by rehearsal, "
+        f"{(free_bytes - torch.cuda.mem_get_info()[0]) / 2**30:.2f} in fact, pool {num_blocks * BLOCK_SIZE} tokens",
         flush=True,
     )
     return runner
