@@ -1,9 +1,11 @@
 """What rounding weights and cache costs in exactness, against the same checkpoint in float32, on a CPU.
 
     python -m bench.cpu.quant_error [--model folio-chat] [--text FILE …] [--max-tokens 16384] [--json FILE]
+        [--only "fp8 weights, tokens and cache" …]
 
 Texts are plain files, cut into pieces of 512 tokens; without any, what the embedded model is recorded to answer
-(answers.json). Greedy continuations are of the checkpoint's recorded prompts, or of `octavo verify`'s.
+(answers.json). bench/held_out.txt has stories that it was not trained on. Greedy continuations are of the checkpoint's
+recorded prompts, or of `octavo verify`'s. --only: these roundings, beside bf16.
 Prints the table of docs/quantization.md; --json writes it, too.
 """
 
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--max-tokens", type=int, default=16384)
     parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--only", nargs="+", choices=[each.value for each in Rounding], help="beside bf16")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = resolve_checkpoint(arguments.model)
@@ -67,7 +70,7 @@ def main() -> None:
     texts = pieces(folder, arguments.text, arguments.max_tokens)
     prompts = [answer["prompt_ids"] for answer in recorded(folder)] or make_prompts(folder, before.config, 8)
     rows: dict[str, RoundingError] = {}
-    for rounding in Rounding:
+    for rounding in Rounding if arguments.only is None else map(Rounding, ("none", *arguments.only)):
         model = load_model(folder, dtype=torch.bfloat16)
         round_model(model, rounding)
         name = "bf16" if rounding is Rounding.NONE else rounding.value

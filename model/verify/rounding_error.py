@@ -36,11 +36,17 @@ class Rounding(Enum):
     INT4_SMALL_GROUPS = "int4 weights, groups of 32"
     FP8_CACHE = "fp8 cache"
     FP8_ALL = "fp8 weights and cache"
+    FP8_ALL_AND_TOKENS = "fp8 weights, tokens and cache"
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
         """Of the cache; None for the model's."""
-        return FP8 if self in (Rounding.FP8_CACHE, Rounding.FP8_ALL) else None
+        return FP8 if self in (Rounding.FP8_CACHE, Rounding.FP8_ALL, Rounding.FP8_ALL_AND_TOKENS) else None
+
+    @property
+    def has_rounded_tokens(self) -> bool:
+        """Whether what an e4m3 weight is multiplied with is rounded, too."""
+        return self in (Rounding.FP8_WEIGHTS_AND_TOKENS, Rounding.FP8_ALL_AND_TOKENS)
 
 
 GROUPED = {
@@ -125,7 +131,7 @@ def round_linear(linear: Linear, norm_D: torch.Tensor | None, rounding: Rounding
         linear.weight.data.copy_(linear.weight.data.float() * norm_D.float())
         norm_D.fill_(1.0)
     weight = Fp8Weight.quantize(linear.weight.data)
-    if rounding is Rounding.FP8_WEIGHTS_AND_TOKENS:
+    if rounding.has_rounded_tokens:
         linear.hold(RoundingTokens(code_OI=weight.code_OI, scale_O=weight.scale_O))
     else:
         linear.weight.data.copy_(weight.dequantized())
@@ -142,7 +148,7 @@ def measure(
 ) -> RoundingError:
     """Compare on texts of at least 2 tokens each and on the continuations of prompts. kv_dtype: of the rounded model's
     cache."""
-    backend, sums, outputs = get_backend("sdpa"), _Sums(), []
+    backend, sums, outputs = get_backend("sdpa"), LogitSums(), []
     with torch.inference_mode():
         for ids in texts:
             found_TV = paged_logits(rounded, backend, ids, [len(ids)], kv_dtype=kv_dtype)
@@ -151,12 +157,8 @@ def measure(
             outputs.append(paged_generate(model, backend, prompts, max_new_tokens=max_new_tokens, kv_dtype=dtype))
     pairs = [(found, until_end(expected, before)) for found, expected in zip(*outputs, strict=True)]
     prefixes = [common_prefix(found[: len(expected)], expected) for found, expected in pairs]
-    return RoundingError(
-        perplexity=float(torch.tensor(sums.loss / sums.count).exp()),
-        before=float(torch.tensor(sums.loss_before / sums.count).exp()),
-        relative_error=(sums.difference / sums.square) ** 0.5,
-        divergence=sums.divergence / sums.count,
-        same_choice=sums.same / sums.count,
+    return replace(
+        sums.error(),
         same_outputs=sum(prefix == len(expected) for prefix, (_, expected) in zip(prefixes, pairs, strict=True)),
         num_outputs=len(prefixes),
         mean_prefix=sum(prefixes) / max(len(prefixes), 1),
@@ -176,8 +178,8 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Over the tokens that have a successor."""
+class LogitSums:
+    """Two models' logits compared over the tokens that have a successor."""
 
     count: int = 0
     loss: float = 0.0
@@ -187,7 +189,21 @@ class _Sums:
     divergence: float = 0.0
     same: int = 0
 
+    def error(self) -> RoundingError:
+        """Of all that was added; no continuations."""
+        return RoundingError(
+            perplexity=float(torch.tensor(self.loss / self.count).exp()),
+            before=float(torch.tensor(self.loss_before / self.count).exp()),
+            relative_error=(self.difference / self.square) ** 0.5,
+            divergence=self.divergence / self.count,
+            same_choice=self.same / self.count,
+            same_outputs=0,
+            num_outputs=0,
+            mean_prefix=0.0,
+        )
+
     def add(self, found_TV: torch.Tensor, before_TV: torch.Tensor, ids_T: torch.Tensor) -> None:
+        """Logits of a whole text, by the rounded model and by the one before."""
         found_TV, before_TV, next_T1 = found_TV[:-1].double(), before_TV[:-1].double(), ids_T[1:, None]
         found, before = found_TV.log_softmax(-1), before_TV.log_softmax(-1)
         self.count += len(next_T1)
