@@ -18,7 +18,11 @@ from octavo.model.gpu.layers import LayerBuffers, Layers, attend_layers, embed_t
 from octavo.model.gpu.weights import GpuWeights, LayerWeights
 from octavo.model.kernels.attention.prefill import prefill_attention
 from octavo.model.kernels.attention.rope_write import rope_write
+from octavo.model.kernels.attention.widened import MOST_TILES, WideContext, plan_wide, widen
 from octavo.model.kernels.rows import rms_norm
+
+CONTEXT_OF_TOKENS = 4
+"""Tokens of context that a step has wide room for, per token of the step, where the cache is of e4m3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +55,9 @@ class MixedStep:
         self._finish = finish_of(weights, self._buffers)
         shape = (max_tokens, config.num_attention_heads, config.head_dim)
         self._q_TNH = torch.empty(shape, dtype=weights.dtype, device=weights.embed_VD.device)
+        pool, room = decode.kv.k_pools[0], CONTEXT_OF_TOKENS * max_tokens
+        is_small = pool.dtype != weights.dtype
+        self._wide = WideContext.allocate(pool, num_tokens=room, dtype=weights.dtype) if is_small else None
 
     @property
     def weights(self) -> GpuWeights:
@@ -92,6 +99,9 @@ class MixedStep:
         T, B, state = len(inputs.ids_T), inputs.num_decodes, self._decode.state
         embed_tokens(self.weights, inputs.ids_T, inputs.row_T, state.last_token_R, self._buffers.x_TD[:T])
         args = self._decode.plan(inputs.row_T[:B]) if B else None
+        wide = self._wide if len(inputs.tiles_W4) <= MOST_TILES else None
+        if wide is not None:
+            plan_wide(inputs.tiles_W4, self._table, wide)
 
         def attend(
             index: int, layer: LayerWeights, qkv_TC: torch.Tensor, x_TD: torch.Tensor, out_TNH: torch.Tensor
@@ -99,7 +109,7 @@ class MixedStep:
             if args is not None:
                 self._decode.attend(index, layer, qkv_TC[:B], x_TD[:B], out_TNH[:B], args)
             if B < T:
-                self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs)
+                self._attend_chunks(index, layer, qkv_TC, x_TD, out_TNH, inputs, wide)
 
         attend_layers(self.weights, Layers(self._finish, attend), self._buffers.x_TD[:T])
 
@@ -111,6 +121,7 @@ class MixedStep:
         x_TD: torch.Tensor,
         out_TNH: torch.Tensor,
         inputs: MixedInputs,
+        wide: WideContext | None,
     ) -> None:
         T, B, config, weights = len(qkv_TC), inputs.num_decodes, self.weights.config, self.weights
         k_pool, v_pool, table_RM = self._decode.kv.k_pools[index], self._decode.kv.v_pools[index], self._table
@@ -119,7 +130,13 @@ class MixedStep:
             qkv_TC[B:], x_TD[B:], layer.qkv_bias_C, q_TNH[B:], k_pool, v_pool, inputs.row_T[B:], inputs.position_T[B:],
             table_RM, weights.cos_LH, weights.sin_LH, config.rms_norm_eps, layer.qk_norm_2H,
         )  # fmt: skip
-        prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale)
+        if wide is None:
+            prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, inputs.tiles_W4, config.scale)
+            return
+        widen(k_pool, v_pool, wide)
+        wide_W4, left_W4 = wide.tiles(len(inputs.tiles_W4))
+        prefill_attention(q_TNH, wide.k_XKSH, wide.v_XKSH, out_TNH, wide.table_X1, wide_W4, config.scale)
+        prefill_attention(q_TNH, k_pool, v_pool, out_TNH, table_RM, left_W4, config.scale)
 
     @property
     def _table(self) -> torch.Tensor:
