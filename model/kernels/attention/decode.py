@@ -333,7 +333,7 @@ def decode_attention(
     }  # fmt: skip
     if decode_ring.is_faster(qkv_BC, k_pool_PKSH, N):
         kernel = decode_ring.ring_attention_kernel
-        settings = decode_ring.settings_of(N, K, H, dtype.itemsize)
+        settings = decode_ring.settings_of(N, K, H, k_pool_PKSH.element_size())
     kernel[(work.limits.capacity(B), K)](
         qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool_PKSH, v_pool_PKSH, out_BNH,
         args.table_RM, args.cos_LH, args.sin_LH,

@@ -26,6 +26,8 @@ KNOWN_VERSIONS = ("3.6.",)
 WARPS = 4
 REGISTERS = 128
 """Of a thread at most, so that four programs fit on a multiprocessor."""
+MOST_QUERY = gl.constexpr(1024.0)
+"""What queries are scaled to where they meet float16: 64 channels of it and the largest e4m3 are a float32 sum."""
 GROUP = 16
 """Query heads of a KV head, the rest of them padding: rows of the multiplying instruction."""
 
@@ -41,15 +43,18 @@ class Ring:
 
 RINGS = {64: Ring(tokens=64, tiles=2, parts=16), 128: Ring(tokens=32, tiles=3, parts=4)}
 """The fastest ones, by head dim (bench/RESULTS.md)."""
+SMALL_RINGS = {64: Ring(tokens=64, tiles=3, parts=16), 128: Ring(tokens=64, tiles=3, parts=4)}
+"""The same for e4m3."""
 
 
 def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -> bool:
-    """Whether this is the kernel to take: 16-bit numbers, heads that it was measured with, on a device of the kind."""
+    """Whether this is the kernel to take: 16-bit numbers over a cache of the same or of e4m3, heads that it was measured
+    with, on a device of the kind."""
     _, K, _, H = k_pool_PKSH.shape
     return (
         qkv_BC.is_cuda
         and qkv_BC.element_size() == 2
-        and k_pool_PKSH.dtype == qkv_BC.dtype
+        and k_pool_PKSH.dtype in (qkv_BC.dtype, torch.float8_e4m3fn)
         and H in RINGS
         and num_heads // K <= GROUP
         and triton.__version__.startswith(KNOWN_VERSIONS)
@@ -63,8 +68,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> dict[str, Any]:
-    """The kernel's settings beside the shape, and how it is launched."""
-    ring, row_bytes, few = RINGS[head_dim], head_dim * element_size, next_power_of_2(num_heads // num_kv_heads)
+    """The kernel's settings beside the shape, and how it is launched. element_size: of the cache."""
+    rings = SMALL_RINGS if element_size == 1 else RINGS
+    ring, row_bytes, few = rings[head_dim], head_dim * element_size, next_power_of_2(num_heads // num_kv_heads)
     return {
         "GROUP": GROUP, "FEW": few, "TILE": ring.tokens, "RING": ring.tiles, "PARTS": ring.parts * 8 // max(8, few),
         "WARPS": WARPS, "VECTOR": 16 // element_size, "PHASE": max(1, 128 // row_bytes),
@@ -167,6 +173,9 @@ def ring_attention_kernel(
     G: gl.constexpr = N // K
     C: gl.constexpr = (N + 2 * K) * H
     element: gl.constexpr = qkv_BC.dtype.element_ty
+    cached: gl.constexpr = k_pool.dtype.element_ty
+    # e4m3 is exact in float16, to which one instruction converts two of them.
+    factor: gl.constexpr = element if cached == element else gl.float16
     COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // (H // VECTOR), H // VECTOR], [WARPS, 1], [1, 0])
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [WARPS, 1], [1, 0])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
@@ -175,8 +184,8 @@ def ring_attention_kernel(
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
 
     # The first tiles are on their way before anything else: they do not wait for the heads' sums.
-    keys_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
-    values_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
+    keys_ring = gl.allocate_shared_memory(cached, [RING, TILE, H], SHARED)
+    values_ring = gl.allocate_shared_memory(cached, [RING, TILE, H], SHARED)
     table = table_RM + row.to(gl.int64) * table_width
     copied = begin
     block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
@@ -209,7 +218,14 @@ def ring_attention_kernel(
         q_inverse = (1.0 / gl.sqrt(gl.sum(q * q, 1) / H + eps))[:, None]
         q = q * q_inverse * gl.load(qk_norm_2H + h).to(gl.float32)[None, :]
         q_other = q_other * q_inverse * gl.load(qk_norm_2H + other_h).to(gl.float32)[None, :]
-    q = ((q * cos[None, :] + q_other * sin[None, :]) * log2_scale).to(element)
+    q = (q * cos[None, :] + q_other * sin[None, :]) * log2_scale
+    q_unit = 1.0
+    if cached != element:
+        # Queries may be larger than float16's numbers: the cache's scales are in them.
+        q_most = gl.max(gl.max(gl.abs(q), 1), 0)
+        q_unit = gl.where(q_most > 0.0, q_most / MOST_QUERY, 1.0)
+        q = q / q_unit
+    q = q.to(factor)
     most = gl.full([GROUP], float("-inf"), gl.float32, gl.SliceLayout(1, SUMS))
     total = gl.full([GROUP], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
     acc = gl.full([GROUP, H], 0.0, gl.float32, SUMS)
@@ -228,13 +244,13 @@ def ring_attention_kernel(
             k_inverse = 1.0 / gl.sqrt(gl.sum(k * k, 0) / H + eps)
             k = k * k_inverse * gl.load(qk_norm_2H + H + h).to(gl.float32)
             k_other = k_other * k_inverse * gl.load(qk_norm_2H + H + other_h).to(gl.float32)
-        new_k = (k * cos + k_other * sin).to(element)
-        new_v = v.to(element)
+        new_k = (k * cos + k_other * sin).to(cached)
+        new_v = v.to(cached)
         new_block = gl.load(table + position // S).to(gl.int64)
         new_at = ((new_block * K + kv_head) * S + position % S) * H + h
         gl.store(k_pool + new_at, new_k)
         gl.store(v_pool + new_at, new_v)
-        new_score = gl.sum(q.to(gl.float32) * new_k.to(gl.float32)[None, :], 1)
+        new_score = gl.sum(q.to(gl.float32) * new_k.to(gl.float32)[None, :], 1) * q_unit
         most = gl.convert_layout(new_score, gl.SliceLayout(1, SUMS))
         total = gl.full([GROUP], 1.0, gl.float32, gl.SliceLayout(1, SUMS))
         acc += gl.convert_layout(new_v.to(gl.float32), gl.SliceLayout(0, SUMS))[None, :]
@@ -252,8 +268,10 @@ def ring_attention_kernel(
             copied += TILE
             block = _blocks_of_tile(table, copied, end, S, TILE, COPY)
         async_copy.commit_group()
-        keys_right = keys_ring.index(slot).permute([1, 0]).load(RIGHT)
+        keys_right = keys_ring.index(slot).permute([1, 0]).load(RIGHT).to(factor)
         score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, SUMS))
+        if cached != element:
+            score = score * q_unit
         token = start + gl.arange(0, TILE, gl.SliceLayout(0, SUMS))
         score = gl.where((token < end)[None, :], score, float("-inf"))
         new_most = gl.maximum(most, gl.max(score, 1))
@@ -262,8 +280,8 @@ def ring_attention_kernel(
         weight = gl.exp2(score - base[:, None])
         total = total * shrink + gl.sum(weight, 1)
         most = new_most
-        weight = gl.convert_layout(weight.to(element), LEFT)
-        acc = mma_v2(weight, values_ring.index(slot).load(RIGHT), acc * shrink[:, None])
+        weight = gl.convert_layout(weight.to(factor), LEFT)
+        acc = mma_v2(weight, values_ring.index(slot).load(RIGHT).to(factor), acc * shrink[:, None])
         slot = gl.where(slot == RING - 1, 0, slot + 1)
 
     om = gl.arange(0, GROUP, gl.SliceLayout(1, SUMS))

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.kernels.attention import decode_ring
 from octavo.model.kernels.attention.decode import (
     DecodeArgs,
     decode_attention,
@@ -24,7 +25,9 @@ from octavo.model.kernels.small_batch.attention import (
 )
 from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.kernels.small_batch.qkv import small_batch_qkv, small_batch_qkv_reference
+from octavo.model.kernels.trials import VARIABLE, Trial
 from octavo.model.quantization.rounding import FP8, to_fp8
+from tests.support.model.gluon import interpreted
 from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,8 +81,40 @@ def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("N", "K", "H", "positions"), [(14, 2, 64, [0, 63, 200]), (4, 4, 128, [17, 130])])
 def test_decode_attention(N: int, K: int, H: int, positions: list[int]) -> None:
+    check_decode_attention(N, K, H, positions)
+
+
+@pytest.mark.parametrize("query_scale", [1.0, 1e5], ids=["", "queries beyond float16"])
+@pytest.mark.parametrize(
+    ("N", "K", "H", "positions"), [(14, 2, 64, [0, 63, 64, 65, 300]), (28, 4, 128, [130, 64, 257])]
+)
+def test_the_ring(
+    N: int, K: int, H: int, positions: list[int], query_scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cuda":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("the ring is for devices of another kind")
+        monkeypatch.setenv(VARIABLE, Trial.RING.value)
+        taken = []
+        is_faster = decode_ring.is_faster
+        monkeypatch.setattr(decode_ring, "is_faster", lambda *a: taken.append(is_faster(*a)) or taken[-1])
+    else:
+        taken = [True]
+        monkeypatch.setattr(decode_ring, "is_faster", lambda *_: True)
+        kernel = interpreted(decode_ring, "ring_attention_kernel")
+        monkeypatch.setattr(decode_ring, "ring_attention_kernel", kernel)
+    check_decode_attention(N, K, H, positions, query_scale)
+    assert taken == [True]
+
+
+def check_decode_attention(N: int, K: int, H: int, positions: list[int], query_scale: float = 1.0) -> None:
+    """Queries as large as query_scale, whose scores are brought back to what they were by the attention's scale."""
     cache, B, D = Cache(positions, K, H), len(positions), 96
     qkv, x, bias = (torch.randn(*shape).to(DTYPE) for shape in ((B, (N + 2 * K) * H), (B, D), ((N + 2 * K) * H,)))
+    dtype = DTYPE if query_scale == 1.0 or DEVICE == "cuda" else torch.float32
+    qkv, x, bias = (tensor.to(dtype) for tensor in (qkv, x, bias))
+    qkv[:, : N * H] *= query_scale
+    bias[: N * H] *= query_scale
     limits = WorkLimits.of(K)
 
     def args(device: str) -> DecodeArgs:
@@ -91,15 +126,17 @@ def test_decode_attention(N: int, K: int, H: int, positions: list[int]) -> None:
         return DecodeArgs(
             rows_B=rows, position_R=position, table_RM=table, cos_LH=cos, sin_LH=sin, work=work,
             partial_out=partial_out, partial_ml=partial_ml, num_heads=N, num_kv_heads=K, head_dim=H,
-            scale=H**-0.5, eps=EPS,
+            scale=H**-0.5 / query_scale, eps=EPS,
         )  # fmt: skip
 
     here, reference = args(DEVICE), args("cpu")
+    rounded = [pool.cpu().clone() for pool in cache.small]
     plan_work(here.rows_B, here.position_R, here.work)
-    out = torch.full((B, N, H), float("nan"), dtype=DTYPE, device=DEVICE)
+    out = torch.full((B, N, H), float("nan"), dtype=dtype, device=DEVICE)
     decode_attention(*on_device(qkv, x, bias), *cache.small, out, here)
-    expected = decode_attention_reference(qkv, x, bias, *cache.plain, reference)
+    decode_attention_reference(qkv, x, bias, *cache.plain, reference)
     cache.check_written()
+    expected = decode_attention_reference(qkv, x, bias, *rounded, reference)
     close(out, expected)
 
 
