@@ -10,6 +10,7 @@ I intermediate dim · A = N·H · C = (N + 2K)·H.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from octavo.model.gpu.quant_products import QuantProducts, matrices_of
 from octavo.model.gpu.weights import GpuWeights, LayerWeights, Matrix
 from octavo.model.kernels.products.activation import silu_mul
 from octavo.model.kernels.products.gate_up import gate_up_product, is_faster
+from octavo.model.kernels.products.rounded import RoundedTokens, silu_round
 from octavo.model.kernels.rows import embed, rms_scale
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -116,19 +118,24 @@ class QuantizedFinish(PlainFinish):
         self._put(x_SD, attended_SNH.flatten(1), matrices_of(self.weights.layers[layer]).output)
         return x_SD
 
-    def activate(self, layer: int, x_SD: torch.Tensor) -> torch.Tensor:
-        """See FinishOps."""
+    def activate(self, layer: int, x_SD: torch.Tensor) -> Any:
+        """See FinishOps; rounded for the next product where that would round it."""
         gate_up_S2I, act_SI = self.buffers.gate_up_T2I[: len(x_SD)], self.buffers.act_TI[: len(x_SD)]
         self.multiply_gate_up(layer, x_SD, gate_up_S2I)
-        silu_mul(gate_up_S2I, x_SD, act_SI, self.weights.config.rms_norm_eps)
+        eps, down = self.weights.config.rms_norm_eps, matrices_of(self.weights.layers[layer]).down
+        if self._products.rounds_tokens(len(x_SD), x_SD.dtype, down):
+            tokens = RoundedTokens.empty(len(x_SD), act_SI.shape[1], x_SD.device)
+            silu_round(gate_up_S2I, x_SD, tokens, eps)
+            return tokens
+        silu_mul(gate_up_S2I, x_SD, act_SI, eps)
         return act_SI
 
-    def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor) -> torch.Tensor:
+    def add_down(self, layer: int, x_SD: torch.Tensor, act_SI: torch.Tensor | RoundedTokens) -> torch.Tensor:
         """See FinishOps."""
         self._put(x_SD, act_SI, matrices_of(self.weights.layers[layer]).down)
         return x_SD
 
-    def _put(self, x_SD: torch.Tensor, y_SQ: torch.Tensor, matrix: Matrix) -> None:
+    def _put(self, x_SD: torch.Tensor, y_SQ: torch.Tensor | RoundedTokens, matrix: Matrix) -> None:
         put = self._products.multiply if self.has_sums else self._products.add_product
         put(y_SQ, matrix, x_SD)
 

@@ -3,7 +3,8 @@
 How a product is computed depends on the number of tokens alone. Few: weights are turned into numbers in registers
 (model/kernels/products/quantized.py), which saves the time of reading them. Many: integers are unpacked into a matrix
 that all layers share and cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, a scale for each, where the
-device has instructions for it. Norms are folded into e4m3 weights before they are rounded, and into the inputs of
+device has instructions for it: by our kernel for a decode step's batch (model/kernels/products/rounded.py), by the
+library for prompts. Norms are folded into e4m3 weights before they are rounded, and into the inputs of
 integers.
 
 Legend: T tokens · D model dim · O outputs · I inputs.
@@ -21,9 +22,17 @@ from octavo.model.kernels.products.quantized import (
     quant_add_product,
     quant_product,
 )
+from octavo.model.kernels.products.rounded import (
+    MOST_TOKENS,
+    RoundedTokens,
+    room_of,
+    rounded_add_product,
+    rounded_product,
+)
+from octavo.model.kernels.products.split_k import SplitKRoom
 from octavo.model.kernels.products.unpack import round_rows, unpack_weight
 from octavo.model.quantization.grouped import GroupedWeight
-from octavo.model.quantization.rounding import FP8, Fp8Weight
+from octavo.model.quantization.rounding import Fp8Weight
 
 FEW_TOKENS, FEW_TOKENS_FP8 = 64, 32
 """Up to here weights are turned into numbers in registers (bench/RESULTS.md)."""
@@ -31,10 +40,12 @@ FEW_TOKENS, FEW_TOKENS_FP8 = 64, 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantProducts:
-    """Scratch for the products of one stream. plain: room for the largest unpacked matrix, None where nothing is."""
+    """Scratch for the products of one stream. plain: room for the largest unpacked matrix, None where nothing is. room:
+    for products with rounded tokens, None where there are none."""
 
     scratch: QuantScratch
     plain: torch.Tensor | None
+    room: SplitKRoom | None = None
     few_tokens: int = FEW_TOKENS
 
     @classmethod
@@ -48,31 +59,52 @@ class QuantProducts:
         )
         sizes = [matrix.num_outputs * matrix.num_inputs for matrix in every if needs_plain(matrix, weights.dtype)]
         plain = torch.empty(max(sizes), dtype=weights.dtype, device=device) if sizes else None
-        return cls(scratch, plain)
+        rounding = [(m.num_outputs, m.num_inputs) for m in every if not needs_plain(m, weights.dtype)]
+        return cls(scratch, plain, room_of(sorted(set(rounding)), device) if rounding else None)
 
-    def multiply(self, x_TI: torch.Tensor, weight: Matrix, out_TO: torch.Tensor) -> None:
-        """out_TO = x_TI @ weight^T, without bias."""
-        if isinstance(weight, torch.Tensor):
+    def rounds_tokens(self, num_tokens: int, dtype: torch.dtype, weight: Matrix) -> bool:
+        """Whether products of so many tokens with this are computed with e4m3 tokens."""
+        if not isinstance(weight, Fp8Weight) or self._are_few(num_tokens, weight):
+            return False
+        return not needs_plain(weight, dtype)
+
+    def multiply(self, x_TI: torch.Tensor | RoundedTokens, weight: Matrix, out_TO: torch.Tensor) -> None:
+        """out_TO = x_TI @ weight^T, without bias. x_TI: rounded where `rounds_tokens`, or not yet."""
+        if isinstance(x_TI, RoundedTokens) or self.rounds_tokens(len(x_TI), x_TI.dtype, weight):
+            assert isinstance(weight, Fp8Weight)
+            self._multiply_rounded(rounded(x_TI), weight, out_TO)
+        elif isinstance(weight, torch.Tensor):
             torch.mm(x_TI, weight.T, out=out_TO)
         elif self._are_few(len(x_TI), weight):
             quant_product(x_TI, weight, out_TO, self.scratch)
-        elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
-            multiply_rounded(x_TI, weight, out_TO)
         else:
             torch.mm(x_TI, self._unpacked(weight).T, out=out_TO)
 
-    def add_product(self, x_TI: torch.Tensor, weight: Matrix, out_TO: torch.Tensor) -> None:
-        """out_TO += x_TI @ weight^T, without bias."""
-        if isinstance(weight, torch.Tensor):
+    def add_product(self, x_TI: torch.Tensor | RoundedTokens, weight: Matrix, out_TO: torch.Tensor) -> None:
+        """out_TO += x_TI @ weight^T; else as `multiply`."""
+        if isinstance(x_TI, RoundedTokens) or self.rounds_tokens(len(x_TI), x_TI.dtype, weight):
+            assert isinstance(weight, Fp8Weight)
+            self._add_rounded(rounded(x_TI), weight, out_TO)
+        elif isinstance(weight, torch.Tensor):
             out_TO.addmm_(x_TI, weight.T)
         elif self._are_few(len(x_TI), weight):
             quant_add_product(x_TI, weight, out_TO, self.scratch)
-        elif isinstance(weight, Fp8Weight) and not needs_plain(weight, x_TI.dtype):
-            product_TO = torch.empty_like(out_TO)
-            multiply_rounded(x_TI, weight, product_TO)
-            out_TO.add_(product_TO)
         else:
             out_TO.addmm_(x_TI, self._unpacked(weight).T)
+
+    def _multiply_rounded(self, tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor) -> None:
+        if len(tokens) <= MOST_TOKENS and self.room is not None:
+            rounded_product(tokens, weight, out_TO, self.room)
+        else:
+            multiply_by_library(tokens, weight, out_TO)
+
+    def _add_rounded(self, tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor) -> None:
+        if len(tokens) <= MOST_TOKENS and self.room is not None:
+            rounded_add_product(tokens, weight, out_TO, self.room)
+        else:
+            product_TO = torch.empty_like(out_TO)
+            multiply_by_library(tokens, weight, product_TO)
+            out_TO.add_(product_TO)
 
     def _are_few(self, num_tokens: int, weight: QuantizedWeight) -> bool:
         few = self.few_tokens if self.plain is not None else min(self.few_tokens, FEW_TOKENS_FP8)
@@ -96,13 +128,19 @@ def needs_plain(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     return not is_aligned or torch.cuda.get_device_capability(weight.code_OI.device) < (8, 9)
 
 
-def multiply_rounded(x_TI: torch.Tensor, weight: Fp8Weight, out_TO: torch.Tensor) -> None:
-    """out_TO (bf16) = x_TI, rounded to e4m3 token by token, @ weight^T (`Fp8Weight.multiply_rounded`)."""
-    code_TI = torch.empty(x_TI.shape, dtype=FP8, device=x_TI.device)
-    scale_T = torch.empty(len(x_TI), dtype=torch.float32, device=x_TI.device)
-    round_rows(x_TI, code_TI, scale_T)
+def rounded(x_TI: torch.Tensor | RoundedTokens) -> RoundedTokens:
+    """To e4m3 token by token, if it is not yet."""
+    if isinstance(x_TI, RoundedTokens):
+        return x_TI
+    tokens = RoundedTokens.empty(x_TI.shape[0], x_TI.shape[1], x_TI.device)
+    round_rows(x_TI, tokens.code_TI, tokens.scale_T)
+    return tokens
+
+
+def multiply_by_library(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor) -> None:
+    """out_TO (bf16) = tokens @ weight^T (`Fp8Weight.multiply_rounded`)."""
     torch._scaled_mm(
-        code_TI, weight.code_OI.T, scale_a=scale_T[:, None], scale_b=weight.scale_O[None, :],
+        tokens.code_TI, weight.code_OI.T, scale_a=tokens.scale_T[:, None], scale_b=weight.scale_O[None, :],
         out_dtype=torch.bfloat16, use_fast_accum=True, out=out_TO,
     )  # fmt: skip
 
