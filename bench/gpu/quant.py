@@ -104,28 +104,32 @@ def time_engines(shape: str, ways: list[str], turns: int) -> None:
 class Steps:
     """One row's steps over a pool of its own, as a worker makes them."""
 
-    def __init__(self, folder: Path, way: str, *, max_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, way: str, *, max_tokens: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         weights, kv_dtype = WAYS[way]
-        model = load_model(folder, dtype=torch.bfloat16, device="cuda")
+        self._device = device
+        model = load_model(folder, dtype=dtype, device=device)
         if kv_dtype is FP8:
             fold_cache_scales(model)
         taken = GpuWeights.take(model, max_positions=max_tokens + BLOCK_SIZE, weight_format=WEIGHTS[weights])
         width = -(-max_tokens // BLOCK_SIZE)
-        self._state = RowState(num_slots=1, table_width=width, scratch_block=width, device=torch.device("cuda"))
-        kv = KvPool(model.config, width + 1, BLOCK_SIZE, kv_dtype, "cuda")
+        self._state = RowState(num_slots=1, table_width=width, scratch_block=width, device=torch.device(device))
+        kv = KvPool(model.config, width + 1, BLOCK_SIZE, kv_dtype if kv_dtype is FP8 else dtype, device)
         self._decode = DecodeStep(taken, self._state, kv, max_batch=1, vocab_size=model.config.vocab_size)
         self._mixed = MixedStep(self._decode, max_tokens=max_tokens)
-        self._state.table_RM[0] = torch.randperm(width, device="cuda").int()
+        self._state.table_RM[0] = torch.randperm(width, device=device).int()
 
     def logits_of_prompt(self, ids: Sequence[int]) -> torch.Tensor:
         """float32 [T, V] on the CPU, all tokens in one step."""
         T = len(ids)
-        tokens_T = torch.arange(T, dtype=torch.int32, device="cuda")
-        none_T = torch.zeros(0, dtype=torch.int32, device="cuda")
+        tokens_T = torch.arange(T, dtype=torch.int32, device=self._device)
+        ids_T = torch.tensor(ids, dtype=torch.int32, device=self._device)
+        tiles_W4 = torch.from_numpy(list_tiles([(0, 0, 0, T)])).to(self._device)
+        none = tokens_T[:0]
         inputs = MixedInputs(
-            num_decodes=0, ids_T=torch.tensor(ids, dtype=torch.int32, device="cuda"), row_T=torch.zeros_like(tokens_T),
-            position_T=tokens_T, tiles_W4=torch.from_numpy(list_tiles([(0, 0, 0, T)])).cuda(), last_S=none_T,
-            rows_S=none_T, ended_E=none_T, position_E=none_T,
+            num_decodes=0, ids_T=ids_T, row_T=torch.zeros_like(tokens_T), position_T=tokens_T, tiles_W4=tiles_W4,
+            last_S=none, rows_S=none, ended_E=none, position_E=none,
         )  # fmt: skip
         self._mixed.forward(inputs)
         return self._decode.project(self._mixed.hidden(slice(0, T))).float().cpu()
@@ -136,8 +140,8 @@ class Steps:
         for position, token in enumerate(ids):
             self._state.position_R[0], self._state.last_token_R[0], self._decode.rows_B[0] = position, token, 0
             self._decode.run(1)
-            rows.append(self._decode.logits_BV[:1].float())
-        return torch.cat(rows).cpu()
+            rows.append(self._decode.logits_BV[:1].to("cpu", torch.float32, copy=True))
+        return torch.cat(rows)
 
 
 def measure_exactness(folder: Path, texts: Sequence[Sequence[int]]) -> dict[str, RoundingError]:
