@@ -25,7 +25,6 @@ from octavo.model.kernels.small_batch.attention import (
 )
 from octavo.model.kernels.small_batch.launch import Cut
 from octavo.model.kernels.small_batch.qkv import small_batch_qkv, small_batch_qkv_reference
-from octavo.model.kernels.trials import VARIABLE, Trial
 from octavo.model.quantization.rounding import FP8, to_fp8
 from tests.support.model.gluon import interpreted
 from tests.support.model.interpreter import convert_to_e4m3_as_devices_do
@@ -80,7 +79,8 @@ def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("N", "K", "H", "positions"), [(14, 2, 64, [0, 63, 200]), (4, 4, 128, [17, 130])])
-def test_decode_attention(N: int, K: int, H: int, positions: list[int]) -> None:
+def test_decode_attention(N: int, K: int, H: int, positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_ring, "is_faster", lambda *_: False)
     check_decode_attention(N, K, H, positions)
 
 
@@ -94,7 +94,6 @@ def test_the_ring(
     if DEVICE == "cuda":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("the ring is for devices of another kind")
-        monkeypatch.setenv(VARIABLE, Trial.RING.value)
         taken = []
         is_faster = decode_ring.is_faster
         monkeypatch.setattr(decode_ring, "is_faster", lambda *a: taken.append(is_faster(*a)) or taken[-1])
