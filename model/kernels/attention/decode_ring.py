@@ -48,8 +48,8 @@ SMALL_RINGS = {64: Ring(tokens=64, tiles=3, parts=16), 128: Ring(tokens=64, tile
 
 
 def is_faster(qkv_BC: torch.Tensor, k_pool_PKSH: torch.Tensor, num_heads: int) -> bool:
-    """Whether this is the kernel to take: 16-bit numbers over a cache of the same or of e4m3, heads that it was measured
-    with, on a device of the kind."""
+    """Whether this is the kernel to take: 16-bit numbers over a cache of the same or of e4m3, heads that it was
+    measured with, on a device of the kind."""
     _, K, _, H = k_pool_PKSH.shape
     return (
         qkv_BC.is_cuda
