@@ -18,10 +18,10 @@ from octavo.model.verify.rounding_error import Rounding, RoundingError, measure,
 
 ROUNDINGS = {
     "int8": Rounding.INT8_WEIGHTS_AND_INPUTS,
-    "fp8": Rounding.FP8_WEIGHTS,
+    "fp8": Rounding.FP8_WEIGHTS_AND_TOKENS,
     "int8-weights": Rounding.INT8_WEIGHTS,
 }
-"""By the name that `--quantization` has for it, as a CPU rounds."""
+"""By the name that `--quantization` has for it, as a CPU rounds; fp8 as a GPU does for prompts and larger batches."""
 CACHES = {"fp8": FP8}
 """By the name that `--kv-cache-dtype` has for it."""
 
