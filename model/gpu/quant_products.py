@@ -3,9 +3,8 @@
 How a product is computed depends on the number of tokens alone. Few: weights are turned into numbers in registers
 (model/kernels/products/quantized.py), which saves the time of reading them. Many: integers are unpacked into a matrix
 that all layers share and cuBLAS multiplies; e4m3 weights are multiplied by e4m3 tokens, a scale for each, where the
-device has instructions for it: by our kernel for a decode step's batch (model/kernels/products/rounded.py), by the
-library for prompts. Norms are folded into e4m3 weights before they are rounded, and into the inputs of
-integers.
+device has instructions for it: by our kernel up to 64 tokens (model/kernels/products/rounded.py), by the library
+beyond. Norms are folded into e4m3 weights before they are rounded, and into the inputs of integers.
 
 Legend: T tokens · D model dim · O outputs · I inputs.
 """

@@ -2,7 +2,7 @@
 
     out[t, o] (+)= scale[t] * scale[o] * sum over i of code[t, i] * code[o, i]
 
-A library does prompts' products well. Those of a decode step's batch it cuts into fewer tiles than there are
+A library does products of many tokens well. Those of some dozens it cuts into fewer tiles than there are
 multiprocessors, and adds nothing to a residual stream: here inputs are cut into splits, too, as in
 model/kernels/products/split_k.py, and what is added to is read where the sum is complete.
 
@@ -44,37 +44,24 @@ class RoundedTokens:
         return len(self.scale_T)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedCut:
-    """A tile's cut without splits, and how many programs the device runs at once."""
-
-    cut: SplitKCut
-    programs: int
+CUT = SplitKCut(outputs=128, tokens=64, inputs=INPUTS, warps=4, stages=6)
+PROGRAMS = 132  # that an H200 runs at once: one on each multiprocessor
+MOST_TOKENS = 64
+"""Beyond, the library was as fast or faster in whole steps (bench/RESULTS.md)."""
 
 
-CUTS = {
-    64: RoundedCut(cut=SplitKCut(outputs=128, tokens=64, inputs=INPUTS, warps=4, stages=4), programs=264),
-    128: RoundedCut(cut=SplitKCut(outputs=128, tokens=128, inputs=INPUTS, warps=8, stages=4), programs=132),
-    256: RoundedCut(cut=SplitKCut(outputs=128, tokens=256, inputs=INPUTS, warps=8, stages=4), programs=132),
-}
-"""By tokens: each serves those below it down to the one before (bench/RESULTS.md)."""
-MOST_TOKENS = 256
-"""From here on the library is as fast or faster."""
-
-
-def cut_of(num_tokens: int, num_outputs: int, num_inputs: int) -> SplitKCut:
+def cut_of(num_outputs: int, num_inputs: int) -> SplitKCut:
     """As many splits as give every multiprocessor a program."""
-    kind = CUTS[next(size for size in CUTS if num_tokens <= size)]
-    tiles, blocks = kind.cut.num_tiles(num_tokens, num_outputs), -(-num_inputs // INPUTS)
-    return replace(kind.cut, splits=max(1, min(MAX_SPLITS, kind.programs // tiles, blocks // LEAST_BLOCKS)))
+    tiles, blocks = CUT.num_tiles(MOST_TOKENS, num_outputs), -(-num_inputs // INPUTS)
+    return replace(CUT, splits=max(1, min(MAX_SPLITS, PROGRAMS // tiles, blocks // LEAST_BLOCKS)))
 
 
 def room_of(shapes: list[tuple[int, int]], device: torch.device | str) -> SplitKRoom:
     """For products with matrices of these outputs and inputs, of up to MOST_TOKENS."""
-    each = [(size, O, cut_of(size, O, I)) for size in CUTS for O, I in shapes]
+    each = [(O, cut_of(O, I)) for O, I in shapes]
     return SplitKRoom.allocate(
-        num_elements=max(cut.part_elements(size, O) for size, O, cut in each),
-        num_tiles=max(cut.num_tiles(size, O) for size, O, cut in each),
+        num_elements=max(cut.part_elements(MOST_TOKENS, O) for O, cut in each),
+        num_tiles=max(cut.num_tiles(MOST_TOKENS, O) for O, cut in each),
         device=device,
     )
 
@@ -156,7 +143,7 @@ def _launch(tokens: RoundedTokens, weight: Fp8Weight, out_TO: torch.Tensor, room
         raise ValueError(f"code_TI has {T} tokens, more than {MOST_TOKENS}")
     if not T:
         return
-    cut = cut_of(T, O, I)
+    cut = cut_of(O, I)
     tiles = cut.num_tiles(T, O)
     if cut.splits > 1 and (room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
         raise ValueError(f"room has {room.parts.numel()} elements and {len(room.arrived)} tiles, too few for {cut}")

@@ -85,9 +85,7 @@ def test_decode_attention(N: int, K: int, H: int, positions: list[int], monkeypa
 
 
 @pytest.mark.parametrize("query_scale", [1.0, 1e5], ids=["", "queries beyond float16"])
-@pytest.mark.parametrize(
-    ("N", "K", "H", "positions"), [(14, 2, 64, [0, 63, 64, 65, 300]), (28, 4, 128, [130, 64, 257])]
-)
+@pytest.mark.parametrize(("N", "K", "H", "positions"), [(28, 4, 128, [130, 64, 257]), (4, 4, 128, [0, 63, 65])])
 def test_the_ring(
     N: int, K: int, H: int, positions: list[int], query_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

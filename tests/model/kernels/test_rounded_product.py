@@ -34,7 +34,7 @@ def weight_of(O: int, I: int) -> Fp8Weight:
 
 
 @pytest.mark.parametrize(
-    ("T", "O", "I"), [(1, 200, 128), (37, 72, 2048), (64, 130, 1040), (100, 256, 896), (200, 100, 1536), (256, 64, 512)]
+    ("T", "O", "I"), [(1, 200, 128), (37, 72, 2048), (64, 130, 1040), (50, 256, 896), (33, 3584, 128)]
 )
 def test_products_equal_their_reference(T: int, O: int, I: int) -> None:
     torch.manual_seed(0)
@@ -53,16 +53,16 @@ def test_products_equal_their_reference(T: int, O: int, I: int) -> None:
     torch.testing.assert_close(added.cpu().float(), start.float() + expected, atol=3e-2, rtol=2e-2)
 
 
-def test_every_batch_has_a_cut_that_its_room_is_for() -> None:
+def test_every_matrix_has_a_cut_that_the_room_is_for() -> None:
     shapes = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (16, 16)]
     room = room_of(shapes, "meta")
-    for T in range(1, MOST_TOKENS + 1):
-        for O, I in shapes:
-            cut = cut_of(T, O, I)
-            assert cut.tokens * cut.num_tiles(T, 1) >= T
-            assert cut.part_elements(T, O) <= room.parts.numel()
-            assert cut.num_tiles(T, O) <= len(room.arrived)
-            assert -(-I // cut.inputs) >= cut.splits, "a split without inputs"
+    for O, I in shapes:
+        cut = cut_of(O, I)
+        assert cut.num_tiles(MOST_TOKENS, 1) == 1
+        assert cut.part_elements(MOST_TOKENS, O) <= room.parts.numel()
+        assert cut.num_tiles(MOST_TOKENS, O) <= len(room.arrived)
+        assert -(-I // cut.inputs) >= cut.splits, "a split without inputs"
+    assert cut_of(3584, 18944).splits == 4
 
 
 def test_more_tokens_than_the_kernel_has_cuts_for_are_refused() -> None:
