@@ -4,7 +4,7 @@ bits whatever else is in the batch (docs/decisions/0006-deterministic-mode.md).
 Decoded tokens and prompts' tokens differ in nothing but how their attention is listed. The slow references are those of
 model/gpu/layers.py.
 
-Legend: T tokens, decodes first · B decodes · S sampled tokens · N query heads · H head dim · D model dim · W tiles.
+Legend: T tokens, decodes first · S sampled tokens · N query heads · H head dim · D model dim.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.model.attention.kv_pool import KvPool
+from octavo.model.gpu.invariant_attention import MostTokens, StepAttention, StepTokens, attention_of
 from octavo.model.gpu.layers import LayerBuffers, SumsInPlace, run_layers
 from octavo.model.gpu.overlapping_layers import (
     GATE_UP_OF_MANY,
@@ -23,10 +24,6 @@ from octavo.model.gpu.overlapping_layers import (
 )
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
-from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
-from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
-from octavo.model.kernels.attention.prefill import QUERY_TILE
-from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.activation import invariant_silu_mul
 from octavo.model.kernels.products.invariant import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
@@ -39,9 +36,9 @@ from octavo.model.kernels.rows import rms_norm
 
 
 class InvariantLayers:
-    """For up to max_tokens tokens of which up to max_decodes are decodes, and max_chunks chunks of prompts.
+    """For steps of up to `most` tokens.
 
-    parts: what another step's attention has, to be shared; only one of the two runs at a time.
+    beside: another step's layers, whose room is shared; only one of the two runs at a time.
     """
 
     def __init__(
@@ -50,23 +47,18 @@ class InvariantLayers:
         state: RowState,
         kv: KvPool,
         buffers: LayerBuffers,
+        most: MostTokens,
         *,
-        max_tokens: int,
-        max_decodes: int,
-        max_chunks: int,
-        parts: AttentionParts | None = None,
+        beside: "InvariantLayers | None" = None,
     ) -> None:
         config, device = weights.config, weights.embed_VD.device
-        self.weights, self.state, self.kv, self.buffers = weights, state, kv, buffers
-        heads = config.num_attention_heads
-        self.q_TNH = torch.empty(max_tokens, heads, config.head_dim, dtype=weights.dtype, device=device)
-        self._position_T = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.weights, self.buffers = weights, buffers
         matrices = [config.vocab_size, config.hidden_size]
         for layer in weights.layers[:1]:
             shapes = [
                 (len(each), each.shape[1]) for each in (layer.qkv_CD, layer.o_DA, layer.gate_up_ED, layer.down_DI)
             ]
-        room = max(part_elements(max(max_tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
+        room = max(part_elements(max(most.tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
         self.part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
         self.overlap, self._room = Overlap.NONE, None
         self._cuts, self._cuts_of_many = dict[int, OverlappingCuts](), OverlappingCuts()
@@ -75,36 +67,23 @@ class InvariantLayers:
             self._cuts = {size: all_cuts_of(config, size) for size in OVERLAPPING_SIZES}
             self._cuts_of_many = OverlappingCuts(gate_up=GATE_UP_OF_MANY)
             self._room = overlapping_room(config, device)
-        self.work = InvariantWork.allocate(
-            max_decodes=max_decodes,
-            max_tiles=max_tokens // QUERY_TILE + max_chunks if max_chunks else 0,
-            max_context=state.table_RM.shape[1] * kv.block_size,
-            tile_tokens=tile_tokens(heads, config.num_key_value_heads),
-            device=device,
-        )
-        self.parts = parts or AttentionParts.allocate(max_decodes, self.work.max_chunks, heads, config.head_dim, device)
+        others = None if beside is None else beside.attention
+        self.attention: StepAttention = attention_of(weights, state, kv, most, self.overlap, others)
 
-    def run(
-        self,
-        x_TD: torch.Tensor,
-        row_T: torch.Tensor,
-        position_T: torch.Tensor,
-        tiles_W4: torch.Tensor,
-        num_decodes: int,
-    ) -> None:
-        """Take x_TD, a view of the buffers', through every layer, in place, writing the caches of row_T.
+    def plan(self, tokens: StepTokens) -> None:
+        """Before the step's embedding: what all layers' attention reads is complete behind it."""
+        self.attention.plan(tokens)
 
-        All int32. position_T: of all tokens, read behind the decodes (they stand where the state says). tiles_W4: of
-        the chunks (model/kernels/attention/prefill.py).
-        """
-        B, T, state = num_decodes, len(x_TD), self.state
-        places_T = self._position_T[:T]
-        if B:
-            torch.index_select(state.position_R, 0, row_T[:B], out=places_T[:B])
-        if B < T:
-            places_T[B:].copy_(position_T[B:T])
-        plan_invariant_work(row_T[:B], state.position_R, tiles_W4, self.work)
-        run_layers(self.weights, _InvariantOps(self, row_T, places_T, B), x_TD)
+    def run(self, x_TD: torch.Tensor, tokens: StepTokens) -> None:
+        """Take x_TD, a view of the buffers', through every layer, in place, writing the caches of the planned
+        tokens."""
+        run_layers(self.weights, _InvariantOps(self, tokens), x_TD)
+
+    def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
+        """The heads of one layer, in the buffers."""
+        out_TNH = self.buffers.out_TNH[: len(x_TD)]
+        self.attention.attend(layer, x_TD, qkv_TC, out_TNH, tokens)
+        return out_TNH
 
     def cuts(self, num_tokens: int) -> OverlappingCuts:
         """How overlapping products of so many tokens are cut: none of them on other devices, few of them for so many
@@ -158,9 +137,7 @@ class _InvariantOps(SumsInPlace):
     place."""
 
     layers: InvariantLayers
-    row_T: torch.Tensor
-    place_T: torch.Tensor
-    num_decodes: int
+    tokens: StepTokens
 
     @property
     def weights(self) -> GpuWeights:  # type: ignore[override]
@@ -174,24 +151,12 @@ class _InvariantOps(SumsInPlace):
         return qkv_TC
 
     def write_qkv(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
-        own, weights, matrices = self.layers, self.weights, self.weights.layers[layer]
-        q_TNH = own.q_TNH[: len(x_TD)]
-        rope_write(
-            qkv_TC, x_TD, matrices.qkv_bias_C, q_TNH, own.kv.k_pools[layer], own.kv.v_pools[layer], self.row_T,
-            self.place_T, own.state.table_RM, weights.cos_LH, weights.sin_LH, weights.config.rms_norm_eps,
-            matrices.qk_norm_2H, overlap=own.overlap,
-        )  # fmt: skip
-        return q_TNH
+        """See LayerOps: passes qkv_TC on."""
+        return qkv_TC
 
-    def attend(self, layer: int, x_TD: torch.Tensor, q_TNH: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, x_TD: torch.Tensor, qkv_TC: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
-        own, out_TNH = self.layers, self.layers.buffers.out_TNH[: len(x_TD)]
-        invariant_attention(
-            q_TNH, own.kv.k_pools[layer], own.kv.v_pools[layer], out_TNH, own.state.table_RM, own.work, own.parts,
-            self.weights.config.scale, num_decodes=self.num_decodes, overlap=own.overlap,
-        )  # fmt: skip
-        return out_TNH
+        return self.layers.attend(layer, x_TD, qkv_TC, self.tokens)
 
     def add_output(self, layer: int, x_TD: torch.Tensor, attended_TNH: torch.Tensor) -> torch.Tensor:
         """See FinishOps."""

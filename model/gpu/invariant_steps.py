@@ -11,6 +11,7 @@ import torch
 from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.autotune import Autotuner
 from octavo.model.gpu.decode_step import DecodeStep
+from octavo.model.gpu.invariant_attention import MostTokens, StepTokens
 from octavo.model.gpu.invariant_layers import InvariantLayers
 from octavo.model.gpu.layers import embed_tokens
 from octavo.model.gpu.mixed_step import MixedInputs, MixedStep
@@ -42,17 +43,18 @@ class InvariantDecodeStep(DecodeStep):
         super().__init__(weights, state, kv, max_batch=max_batch, vocab_size=vocab_size, rows_B=rows_B)
         self.autotuner = Autotuner.cublas_only()  # nothing to choose, nothing to measure
         device = weights.embed_VD.device
-        self.layers = InvariantLayers(
-            weights, state, kv, self.buffers, max_tokens=max_batch, max_decodes=max_batch, max_chunks=0
-        )
+        most = MostTokens(tokens=max_batch, decodes=max_batch, chunks=0)
+        self.layers = InvariantLayers(weights, state, kv, self.buffers, most)
         self._none_B = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
         self._no_tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
 
     def run(self, batch_size: int) -> None:
         """See DecodeStep.run."""
         rows_B, x_BD = self.rows_B[:batch_size], self.buffers.x_TD[:batch_size]
+        tokens = StepTokens(row_T=rows_B, position_T=rows_B, tiles_W4=self._no_tiles, num_decodes=batch_size)
+        self.layers.plan(tokens)
         embed_tokens(self.weights, self._none_B[:batch_size], rows_B, self.state.last_token_R, x_BD)
-        self.layers.run(x_BD, rows_B, rows_B, self._no_tiles, batch_size)
+        self.layers.run(x_BD, tokens)
         self.sample(x_BD, rows_B)
 
     def project(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -76,22 +78,24 @@ class InvariantMixedStep(MixedStep):
         super().__init__(decode, max_tokens=max_tokens)
         num_rows = len(decode.state.position_R)
         self._state = decode.state
+        most = MostTokens(
+            tokens=max_tokens,
+            decodes=max(num_rows, len(decode.rows_B)),
+            chunks=max(num_rows, len(decode.token_B)),
+        )
         self._layers = InvariantLayers(
-            decode.weights,
-            decode.state,
-            decode.kv,
-            self._buffers,
-            max_tokens=max_tokens,
-            max_decodes=max(num_rows, len(decode.rows_B)),
-            max_chunks=max(num_rows, len(decode.token_B)),
-            parts=decode.layers.parts,
+            decode.weights, decode.state, decode.kv, self._buffers, most, beside=decode.layers
         )
 
     def forward(self, inputs: MixedInputs) -> None:
         """See MixedStep.forward; here through the last layer's end."""
         x_TD = self._buffers.x_TD[: len(inputs.ids_T)]
+        tokens = StepTokens(
+            row_T=inputs.row_T, position_T=inputs.position_T, tiles_W4=inputs.tiles_W4, num_decodes=inputs.num_decodes
+        )
+        self._layers.plan(tokens)
         embed_tokens(self.weights, inputs.ids_T, inputs.row_T, self._state.last_token_R, x_TD)
-        self._layers.run(x_TD, inputs.row_T, inputs.position_T, inputs.tiles_W4, inputs.num_decodes)
+        self._layers.run(x_TD, tokens)
 
     def finish(self, index_S: torch.Tensor) -> torch.Tensor:
         """See MixedStep.finish."""

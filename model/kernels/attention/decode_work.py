@@ -8,6 +8,9 @@ sequence, the larger halves before the smaller: programs start in this order, an
 
     positions [ 70, 300, 10 ], chunk 128   ->   whole chunks (1,0) (1,1), then ends (0,0) (1,2) (2,0); first parts 0 1 4
 
+In deterministic mode chunks are of one length whatever the batch (`FixedChunks`), and the new token is in one of them,
+as it will be for the tokens behind it.
+
 Legend: B sequences of the batch · R rows of the state · W capacity of the list.
 """
 
@@ -47,6 +50,18 @@ class WorkLimits:
         return max(self.min_chunk_tokens, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedChunks:
+    """Chunks of so many tokens at absolute positions, of contexts of up to max_context tokens."""
+
+    tokens: int
+    max_context: int
+
+    def capacity(self, batch_size: int) -> int:
+        """Items that a batch can have at most."""
+        return batch_size * -(-self.max_context // self.tokens)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
     """The list, all int32 on the device. count_1: number of items.
@@ -56,14 +71,18 @@ class DecodeWork:
     between launches.
     """
 
-    limits: WorkLimits
+    limits: WorkLimits | FixedChunks
     count_1: torch.Tensor
     item_W8: torch.Tensor
     arrived_BK: torch.Tensor
 
     @classmethod
     def allocate(
-        cls, max_batch: int, num_kv_heads: int, device: torch.device | str, limits: WorkLimits | None = None
+        cls,
+        max_batch: int,
+        num_kv_heads: int,
+        device: torch.device | str,
+        limits: WorkLimits | FixedChunks | None = None,
     ) -> "DecodeWork":
         """Room for any lengths of up to max_batch sequences."""
         limits = limits or WorkLimits.of(num_kv_heads)
@@ -79,14 +98,18 @@ class DecodeWork:
         )
 
 
-def plan_work_reference(rows_B: list[int], positions_B: list[int], limits: WorkLimits) -> list[tuple[int, ...]]:
+def plan_work_reference(
+    rows_B: list[int], positions_B: list[int], limits: WorkLimits | FixedChunks
+) -> list[tuple[int, ...]]:
     """The obvious reference of `plan_work`: the items."""
-    chunk = limits.chunk_tokens(sum(positions_B))
+    is_fixed = isinstance(limits, FixedChunks)
+    chunk = limits.tokens if isinstance(limits, FixedChunks) else limits.chunk_tokens(sum(positions_B))
     whole, large_ends, small_ends, first = [], [], [], 0
     for b, (row, position) in enumerate(zip(rows_B, positions_B, strict=True)):
-        count = max(1, -(-position // chunk))
+        length = position + is_fixed
+        count = max(1, -(-length // chunk))
         for c in range(count):
-            end = min((c + 1) * chunk, position)
+            end = min((c + 1) * chunk, length)
             ends = large_ends if 2 * (end - c * chunk) > chunk else small_ends
             (whole if c + 1 < count else ends).append((b, row, position, c * chunk, end, c, count, first))
         first += count
@@ -95,14 +118,14 @@ def plan_work_reference(rows_B: list[int], positions_B: list[int], limits: WorkL
 
 
 @triton.jit
-def _put_item(item_W8, at, mask, b, row, position, chunk, c, count, first):
+def _put_item(item_W8, at, mask, b, row, position, length, chunk, c, count, first):
     item = item_W8 + at * 8
     begin = c * chunk
     tl.store(item, b, mask=mask)
     tl.store(item + 1, row, mask=mask)
     tl.store(item + 2, position, mask=mask)
     tl.store(item + 3, begin, mask=mask)
-    tl.store(item + 4, tl.minimum(begin + chunk, position), mask=mask)
+    tl.store(item + 4, tl.minimum(begin + chunk, length), mask=mask)
     tl.store(item + 5, c, mask=mask)
     tl.store(item + 6, count, mask=mask)
     tl.store(item + 7, first, mask=mask)
@@ -111,26 +134,31 @@ def _put_item(item_W8, at, mask, b, row, position, chunk, c, count, first):
 @triton.jit
 def _plan_work_kernel(
     rows_B, position_R, count_1, item_W8, batch_size,
-    TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, BATCH: tl.constexpr,
+    TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, FIXED: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BATCH)
     is_row = b < batch_size
     row = tl.load(rows_B + b, mask=is_row, other=0)
     position = tl.load(position_R + row, mask=is_row, other=0)
-    even = tl.cdiv(tl.sum(position, 0), TARGET)
-    chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
-    count = tl.where(is_row, tl.maximum(tl.cdiv(position, chunk), 1), 0)
+    if FIXED:
+        length = position + 1
+        chunk = FIXED
+    else:
+        length = position
+        even = tl.cdiv(tl.sum(position, 0), TARGET)
+        chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
+    count = tl.where(is_row, tl.maximum(tl.cdiv(length, chunk), 1), 0)
     first = tl.cumsum(count, 0) - count
     whole = tl.where(is_row, count - 1, 0)
     at = tl.cumsum(whole, 0) - whole
     for c in range(tl.max(whole, 0)):
-        _put_item(item_W8, at + c, c < whole, b, row, position, chunk, tl.zeros_like(b) + c, count, first)
-    is_large = is_row & (2 * (position - whole * chunk) > chunk)
+        _put_item(item_W8, at + c, c < whole, b, row, position, length, chunk, tl.zeros_like(b) + c, count, first)
+    is_large = is_row & (2 * (length - whole * chunk) > chunk)
     is_small = is_row & (is_large == 0)
     large, small = is_large.to(tl.int32), is_small.to(tl.int32)
     num_whole, num_large = tl.sum(whole, 0), tl.sum(large, 0)
     at = num_whole + tl.where(is_large, tl.cumsum(large, 0) - 1, num_large + tl.cumsum(small, 0) - 1)
-    _put_item(item_W8, at, is_row, b, row, position, chunk, whole, count, first)
+    _put_item(item_W8, at, is_row, b, row, position, length, chunk, whole, count, first)
     tl.store(count_1, tl.sum(count, 0))
 
 
@@ -144,8 +172,12 @@ def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) 
     check_tensor("position_R", position_R, shape=(None,), dtype=torch.int32)
     if batch_size > len(work.arrived_BK):
         raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.arrived_BK)}")
+    limits = work.limits
+    cuts = (
+        (0, 0, limits.tokens) if isinstance(limits, FixedChunks) else (limits.target_items, limits.min_chunk_tokens, 0)
+    )
     _plan_work_kernel[(1,)](
         rows_B, position_R, work.count_1, work.item_W8, batch_size,
-        TARGET=work.limits.target_items, LEAST=work.limits.min_chunk_tokens, MULTIPLE=CHUNK_MULTIPLE,
+        TARGET=cuts[0], LEAST=cuts[1], MULTIPLE=CHUNK_MULTIPLE, FIXED=cuts[2],
         BATCH=next_power_of_2(batch_size), num_warps=4,
     )  # fmt: skip

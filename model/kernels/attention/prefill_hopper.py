@@ -74,10 +74,13 @@ def attend(
     table_RM: torch.Tensor,
     tiles_W4: torch.Tensor,
     log2_scale: float,
+    *,
+    chunk_tokens: int = 0,
 ) -> bool:
     """`prefill.prefill_attention` of checked tensors, where they fit and this compiles; whether it was done.
 
-    log2_scale: the scale times log2(e).
+    log2_scale: the scale times log2(e). chunk_tokens: of the chunks that contexts are cut into, whole tiles of keys; 0:
+    they are not cut.
     """
     if not fits(q_TNH, k_pool_PKSH):
         return False
@@ -95,11 +98,11 @@ def attend(
         q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_RM.shape[1], num_items, num_rows, log2_scale
     )  # fmt: skip
     constants = {
-        "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order,
+        "N": N, "K": K, "H": H, "S": S, "BUFFERS": form.buffers, "KEEPS_ORDER": form.keeps_order, "CHUNK": chunk_tokens,
         "CONSUMER_REGISTERS": form.registers[0], "PRODUCER_REGISTERS": form.registers[1], "num_warps": 4,
     }  # fmt: skip
     grid = (min(num_items, _num_programs(q_TNH.device)),)
-    if not _compiles((N, K, H, S, q_TNH.dtype, q_TNH.device), arguments, constants, grid):
+    if not _compiles((N, K, H, S, chunk_tokens, q_TNH.dtype, q_TNH.device), arguments, constants, grid):
         return False
     attend_kernel[grid](*arguments, **constants)
     return True

@@ -12,6 +12,10 @@ the other's products and beside its own product of the tile before with the valu
 last one back, so that only the first ones need a mask. Programs stay, one on each multiprocessor, and go from one tile
 of queries and head to the next: the next one's inputs are on their way while this one ends.
 
+In deterministic mode a context is cut at absolute positions into chunks (CHUNK tokens; 0: none), whose results are
+merged from the last one back, as decodes of the mode merge theirs (invariant_ring.py). A token's bits are those of its
+position then: tiles of keys lie at absolute positions, and those behind it change nothing.
+
 Legend: T tokens · N query heads · K kv heads · H head dim · R rows of the state · M table width · S block size · W
 tiles. smem: shared memory. Must not know: when this is used.
 """
@@ -25,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, merge
 
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
@@ -116,12 +122,6 @@ def _produce(work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.cons
 
 
 @gluon.jit
-def _exp2(x):
-    # The library's exp2 keeps denormal numbers, which costs three more instructions.
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _in_sums(x):
     # Several short chains of maxima or additions instead of a long one.
     return gl.reshape(x, [x.shape[0], x.shape[1] // SUMS, SUMS])
@@ -135,22 +135,19 @@ def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
     if IS_MASKED:
         # A query whose tile starts behind it has seen nothing yet: no maximum to subtract.
         base = gl.where(new_most == float("-inf"), 0.0, new_most)
-    shrink = _exp2(most - base)
-    weight = _exp2(score * log2_scale - gl.expand_dims(base, 1))
+    shrink = exp2(most - base)
+    zeros = gl.zeros_like(score)
+    weight = exp2(gl.fma(score, zeros + log2_scale, zeros - gl.expand_dims(base, 1)))
     added = gl.convert_layout(gl.sum(_in_sums(weight), 1), total.type.layout)
-    total = total * _for_rows_of(total, shrink) + added
+    total = gl.fma(total, gl.broadcast(for_rows_of(total, shrink), total)[0], added)
     return weight, new_most, total, shrink
-
-
-@gluon.jit
-def _for_rows_of(matrix, x):
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, matrix.type.layout)), 1)
 
 
 @gluon.jit
 def _stream(
     acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step, begin, stop,
-    position, log2_scale, BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr, IS_MASKED: gl.constexpr,
+    position, log2_scale, whole, whole_most, whole_total,
+    BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, IS_MASKED: gl.constexpr,
 ):  # fmt: skip
     # Tiles from that of token `begin` back to that of `stop`. The weights of the tile before wait as float32: as 16-bit
     # numbers the compiler would take them apart from one round to the next.
@@ -167,6 +164,11 @@ def _stream(
         score = warpgroup_mma_wait(1, deps=[score_to_come])
         if IS_MASKED:
             score = gl.where(begin - i * KEYS + key <= position, score, float("-inf"))
+        if CHUNK:
+            is_next = (begin - i * KEYS + KEYS) % CHUNK == 0
+            c_most, c_total = most, total
+            most = gl.where(is_next, float("-inf"), most)
+            total = gl.where(is_next, 0.0, total)
         weight, most, total, shrink = _weigh(score, most, total, log2_scale, IS_MASKED)
         if KEEPS_ORDER:
             # Nobody reads this. It needs the weights, and what follows cannot be moved before it: otherwise the
@@ -179,14 +181,24 @@ def _stream(
         if not KEEPS_ORDER:
             mbarrier.arrive(k_free.index(now))
         mbarrier.arrive(v_free.index(before))
-        acc = acc * _for_rows_of(acc, shrink)
+        if CHUNK:  # noqa: SIM102 - the one while compiling, the other while running
+            if is_next:
+                whole, whole_most, whole_total = _merge_chunk(whole, whole_most, whole_total, acc, c_most, c_total)
+        acc = acc * for_rows_of(acc, shrink)
         step += 1
-    return acc, weight, most, total, step
+    return acc, weight, most, total, step, whole, whole_most, whole_total
+
+
+@gluon.jit
+def _merge_chunk(whole, whole_most, whole_total, acc, most, total):
+    total = gl.convert_layout(gl.sum(total, 1), most.type.layout)
+    return merge(whole, whole_most, whole_total, acc, most, total)
 
 
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, work, N: gl.constexpr, H: gl.constexpr, BUFFERS: gl.constexpr, KEEPS_ORDER: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
     (
         out_TNH, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, scratch, tiles_W4, num_items,
@@ -243,14 +255,19 @@ def _consume(
                 gl.thread_barrier()
 
             acc = gl.zeros([QUERIES, H], gl.float32, acc_layout)
+            whole = gl.zeros([QUERIES, H], gl.float32, acc_layout)
+            whole_most = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
+            whole_total = gl.zeros([QUERIES], gl.float32, row_layout)
             seen_by_all = gl.minimum((start + 1) // KEYS * KEYS, begin)
-            acc, weight, most, total, step = _stream(
+            acc, weight, most, total, step, whole, whole_most, whole_total = _stream(
                 acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step + 1,
-                begin - KEYS, seen_by_all - KEYS, position, log2_scale, BUFFERS, KEEPS_ORDER, True,
+                begin - KEYS, seen_by_all - KEYS, position, log2_scale, whole, whole_most, whole_total,
+                BUFFERS, KEEPS_ORDER, CHUNK, True,
             )  # fmt: skip
-            acc, weight, most, total, step = _stream(
+            acc, weight, most, total, step, whole, whole_most, whole_total = _stream(
                 acc, weight, most, total, q_smem, k_tiles, v_tiles, k_full, k_free, v_full, v_free, scratch, step,
-                seen_by_all - KEYS, -KEYS, position, log2_scale, BUFFERS, KEEPS_ORDER, False,
+                seen_by_all - KEYS, -KEYS, position, log2_scale, whole, whole_most, whole_total,
+                BUFFERS, KEEPS_ORDER, CHUNK, False,
             )  # fmt: skip
             mbarrier.arrive(q_free.index(consumer))
 
@@ -261,7 +278,11 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=[acc])
             gl.thread_barrier()
             mbarrier.arrive(v_free.index(buffer))
-            acc = acc * _for_rows_of(acc, 1.0 / gl.sum(total, 1))
+            if CHUNK:
+                acc, most, last = _merge_chunk(whole, whole_most, whole_total, acc, most, total)
+                acc = acc * for_rows_of(acc, 1.0 / last)
+            else:
+                acc = acc * for_rows_of(acc, 1.0 / gl.sum(total, 1))
             at = gl.expand_dims((first.to(gl.int64) + m) * N + n, 1) * H + gl.expand_dims(h, 0)
             gl.store(out_TNH + at, acc.to(element), mask=gl.expand_dims(m < count, 1))
             num_done += 1
@@ -272,7 +293,8 @@ def _consume(
 def attend_kernel(
     q_cubes, k_rows, v_rows, out_TNH, table_RM, tiles_W4, table_width, num_items, nowhere, log2_scale,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, BUFFERS: gl.constexpr,
-    KEEPS_ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    KEEPS_ORDER: gl.constexpr, CHUNK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     element: gl.constexpr = out_TNH.dtype.element_ty
     BOX: gl.constexpr = k_rows.block_type.shape[0]
@@ -308,8 +330,8 @@ def attend_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER)),
-            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER)),
+            (_consume, (0, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK)),
+            (_consume, (1, work, N, H, BUFFERS, KEEPS_ORDER, CHUNK)),
             (_produce, (loads, N, K, H, S, BUFFERS)),
         ],
         [4, 1],
