@@ -16,7 +16,7 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention import invariant_hopper
 from octavo.model.kernels.attention.decode import DecodeArgs, partial_buffers
-from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks, plan_work
+from octavo.model.kernels.attention.decode_work import DecodeWork, plan_work
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
 from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
 from octavo.model.kernels.attention.prefill import QUERY_TILE
@@ -71,7 +71,8 @@ class HopperAttention:
         config, device = weights.config, weights.embed_VD.device
         self.weights, self.state, self.kv, self.overlap = weights, state, kv, overlap
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        limits = FixedChunks(tokens=invariant_hopper.CHUNK_TOKENS, max_context=state.table_RM.shape[1] * kv.block_size)
+        max_context = state.table_RM.shape[1] * kv.block_size
+        limits = invariant_hopper.work_limits(num_kv_heads, max_context)
         self._work = DecodeWork.allocate(most.decodes, num_kv_heads, device, limits)
         self._partials: tuple[torch.Tensor, torch.Tensor] = (
             partial_buffers(most.decodes, num_heads, config.head_dim, device, limits)

@@ -7,7 +7,7 @@ model/gpu/layers.py.
 Legend: T tokens, decodes first · S sampled tokens · N query heads · H head dim · D model dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,19 +15,27 @@ from octavo.model.attention.kv_pool import KvPool
 from octavo.model.gpu.invariant_attention import MostTokens, StepAttention, StepTokens, attention_of
 from octavo.model.gpu.layers import LayerBuffers, SumsInPlace, run_layers
 from octavo.model.gpu.overlapping_layers import (
-    GATE_UP_OF_MANY,
     OVERLAPPING_SIZES,
     OverlappingCuts,
     all_cuts_of,
+    cut_of_many,
     fits_overlapping,
+    head_cut,
     overlapping_room,
 )
 from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.products.activation import invariant_silu_mul
-from octavo.model.kernels.products.invariant import MANY_TOKENS, invariant_add_product, invariant_product, part_elements
+from octavo.model.kernels.products.invariant import (
+    MANY_TOKENS,
+    Splits,
+    invariant_add_product,
+    invariant_product,
+    part_elements,
+)
 from octavo.model.kernels.products.overlapping import (
+    OverlappingCut,
     overlapping_add_product,
     overlapping_gate_up,
     overlapping_product,
@@ -61,12 +69,12 @@ class InvariantLayers:
         room = max(part_elements(max(most.tokens, MANY_TOKENS), *shape) for shape in [*shapes, tuple(matrices)])
         self.part = torch.empty(max(room, 1), dtype=torch.float32, device=device)
         self.overlap, self._room = Overlap.NONE, None
-        self._cuts, self._cuts_of_many = dict[int, OverlappingCuts](), OverlappingCuts()
+        self._cuts = dict[int, OverlappingCuts]()
         if fits_overlapping(config, weights.embed_VD):
             self.overlap = Overlap.DEPENDENT
             self._cuts = {size: all_cuts_of(config, size) for size in OVERLAPPING_SIZES}
-            self._cuts_of_many = OverlappingCuts(gate_up=GATE_UP_OF_MANY)
             self._room = overlapping_room(config, device)
+        self._has_head = bool(self._cuts) and Splits.of(len(weights.head_VD), config.hidden_size).count == 1
         others = None if beside is None else beside.attention
         self.attention: StepAttention = attention_of(weights, state, kv, most, self.overlap, others)
 
@@ -85,14 +93,19 @@ class InvariantLayers:
         self.attention.attend(layer, x_TD, qkv_TC, out_TNH, tokens)
         return out_TNH
 
-    def cuts(self, num_tokens: int) -> OverlappingCuts:
-        """How overlapping products of so many tokens are cut: none of them on other devices, few of them for so many
-        tokens that others are faster, whose bits are the same."""
-        return next((cuts for size, cuts in self._cuts.items() if num_tokens <= size), self._cuts_of_many)
+    def _cut(self, name: str, num_tokens: int, matrix_OQ: torch.Tensor) -> OverlappingCut | None:
+        """How the overlapping product of so many tokens with this matrix is cut; None on other devices."""
+        if not self._cuts:
+            return None
+        for size, cuts in self._cuts.items():
+            if num_tokens <= size:
+                cut: OverlappingCut | None = getattr(cuts, name)
+                return cut
+        return cut_of_many(len(matrix_OQ), matrix_OQ.shape[1], num_tokens)
 
     def multiply(self, y_TQ: torch.Tensor, matrix_OQ: torch.Tensor, out_TO: torch.Tensor, name: str) -> None:
         """out_TO = y_TQ @ matrix_OQ^T. name: of the matrix among the cuts."""
-        cut = getattr(self.cuts(len(y_TQ)), name)
+        cut = self._cut(name, len(y_TQ), matrix_OQ)
         if cut is None:
             invariant_product(y_TQ, matrix_OQ, out_TO, self.part)
         else:
@@ -100,7 +113,7 @@ class InvariantLayers:
 
     def add_product(self, y_TQ: torch.Tensor, matrix_OQ: torch.Tensor, out_TO: torch.Tensor, name: str) -> None:
         """out_TO += y_TQ @ matrix_OQ^T. name: of the matrix among the cuts."""
-        cut = getattr(self.cuts(len(y_TQ)), name)
+        cut = self._cut(name, len(y_TQ), matrix_OQ)
         if cut is None:
             invariant_add_product(y_TQ, matrix_OQ, out_TO, self.part)
         else:
@@ -108,13 +121,17 @@ class InvariantLayers:
 
     def activate(self, x_TD: torch.Tensor, gate_up_ED: torch.Tensor, act_TI: torch.Tensor) -> None:
         """Gate, up and their activation: in one kernel for any number of tokens, or in two."""
-        cut, eps = self.cuts(len(x_TD)).gate_up, self.weights.config.rms_norm_eps
+        num_tokens, eps = len(x_TD), self.weights.config.rms_norm_eps
+        cut = self._cut("gate_up", num_tokens, gate_up_ED)
         if cut is None:
-            gate_up_T2I = self.buffers.gate_up_T2I[: len(x_TD)]
+            gate_up_T2I = self.buffers.gate_up_T2I[:num_tokens]
             invariant_product(x_TD, gate_up_ED, gate_up_T2I, self.part)
             invariant_silu_mul(gate_up_T2I, x_TD, act_TI, eps)
-        else:
-            overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=self.overlap)
+            return
+        is_many = num_tokens > max(OVERLAPPING_SIZES)
+        scale_T = self.buffers.scale_T[:num_tokens] if is_many else None
+        cut = replace(cut, turns=1)
+        overlapping_gate_up(x_TD, gate_up_ED, act_TI, eps, cut=cut, overlap=self.overlap, scale_T=scale_T)
 
     def head(self, x_TD: torch.Tensor, index_S: torch.Tensor, hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> None:
         """Final norm and head of x_TD[index_S] (int32)."""
@@ -126,7 +143,11 @@ class InvariantLayers:
         """The head alone, of any number of rows; all ranks' columns."""
         ranks, head_VD = self.weights.ranks, self.weights.head_VD
         part_SW = logits_SV if ranks.size == 1 else logits_SV.new_empty(len(logits_SV), len(head_VD))
-        invariant_product(hidden_SD, head_VD, part_SW, self.part)
+        if self._has_head and len(hidden_SD):
+            cut = head_cut(len(hidden_SD))
+            overlapping_product(hidden_SD, head_VD, part_SW, None, cut=cut, overlap=Overlap.NONE)
+        else:
+            invariant_product(hidden_SD, head_VD, part_SW, self.part)
         if ranks.size > 1:
             logits_SV.copy_(ranks.concatenate(part_SW))
 

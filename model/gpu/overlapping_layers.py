@@ -34,8 +34,21 @@ WHOLE_BYTES, NARROW_BYTES, PAIRED_BYTES = 196_608, 172_032, 114_688
 """Of a multiprocessor's shared memory for the stages of a program: of one that shall ask for as many of its weights as
 it can; of one of a small matrix, which is there whole and leaves room to the successor; of one of a pair."""
 NUMBER_BYTES = 2
-GATE_UP_OF_MANY = OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, warps=8)
-"""For more tokens than OVERLAPPING_SIZES has, in deterministic mode: the bits do not depend on the tile."""
+TILES_OF_MANY = (
+    OverlappingCut(outputs=128, tokens=256, blocks=1, stages=4, group=16, warps=8),
+    OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, group=16, warps=8),
+    OverlappingCut(outputs=64, tokens=128, blocks=1, stages=4, group=16),
+    OverlappingCut(outputs=64, tokens=64, blocks=1, stages=6, group=16),
+)
+"""For more tokens than OVERLAPPING_SIZES has, in deterministic mode, the largest first: bits do not depend on it."""
+ENOUGH_PROGRAMS = 100
+"""Of an H100's 132 multiprocessors: tiles that would leave more of them idle are too large."""
+HEAD_TILES = (
+    (8, OverlappingCut(outputs=128, tokens=8, blocks=2, stages=4)),
+    (32, OverlappingCut(outputs=128, tokens=32, blocks=2, stages=4)),
+    (128, OverlappingCut(outputs=128, tokens=128, blocks=1, stages=6, warps=8)),
+)
+"""The most rows that a tile of the head is for, fewest first; beyond: the largest of many."""
 
 
 def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
@@ -63,6 +76,18 @@ def all_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:
         gate_up=gate_up,
         down=cut(D, I, WHOLE_BYTES, tokens=min(size, 64), blocks=4 if size <= 32 else 2),
     )
+
+
+def cut_of_many(num_outputs: int, num_inputs: int, num_tokens: int) -> OverlappingCut:
+    """Of a product of more tokens than OVERLAPPING_SIZES has: the largest tile of which there are enough."""
+    turns = Splits.of(num_outputs, num_inputs).count
+    fitting = (each for each in TILES_OF_MANY if each.num_tiles(num_tokens, num_outputs) >= ENOUGH_PROGRAMS)
+    return replace(next(fitting, TILES_OF_MANY[-1]), turns=turns)
+
+
+def head_cut(num_rows: int) -> OverlappingCut:
+    """Of the product with the head, whose sums are not split."""
+    return next((cut for most, cut in HEAD_TILES if num_rows <= most), TILES_OF_MANY[0])
 
 
 def overlapping_cuts_of(config: ModelConfig, size: int) -> OverlappingCuts:

@@ -32,21 +32,26 @@ from octavo.model.kernels.products.split_k import SplitKRoom
 
 BLOCK = 64
 """Inputs of a block: what a matrix has whole ones of."""
-PUT, ADD, GATE = 0, 1, 2
-"""What becomes of the sums: written, added to what is there, or made gate and up's activation."""
+PUT, ADD, GATE, SCALED_GATE = 0, 1, 2, 3
+"""What becomes of the sums: written, added to what is there, or made gate and up's activation, with the norm's scale
+computed on the way or before."""
+SCALED_TOKENS, SCALE_WARPS = 16, 4
 HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappingCut:
     """Rows of the matrix (half of them gate's, half up's) and tokens of a tile, blocks of inputs that a copy brings,
-    stages, splits of the inputs; a program's warps."""
+    stages, splits of the inputs among programs, and turns, the splits that a program itself goes through; how many
+    tiles of tokens take a tile of the matrix one after the other; a program's warps."""
 
     outputs: int = 64
     tokens: int = 16
     blocks: int = 2
     stages: int = 4
     splits: int = 1
+    turns: int = 1
+    group: int = 1
     warps: int = 4
 
     def ends(self, num_inputs: int) -> bool:
@@ -100,10 +105,11 @@ def _launch(
     *,
     then: int,
     eps: float = 0.0,
+    scale_T: torch.Tensor | None = None,
 ) -> None:
     (T, K), O, dtype = x_TK.shape, out_TO.shape[1], x_TK.dtype
     check_tensor("x_TK", x_TK, shape=(T, K), dtype=dtype)
-    check_tensor("weight_OK", weight_OK, shape=(2 * O if then == GATE else O, K), dtype=dtype)
+    check_tensor("weight_OK", weight_OK, shape=(2 * O if then >= GATE else O, K), dtype=dtype)
     check_tensor("out_TO", out_TO, shape=(T, O), dtype=dtype)
     if not fits(weight_OK):
         raise ValueError(f"weight_OK has shape {tuple(weight_OK.shape)} and dtype {dtype}: not for these products")
@@ -112,7 +118,7 @@ def _launch(
     tiles = cut.num_tiles(T, len(weight_OK))
     if cut.splits > 1 and (room is None or room.parts.numel() < cut.part_elements(T, O) or len(room.arrived) < tiles):
         raise ValueError(f"room is too small for the parts of {cut}")
-    _enqueue(x_TK, weight_OK, out_TO, room, cut, overlap, then=then, eps=eps)
+    _enqueue(x_TK, weight_OK, out_TO, room, cut, overlap, then=then, eps=eps, scale_T=scale_T)
 
 
 def _enqueue(
@@ -125,19 +131,22 @@ def _enqueue(
     *,
     then: int,
     eps: float = 0.0,
+    scale_T: torch.Tensor | None = None,
 ) -> None:
     from octavo.model.kernels.products.overlapping_kernel import by_blocks, overlapping_product_kernel
 
     (T, K), O = x_TK.shape, out_TO.shape[1]
-    if then == GATE:
+    if then >= GATE:
         weights = by_blocks(weight_OK.view(2, O, K), [cut.blocks, 2, cut.outputs // 2])
     else:
         weights = by_blocks(weight_OK, [cut.blocks, cut.outputs])
     parts, arrived = (out_TO, out_TO) if room is None else (room.parts, room.arrived)
+    parts = parts if scale_T is None else scale_T
     overlapping_product_kernel[(cut.num_tiles(T, len(weight_OK)), cut.splits)](
         weights, by_blocks(x_TK, [cut.blocks, cut.tokens]), out_TO, parts, arrived, T, eps,
         O=O, K=K, OUTPUTS=cut.outputs, TOKENS=cut.tokens, BLOCKS=cut.blocks, STAGES=cut.stages, SPLITS=cut.splits,
-        THEN=then, WARPS=cut.warps, PDL=overlap.value, num_warps=cut.warps, launch_pdl=overlap.value,
+        TURNS=cut.turns, GROUP=cut.group, THEN=then, WARPS=cut.warps, PDL=overlap.value, num_warps=cut.warps,
+        launch_pdl=overlap.value,
     )  # fmt: skip
 
 
@@ -178,10 +187,23 @@ def overlapping_gate_up(
     *,
     cut: OverlappingCut,
     overlap: Overlap,
+    scale_T: torch.Tensor | None = None,
 ) -> None:
     """act_TI = silu(gate) * up of RMSNorm(x_TD), its weight folded into gate_up_ED [2I, D]; the cut's splits do not
     count. All of one 16-bit dtype.
 
-    Raises ValueError where a tensor or the device does not fit.
+    scale_T: float32 room for the norm's scale, which is computed before then, with the same bits: beside large tiles
+    there is no register left for it. Raises ValueError where a tensor or the device does not fit.
     """
-    _launch(x_TD, gate_up_ED, act_TI, None, replace(cut, splits=1), overlap, then=GATE, eps=eps)
+    cut = replace(cut, splits=1)
+    if scale_T is None:
+        _launch(x_TD, gate_up_ED, act_TI, None, cut, overlap, then=GATE, eps=eps)
+        return
+    from octavo.model.kernels.products.overlapping_kernel import scale_kernel
+
+    T, K = x_TD.shape
+    check_tensor("scale_T", scale_T, shape=(T,), dtype=torch.float32)
+    scale_kernel[(-(-T // SCALED_TOKENS),)](
+        x_TD, scale_T, T, eps, K=K, TOKENS=SCALED_TOKENS, WARPS=SCALE_WARPS, num_warps=SCALE_WARPS
+    )
+    _launch(x_TD, gate_up_ED, act_TI, None, cut, overlap, then=SCALED_GATE, eps=eps, scale_T=scale_T)

@@ -34,10 +34,12 @@ def _fetch_weights(w_desc, block, output, bar, w_smem, has, IS_GATE: gl.constexp
 def overlapping_product_kernel(
     w_desc, x_desc, out_TO, parts, arrived, T, eps,
     O: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr, SPLITS: gl.constexpr, THEN: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, THEN: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
-    IS_GATE: gl.constexpr = THEN == 2
+    IS_GATE: gl.constexpr = THEN >= 2
+    HAS_SCALE: gl.constexpr = THEN == 3
     RESULTS: gl.constexpr = OUTPUTS // 2 if IS_GATE else OUTPUTS
     BYTES: gl.constexpr = (OUTPUTS + TOKENS) * BLOCKS * 64 * 2
     ROUNDS: gl.constexpr = (K + BLOCKS * 64 - 1) // (BLOCKS * 64)
@@ -47,8 +49,12 @@ def overlapping_product_kernel(
     dtype: gl.constexpr = w_desc.dtype
     tile = gl.program_id(0)
     split = gl.program_id(1)
-    output = tile % ((O + RESULTS - 1) // RESULTS) * RESULTS
-    token = tile // ((O + RESULTS - 1) // RESULTS) * TOKENS
+    # Tiles of tokens fastest, within groups of them, so that a tile of weights is read while it is in the cache.
+    token_tiles = (T + TOKENS - 1) // TOKENS
+    in_group = GROUP * ((O + RESULTS - 1) // RESULTS)
+    width = gl.minimum(token_tiles - tile // in_group * GROUP, GROUP)
+    token = (tile // in_group * GROUP + tile % in_group % width) * TOKENS
+    output = tile % in_group // width * RESULTS
     first = split * EACH
     rounds = gl.minimum(EACH, ROUNDS - first)
 
@@ -87,38 +93,53 @@ def overlapping_product_kernel(
         before = gl.load(out_at, mask=mask, other=0.0)
 
     row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    if IS_GATE:
+    HAS_SQUARES: gl.constexpr = IS_GATE and not HAS_SCALE
+    if HAS_SQUARES:
         squares = gl.zeros([TOKENS, 64], gl.float32, row_layout)
     acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
-    for i in range(rounds):
-        stage = i % STAGES
-        mbarrier.wait(bars.index(stage), (i // STAGES) & 1)
-        w = w_smem.index(stage).reshape([BLOCKS * OUTPUTS, 64])
-        x = x_smem.index(stage).reshape([BLOCKS * TOKENS, 64])
-        for b in gl.static_range(BLOCKS):
-            acc = warpgroup_mma(
-                w.slice(b * OUTPUTS, OUTPUTS), x.slice(b * TOKENS, TOKENS).permute((1, 0)), acc, is_async=True
-            )
-        if IS_GATE:
+    if TURNS > 1:
+        total = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
+    OF_TURN: gl.constexpr = (EACH + TURNS - 1) // TURNS
+    for turn in range(TURNS):
+        if TURNS > 1:
+            acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, acc_layout)
+        for i in range(turn * OF_TURN, gl.minimum((turn + 1) * OF_TURN, rounds)):
+            stage = i % STAGES
+            mbarrier.wait(bars.index(stage), (i // STAGES) & 1)
+            w = w_smem.index(stage).reshape([BLOCKS * OUTPUTS, 64])
+            x = x_smem.index(stage).reshape([BLOCKS * TOKENS, 64])
             for b in gl.static_range(BLOCKS):
-                block = x.slice(b * TOKENS, TOKENS).load(row_layout).to(gl.float32)
-                squares += block * block
-        acc = warpgroup_mma_wait(PENDING, deps=(acc,))
-        if EACH > STAGES:
-            # The stage of the round before: all warps are through with it.
-            gl.thread_barrier()
-            free = (i + STAGES - 1) % STAGES
-            ahead = i + STAGES - 1
-            has = (i > 0) & (ahead < rounds)
-            mbarrier.expect(bars.index(free), BYTES, pred=has)
-            _fetch_weights(w_desc, (first + ahead) * BLOCKS, output, bars.index(free), w_smem.index(free), has, IS_GATE)
-            at = [(first + ahead) * BLOCKS, token, 0]
-            tma.async_copy_global_to_shared(x_desc, at, bars.index(free), x_smem.index(free), pred=has)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+                acc = warpgroup_mma(
+                    w.slice(b * OUTPUTS, OUTPUTS), x.slice(b * TOKENS, TOKENS).permute((1, 0)), acc, is_async=True
+                )
+            if HAS_SQUARES:
+                for b in gl.static_range(BLOCKS):
+                    block = x.slice(b * TOKENS, TOKENS).load(row_layout).to(gl.float32)
+                    squares += block * block
+            acc = warpgroup_mma_wait(PENDING, deps=(acc,))
+            if EACH > STAGES:
+                # The stage of the round before: all warps are through with it.
+                gl.thread_barrier()
+                free = (i + STAGES - 1) % STAGES
+                ahead = i + STAGES - 1
+                has = (i > 0) & (ahead < rounds)
+                block_at = (first + ahead) * BLOCKS
+                mbarrier.expect(bars.index(free), BYTES, pred=has)
+                _fetch_weights(w_desc, block_at, output, bars.index(free), w_smem.index(free), has, IS_GATE)
+                corner = [block_at, token, 0]
+                tma.async_copy_global_to_shared(x_desc, corner, bars.index(free), x_smem.index(free), pred=has)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if TURNS > 1:
+            total += acc
+    if TURNS > 1:
+        acc = total
 
     if IS_GATE:
-        scale = 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps)
-        scale = gl.convert_layout(scale, gl.SliceLayout(0, out_layout))[None, :]
+        if HAS_SCALE:
+            scale = gl.load(parts + token + inner_t, mask=token + inner_t < T, other=0.0)[None, :]
+        else:
+            scale = 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps)
+            scale = gl.convert_layout(scale, gl.SliceLayout(0, out_layout))[None, :]
         pair_layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, WARPS, 1], [0, 1, 2])
         pairs = gl.convert_layout(acc.reshape([2, RESULTS, TOKENS]).permute([1, 2, 0]), pair_layout)
         gate, up = gl.split(pairs)
@@ -146,6 +167,20 @@ def overlapping_product_kernel(
             elif THEN == 1:
                 out += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
             gl.store(out_at, out.to(dtype), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def scale_kernel(x_TK, scale_T, T, eps, K: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    # As the product computes it, in the same order.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    t = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    k = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    is_in = (t < T)[:, None] & (k >= 0)[None, :]
+    squares = gl.zeros([TOKENS, 64], gl.float32, layout)
+    for block in range(K // 64):
+        x = gl.load(x_TK + t.to(gl.int64)[:, None] * K + block * 64 + k[None, :], mask=is_in, other=0.0).to(gl.float32)
+        squares += x * x
+    gl.store(scale_T + t, 1.0 / gl.sqrt(gl.sum(squares, 1) / K + eps), mask=t < T)
 
 
 def by_blocks(matrix: torch.Tensor, tile: list[int]) -> TensorDescriptor:

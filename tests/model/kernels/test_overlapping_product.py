@@ -1,12 +1,16 @@
 """Products that overlap with their neighbours against their references, and against the same products split over their
 inputs (model/kernels/products/split_k.py): Gluon has no interpreter, so on a Hopper GPU alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from octavo.model.gpu.overlapping_layers import TILES_OF_MANY
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.products.invariant import Splits, invariant_add_product, invariant_product, part_elements
 from octavo.model.kernels.products.overlapping import (
     OverlappingCut,
     fits,
@@ -90,6 +94,38 @@ def test_a_token_has_the_same_bits_in_any_tile_and_batch() -> None:
         )
         found.append(out[:7])
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("tiles", TILES_OF_MANY, ids=lambda tiles: f"{tiles.outputs}x{tiles.tokens}")
+@pytest.mark.parametrize(("T", "O", "K"), [(300, 896, 4864), (1030, 1152, 896), (17, 200, 2048)])
+def test_many_tokens_have_the_bits_of_few(tiles: OverlappingCut, T: int, O: int, K: int) -> None:
+    """Splits that a program goes through by turns are those that several programs would take."""
+    torch.manual_seed(8)
+    y, weight, x = draw(T, K), draw(O, K) * K**-0.5, draw(T, O)
+    splits = Splits.of(O, K)
+    expected, out = x.clone(), torch.full_like(x, float("nan"))
+    part = torch.empty(part_elements(T, O, K) or 1, device="cuda")
+    invariant_add_product(y, weight, expected, part)
+    overlapping_add_product(x, y, weight, None, cut=replace(tiles, turns=splits.count), overlap=Overlap.DEPENDENT)
+    assert torch.equal(x, expected)
+    invariant_product(y, weight, expected, part)
+    overlapping_product(y, weight, out, None, cut=replace(tiles, turns=splits.count), overlap=Overlap.NONE)
+    assert torch.equal(out, expected)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("tiles", TILES_OF_MANY, ids=lambda tiles: f"{tiles.outputs}x{tiles.tokens}")
+@pytest.mark.parametrize(("T", "D", "I"), [(300, 896, 4864), (17, 192, 96)])
+def test_gate_and_up_have_the_same_bits_with_a_scale_from_before(tiles: OverlappingCut, T: int, D: int, I: int) -> None:
+    torch.manual_seed(9)
+    x, weight = draw(T, D) * 3, draw(2 * I, D) * D**-0.5
+    few, many = (torch.full((T, I), float("nan"), device="cuda", dtype=DTYPE) for _ in range(2))
+    overlapping_gate_up(x, weight, few, 1e-6, cut=CUTS[0], overlap=Overlap.DEPENDENT)
+    scale_T = torch.full((T,), float("nan"), device="cuda")
+    overlapping_gate_up(x, weight, many, 1e-6, cut=tiles, overlap=Overlap.DEPENDENT, scale_T=scale_T)
+    torch.testing.assert_close(many.float(), gate_up_reference(x, weight, 1e-6), atol=LIMIT, rtol=LIMIT)
+    assert torch.equal(many, few)
 
 
 @ON_HOPPER

@@ -10,8 +10,9 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 
-def interpreted(module: ModuleType, kernel: str) -> Any:
-    """The kernel of the module, which may call the module's other functions in Gluon."""
+def interpreted(module: ModuleType, kernel: str, *, instead: dict[str, Any] | None = None) -> Any:
+    """The kernel of the module, which may call the module's other functions in Gluon. instead: of some of them, by
+    name."""
     names = dict(vars(module)) | {"tl": tl, "gl": _Language(), "mma_v2": _mma_v2, "async_copy": _Copies()}
     for name, function in vars(module).items():
         if isinstance(function, GluonJITFunction):
@@ -19,6 +20,7 @@ def interpreted(module: ModuleType, kernel: str) -> Any:
             copy = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
             copy.__annotations__, copy.__kwdefaults__ = plain.__annotations__, plain.__kwdefaults__
             names[name] = InterpretedFunction(copy)
+    names |= instead or {}
     rewritten = names[kernel].rewrite()
     rewritten.__annotations__ = dict.fromkeys(rewritten.__annotations__, "constexpr")  # it knows "tl.constexpr" only
     return names[kernel]
