@@ -7,7 +7,9 @@ and the backend "invariant" does attention. On a GPU, model/gpu/invariant_steps.
 Must not know: requests, batches.
 """
 
+import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -124,8 +126,16 @@ def arithmetic(device: torch.device) -> str:
         return f"cpu {kernels_fingerprint()}"
     import triton
 
-    capability = torch.cuda.get_device_capability(device)
-    return f"cuda {torch.cuda.get_device_name(device)} {capability} triton {triton.__version__}"
+    capability, kernels = torch.cuda.get_device_capability(device), sources_hash(Path(__file__).parent / "kernels")
+    return f"cuda {torch.cuda.get_device_name(device)} {capability} triton {triton.__version__} kernels {kernels}"
+
+
+def sources_hash(folder: Path) -> str:
+    """Of the Python files below: what order kernels for GPUs add up in is written there."""
+    found = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)} ".encode() + file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _norm(norm: RmsNorm) -> InvariantNorm:

@@ -2,8 +2,8 @@
 
     python -m bench.gpu.deterministic [--shape 0.5B] [--json FILE]
 
-Random weights, bf16. Medians of CUDA graph replays as in bench.gpu.step; nano bench as in bench.gpu.engine. Prints
-tables; --json writes the figures, too.
+Random weights, bf16. Medians of CUDA graph replays as in bench.gpu.step, prompts too, each batch the way that is
+chosen before serving; nano bench as in bench.gpu.engine. Prints tables; --json writes the figures, too.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 from bench.figures import write_json
 from bench.gpu.device import need_cuda
 from bench.gpu.models import random_model
-from bench.gpu.recorded_steps import Bench, time_decode, time_prefill
+from bench.gpu.recorded_steps import Bench, time_decode, time_recorded_prefill
 from bench.gpu.runner import BLOCK_SIZE
 from bench.gpu.timed_engine import GpuEngine
 from bench.gpu.workloads import nano
@@ -49,6 +49,7 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
     """By mode and name. Both modes read the same weights, pool and rows."""
     bench = Bench(shape)
     fast = bench.decode, bench.mixed
+    bench.decode.autotuner.choose({batch for batch, _ in DECODES}, bench.decode.run)
     invariant = InvariantDecodeStep(
         bench.decode.weights, bench.state, bench.kv, max_batch=len(bench.decode.rows_B),
         vocab_size=min(NUM_IDS, bench.config.vocab_size),
@@ -57,7 +58,9 @@ def gpu_steps(shape: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for mode, (bench.decode, bench.mixed) in zip(MODES, (fast, fixed), strict=True):
         times = {f"decode {b} x {context}": time_decode(bench, b, context, 0.0) for b, context in DECODES}
-        times |= {f"prefill {count} x {length}": time_prefill(bench, count, length) for count, length in PREFILLS}
+        times |= {
+            f"prefill {count} x {length}": time_recorded_prefill(bench, count, length) for count, length in PREFILLS
+        }
         found[mode] = times
     return found
 

@@ -66,7 +66,7 @@ def measure_prefills(bench: Bench, rate: float) -> Figures:
 def profile(bench: Bench, batch: int, context: int) -> None:
     """Microseconds of each kernel in one step, the mean of five."""
     bench.spread(batch, context)
-    graph = capture(bench, batch)
+    graph = capture(lambda: bench.decode.run(batch))
     print(f"-- kernels of a step, batch {batch}, context {context}")
     for kernel in kernels_of(partial(repeat, graph, 5))[:12]:
         print(f"  {kernel.total_us / 5:9.1f} us {kernel.num_launches / 5:6.0f} x  {kernel.name[:100]}")

@@ -1,5 +1,7 @@
 """A model on a CPU in deterministic mode: right, and the same bits for a token in any step."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from octavo.model.attention.kv_pool import KvPool
 from octavo.model.cpu import invariant
 from octavo.model.cpu.native import kernels_fingerprint, native_library
 from octavo.model.cpu.ops import rms_norm, silu_mul
-from octavo.model.invariant import InvarianceUnavailable, TabulatedRope, arithmetic, make_invariant
+from octavo.model.invariant import InvarianceUnavailable, TabulatedRope, arithmetic, make_invariant, sources_hash
 from octavo.model.layers.decoder import Rope, plain_rms_norm
 from octavo.model.layers.linear import WeightFormat
 from tests.support.model.invariant_model import CONFIG, random_model
@@ -136,6 +138,16 @@ def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr("octavo.model.invariant.native_library", lambda: None)
         with pytest.raises(InvarianceUnavailable, match="needs kernels, and OCTAVO_NATIVE is off"):
             make_invariant(random_model(torch.float32), max_positions=9)
+
+
+def test_the_arithmetic_of_a_gpu_changes_with_its_kernels(tmp_path: Path) -> None:
+    (tmp_path / "sums").mkdir()
+    kernel = tmp_path / "sums" / "kernel.py"
+    kernel.write_text("CHUNK = 256\n")
+    before = sources_hash(tmp_path)
+    assert sources_hash(tmp_path) == before
+    kernel.write_text("CHUNK = 512\n")
+    assert sources_hash(tmp_path) != before
 
 
 def test_the_arithmetic_names_the_compiled_code() -> None:
