@@ -16,7 +16,7 @@ from octavo.model.gpu.state import RowState
 from octavo.model.gpu.weights import GpuWeights
 from octavo.model.kernels.attention import invariant_hopper
 from octavo.model.kernels.attention.decode import DecodeArgs, partial_buffers
-from octavo.model.kernels.attention.decode_work import DecodeWork, plan_work
+from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks, plan_work
 from octavo.model.kernels.attention.invariant import AttentionParts, invariant_attention, tile_tokens
 from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_invariant_work
 from octavo.model.kernels.attention.prefill import QUERY_TILE
@@ -71,8 +71,7 @@ class HopperAttention:
         config, device = weights.config, weights.embed_VD.device
         self.weights, self.state, self.kv, self.overlap = weights, state, kv, overlap
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        max_context = state.table_RM.shape[1] * kv.block_size
-        limits = invariant_hopper.work_limits(num_kv_heads, max_context)
+        limits = FixedChunks(tokens=invariant_hopper.CHUNK_TOKENS, max_context=state.table_RM.shape[1] * kv.block_size)
         self._work = DecodeWork.allocate(most.decodes, num_kv_heads, device, limits)
         self._partials: tuple[torch.Tensor, torch.Tensor] = (
             partial_buffers(most.decodes, num_heads, config.head_dim, device, limits)
@@ -84,8 +83,10 @@ class HopperAttention:
 
     @staticmethod
     def fits(weights: GpuWeights, kv: KvPool) -> bool:
-        """Whether these are the kernels to take."""
+        """Whether these are the kernels to take: not with norms of heads, whose bits nobody has compared on a device."""
         config = weights.config
+        if any(layer.qk_norm_2H is not None for layer in weights.layers):
+            return False
         q_TNH = weights.embed_VD.new_empty(1, config.num_attention_heads, config.head_dim)
         return invariant_hopper.fits(q_TNH, kv.k_pools[0])
 

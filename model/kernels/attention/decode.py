@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from octavo.model.kernels.attention import decode_ring
-from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits
+from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks, WorkLimits
 from octavo.model.kernels.attention.paged_tile import add_tile, load_tile
 from octavo.model.kernels.attention.rope_write import finished_heads
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
@@ -71,13 +71,13 @@ class DecodeArgs:
 
 
 def partial_buffers(
-    max_batch: int, num_heads: int, head_dim: int, device: torch.device | str, limits: WorkLimits
+    max_batch: int, num_heads: int, head_dim: int, device: torch.device | str, limits: WorkLimits | FixedChunks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """partial_out and partial_ml for up to max_batch sequences."""
-    parts = limits.num_parts(max_batch)
+    items = limits.capacity(max_batch)
     return (
-        torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device),
-        torch.empty(parts, num_heads, 2, dtype=torch.float32, device=device),
+        torch.empty(items, num_heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(items, num_heads, 2, dtype=torch.float32, device=device),
     )
 
 

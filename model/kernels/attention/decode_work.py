@@ -8,13 +8,13 @@ sequence, the larger halves before the smaller: programs start in this order, an
 
     positions [ 70, 300, 10 ], chunk 128   ->   whole chunks (1,0) (1,1), then ends (0,0) (1,2) (2,0); first parts 0 1 4
 
-In deterministic mode the new token is in an item, too, and items are whole chunks of a fixed length, each of which may
-leave a part of its own: what is added up, and in which order, does not depend on the batch then, only who does it.
+In deterministic mode chunks are of one length whatever the batch (`FixedChunks`), and the new token is in one of them,
+as it will be for the tokens behind it.
 
 Legend: B sequences of the batch · R rows of the state · W capacity of the list.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -30,45 +30,36 @@ ITEM_WORDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkLimits:
-    """How finely work is cut: into about target_items items, none shorter than min_chunk_tokens unless it is all.
-
-    part_tokens: of the chunks that items are made of in deterministic mode, in contexts of up to max_context tokens
-    with the new one; 0: none, and an item leaves one part.
-    """
+    """How finely work is cut: into about target_items items, none shorter than min_chunk_tokens unless it is all."""
 
     target_items: int
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
-    part_tokens: int = 0
-    max_context: int = 0
 
     @classmethod
     def of(cls, num_kv_heads: int) -> "WorkLimits":
         """An item is a program for each KV head."""
         return cls(target_items=max(1, TARGET_PROGRAMS // num_kv_heads))
 
-    @classmethod
-    def of_parts(cls, num_kv_heads: int, *, part_tokens: int, max_context: int) -> "WorkLimits":
-        """In deterministic mode."""
-        limits = cls.of(num_kv_heads)
-        return replace(limits, min_chunk_tokens=part_tokens, part_tokens=part_tokens, max_context=max_context)
-
     def capacity(self, batch_size: int) -> int:
         """Items that a batch can have at most."""
         return batch_size + self.target_items
 
-    def num_parts(self, batch_size: int) -> int:
-        """Parts that a batch can have at most."""
-        return batch_size * -(-self.max_context // self.part_tokens) if self.part_tokens else self.capacity(batch_size)
-
-    @property
-    def multiple(self) -> int:
-        """Of tokens, that an item has which does not end its sequence."""
-        return self.part_tokens or CHUNK_MULTIPLE
-
     def chunk_tokens(self, total_tokens: int) -> int:
         """Tokens of a chunk for a batch whose contexts have so many tokens together."""
         even = -(-total_tokens // self.target_items)
-        return max(self.min_chunk_tokens, -(-even // self.multiple) * self.multiple)
+        return max(self.min_chunk_tokens, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedChunks:
+    """Chunks of so many tokens at absolute positions, of contexts of up to max_context tokens."""
+
+    tokens: int
+    max_context: int
+
+    def capacity(self, batch_size: int) -> int:
+        """Items that a batch can have at most."""
+        return batch_size * -(-self.max_context // self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,14 +71,18 @@ class DecodeWork:
     between launches.
     """
 
-    limits: WorkLimits
+    limits: WorkLimits | FixedChunks
     count_1: torch.Tensor
     item_W8: torch.Tensor
     arrived_BK: torch.Tensor
 
     @classmethod
     def allocate(
-        cls, max_batch: int, num_kv_heads: int, device: torch.device | str, limits: WorkLimits | None = None
+        cls,
+        max_batch: int,
+        num_kv_heads: int,
+        device: torch.device | str,
+        limits: WorkLimits | FixedChunks | None = None,
     ) -> "DecodeWork":
         """Room for any lengths of up to max_batch sequences."""
         limits = limits or WorkLimits.of(num_kv_heads)
@@ -103,18 +98,21 @@ class DecodeWork:
         )
 
 
-def plan_work_reference(rows_B: list[int], positions_B: list[int], limits: WorkLimits) -> list[tuple[int, ...]]:
+def plan_work_reference(
+    rows_B: list[int], positions_B: list[int], limits: WorkLimits | FixedChunks
+) -> list[tuple[int, ...]]:
     """The obvious reference of `plan_work`: the items."""
-    lengths_B = [position + bool(limits.part_tokens) for position in positions_B]
-    chunk = limits.chunk_tokens(sum(lengths_B))
+    is_fixed = isinstance(limits, FixedChunks)
+    chunk = limits.tokens if isinstance(limits, FixedChunks) else limits.chunk_tokens(sum(positions_B))
     whole, large_ends, small_ends, first = [], [], [], 0
-    for b, (row, position, length) in enumerate(zip(rows_B, positions_B, lengths_B, strict=True)):
+    for b, (row, position) in enumerate(zip(rows_B, positions_B, strict=True)):
+        length = position + is_fixed
         count = max(1, -(-length // chunk))
         for c in range(count):
             end = min((c + 1) * chunk, length)
             ends = large_ends if 2 * (end - c * chunk) > chunk else small_ends
             (whole if c + 1 < count else ends).append((b, row, position, c * chunk, end, c, count, first))
-        first += -(-length // limits.part_tokens) if limits.part_tokens else count
+        first += count
     whole.sort(key=lambda item: (item[0], item[5]))
     return whole + large_ends + small_ends
 
@@ -136,22 +134,21 @@ def _put_item(item_W8, at, mask, b, row, position, length, chunk, c, count, firs
 @triton.jit
 def _plan_work_kernel(
     rows_B, position_R, count_1, item_W8, batch_size,
-    TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, PART: tl.constexpr, BATCH: tl.constexpr,
+    TARGET: tl.constexpr, LEAST: tl.constexpr, MULTIPLE: tl.constexpr, FIXED: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BATCH)
     is_row = b < batch_size
     row = tl.load(rows_B + b, mask=is_row, other=0)
     position = tl.load(position_R + row, mask=is_row, other=0)
-    length = position
-    if PART:
-        length = tl.where(is_row, position + 1, 0)
-    even = tl.cdiv(tl.sum(length, 0), TARGET)
-    chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
+    if FIXED:
+        length = position + 1
+        chunk = FIXED
+    else:
+        length = position
+        even = tl.cdiv(tl.sum(position, 0), TARGET)
+        chunk = tl.maximum(tl.cdiv(even, MULTIPLE) * MULTIPLE, LEAST)
     count = tl.where(is_row, tl.maximum(tl.cdiv(length, chunk), 1), 0)
-    parts = count
-    if PART:
-        parts = tl.cdiv(length, PART)
-    first = tl.cumsum(parts, 0) - parts
+    first = tl.cumsum(count, 0) - count
     whole = tl.where(is_row, count - 1, 0)
     at = tl.cumsum(whole, 0) - whole
     for c in range(tl.max(whole, 0)):
@@ -175,8 +172,12 @@ def plan_work(rows_B: torch.Tensor, position_R: torch.Tensor, work: DecodeWork) 
     check_tensor("position_R", position_R, shape=(None,), dtype=torch.int32)
     if batch_size > len(work.arrived_BK):
         raise ValueError(f"rows_B has {batch_size} rows, but the work list is for {len(work.arrived_BK)}")
+    limits = work.limits
+    cuts = (
+        (0, 0, limits.tokens) if isinstance(limits, FixedChunks) else (limits.target_items, limits.min_chunk_tokens, 0)
+    )
     _plan_work_kernel[(1,)](
         rows_B, position_R, work.count_1, work.item_W8, batch_size,
-        TARGET=work.limits.target_items, LEAST=work.limits.min_chunk_tokens,
-        MULTIPLE=work.limits.multiple, PART=work.limits.part_tokens, BATCH=next_power_of_2(batch_size), num_warps=4,
+        TARGET=cuts[0], LEAST=cuts[1], MULTIPLE=CHUNK_MULTIPLE, FIXED=cuts[2],
+        BATCH=next_power_of_2(batch_size), num_warps=4,
     )  # fmt: skip

@@ -16,18 +16,22 @@ import torch
 
 from octavo.model.kernels.attention import prefill_hopper
 from octavo.model.kernels.attention.decode import LOG2_E, DecodeArgs
-from octavo.model.kernels.attention.decode_work import DecodeWork, WorkLimits
+from octavo.model.kernels.attention.decode_work import DecodeWork, FixedChunks
 from octavo.model.kernels.attention.invariant_ring import ring_kernel, write_heads_kernel
 from octavo.model.kernels.checks import check_pools, check_tensor, next_power_of_2
 
 CHUNK_TOKENS = 256
 """Of a chunk of a context: two tiles of keys."""
 TILE = 128
+RING_ELEMENTS = 256 * 64
+"""Of keys in shared memory, and of values: three programs on a multiprocessor."""
 GROUP = 16
 """Query heads of a KV head, the rest of them padding: rows of the multiplying instruction."""
 WARPS = 4
-REGISTERS = {64: 128, 128: 255}
-"""Of a thread at most, by head dim, so that four programs fit on a multiprocessor, or two."""
+REGISTERS = 168
+"""Of a thread at most, for three programs on a multiprocessor."""
+TARGET_PROGRAMS, PROGRAMS_OF_SEQUENCE = 396, 4
+"""A launch has so many at least, and for each sequence and KV head: with longer contexts they go from item to item."""
 MERGED_AT_ONCE = 8
 
 
@@ -54,7 +58,7 @@ def _works_on(device: torch.device, dtype: torch.dtype, N: int, K: int, S: int, 
     angle, none = torch.zeros(1, H // 2, device=device), torch.zeros(1, device=device)
     args = DecodeArgs(
         rows_B=position, position_R=position, table_RM=table, cos_LH=angle, sin_LH=angle,
-        work=DecodeWork.allocate(1, K, device, work_limits(K, 1)),
+        work=DecodeWork.allocate(1, K, device, FixedChunks(tokens=CHUNK_TOKENS, max_context=1)),
         partial_out=none, partial_ml=none, num_heads=N, num_kv_heads=K, head_dim=H, scale=1.0, eps=1.0,
     )  # fmt: skip
     try:
@@ -64,11 +68,6 @@ def _works_on(device: torch.device, dtype: torch.dtype, N: int, K: int, S: int, 
         warnings.warn(f"deterministic mode takes its plain attention: a kernel failed: {error!r}", stacklevel=2)
         return False
     return prefill_hopper.attend(q, pool, pool, q, table, nobody, 1.0, chunk_tokens=CHUNK_TOKENS)
-
-
-def work_limits(num_kv_heads: int, max_context: int) -> WorkLimits:
-    """By which decodes are planned."""
-    return WorkLimits.of_parts(num_kv_heads, part_tokens=CHUNK_TOKENS, max_context=max_context)
 
 
 def attend_decodes(
@@ -81,7 +80,7 @@ def attend_decodes(
     args: DecodeArgs,
     qk_norm_2H: torch.Tensor | None = None,
 ) -> None:
-    """`decode.decode_attention` with contexts cut at absolute positions: args.work has `work_limits`.
+    """`decode.decode_attention` with contexts cut at absolute positions: args.work has `FixedChunks` of CHUNK_TOKENS.
     All of one 16-bit dtype. Raises ValueError where a tensor does not fit."""
     (B,), N, K, H = args.rows_B.shape, args.num_heads, args.num_kv_heads, args.head_dim
     dtype, S, D = qkv_BC.dtype, k_pool_PKSH.shape[2], x_BD.shape[1]
@@ -91,10 +90,11 @@ def attend_decodes(
     check_tensor("k_pool_PKSH", k_pool_PKSH, shape=(None, K, S, H), dtype=dtype)
     check_tensor("v_pool_PKSH", v_pool_PKSH, shape=tuple(k_pool_PKSH.shape), dtype=dtype)
     check_tensor("out_BNH", out_BNH, shape=(B, N, H), dtype=dtype)
-    work = args.work
-    if work.limits.part_tokens != CHUNK_TOKENS:
-        raise ValueError(f"args.work is planned by {work.limits}, not in chunks of {CHUNK_TOKENS} tokens")
-    ring_kernel[(work.limits.capacity(B), K)](
+    work, limits = args.work, args.work.limits
+    if not isinstance(limits, FixedChunks) or limits.tokens != CHUNK_TOKENS:
+        raise ValueError(f"args.work is planned by {limits}, not in chunks of {CHUNK_TOKENS} tokens")
+    programs = min(limits.capacity(B), max(TARGET_PROGRAMS // K, PROGRAMS_OF_SEQUENCE * B))
+    ring_kernel[(programs, K)](
         qkv_BC, x_BD, bias_C, qk_norm_2H, k_pool_PKSH, v_pool_PKSH, out_BNH,
         args.table_RM, args.cos_LH, args.sin_LH,
         work.count_1, work.item_W8, work.arrived_BK, args.partial_out, args.partial_ml,
@@ -108,9 +108,10 @@ def settings_of(num_heads: int, num_kv_heads: int, head_dim: int, element_size: 
     """Of the decodes' kernel: its constants beside the step's, and how it is launched."""
     return {
         "N": num_heads, "K": num_kv_heads, "H": head_dim, "GROUP": GROUP,
-        "FEW": next_power_of_2(num_heads // num_kv_heads), "TILE": TILE, "CHUNK": CHUNK_TOKENS,
-        "AT_ONCE": MERGED_AT_ONCE, "WARPS": WARPS, "VECTOR": 16 // element_size,
-        "PHASE": max(1, 128 // (head_dim * element_size)), "num_warps": WARPS, "maxnreg": REGISTERS[head_dim],
+        "FEW": next_power_of_2(num_heads // num_kv_heads), "TILE": TILE,
+        "RING": max(1, RING_ELEMENTS // (TILE * head_dim)), "CHUNK": CHUNK_TOKENS, "AT_ONCE": MERGED_AT_ONCE,
+        "WARPS": WARPS, "VECTOR": 16 // element_size, "PHASE": max(1, 128 // (head_dim * element_size)),
+        "num_warps": WARPS, "maxnreg": REGISTERS,
     }  # fmt: skip
 
 

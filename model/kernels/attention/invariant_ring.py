@@ -4,13 +4,10 @@ memory, and queries, keys and values of prompts, with the same bits as a decode 
 A decoded token gets what warp_groups.py would give it in any tile of a prompt: the same tiles of keys at absolute
 positions, from its own one back, chunks that end at absolute positions and are merged from the last one back, and
 sums in the same order. The instructions that multiply are others (16 rows, not 64), whose bits are the same; tests
-compare them on a device.
+compare them on a device. Who finishes a sequence's last chunk merges all.
 
     cached tokens   |--- chunk 0 ---|--- chunk 1 ---|- chunk 2 -|new|
-    item 1 of 2                     |<- tile <- tile <- tile <- tile|
-
-Which programs take which chunks follows the batch's load, and changes no bit: where a sequence is one item, its program
-merges as it goes; where there are several, each leaves the parts of its chunks, and who arrives last merges all.
+                                        <- tile 1 <- tile 0
 
 Legend: B sequences · T tokens · R rows of the state · N query heads · K kv heads · H head dim · S block size ·
 C = (N + 2K)·H · D model dim · W items (model/kernels/attention/decode_work.py). Must not know: when this is used.
@@ -32,12 +29,12 @@ from octavo.model.kernels.attention.invariant_math import (
 )
 from octavo.model.kernels.overlap import start_next, wait_for_previous
 
-QUARTERS, SUMS = gl.constexpr(4), gl.constexpr(8)  # of a query's weights, as in warp_groups.py
+SUMS = gl.constexpr(8)  # partial sums of a query's weights, as in warp_groups.py
 
 
 @gluon.jit
 def _copy_tile(
-    room, pool, table, start, end, kv_head,
+    keys, values, k_pool, v_pool, table, start, end, kv_head,
     K: gl.constexpr, H: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
     # Zeros behind the end: what the pool has there may be no number.
@@ -46,7 +43,8 @@ def _copy_tile(
     block = gl.load(table + token // S, mask=token < end, other=0)
     has = (token < end)[:, None] & (h >= 0)[None, :]
     at = (((block.to(gl.int64) * K + kv_head) * S + token % S) * H)[:, None] + h[None, :]
-    async_copy.async_copy_global_to_shared(room, pool + at, has)
+    async_copy.async_copy_global_to_shared(keys, k_pool + at, has)
+    async_copy.async_copy_global_to_shared(values, v_pool + at, has)
 
 
 @gluon.jit
@@ -84,10 +82,10 @@ def ring_kernel(
     table_RM, cos_LH, sin_LH, count_1, item_W8, arrived_BK, partial_out, partial_ml,
     table_width, log2_scale, eps,
     N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WIDTH: gl.constexpr,
-    GROUP: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr, CHUNK: gl.constexpr,
+    GROUP: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, CHUNK: gl.constexpr,
     AT_ONCE: gl.constexpr, WARPS: gl.constexpr, VECTOR: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One item for one KV head; see `invariant_hopper.attend_decodes`."""
+    """Items one after the other for one KV head; see `invariant_hopper.attend_decodes`."""
     start_next(PDL)
     kv_head = gl.program_id(1)
     num_items = gl.load(count_1)
@@ -101,140 +99,127 @@ def ring_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, PHASE, 8 // PHASE, [1, 0])
-    ADDED: gl.constexpr = gl.BlockedLayout([1, QUARTERS, 1], [4, 1, 8], [WARPS, 1, 1], [1, 2, 0])
-    item = item_W8 + gl.program_id(0) * 8
-    b = gl.load(item)
-    row = gl.load(item + 1)
-    position = gl.load(item + 2)
-    begin = gl.load(item + 3)
-    end = gl.load(item + 4)
-    num_sharing = gl.load(item + 6)
-    first = gl.load(item + 7)
-    if gl.program_id(0) >= num_items:
-        return
-    # The next tile's keys and this one's values are on their way before anything else.
-    keys_rooms = gl.allocate_shared_memory(element, [2, TILE, H], SHARED)
-    values_room = gl.allocate_shared_memory(element, [1, TILE, H], SHARED).index(0)
-    table = table_RM + row.to(gl.int64) * table_width
-    cached = gl.minimum(end, position)
-    num_tiles = (end - begin + TILE - 1) // TILE
-    start = begin + (num_tiles - 1) * TILE
-    _copy_tile(keys_rooms.index(0), k_pool, table, start, cached, kv_head, K, H, S, TILE, COPY)
-    async_copy.commit_group()
-    _copy_tile(values_room, v_pool, table, start, cached, kv_head, K, H, S, TILE, COPY)
-    async_copy.commit_group()
-    if num_tiles > 1:
-        _copy_tile(keys_rooms.index(1), k_pool, table, start - TILE, cached, kv_head, K, H, S, TILE, COPY)
-    async_copy.commit_group()
+    keys_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
+    values_ring = gl.allocate_shared_memory(element, [RING, TILE, H], SHARED)
+    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        item = item_W8 + index * 8
+        b = gl.load(item)
+        row = gl.load(item + 1)
+        position = gl.load(item + 2)
+        begin = gl.load(item + 3)
+        end = gl.load(item + 4)
+        chunk = gl.load(item + 5)
+        num_chunks = gl.load(item + 6)
+        first = gl.load(item + 7)
+        table = table_RM + row.to(gl.int64) * table_width
+        cached = gl.minimum(end, position)
+        num_tiles = (end - begin + TILE - 1) // TILE
+        gl.thread_barrier()
+        for slot in gl.static_range(RING):
+            ahead = begin + (num_tiles - 1 - slot) * TILE
+            if ahead >= begin:
+                keys, values = keys_ring.index(slot), values_ring.index(slot)
+                _copy_tile(keys, values, k_pool, v_pool, table, ahead, cached, kv_head, K, H, S, TILE, COPY)
+            async_copy.commit_group()
 
-    m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
-    h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
-    is_h = h >= 0
-    other_h = (h + H // 2) % H
-    cos = gl.load(cos_LH + position * (H // 2) + h % (H // 2))
-    sin = gl.load(sin_LH + position * (H // 2) + h % (H // 2)) * gl.where(h < H // 2, -1.0, 1.0)
-    wait_for_previous(PDL)
-    qkv = qkv_BC + b.to(gl.int64) * C
-    scale = row_scale(x_BD, b, eps, D, WIDTH, WARPS)
-    q_at = ((kv_head * G + m) * H)[:, None]
-    is_q = (m < G)[:, None] & is_h[None, :]
-    q = heads_of(qkv, bias_C, q_at + h[None, :], is_q, scale)
-    q_other = heads_of(qkv, bias_C, q_at + other_h[None, :], is_q, scale)
-    if qk_norm_2H is not None:
-        inverse = gl.expand_dims(norm_scale(q, eps, H, 1), 1)
-        q = normed(q, inverse, qk_norm_2H + h[None, :], is_h[None, :])
-        q_other = normed(q_other, inverse, qk_norm_2H + other_h[None, :], is_h[None, :])
-    q_left = gl.convert_layout(turned(q, q_other, cos[None, :], sin[None, :]).to(element), LEFT)
-    new_k = gl.full([H], 0.0, element, gl.SliceLayout(0, HEADS))
-    new_v = gl.full([H], 0.0, element, gl.SliceLayout(0, HEADS))
-    if end > position:
-        k_at = (N + kv_head) * H
-        k = heads_of(qkv, bias_C, k_at + h, is_h, scale)
-        k_other = heads_of(qkv, bias_C, k_at + other_h, is_h, scale)
+        m = gl.arange(0, GROUP, gl.SliceLayout(1, HEADS))
+        h = gl.arange(0, H, gl.SliceLayout(0, HEADS))
+        is_h = h >= 0
+        other_h = (h + H // 2) % H
+        cos = gl.load(cos_LH + position * (H // 2) + h % (H // 2))
+        sin = gl.load(sin_LH + position * (H // 2) + h % (H // 2)) * gl.where(h < H // 2, -1.0, 1.0)
+        if index == gl.program_id(0):
+            wait_for_previous(PDL)
+        qkv = qkv_BC + b.to(gl.int64) * C
+        scale = row_scale(x_BD, b, eps, D, WIDTH, WARPS)
+        q_at = ((kv_head * G + m) * H)[:, None]
+        is_q = (m < G)[:, None] & is_h[None, :]
+        q = heads_of(qkv, bias_C, q_at + h[None, :], is_q, scale)
+        q_other = heads_of(qkv, bias_C, q_at + other_h[None, :], is_q, scale)
         if qk_norm_2H is not None:
-            k_inverse = gl.full([H], 0.0, gl.float32, gl.SliceLayout(0, HEADS)) + norm_scale(k, eps, H, 0)
-            k = normed(k, k_inverse, qk_norm_2H + H + h, is_h)
-            k_other = normed(k_other, k_inverse, qk_norm_2H + H + other_h, is_h)
-        new_k = turned(k, k_other, cos, sin).to(element)
-        new_v = heads_of(qkv, bias_C, (N + K + kv_head) * H + h, is_h, scale).to(element)
-        new_block = gl.load(table + position // S).to(gl.int64)
-        new_at = ((new_block * K + kv_head) * S + position % S) * H + h
-        gl.store(k_pool + new_at, new_k)
-        gl.store(v_pool + new_at, new_v)
-    new_k = gl.expand_dims(gl.convert_layout(new_k, gl.SliceLayout(1, RIGHT)), 1)
-    new_v = gl.expand_dims(gl.convert_layout(new_v, gl.SliceLayout(0, RIGHT)), 0)
+            inverse = gl.expand_dims(norm_scale(q, eps, H, 1), 1)
+            q = normed(q, inverse, qk_norm_2H + h[None, :], is_h[None, :])
+            q_other = normed(q_other, inverse, qk_norm_2H + other_h[None, :], is_h[None, :])
+        q_left = gl.convert_layout(turned(q, q_other, cos[None, :], sin[None, :]).to(element), LEFT)
+        new_k = gl.full([H], 0.0, element, gl.SliceLayout(0, HEADS))
+        new_v = gl.full([H], 0.0, element, gl.SliceLayout(0, HEADS))
+        if end > position:
+            k_at = (N + kv_head) * H
+            k = heads_of(qkv, bias_C, k_at + h, is_h, scale)
+            k_other = heads_of(qkv, bias_C, k_at + other_h, is_h, scale)
+            if qk_norm_2H is not None:
+                k_inverse = gl.full([H], 0.0, gl.float32, gl.SliceLayout(0, HEADS)) + norm_scale(k, eps, H, 0)
+                k = normed(k, k_inverse, qk_norm_2H + H + h, is_h)
+                k_other = normed(k_other, k_inverse, qk_norm_2H + H + other_h, is_h)
+            new_k = turned(k, k_other, cos, sin).to(element)
+            new_v = heads_of(qkv, bias_C, (N + K + kv_head) * H + h, is_h, scale).to(element)
+            new_block = gl.load(table + position // S).to(gl.int64)
+            new_at = ((new_block * K + kv_head) * S + position % S) * H + h
+            gl.store(k_pool + new_at, new_k)
+            gl.store(v_pool + new_at, new_v)
+        new_k = gl.expand_dims(gl.convert_layout(new_k, gl.SliceLayout(1, RIGHT)), 1)
+        new_v = gl.expand_dims(gl.convert_layout(new_v, gl.SliceLayout(0, RIGHT)), 0)
 
-    om = gl.arange(0, GROUP, ROWS)
-    oh = gl.arange(0, H, gl.SliceLayout(0, MMA))
-    out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
-    is_out = (om < G)[:, None] & (oh >= 0)[None, :]
-    out_NH = out_BNH + b.to(gl.int64) * N * H
-    most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
-    sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
-    acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
-    whole_most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
-    whole_total = gl.full([GROUP], 0.0, gl.float32, ROWS)
-    whole = gl.full([GROUP, H], 0.0, gl.float32, MMA)
-    for i in range(num_tiles):
-        start = begin + (num_tiles - 1 - i) * TILE
-        async_copy.wait_group(2)
-        # All threads' copies have arrived.
-        gl.thread_barrier()
-        keys_right = keys_rooms.index(i % 2).permute([1, 0]).load(RIGHT)
-        key = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(0, RIGHT)), 0)
-        keys_right = gl.where(key == position, new_k, keys_right)
-        score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, MMA))
-        token = start + gl.arange(0, TILE, gl.SliceLayout(0, MMA))
-        score = gl.where((token < end)[None, :], score, float("-inf"))
-        new_most = gl.maximum(most, gl.max(score, 1) * log2_scale)
-        base = gl.where(new_most == float("-inf"), 0.0, new_most)
-        shrink = exp2(most - base)
-        zeros = gl.full([GROUP, TILE], 0.0, gl.float32, MMA)
-        weight = exp2(gl.fma(score, zeros + log2_scale, zeros - base[:, None]))
-        # A warp has a quarter of the tile. A thread adds up what the four have of a sum, as in warp_groups.py.
-        quarters = gl.sum(gl.reshape(weight, [GROUP, QUARTERS, TILE // QUARTERS // SUMS, SUMS]), 2)
-        added = gl.convert_layout(gl.sum(gl.convert_layout(quarters, ADDED), 1), MMA)
-        sums = gl.fma(sums, gl.broadcast(for_rows_of(sums, shrink), sums)[0], added)
-        most = new_most
-        weight = gl.convert_layout(weight.to(element), LEFT)
-        async_copy.wait_group(1)
-        gl.thread_barrier()
-        values_right = values_room.load(RIGHT)
-        value = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(1, RIGHT)), 1)
-        values_right = gl.where(value == position, new_v, values_right)
-        acc = mma_v2(weight, values_right, acc * shrink[:, None])
-        # All threads are done with the tiles that the next copies overwrite.
-        gl.thread_barrier()
-        if start - TILE >= begin:
-            _copy_tile(values_room, v_pool, table, start - TILE, cached, kv_head, K, H, S, TILE, COPY)
-        async_copy.commit_group()
-        if start - 2 * TILE >= begin:
-            _copy_tile(keys_rooms.index(i % 2), k_pool, table, start - 2 * TILE, cached, kv_head, K, H, S, TILE, COPY)
-        async_copy.commit_group()
-        if start % CHUNK == 0:
-            total = gl.convert_layout(gl.sum(sums, 1), ROWS)
-            if num_sharing == 1:
-                whole, whole_most, whole_total = merge(whole, whole_most, whole_total, acc, most, total)
-            else:
-                part = (first + start // CHUNK).to(gl.int64) * N
-                ml = partial_ml + (part + kv_head * G + om) * 2
-                gl.store(partial_out + part * H + out_at, acc, mask=is_out)
-                gl.store(ml, most, mask=om < G)
-                gl.store(ml + 1, total, mask=om < G)
-            most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
-            sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
-            acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+        most = gl.full([GROUP], float("-inf"), gl.float32, ROWS)
+        sums = gl.full([GROUP, SUMS], 0.0, gl.float32, MMA)
+        acc = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+        for i in range(num_tiles):
+            here = i % RING
+            start = begin + (num_tiles - 1 - i) * TILE
+            async_copy.wait_group(RING - 1)
+            gl.thread_barrier()
+            keys_right = keys_ring.index(here).permute([1, 0]).load(RIGHT)
+            key = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(0, RIGHT)), 0)
+            keys_right = gl.where(key == position, new_k, keys_right)
+            score = mma_v2(q_left, keys_right, gl.full([GROUP, TILE], 0.0, gl.float32, MMA))
+            token = start + gl.arange(0, TILE, gl.SliceLayout(0, MMA))
+            score = gl.where((token < end)[None, :], score, float("-inf"))
+            new_most = gl.maximum(most, gl.max(score, 1) * log2_scale)
+            base = gl.where(new_most == float("-inf"), 0.0, new_most)
+            shrink = exp2(most - base)
+            zeros = gl.full([GROUP, TILE], 0.0, gl.float32, MMA)
+            weight = exp2(gl.fma(score, zeros + log2_scale, zeros - base[:, None]))
+            # A thread has all the weights of a sum then, as in warp_groups.py.
+            weight = gl.convert_layout(weight, LEFT)
+            added = gl.convert_layout(gl.sum(gl.reshape(weight, [GROUP, TILE // SUMS, SUMS]), 1), MMA)
+            sums = gl.fma(sums, gl.broadcast(for_rows_of(sums, shrink), sums)[0], added)
+            most = new_most
+            values_right = values_ring.index(here).load(RIGHT)
+            value = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(1, RIGHT)), 1)
+            values_right = gl.where(value == position, new_v, values_right)
+            acc = mma_v2(weight.to(element), values_right, acc * shrink[:, None])
+            if RING * TILE < CHUNK:
+                gl.thread_barrier()
+                later = start - RING * TILE
+                if later >= begin:
+                    keys, values = keys_ring.index(here), values_ring.index(here)
+                    _copy_tile(keys, values, k_pool, v_pool, table, later, cached, kv_head, K, H, S, TILE, COPY)
+            async_copy.commit_group()
 
-    if num_sharing == 1:
-        gl.store(out_NH + out_at, (whole * (1.0 / whole_total)[:, None]).to(element), mask=is_out)
-        return
-    # The barrier orders every thread's stores before the one atomic that releases them.
-    gl.thread_barrier()
-    if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") < num_sharing - 1:
-        return
-    gl.store(arrived_BK + b * K + kv_head, 0)
-    num_chunks = position // CHUNK + 1
-    _store_merged(partial_out, partial_ml, out_NH, first, num_chunks, kv_head, N, G, H, FEW, AT_ONCE, WARPS)
+        total = gl.convert_layout(gl.sum(sums, 1), ROWS)
+        om = gl.arange(0, GROUP, ROWS)
+        oh = gl.arange(0, H, gl.SliceLayout(0, MMA))
+        out_at = ((kv_head * G + om) * H)[:, None] + oh[None, :]
+        is_out = (om < G)[:, None] & (oh >= 0)[None, :]
+        out_NH = out_BNH + b.to(gl.int64) * N * H
+        if num_chunks == 1:
+            nothing = gl.full([GROUP, H], 0.0, gl.float32, MMA)
+            acc, most, total = merge(
+                nothing, gl.full([GROUP], float("-inf"), gl.float32, ROWS), gl.full([GROUP], 0.0, gl.float32, ROWS),
+                acc, most, total,
+            )  # fmt: skip
+            gl.store(out_NH + out_at, (acc * (1.0 / total)[:, None]).to(element), mask=is_out)
+        else:
+            part = (first + chunk).to(gl.int64) * N
+            ml = partial_ml + (part + kv_head * G + om) * 2
+            gl.store(partial_out + part * H + out_at, acc, mask=is_out)
+            gl.store(ml, most, mask=om < G)
+            gl.store(ml + 1, total, mask=om < G)
+            # The barrier orders every thread's stores before the one atomic that releases them.
+            gl.thread_barrier()
+            if gl.atomic_add(arrived_BK + b * K + kv_head, 1, sem="acq_rel") == num_chunks - 1:
+                gl.store(arrived_BK + b * K + kv_head, 0)
+                _store_merged(partial_out, partial_ml, out_NH, first, num_chunks, kv_head, N, G, H, FEW, AT_ONCE, WARPS)
 
 
 @gluon.jit

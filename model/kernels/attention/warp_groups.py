@@ -35,7 +35,6 @@ from octavo.model.kernels.attention.invariant_math import exp2, for_rows_of, mer
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one instruction
 KEYS = gl.constexpr(128)  # of a tile
-QUARTERS = gl.constexpr(4)  # of a tile's keys, whose weights are added up before they are added to each other
 SUMS = gl.constexpr(8)  # partial sums of a query's weights: the columns that one instruction's threads share
 COLUMNS = gl.constexpr(64)  # of one copy: as wide as a pattern in shared memory
 SMEM = gl.constexpr(gl.NVMMASharedLayout(128, 16))
@@ -125,12 +124,12 @@ def _produce(work, N: gl.constexpr, K: gl.constexpr, H: gl.constexpr, S: gl.cons
 @gluon.jit
 def _in_sums(x):
     # Several short chains of maxima or additions instead of a long one.
-    return gl.reshape(x, [x.shape[0], QUARTERS, x.shape[1] // QUARTERS // SUMS, SUMS])
+    return gl.reshape(x, [x.shape[0], x.shape[1] // SUMS, SUMS])
 
 
 @gluon.jit
 def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
-    highest = gl.max(gl.max(gl.max(_in_sums(score), 2), 1), 1)
+    highest = gl.max(gl.max(_in_sums(score), 1), 1)
     new_most = gl.maximum(most, gl.convert_layout(highest, most.type.layout) * log2_scale)
     base = new_most
     if IS_MASKED:
@@ -139,7 +138,7 @@ def _weigh(score, most, total, log2_scale, IS_MASKED: gl.constexpr):
     shrink = exp2(most - base)
     zeros = gl.zeros_like(score)
     weight = exp2(gl.fma(score, zeros + log2_scale, zeros - gl.expand_dims(base, 1)))
-    added = gl.convert_layout(gl.sum(gl.sum(_in_sums(weight), 2), 1), total.type.layout)
+    added = gl.convert_layout(gl.sum(_in_sums(weight), 1), total.type.layout)
     total = gl.fma(total, gl.broadcast(for_rows_of(total, shrink), total)[0], added)
     return weight, new_most, total, shrink
 
