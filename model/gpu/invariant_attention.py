@@ -83,7 +83,7 @@ class HopperAttention:
 
     @staticmethod
     def fits(weights: GpuWeights, kv: KvPool) -> bool:
-        """Whether these are the kernels to take: not with norms of heads, whose bits nobody has compared on a device."""
+        """Whether these are the kernels to take. With norms of heads nobody has compared their bits on a device."""
         config = weights.config
         if any(layer.qk_norm_2H is not None for layer in weights.layers):
             return False

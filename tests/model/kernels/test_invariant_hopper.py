@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+import triton.language as tl
 
 from octavo.model.kernels.attention import invariant_hopper, invariant_ring
 from octavo.model.kernels.attention.decode import DecodeArgs, decode_attention_reference, partial_buffers
@@ -138,7 +139,7 @@ def test_heads_of_prompts_equal_their_reference(
 class Contexts:
     """Sequences of these lengths over blocks in random order, as prompts write them; what is not written is NaN."""
 
-    def __init__(self, lengths: list[int], N: int, K: int, H: int, *, has_norm: bool) -> None:
+    def __init__(self, lengths: list[int], N: int, K: int, H: int) -> None:
         torch.manual_seed(N)
         self.lengths, self.N, self.K, self.H, self.S, D = lengths, N, K, H, 16, 896
         R, M, T, C = len(lengths), max(lengths) // self.S + 2, sum(lengths), (N + 2 * K) * H
@@ -152,14 +153,13 @@ class Contexts:
         angle = torch.rand(max(lengths), H // 2, device="cuda") * 6.28
         self.cos, self.sin = angle.cos(), angle.sin()
         self.qkv, self.x = draw(T, C) * 2, draw(T, D)
-        self.bias, self.norm = (None, draw(2, H)) if has_norm else (draw(C), None)
+        self.bias = draw(C)
         self.firsts = np.cumsum([0, *lengths]).tolist()
         self.q = draw(T, N, H).fill_(float("nan"))
         row_T = torch.cat([torch.full((n,), row) for row, n in enumerate(lengths)]).int().cuda()
         position_T = torch.cat([torch.arange(n) for n in lengths]).int().cuda()
         write_heads(
             self.qkv, self.x, self.bias, self.q, *self.pools, row_T, position_T, self.table, self.cos, self.sin, 1e-6,
-            self.norm,
         )  # fmt: skip
 
     def in_chunks(self, size: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ class Contexts:
         at = torch.tensor([self.firsts[row] + position for row, position in batch], device="cuda")
         out = torch.full((len(batch), self.N, self.H), float("nan"), dtype=torch.bfloat16, device="cuda")
         plan_work(rows, position_R, args.work)
-        attend_decodes(self.qkv[at], self.x[at], self.bias, *pools, out, args, self.norm)
+        attend_decodes(self.qkv[at], self.x[at], self.bias, *pools, out, args)
         return out, pools
 
 
@@ -205,10 +205,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @ON_HOPPER
 @pytest.mark.parametrize(("N", "K", "H"), [(14, 2, 64), (28, 4, 128), (16, 8, 128), (4, 4, 64)])
-@pytest.mark.parametrize("has_norm", [False, True], ids=["bias", "norm of heads"])
-def test_a_token_has_the_same_bits_decoded_or_in_a_chunk_of_any_size(N: int, K: int, H: int, has_norm: bool) -> None:
+def test_a_token_has_the_same_bits_decoded_or_in_a_chunk_of_any_size(N: int, K: int, H: int) -> None:
     lengths = [1, 17, 128, 129, 255, 256, 257, 700, 1500]
-    here = Contexts(lengths, N, K, H, has_norm=has_norm)
+    here = Contexts(lengths, N, K, H)
     whole = here.in_chunks(max(lengths))
     last = [(row, here.firsts[row] + length - 1, length - 1, 1) for row, length in enumerate(lengths)]
     queries, pools, table = here.q.cpu(), [pool.cpu() for pool in here.pools], here.table.cpu()
