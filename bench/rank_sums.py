@@ -4,6 +4,7 @@ is, on a process for each rank.
 Must not know: workers, what else is measured.
 """
 
+import faulthandler
 import multiprocessing
 import statistics
 import sys
@@ -22,11 +23,15 @@ import torch
 from bench.figures import write_json
 from bench.gpu.grpc import BenchError
 from bench.shapes import SHAPES
-from octavo.model.gpu.autotune import time_graph
-from octavo.model.gpu.peer_sums import Way, sum_pairs, ways_to_sum
+from octavo.model.gpu.autotune import STEPS, time_graph
+from octavo.model.gpu.peer_sums import CANDIDATES, MANY_ROWS, STEPS_OF_MANY, Way, sum_pairs, ways_to_sum
 from octavo.model.parallel import Ranks, join_ranks
 
-SUM_ROWS = (1, 8, 32, 128, 256, 1024)
+SUM_ROWS = (1, 8, 32, 128, 256, 1024, 4096, 8192)
+CPU_SUM_ROWS = (1, 8, 32)
+STILL_S = 60.0
+"""After so long in one way at one size, a rank writes where it stands to stderr and ends: on a GPU, peers that do not
+come are waited for without an end."""
 
 
 def measure_sums(shape: str, size: int, device: str, wanted: Way, out: Path) -> dict[str, dict[str, float]]:
@@ -76,28 +81,37 @@ def _sums_of_rank(
     num_sums = 2 * config.num_hidden_layers
     tell = partial(print, f"    rank {rank}:", file=sys.stderr, flush=True)
     with join_ranks(meeting, rank=rank, size=size, device=place) as plain, torch.inference_mode():
+        all_rows = CPU_SUM_ROWS if device == "cpu" else SUM_ROWS
         ways: dict[str, Ranks] = {Way.BY_LIBRARY.value: plain}
-        if device != "cpu":
-            ways |= ways_to_sum(
-                plain,
-                hidden_size=config.hidden_size,
-                max_rows=SUM_ROWS[-1],
-                dtype=dtype,
-                device=torch.device(place),
-                note=tell,
-            )
-        for rows in SUM_ROWS:
-            x_BD = torch.randn(rows, config.hidden_size, dtype=dtype, device=place)
+        faulthandler.dump_traceback_later(STILL_S, exit=True)
+        ways |= ways_to_sum(
+            plain,
+            CANDIDATES[wanted],
+            hidden_size=config.hidden_size,
+            max_rows=all_rows[-1],
+            dtype=dtype,
+            device=torch.device(place),
+            note=tell,
+        )
+        for rows in all_rows:
+            x_BD = torch.randn(rows, config.hidden_size, device=place).to(dtype)
             figures = {"bytes": float(num_sums * x_BD.numel() * x_BD.element_size())}
+            expected_BD = sum_pairs(plain, x_BD, 1).float()
             for name, ranks in ways.items():
                 if ranks.peers is None or ranks.peers.takes(x_BD):
-                    figures[f"{name}_ms"] = _time(partial(sum_pairs, ranks, x_BD, config.num_hidden_layers), device)
+                    faulthandler.dump_traceback_later(STILL_S, exit=True)
+                    found_BD = sum_pairs(ranks, x_BD, 1).float()
+                    work = partial(sum_pairs, ranks, x_BD, config.num_hidden_layers)
+                    figures[f"{name}_ms"] = _time(work, device, steps=STEPS_OF_MANY if rows >= MANY_ROWS else STEPS)
+                    figures[f"{name}_us_each"] = 1e3 * figures[f"{name}_ms"] / num_sums
+                    figures[f"{name}_off"] = float((found_BD - expected_BD).abs().max())
             part_BW = torch.randn(rows, config.vocab_size // size, dtype=dtype, device=place)
             figures["logits_ms"] = _time(partial(plain.concatenate, part_BW), device)
             found[f"sums of {rows} rows"] = figures
             if rank == 0:
                 _print_figures(f"sums of {rows} rows", figures)
                 write_json(out, found)
+        faulthandler.cancel_dump_traceback_later()
     return found
 
 
@@ -109,10 +123,10 @@ def _drop(_result: object) -> None:
     """Its memory is the graph's."""
 
 
-def _time(work: Callable[[], object], device: str) -> float:
+def _time(work: Callable[[], object], device: str, steps: int = STEPS) -> float:
     """Milliseconds: on a GPU of a recorded graph, as in a step."""
     if device != "cpu":
-        return time_graph(lambda: _drop(work()))
+        return time_graph(lambda: _drop(work()), steps=steps)
     seconds = []
     for _ in range(5):
         begin_s = time.perf_counter()
