@@ -24,6 +24,7 @@ import torch
 from octavo.model.gpu.autotune import STEPS, time_graph
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.peer_sum import num_programs, peer_sum
+from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_words, pushed_sum
 from octavo.model.parallel import PeerSums, Ranks, Sums
 
 VARIABLE = "OCTAVO_SUMS"
@@ -38,15 +39,17 @@ class Way(Enum):
     FASTEST = "fastest"
     BY_LIBRARY = "library"
     ONE_SHOT = "one_shot"  # torch's kernel
-    FUSED = "fused"  # ours: compared in Triton's interpreter and compiled, not yet run on devices
+    FUSED = "fused"  # ours, which reads its peers' memory
+    PUSHED = "pushed"  # ours, which writes into it: of few rows
 
 
 CANDIDATES = {
     Way.TRIED: (Way.ONE_SHOT,),
-    Way.FASTEST: (Way.ONE_SHOT, Way.FUSED),
+    Way.FASTEST: (Way.ONE_SHOT, Way.FUSED, Way.PUSHED),
     Way.BY_LIBRARY: (),
     Way.ONE_SHOT: (Way.ONE_SHOT,),
     Way.FUSED: (Way.FUSED,),
+    Way.PUSHED: (Way.PUSHED,),
 }
 """Beside the library's."""
 MOST_BYTES = 1 << 20
@@ -62,14 +65,11 @@ _ALIGNMENT_BYTES = 16
 
 
 class _Peers:
-    """What both ways share: memory of up to `limit` elements of one dtype that all ranks read. All ranks make theirs at
-    once. Raises RuntimeError where devices or drivers cannot do it."""
+    """What the ways share: sums of up to `limit` elements of one dtype, in memory that all ranks read or write. All
+    ranks make theirs at once. Raises RuntimeError where devices or drivers cannot do it."""
 
-    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int, num_rooms: int) -> None:
-        assert ranks.group is not None
-        self.ranks, self.group_name = ranks, ranks.group.group_name
-        self._dtype, self.limit = dtype, limit
-        self.memory = SharedMemory((num_rooms, self.limit), dtype, device, ranks)
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, *, limit: int) -> None:
+        self.ranks, self._dtype, self.limit = ranks, dtype, limit
 
     def takes(self, partial: torch.Tensor) -> bool:
         """See PeerSums."""
@@ -100,11 +100,14 @@ class OneShotSums(_Peers):
     """Implements `PeerSums` by torch's kernel, which leaves the room free; in one stream."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
-        super().__init__(ranks, dtype, device, limit=min(limit, MOST_BYTES // dtype.itemsize), num_rooms=1)
+        super().__init__(ranks, dtype, limit=min(limit, MOST_BYTES // dtype.itemsize))
+        assert ranks.group is not None
+        self.group_name = ranks.group.group_name
+        self.memory = SharedMemory((self.limit,), dtype, device, ranks)
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """See PeerSums."""
-        return self.memory.own.view(-1)[: like.numel()].view(like.shape)
+        return self.memory.own[: like.numel()].view(like.shape)
 
     first_room = room
 
@@ -124,7 +127,8 @@ class FusedSums(_Peers):
     one stream."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
-        super().__init__(ranks, dtype, device, limit=limit, num_rooms=3)
+        super().__init__(ranks, dtype, limit=limit)
+        self.memory = SharedMemory((3, self.limit), dtype, device, ranks)
         self._rooms = list(zip(*(each.unbind() for each in self.memory.of_all()), strict=True))
         self._shared = SharedMemory((num_programs(self.limit), ranks.size), torch.int32, device, ranks)
         self._counts = tuple(self._shared.of_all())
@@ -156,6 +160,37 @@ class FusedSums(_Peers):
         rank, address = self.ranks.rank, room.data_ptr()
         rooms = next(each for each in self._rooms if each[rank].data_ptr() == address)
         peer_sum(rooms, self._counts, out, rank=rank, adds=adds, overlap=self._overlap)
+
+
+class PushedSums(_Peers):
+    """Implements `PeerSums` by our kernel that writes into its peers' inboxes; in one stream."""
+
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, *, limit: int) -> None:
+        super().__init__(ranks, dtype, limit=min(limit, MOST_BYTES // dtype.itemsize))
+        words = num_turns(num_words(self.limit, dtype)) * WORDS
+        self.memory = SharedMemory((2, ranks.size, words), torch.int64, device, ranks)
+        self._inboxes = tuple(self.memory.of_all())
+        self._turns = torch.zeros(words // WORDS, dtype=torch.int32, device=device)
+        self._overlap = Overlap.on(self._turns)
+        torch.cuda.synchronize(device)
+        ranks.least(0)  # zeros are there before the first of us writes
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """See PeerSums."""
+        return torch.empty_like(like)
+
+    first_room = room
+
+    def sum(self, room: torch.Tensor, out: torch.Tensor) -> None:
+        """See PeerSums."""
+        self._run(room, out, adds=False)
+
+    def add(self, room: torch.Tensor, x: torch.Tensor) -> None:
+        """See PeerSums."""
+        self._run(room, x, adds=True)
+
+    def _run(self, room: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+        pushed_sum(room, self._inboxes, self._turns, out, rank=self.ranks.rank, adds=adds, overlap=self._overlap)
 
 
 class SumsBySize:
@@ -260,8 +295,7 @@ def ways_to_sum(
         return {}
     found = dict[str, Ranks]()
     for way in wanted:
-        make = OneShotSums if way is Way.ONE_SHOT else FusedSums
-        own: OneShotSums | FusedSums | None = None
+        make, own = _MAKERS[way], None
         try:
             own = make(ranks, dtype, device, limit=max_rows * hidden_size)
         except (ImportError, AttributeError, RuntimeError) as error:
@@ -275,6 +309,13 @@ def ways_to_sum(
         else:
             note(f"there are no {way.value} sums, since they are not the same as NCCL's")
     return found
+
+
+_MAKERS: dict[Way, type[OneShotSums] | type[FusedSums] | type[PushedSums]] = {
+    Way.ONE_SHOT: OneShotSums,
+    Way.FUSED: FusedSums,
+    Way.PUSHED: PushedSums,
+}
 
 
 def _is_right(

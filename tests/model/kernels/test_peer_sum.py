@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
 from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_sum
+from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_words, pushed_sum
 from octavo.model.parallel import Ranks
 from tests.support.model.interpreter import WARNINGS
 from tests.support.model.ranks import on_ranks
@@ -77,6 +78,49 @@ def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(
     assert found[0]["counts"] == np.array(told, np.int64).astype(np.int32).tolist()
 
 
+PUSHED_SIZES = (64, 2 * WORDS + 48, 16)
+
+
+def pushed_in_turns(ranks: Ranks, folder: Path, first: int, dtype: torch.dtype) -> dict[str, object]:
+    """Sums of several sizes; every other one is added to what there is. first: where turns begin."""
+    words, everyone = num_turns(max(PUSHED_SIZES)) * WORDS, range(ranks.size)
+    memory = [shared(folder, rank, torch.int64, 2 * ranks.size * words) for rank in everyone]
+    memory[ranks.rank].zero_()
+    inboxes = tuple(each.view(2, ranks.size, words) for each in memory)
+    turns = torch.full((words // WORDS,), first, dtype=torch.int32)
+    ranks.least(0)
+    found: dict[str, object] = {}
+    for number in range(NUM_SUMS):
+        size = PUSHED_SIZES[number // 2 % len(PUSHED_SIZES)]
+        out, mine = torch.full((size,), float(number), dtype=dtype), part(ranks.rank, number, size).to(dtype)
+        pushed_sum(mine, inboxes, turns, out, rank=ranks.rank, adds=number % 2 == 1, overlap=Overlap.NONE)
+        found[f"sum {number}"] = out
+    return {**found, "turns": turns.tolist()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "first"), [(2, 0), (2, 2**31 - 3), (4, 0)], ids=["two", "turns wrap", "four"])
+def test_numbers_that_come_with_their_turn_are_summed_in_the_order_of_the_ranks(
+    size: int, first: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    (tmp_path / "memory").mkdir()
+    found = on_ranks(size, pushed_in_turns, tmp_path, tmp_path / "memory", first, dtype)
+    for number in range(NUM_SUMS):
+        length = PUSHED_SIZES[number // 2 % len(PUSHED_SIZES)]
+        wanted = torch.zeros(length)
+        for rank in range(size):
+            wanted += part(rank, number, length).to(dtype)
+        if number % 2:
+            wanted += float(number)
+        off = 0.0 if dtype is torch.float32 else 2**-7  # the interpreter cuts where a device rounds
+        for rank in found:
+            np.testing.assert_allclose(rank[f"sum {number}"], wanted.numpy(), rtol=off)
+            assert np.array_equal(rank[f"sum {number}"], found[0][f"sum {number}"])
+    counts = [NUM_SUMS] + [2] * (num_words(PUSHED_SIZES[1], dtype) > WORDS) + [2] * (dtype is torch.float32)
+    turns = np.array(found[0]["turns"], np.int64) - first
+    assert [int(each) % 2**32 for each in turns[: len(counts)]] == counts
+
+
 def test_what_does_not_fit_is_refused() -> None:
     room, counts, out = torch.zeros(64), torch.zeros(2, dtype=torch.int32), torch.zeros(64)
     peer_sum((room,), (counts,), out, rank=0, adds=False, overlap=Overlap.NONE)
@@ -89,3 +133,17 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=wanted):
             peer_sum(rooms, each, out, rank=0, adds=False, overlap=Overlap.NONE)
+
+
+def test_what_does_not_fit_an_inbox_is_refused() -> None:
+    x, inbox, turns = torch.zeros(256), torch.zeros(2, 2, WORDS, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for partial, inboxes, out, wanted in (
+        (x[:128], (inbox,), x[:128], "rank 0 has 1 inboxes"),
+        (x[:128], (inbox.int(), inbox), x[:128], "each is int64 of 2 parts of 2 ranks"),
+        (x[:128], (inbox, inbox), x[:64], "unlike out"),
+        (x[:128].half(), (inbox, inbox), x[:128].half(), "makes no words of 32 bits"),
+        (x[:3].bfloat16(), (inbox, inbox), x[:3].bfloat16(), "makes no words of 32 bits"),
+        (x, (inbox, inbox), x, "a sum of 256 words has inboxes of 128 and 1 turns"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            pushed_sum(partial, inboxes, turns, out, rank=0, adds=False, overlap=Overlap.NONE)
