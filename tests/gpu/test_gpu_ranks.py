@@ -2,7 +2,11 @@
 over NCCL inside of recorded steps, up to a request through the whole service."""
 
 import asyncio
+import faulthandler
 import signal
+import sys
+import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,35 @@ pytestmark = [
 ]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 RANK = "octavo.worker.loading.group"
-RANKS_TIMEOUT_S, TIMEOUT_S = 120.0, 120.0
+RANKS_TIMEOUT_S, TIMEOUT_S = 80.0, 120.0
+"""For ranks that have met, as they have for meeting; for a service."""
+STANDING_S = 240.0
+"""After so long a test has come to no end: less than the mark above, which tells nothing of other processes."""
+on_gpus = partial(on_ranks, 2, meet_s=RANKS_TIMEOUT_S, timeout_s=RANKS_TIMEOUT_S)
+
+
+@pytest.fixture(autouse=True)
+def _tell_where_ranks_stand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a test that hangs, every rank writes what it does: a sum that waits for a peer cannot be interrupted."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    watch = threading.Timer(STANDING_S, show_ranks, (request.config, request.node.name))
+    watch.daemon = True
+    watch.start()
+    yield
+    watch.cancel()
+
+
+def show_ranks(config: pytest.Config, name: str) -> None:
+    """Ends the followers, with which this process may end."""
+    for child in psutil.Process().children(recursive=True):
+        if RANK in child.cmdline():
+            child.send_signal(signal.SIGABRT)
+            psutil.wait_procs([child], timeout=2)  # one after the other: they write to one file
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.suspend_global_capture(in_=True)
+    _, said = capture.read_global_capture()
+    print(f"{name} has come to no end after {STANDING_S:g} s\n{said}", file=sys.__stderr__, flush=True)
+    faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
 
 
 def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -53,7 +85,7 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 def test_two_ranks_on_one_device_give_what_one_rank_gives(shape: str, way: str, tmp_path: Path) -> None:
     expected = alone(steps_of, shape, way, "bf16", "auto")
     compare(
-        on_ranks(2, steps_of, tmp_path, shape, way, "bf16", "auto", place=Place.ONE_GPU, timeout_s=RANKS_TIMEOUT_S),
+        on_gpus(steps_of, tmp_path, shape, way, "bf16", "auto", place=Place.ONE_GPU),
         expected,
     )
 
@@ -64,7 +96,7 @@ def test_two_ranks_on_one_device_give_what_one_rank_gives(shape: str, way: str, 
 def test_two_devices_give_what_one_gives(way: str, launching: Launching, tmp_path: Path) -> None:
     expected = alone(steps_of, "qwen2", way, "bf16", "auto", launching)
     words = ("qwen2", way, "bf16", "auto", launching)
-    found = on_ranks(2, steps_of, tmp_path, *words, place=Place.GPUS, timeout_s=RANKS_TIMEOUT_S)
+    found = on_gpus(steps_of, tmp_path, *words, place=Place.GPUS)
     compare(found, expected)
 
 
@@ -112,9 +144,9 @@ def four_sums(ranks: Ranks, mine: torch.Tensor, out: torch.Tensor) -> None:
 
 @needs_two
 def test_sums_by_every_way_are_right_and_the_same_on_both(tmp_path: Path) -> None:
-    first, second = on_ranks(2, summed, tmp_path, place=Place.GPUS, timeout_s=RANKS_TIMEOUT_S / 2)
+    first, second = on_gpus(summed, tmp_path, place=Place.GPUS)
     assert first["told"]
-    ways = [name for name in first if name.split()[0] in ("library", "one_shot", "fused", "fastest")]
+    ways = [name for name in first if name.split()[0] in ("library", "one_shot", "fused", "pushed", "fastest")]
     assert {name.split()[1] for name in ways if name.startswith("library")} == {"1", "4", "40", "3000"}, first["told"]
     assert sorted(ways) == sorted(name for name in second if name in ways), (first["told"], second["told"])
     for name in ways:

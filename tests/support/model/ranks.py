@@ -58,11 +58,13 @@ def on_ranks(
     *arguments: Any,
     place: Place = Place.CPU,
     timeout_s: float = TIMEOUT_S,
+    meet_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """What work(ranks, *arguments) gives on each rank of a group, in their order. work: of a module, so that another
     process finds it. folder: an empty one. Raises RankFailed at the first rank that fails, without waiting for the
     others, who wait for it; where they have no end in time, each writes where it stands to stderr first. timeout_s: for
-    the work, from when all have met: a busy machine may take long to import what they need."""
+    the work, from when all have met, for which they have meet_s: a busy machine may take long to import what they
+    need."""
     context = multiprocessing.get_context("spawn")
     processes, ends = list[BaseProcess](), list[Connection]()
     try:
@@ -74,14 +76,14 @@ def on_ranks(
             theirs.close()
             processes.append(process)
             ends.append(end)
-        return _results(processes, ends, timeout_s)
+        return _results(processes, ends, timeout_s, meet_s)
     finally:
         _end(processes)
 
 
-def _results(processes: list[BaseProcess], ends: list[Connection], timeout_s: float) -> list[Any]:
+def _results(processes: list[BaseProcess], ends: list[Connection], timeout_s: float, meet_s: float) -> list[Any]:
     found: dict[int, Any] = {}
-    met, deadline_s = set[int](), time.monotonic() + max(timeout_s, TIMEOUT_S)
+    met, deadline_s = set[int](), time.monotonic() + meet_s
     while len(found) < len(ends):
         waiting = [end for rank, end in enumerate(ends) if rank not in found]
         ready = wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
