@@ -6,7 +6,8 @@ at most --max-batch-tokens in it, first come, first served, keeps blocks in an L
 at once, its free blocks with each heartbeat. Our router is the real one. Sticky: each conversation stays where the
 longest beginning of it was sent, one that is new goes where least was sent (smg's cache_aware in short). Lot: drawn.
 4 own, 4 told: four gateways with our router each; they know what they sent themselves, or what all have sent, at once.
-First token: ms, without any way to the worker and back.
+Dynamo: by the cost of its KV router, with and without the blocks that requests hold. First token: ms, without any way
+to the worker and back.
 """
 
 import argparse
@@ -186,11 +187,67 @@ class Told(Several):
             each._in_flight, each._waiting = self._all[0]._in_flight, self._all[0]._waiting
 
 
-POLICIES: dict[str, Callable[[int, Room], Policy]] = {"ours": Ours, "sticky": Sticky, "lot": Lot} | {
+class Dynamo(Lot):
+    """The cost of NVIDIA Dynamo's KV router with its defaults, as its documentation has it: blocks that have to be
+    computed at a worker, those of requests before this one included, and blocks that its requests would hold, once for
+    all who share them, without what they answer. CREDIT: of a block that is cached. ACTIVE: of one that is held."""
+
+    CREDIT, ACTIVE = 1.0, 1.0
+
+    def __init__(self, num_workers: int, room: Room) -> None:
+        super().__init__(num_workers, room)
+        self._stored = [set[int]() for _ in range(num_workers)]
+        self._held = [Counter[int]() for _ in range(num_workers)]
+        self._computing = [0] * num_workers
+        self._alone = [0] * num_workers  # the last, incomplete block of each request
+
+    def route(self, asked: Asked) -> int:
+        names = names_of(asked.token_ids)
+        cached = [next((n for n, name in enumerate(names) if name not in has), len(names)) for has in self._stored]
+        has_rest = len(asked.token_ids) > BLOCK * len(names)
+
+        def cost(worker: int) -> float:
+            lacking = max(0.0, asked.num_prompt - self.CREDIT * BLOCK * cached[worker])
+            held = self._held[worker]
+            active = len(held) + self._alone[worker] + sum(name not in held for name in names) + has_rest
+            return (self._computing[worker] + lacking) / BLOCK + self.ACTIVE * active
+
+        costs = [cost(worker) for worker in range(self.num_workers)]
+        chosen = self._dice.choice([worker for worker, each in enumerate(costs) if each == min(costs)])
+        asked.lacking = asked.num_prompt - BLOCK * cached[chosen]
+        self._computing[chosen] += asked.lacking
+        self._held[chosen].update(names)
+        self._alone[chosen] += has_rest
+        return chosen
+
+    def on_stored(self, worker: int, name: int, parent: int, token_ids: Sequence[int]) -> None:
+        self._stored[worker].add(name)
+
+    def on_removed(self, worker: int, name: int) -> None:
+        self._stored[worker].discard(name)
+
+    def on_first(self, asked: Asked) -> None:
+        self._computing[asked.worker] -= asked.lacking
+
+    def on_end(self, asked: Asked) -> None:
+        names = names_of(asked.token_ids[: asked.num_prompt])
+        self._held[asked.worker] -= Counter(names)
+        self._alone[asked.worker] -= asked.num_prompt > BLOCK * len(names)
+
+
+class DynamoByPrompt(Dynamo):
+    """The same without what requests hold."""
+
+    ACTIVE = 0.0
+
+
+POLICIES: dict[str, Callable[[int, Room], Policy]] = {
+    "ours": Ours, "sticky": Sticky, "lot": Lot, "dynamo": Dynamo, "dynamo, by prompt alone": DynamoByPrompt,
+} | {
     f"{num} {name}": partial(kind, num_gateways=num)
     for num in (4, 8)
     for name, kind in (("own", Several), ("told", Told))
-}
+}  # fmt: skip
 
 
 def names_of(token_ids: Sequence[int]) -> list[int]:
