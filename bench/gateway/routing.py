@@ -94,11 +94,11 @@ def of_smg(setting: Setting, folder: Path) -> Iterator[Place]:
 
 
 @contextmanager
-def of_dynamo(setting: Setting, folder: Path) -> Iterator[Place]:
-    """Raises NoEnvironment where Dynamo cannot be had."""
+def of_dynamo(setting: Setting, folder: Path, *flags: str) -> Iterator[Place]:
+    """flags: of its frontend. Raises NoEnvironment where Dynamo cannot be had."""
     python, inside = interop_python("dynamo"), folder / "dynamo"
     inside.mkdir()
-    with services(setting, folder) as (targets, ports), dynamo(python, inside, targets) as front:
+    with services(setting, folder) as (targets, ports), dynamo(python, inside, targets, *flags) as front:
         yield Place(port=front.port, worker_ports=ports)
 
 
@@ -106,6 +106,7 @@ ROUTERS: dict[str, Callable[[Setting, Path], AbstractContextManager[Place]]] = {
     "ours": lambda setting, folder: of_gateway(setting, folder, "ours"),
     "smg cache_aware": of_smg,
     "Dynamo KV router": of_dynamo,
+    "Dynamo by prompt alone": lambda setting, folder: of_dynamo(setting, folder, "--no-router-track-active-blocks"),
     "random": lambda setting, folder: of_gateway(setting, folder, "random"),
     "round robin": lambda setting, folder: of_gateway(setting, folder, "round robin"),
 }
