@@ -4,9 +4,9 @@ A decode step of few rows sums some kilobytes twice a layer, and what NCCL takes
 microseconds are a quarter of what half of a 7B model takes to read. Each rank's product is written where its peers can
 read it; one kernel waits until all have written and adds them up in the order of the ranks (so that all get the same
 bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and overlaps with
-its neighbours (model/kernels/small_batch/peer_sum.py). Which of them is faster than NCCL, for which sizes, is measured
-before serving, and rank 0's measurement holds. Ours was not yet run on devices and is asked for by name (OCTAVO_SUMS).
-Without NVLink's multicast.
+its neighbours (model/kernels/small_batch/peer_sum.py); or another of ours writes its numbers into its peers' memory
+(pushed_sum.py there). Which of them is faster than NCCL, for which sizes, is measured before serving, and rank 0's
+measurement holds. Ours are asked for by name (OCTAVO_SUMS): see docs/decisions/0028. Without NVLink's multicast.
 
 What it needs is asked for, compared with NCCL's sums, and left alone where either fails.
 Must not know: layers, steps.
@@ -28,12 +28,12 @@ from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_wo
 from octavo.model.parallel import PeerSums, Ranks, Sums
 
 VARIABLE = "OCTAVO_SUMS"
-"""Of the environment: a Way; unset: those that ran on devices, as measured."""
+"""Of the environment: a Way; unset: those that whole workers ran with, as measured."""
 
 
 class Way(Enum):
-    """How sums go: as measured, of what ran on devices or of all that there is; or in one way without a measurement, to
-    compare them or to do without one."""
+    """How sums go: as measured, of what whole workers ran with or of all that there is; or in one way without a
+    measurement, to compare them or to do without one."""
 
     TRIED = "tried"
     FASTEST = "fastest"
