@@ -3,10 +3,10 @@
 A decode step of few rows sums some kilobytes twice a layer, and what NCCL takes for each is latency: 56 times ten
 microseconds are a quarter of what half of a 7B model takes to read. Each rank's product is written where its peers can
 read it; one kernel waits until all have written and adds them up in the order of the ranks (so that all get the same
-bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and overlaps with
-its neighbours (model/kernels/small_batch/peer_sum.py); or another of ours writes its numbers into its peers' memory
-(pushed_sum.py there). Which of them is faster than NCCL, for which sizes, is measured before serving, and rank 0's
-measurement holds. Ours are asked for by name (OCTAVO_SUMS): see docs/decisions/0028. Without NVLink's multicast.
+bits): torch's, which then waits until all have read, or ours, which also adds to the residual stream and takes any size
+(model/kernels/small_batch/peer_sum.py); or another of ours writes its numbers into its peers' memory (pushed_sum.py
+there). Which of them is faster than NCCL, for which sizes, is measured before serving, and rank 0's measurement holds.
+Without NVLink's multicast.
 
 What it needs is asked for, compared with NCCL's sums, and left alone where either fails.
 Must not know: layers, steps.
@@ -22,20 +22,17 @@ from functools import partial
 import torch
 
 from octavo.model.gpu.autotune import STEPS, time_graph
-from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch.peer_sum import num_programs, peer_sum
 from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_words, pushed_sum
 from octavo.model.parallel import PeerSums, Ranks, Sums
 
 VARIABLE = "OCTAVO_SUMS"
-"""Of the environment: a Way; unset: those that whole workers ran with, as measured."""
+"""Of the environment: a Way; unset: as measured."""
 
 
 class Way(Enum):
-    """How sums go: as measured, of what whole workers ran with or of all that there is; or in one way without a
-    measurement, to compare them or to do without one."""
+    """How sums go: as measured, or in one way without a measurement, to compare them or to do without one."""
 
-    TRIED = "tried"
     FASTEST = "fastest"
     BY_LIBRARY = "library"
     ONE_SHOT = "one_shot"  # torch's kernel
@@ -44,7 +41,6 @@ class Way(Enum):
 
 
 CANDIDATES = {
-    Way.TRIED: (Way.ONE_SHOT,),
     Way.FASTEST: (Way.ONE_SHOT, Way.FUSED, Way.PUSHED),
     Way.BY_LIBRARY: (),
     Way.ONE_SHOT: (Way.ONE_SHOT,),
@@ -132,7 +128,7 @@ class FusedSums(_Peers):
         self._rooms = list(zip(*(each.unbind() for each in self.memory.of_all()), strict=True))
         self._shared = SharedMemory((num_programs(self.limit), ranks.size), torch.int32, device, ranks)
         self._counts = tuple(self._shared.of_all())
-        self._overlap, self._turn = Overlap.on(self.memory.own), 0
+        self._turn = 0
         torch.cuda.synchronize(device)
         ranks.least(0)  # zeros are there before the first of us counts
 
@@ -159,7 +155,7 @@ class FusedSums(_Peers):
     def _run(self, room: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
         rank, address = self.ranks.rank, room.data_ptr()
         rooms = next(each for each in self._rooms if each[rank].data_ptr() == address)
-        peer_sum(rooms, self._counts, out, rank=rank, adds=adds, overlap=self._overlap)
+        peer_sum(rooms, self._counts, out, rank=rank, adds=adds)
 
 
 class PushedSums(_Peers):
@@ -171,7 +167,6 @@ class PushedSums(_Peers):
         self.memory = SharedMemory((2, ranks.size, words), torch.int64, device, ranks)
         self._inboxes = tuple(self.memory.of_all())
         self._turns = torch.zeros(words // WORDS, dtype=torch.int32, device=device)
-        self._overlap = Overlap.on(self._turns)
         torch.cuda.synchronize(device)
         ranks.least(0)  # zeros are there before the first of us writes
 
@@ -190,7 +185,7 @@ class PushedSums(_Peers):
         self._run(room, x, adds=True)
 
     def _run(self, room: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
-        pushed_sum(room, self._inboxes, self._turns, out, rank=self.ranks.rank, adds=adds, overlap=self._overlap)
+        pushed_sum(room, self._inboxes, self._turns, out, rank=self.ranks.rank, adds=adds)
 
 
 class SumsBySize:
@@ -274,7 +269,7 @@ def _time_pairs(ranks: Ranks, x_BD: torch.Tensor, stream: torch.cuda.Stream) -> 
 
 
 def _wanted_way() -> Way:
-    name = os.environ.get(VARIABLE) or Way.TRIED.value
+    name = os.environ.get(VARIABLE) or Way.FASTEST.value
     if name not in [way.value for way in Way]:
         raise ValueError(f"{VARIABLE} is {name!r}; give one of {', '.join(way.value for way in Way)}")
     return Way(name)

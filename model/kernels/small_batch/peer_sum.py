@@ -1,7 +1,7 @@
 """A sum over ranks by one kernel that reads every peer's memory, and adds it to the residual stream in the same pass.
 
-    this rank  | product -> its room |start| signal peers | wait for theirs | read all rooms, add up | ...
-    a peer     |   product -> its room     |start| signal | wait ...        | read all rooms, add up | ...
+    this rank  | product -> its room | signal peers | wait for theirs | read all rooms, add up | ...
+    a peer     |   product -> its room     | signal | wait ...        | read all rooms, add up | ...
 
 Between two ranks that is also the least that can go over the link, whatever the size: of each rank's numbers, each is
 read once. Each program signals for its part alone, by counting up in every peer's memory, and waits until each peer's
@@ -10,7 +10,7 @@ order of the ranks and rounded once, so that all ranks get the same bits. A room
 that begins: then every peer has ended this one. So sums that follow one another need rooms of their own, and two are
 enough.
 
-The next kernel may start at once and load its weights while this one waits (model/kernels/overlap.py).
+It does not overlap with its neighbours (model/kernels/overlap.py): some steps stood still where it did.
 
 Must not know: how peers' memory is had, layers.
 """
@@ -18,8 +18,6 @@ Must not know: how peers' memory is had, layers.
 import torch
 import triton
 import triton.language as tl
-
-from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 BLOCK, LARGE_BLOCK = 2048, 8192
 WARPS = 8
@@ -35,12 +33,10 @@ def num_programs(num_elements: int) -> int:
 @triton.jit
 def _peer_sum_kernel(
     rooms, counts, out, num_elements,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    start_next(PDL)
     program = tl.program_id(0)
     own = counts[RANK] + program * SIZE
-    wait_for_previous(PDL)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             # Relaxed: the kernel that wrote the room has ended, and what it wrote is in memory.
@@ -70,7 +66,6 @@ def peer_sum(
     *,
     rank: int,
     adds: bool,
-    overlap: Overlap,
 ) -> None:
     """out, the sum of what lies in the same room of every rank; adds: with what out had. rooms, counts: of every rank,
     in their order, this one's among them. counts: int32, zero at first, a column for each rank and a row for each of
@@ -89,6 +84,5 @@ def peer_sum(
     block = BLOCK if num_elements <= MAX_PROGRAMS * BLOCK else LARGE_BLOCK
     _peer_sum_kernel[(programs,)](
         rooms, counts, out, num_elements,
-        RANK=rank, SIZE=len(rooms), BLOCK=block, ADDS=adds, PDL=overlap.value, num_warps=WARPS,
-        launch_pdl=overlap.value,
+        RANK=rank, SIZE=len(rooms), BLOCK=block, ADDS=adds, num_warps=WARPS,
     )  # fmt: skip

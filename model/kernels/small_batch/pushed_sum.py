@@ -1,8 +1,8 @@
 """A sum over ranks of a few rows by one kernel that writes its numbers into every peer's memory, each beside its turn,
 and adds what has come to the residual stream in the same pass.
 
-    this rank  | product |start| numbers and turn -> the peer's inbox | wait for theirs here | add up | ...
-    a peer     |   product  |start| ... -> ours | wait ...              | add up | ...
+    this rank  | product | numbers and turn -> the peer's inbox | wait for theirs here | add up | ...
+    a peer     |   product  | ... -> ours | wait ...              | add up | ...
 
 What is waited for is the numbers themselves: 32 bits of them and 32 of the turn are one word of memory, which comes as
 a whole. So nothing is signalled, and a sum takes one way over the link where `peer_sum` takes a signal's and then a
@@ -12,14 +12,13 @@ the ranks and rounded once, so that all ranks get the same bits.
 A program counts its turns in memory of its own, and two parts of an inbox take turns: who has got a peer's numbers of
 one turn knows that this peer has read those of the turn before. What is summed may lie anywhere.
 
+It does not overlap with its neighbours (model/kernels/overlap.py): steps stood still where it did.
 Must not know: how peers' memory is had, layers.
 """
 
 import torch
 import triton
 import triton.language as tl
-
-from octavo.model.kernels.overlap import Overlap, start_next, wait_for_previous
 
 WORDS = 128
 """Of a program, which is a warp: all sums are cut alike, since a word's turn is its program's."""
@@ -56,13 +55,10 @@ def _bits(number):
 def _pushed_sum_kernel(
     partial, inboxes, turns, out, num_words, inbox_words,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, ADDS: tl.constexpr, PAIRS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    start_next(PDL)
     program = tl.program_id(0)
     k = program * WORDS + tl.arange(0, WORDS)
     mask = k < num_words
-    wait_for_previous(PDL)
     mine = tl.load(partial + k, mask=mask, other=0)
     if ADDS:
         before = tl.load(out + k, mask=mask, other=0)
@@ -102,7 +98,6 @@ def pushed_sum(
     *,
     rank: int,
     adds: bool,
-    overlap: Overlap,
 ) -> None:
     """out, the sum of every rank's partial, of bfloat16 or float32; adds: with what out had. inboxes: of every rank, in
     their order, this one's among them: int64 [2, ranks, words], words enough for the largest sum, zero at first. turns:
@@ -127,6 +122,5 @@ def pushed_sum(
         raise ValueError(f"a sum of {words} words has inboxes of {room} and {turns.numel()} turns of {turns.dtype}")
     _pushed_sum_kernel[(num_turns(words),)](
         partial.view(-1).view(torch.int32), inboxes, turns, out.view(-1).view(torch.int32), words, room,
-        RANK=rank, SIZE=size, WORDS=WORDS, ADDS=adds, PAIRS=out.dtype == torch.bfloat16, PDL=overlap.value,
-        num_warps=1, launch_pdl=overlap.value,
+        RANK=rank, SIZE=size, WORDS=WORDS, ADDS=adds, PAIRS=out.dtype == torch.bfloat16, num_warps=1,
     )  # fmt: skip

@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from octavo.model.kernels.overlap import Overlap
 from octavo.model.kernels.small_batch import peer_sum as peer_sum_module
 from octavo.model.kernels.small_batch.peer_sum import BLOCK, num_programs, peer_sum
 from octavo.model.kernels.small_batch.pushed_sum import WORDS, num_turns, num_words, pushed_sum
@@ -50,7 +49,7 @@ def sums_in_turns(ranks: Ranks, folder: Path, first: int, most_programs: int) ->
         rooms = tuple(each[turn * most : (turn + 1) * most] for each in memory)
         rooms[ranks.rank][:size] = part(ranks.rank, number, size)
         out = torch.full((size,), float(number))
-        peer_sum(rooms, tuple(counts), out, rank=ranks.rank, adds=turn == 1, overlap=Overlap.NONE)
+        peer_sum(rooms, tuple(counts), out, rank=ranks.rank, adds=turn == 1)
         found[f"sum {number}"] = out
     return {**found, "counts": counts[ranks.rank].tolist()}
 
@@ -93,7 +92,7 @@ def pushed_in_turns(ranks: Ranks, folder: Path, first: int, dtype: torch.dtype) 
     for number in range(NUM_SUMS):
         size = PUSHED_SIZES[number // 2 % len(PUSHED_SIZES)]
         out, mine = torch.full((size,), float(number), dtype=dtype), part(ranks.rank, number, size).to(dtype)
-        pushed_sum(mine, inboxes, turns, out, rank=ranks.rank, adds=number % 2 == 1, overlap=Overlap.NONE)
+        pushed_sum(mine, inboxes, turns, out, rank=ranks.rank, adds=number % 2 == 1)
         found[f"sum {number}"] = out
     return {**found, "turns": turns.tolist()}
 
@@ -123,7 +122,7 @@ def test_numbers_that_come_with_their_turn_are_summed_in_the_order_of_the_ranks(
 
 def test_what_does_not_fit_is_refused() -> None:
     room, counts, out = torch.zeros(64), torch.zeros(2, dtype=torch.int32), torch.zeros(64)
-    peer_sum((room,), (counts,), out, rank=0, adds=False, overlap=Overlap.NONE)
+    peer_sum((room,), (counts,), out, rank=0, adds=False)
     for rooms, each, wanted in (
         ((room, room), (counts,), "rank 0 has 2 rooms and 1 counts"),
         ((room[:32],), (counts,), "its rooms do not fit"),
@@ -132,7 +131,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((room,), (counts[:0],), "needs 1 counts of int32"),
     ):
         with pytest.raises(ValueError, match=wanted):
-            peer_sum(rooms, each, out, rank=0, adds=False, overlap=Overlap.NONE)
+            peer_sum(rooms, each, out, rank=0, adds=False)
 
 
 def test_what_does_not_fit_an_inbox_is_refused() -> None:
@@ -146,4 +145,4 @@ def test_what_does_not_fit_an_inbox_is_refused() -> None:
         (x, (inbox, inbox), x, "a sum of 256 words has inboxes of 128 and 1 turns"),
     ):
         with pytest.raises(ValueError, match=wanted):
-            pushed_sum(partial, inboxes, turns, out, rank=0, adds=False, overlap=Overlap.NONE)
+            pushed_sum(partial, inboxes, turns, out, rank=0, adds=False)
