@@ -1,4 +1,4 @@
-"""Attention of a step in deterministic mode: by the kernels for Hopper GPUs where they fit, by the plain one elsewhere.
+"""Attention of a step in deterministic mode: by the plain kernel, or by those for Hopper GPUs, which are on trial.
 
 Both give a token bits that depend on its own position alone, but not the same bits: a worker takes one of them for all
 its steps.
@@ -22,6 +22,7 @@ from octavo.model.kernels.attention.invariant_work import InvariantWork, plan_in
 from octavo.model.kernels.attention.prefill import QUERY_TILE
 from octavo.model.kernels.attention.rope_write import rope_write
 from octavo.model.kernels.overlap import Overlap
+from octavo.model.kernels.trials import Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,9 +84,10 @@ class HopperAttention:
 
     @staticmethod
     def fits(weights: GpuWeights, kv: KvPool) -> bool:
-        """Whether these are the kernels to take. With norms of heads nobody has compared their bits on a device."""
+        """Whether these are the kernels to take: on trial, since they have not run on a device as they are. With norms
+        of heads nobody has compared their bits there."""
         config = weights.config
-        if any(layer.qk_norm_2H is not None for layer in weights.layers):
+        if not Trial.INVARIANT_ATTENTION.is_on or any(layer.qk_norm_2H is not None for layer in weights.layers):
             return False
         q_TNH = weights.embed_VD.new_empty(1, config.num_attention_heads, config.head_dim)
         return invariant_hopper.fits(q_TNH, kv.k_pools[0])
