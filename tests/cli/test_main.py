@@ -243,7 +243,7 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     of_others = {"--build", "--profile", "--local", "--policy", "--worker-urls"}  # docker compose, pip-audit, smg
     of_others |= {"--prometheus-host", "--tool-call-parser"}  # smg
     of_others |= {"--total-queued-requests-metric"}  # Kubernetes' inference gateways
-    of_others |= {"--text"}  # python -m bench.cpu.quant_error
+    of_others |= {"--text", "--only"}  # python -m bench.cpu.quant_error
     of_others |= {"--wait", "--upgrade", "--generate-hashes"}  # docker compose, uv
     of_others |= {"--require-hashes", "--no-deps", "--only-binary", "--no-build-isolation", "--index-url"}  # pip
     of_others |= {"--go", "--go-grpc"}  # protoc's plugins for Go, as in --go_out
@@ -258,5 +258,6 @@ def test_every_flag_in_the_documents_exists(repository: Path) -> None:
     engine = (repository / "integrations/dynamo/octavo_dynamo/engine.py").read_text()  # it cannot be imported here
     of_others |= set(re.findall(r'"(--[a-z-]+)"', engine))
     of_others |= {"--router-mode", "--migration-limit", "--http-host", "--http-port"}  # python -m dynamo.frontend
+    of_others |= {"--no-router-track-active-blocks"}  # likewise
     of_others |= {"--endpoint", "--discovery-backend", "--dyn-tool-call-parser", "--help"}  # Dynamo's backends
     assert shown - known <= of_others | {"--flag"}
